@@ -1,0 +1,38 @@
+# The whole set-up: only Python 3.11 with venv, make and git are needed to start.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.installed
+# Two workers of one thread each fit two cores and a few GB; a test file stays on one worker, with its fixtures.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: install demo test quality bench compat clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet -c constraints.txt -e ".[dev,train]"
+	touch $@
+
+demo: install
+	$(BIN)/bf16-to-fp16 demo
+
+# Called before the tests, so that the second environment is made once and with its progress on the screen.
+test: install compat
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+quality: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: install
+	for script in benchmarks/*.py; do $(BIN)/python "$$script" || exit 1; done
+
+# .venv-compat: transformers 4.57 and CTranslate2, in which converted checkpoints must load as well.
+compat: install
+	$(BIN)/python tests/compat/make_env.py
+
+clean:
+	rm -rf .venv .venv-compat build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

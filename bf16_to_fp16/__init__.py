@@ -1,0 +1,38 @@
+"""Make bf16-pretrained T5-family and Pegasus checkpoints safe in fp16: exactly rescaled, audited, loading in stock
+libraries.
+
+The names below are the whole public interface; they are imported when first used, so that the command line starts
+fast.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from .auditing import audit
+    from .conversion import Conversion, convert, rescale, undo
+    from .rescaling import Plan
+
+__version__ = "0.1.0"
+
+__all__ = ["Conversion", "Plan", "UserError", "audit", "convert", "rescale", "undo"]
+
+_HOMES = {
+    "audit": "auditing",
+    "convert": "conversion",
+    "Conversion": "conversion",
+    "rescale": "conversion",
+    "undo": "conversion",
+    "Plan": "rescaling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the module that has it."""
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

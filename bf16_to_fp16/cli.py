@@ -1,0 +1,290 @@
+"""The command line: thin, and the same promises for every command.
+
+Data go to standard output, talk to standard error. Exit status: 0 done (and safe, where there is a verdict), 1 done and
+unsafe, 2 bad input or usage with one line ``error: …``, 130 interrupted. Heavy imports wait until a command needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .errors import UserError
+
+SAFE, UNSAFE, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+FOLDER = click.Path(path_type=Path)
+
+source = click.argument("source")
+data = click.option(
+    "--data",
+    metavar="FILE",
+    help="Text to run on: JSONL, CSV, Parquet, text, or a Hub dataset; default: the built-in probe.",
+)
+json_file = click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON; - for standard output.")
+force = click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+seed = click.option("--seed", type=int, default=0, show_default=True, help="Seed of the built-in probe.")
+subfolder = click.option("--subfolder", metavar="NAME", help="Folder inside SOURCE (diffusers: text_encoder_2).")
+
+
+@click.group(name="bf16-to-fp16", context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.version_option(package_name="bf16_to_fp16", message="%(version)s")
+@click.pass_context
+def app(context: click.Context) -> None:
+    """Make bf16-pretrained T5-family and Pegasus checkpoints safe in fp16: exactly rescaled, audited, stock-loadable.
+
+    SOURCE is a local folder or a Hub id (name[@revision]).
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@app.command("convert")
+@source
+@click.argument("out", type=FOLDER)
+@click.option(
+    "--target",
+    type=click.Choice(["half", "norm-safe"]),
+    default="half",
+    show_default=True,
+    help="half: every value under 65504. norm-safe: also ‖h‖₂ of the residual under 256, so that squares fit.",
+)
+@data
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@subfolder
+@click.option("--plan", type=FOLDER, metavar="REPORT", help="Replay the plan of a report instead of observing.")
+@click.option("--margin", type=float, metavar="BITS", help="Bits kept between what is observed and each limit.")
+@click.option("--max-shard-size", metavar="SIZE", help="Such as 5GB; default: sharded like the source.")
+@seed
+@force
+@json_file
+def convert_command(
+    source: str,
+    out: Path,
+    target: str,
+    data: str | None,
+    dry_run: bool,
+    subfolder: str | None,
+    plan: Path | None,
+    margin: float | None,
+    max_shard_size: str | None,
+    seed: int,
+    force: bool,
+    json_file: str | None,
+) -> int:
+    """Convert SOURCE to an fp16 checkpoint at OUT: observe, plan, rescale, write, audit what was written."""
+    from . import terminal
+    from .conversion import convert
+    from .planner import MARGIN_BITS
+
+    result = convert(
+        source,
+        out,
+        target=target,
+        data=data,
+        dry_run=dry_run,
+        subfolder=subfolder,
+        plan=plan,
+        force=force,
+        margin_bits=MARGIN_BITS if margin is None else margin,
+        max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
+        seed=seed,
+        talk=talker(),
+    )
+    write_report(json_file, result.report)
+    if dry_run:
+        if json_file != "-":
+            terminal.print_plan(result.report, result.planned)
+        return SAFE
+    if json_file != "-":
+        terminal.print_conversion(result.report, out)
+    return SAFE if result.safe else UNSAFE
+
+
+@app.command("audit")
+@source
+@click.option(
+    "--regime",
+    "regimes",
+    multiple=True,
+    type=click.Choice(["stock", "amp", "half"]),
+    help="Repeat for several; default: all.",
+)
+@data
+@click.option("--train-mode", is_flag=True, help="With dropout, and the backward pass under a loss scale.")
+@subfolder
+@seed
+@click.option("--html", type=FOLDER, metavar="FILE", help="Write the report as a page.")
+@json_file
+def audit_command(
+    source: str,
+    regimes: tuple[str, ...],
+    data: str | None,
+    train_mode: bool,
+    subfolder: str | None,
+    seed: int,
+    html: Path | None,
+    json_file: str | None,
+) -> int:
+    """Run SOURCE in fp16 the ways people run it and measure every operation."""
+    from . import terminal
+    from .audit import REGIMES, audit
+
+    result = audit(
+        source,
+        regimes=regimes or REGIMES,
+        data=data,
+        train_mode=train_mode,
+        subfolder=subfolder,
+        seed=seed,
+        talk=talker(),
+    )
+    write_report(json_file, result)
+    if html is not None:
+        from .page import write_page
+
+        try:
+            write_page(html, result)
+        except OSError as error:
+            raise UserError(f"{html}: {error.strerror}; choose another file for --html") from error
+    if json_file != "-":
+        terminal.print_audit(result)
+    return SAFE if result["verdict"] == "safe" else UNSAFE
+
+
+@app.command("undo")
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@force
+@json_file
+def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) -> int:
+    """Write the source's weights back from a converted folder: the inverse of its recorded plan."""
+    from .conversion import undo
+
+    written = undo(folder, out, force=force, talk=talker())
+    write_report(json_file, {"out": str(written)})
+    if json_file != "-":
+        print(f"{written} holds the weights from before the conversion")
+    return SAFE
+
+
+@app.command("families")
+@json_file
+def families_command(json_file: str | None) -> int:
+    """List what is supported."""
+    from . import terminal
+    from .families import FAMILIES
+
+    rows = [
+        {
+            "name": f.name,
+            "title": f.title,
+            "model_type": f.model_type,
+            "architectures": [*f.seq2seq, *f.encoder_only],
+            "untie": f.untie or "never",
+        }
+        for f in FAMILIES
+    ]
+    write_report(json_file, {"families": rows})
+    if json_file != "-":
+        terminal.print_families(rows)
+    return SAFE
+
+
+@app.command("demo")
+@click.option(
+    "--out", type=FOLDER, metavar="DIR", default=Path("fp16-demo"), show_default=True, help="Where the results go."
+)
+@json_file
+def demo_command(out: Path, json_file: str | None) -> int:
+    """Break two small trained checkpoints in fp16, convert them, and show the difference; no network."""
+    from .demo import demo
+
+    reports = demo(out, talk=talker(), show=json_file != "-")
+    write_report(json_file, {"demos": reports})
+    return SAFE if all(r["verdict"] == "safe" for r in reports) else UNSAFE
+
+
+def talker() -> Any:
+    """Return the speaker of the command line."""
+    from .talk import Talk
+
+    return Talk()
+
+
+def write_report(target: str | None, data: Any) -> None:
+    """Write ``data`` as JSON to a file, or to standard output for ``-``."""
+    if target is None:
+        return
+    from .folder import finite, write_json
+
+    if target == "-":
+        json.dump(finite(data), sys.stdout, indent=2, ensure_ascii=False)
+        print()
+        return
+    try:
+        write_json(Path(target), data)
+    except OSError as error:
+        raise UserError(f"{target}: {error.strerror}; choose another file for --json") from error
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``5GB`` or ``500MB`` (decimal units), as stock ``max_shard_size`` reads
+    them."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1}
+    upper = text.strip().upper()
+    for unit in sorted(units, key=len, reverse=True):
+        if upper.endswith(unit):
+            number = upper.removesuffix(unit).strip()
+            try:
+                size = float(number) * units[unit]
+            except ValueError:
+                break
+            if 0 < size < 2**63:
+                return max(1, int(size))
+            break
+    raise UserError(f"--max-shard-size {text!r} is not a size; write it like 5GB or 500MB")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    quieten()
+    try:
+        status = app(args=arguments, prog_name="bf16-to-fp16", standalone_mode=False)
+        sys.stdout.flush()
+        return int(status or 0)
+    except UserError as error:
+        return complain(str(error))
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        hint = " (see bf16-to-fp16 --help)" if isinstance(error, click.UsageError) else ""
+        return complain(f"{error.format_message()}{hint}")
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (| head); nothing is wrong.
+        sys.stderr.close()
+        return SAFE
+
+
+def complain(message: str) -> int:
+    """Print one error line and return the status for bad input."""
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return USAGE
+
+
+def quieten() -> None:
+    """Keep the libraries' own bars and advice off the screen; what matters of theirs is checked and said by this
+    program."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,338 @@
+"""The main job: a bf16 checkpoint in, an exactly rescaled and audited fp16 checkpoint out.
+
+One direction, no going back: open and classify the source, observe what its signals reach in fp32, plan, write the
+rescaled weights in a stream, then load what was written with stock code and measure it in every regime and against
+the source. Nothing appears at the output path before all of that is done.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import report as reports
+from .auditing import REGIMES, audit_folder, load, load_config
+from .card import write_card
+from .checkpoint import Checkpoint, open_checkpoint
+from .errors import UserError
+from .families import resolve
+from .families.types import Layout, ResolvedTensor, TensorSource
+from .fidelity import Fidelity, fidelity
+from .folder import carry_over, check_out, staged, write_json
+from .observe import ModuleRange, observe_ranges
+from .page import write_page
+from .planner import MARGIN_BITS, Planned, Weights, make_plan
+from .probe import Batch, batches
+from .rescaling import Drift, Plan, apply, describe, edited_config, inverse, writes
+from .talk import Talk
+from .writer import Written, write_fp16
+
+TARGETS = ("half", "norm-safe")
+REPORT = "fp16_report.json"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What ``convert`` did: the report (CONTRACT's schema), the folder written (None for a dry run), the plan."""
+
+    report: Mapping[str, Any]
+    out: Path | None
+    planned: Planned | None
+    plan: Plan
+
+    @property
+    def safe(self) -> bool:
+        """Return whether the verdict is safe."""
+        return self.report.get("verdict") == "safe"
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    target: str = "half",
+    data: str | None = None,
+    dry_run: bool = False,
+    subfolder: str | None = None,
+    plan: str | Path | None = None,
+    force: bool = False,
+    margin_bits: float = MARGIN_BITS,
+    max_shard_size: int | None = None,
+    seed: int = 0,
+    talk: Talk | None = None,
+) -> Conversion:
+    """Convert ``source`` (folder or Hub id) to an fp16 checkpoint at ``out`` and return what was done and measured.
+
+    target: ``half`` or ``norm-safe``. data: text to observe and audit on besides the built-in probe. dry_run: plan
+    only, write nothing. plan: a report whose plan to replay instead of observing. margin_bits: kept between what is
+    observed and each limit. max_shard_size: bytes, else sharded like the source. Raises UserError for input that
+    cannot be used; ``out`` then does not exist.
+    """
+    talk = talk or Talk(quiet=True)
+    if target not in TARGETS:
+        raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    if margin_bits < 0:
+        raise UserError(f"a margin of {margin_bits} bits is negative; give 0 or more")
+    out = Path(out)
+    checkpoint = open_checkpoint(source, subfolder)
+    if not dry_run:
+        check_out(out, checkpoint.folder, force=force)
+    layout = resolve(checkpoint)
+    inputs = gather(checkpoint, data, seed)
+    planned, ranges = None, None
+    if plan is not None:
+        chosen = read_plan(Path(plan))
+        layout = resolve(checkpoint, untie=chosen.untied_head)
+    else:
+        ranges = observe_source(checkpoint, inputs, talk)
+        with talk.step("Planning the exponents"):
+            layout, planned = best_plan(checkpoint, layout, ranges, target, margin_bits)
+        chosen = planned.plan
+    if dry_run:
+        return Conversion({"family": layout.family.name, "plan": describe(chosen)}, None, planned, chosen)
+
+    with staged(out, force=force) as work:
+        with talk.step(f"Writing {sum(1 for _ in layout.tensors)} tensors") as advance:
+            written = write_fp16(
+                checkpoint, writes(layout, chosen), work, max_shard_size=max_shard_size, progress=advance
+            )
+        refuse_nonfinite(written)
+        write_json(work / "config.json", edited_config(layout, chosen))
+        carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, subfolder))
+        regimes = audit_regimes(work, inputs, seed, talk)
+        with talk.step("Comparing fp16 and bf16 with the fp32 source") as advance:
+            closeness, chosen = measure(checkpoint, layout, chosen, work, inputs)
+        result = reports.build(
+            checkpoint=checkpoint,
+            layout=layout,
+            plan=chosen,
+            written=written,
+            regimes=regimes,
+            fidelity=closeness,
+            violations=planned.violations if planned else (),
+            ranges=ranges,
+            config_changes=changes(checkpoint.config, edited_config(layout, chosen)),
+            carried=carried,
+            left_out=left_out,
+            command=shlex.join(["bf16-to-fp16", *sys.argv[1:]]),
+        )
+        write_json(work / REPORT, result)
+        write_page(work / "fp16_report.html", result)
+        write_card(work / "README.md", checkpoint, result)
+    return Conversion(result, out, planned, chosen)
+
+
+def gather(checkpoint: Checkpoint, data: str | None, seed: int) -> list[Batch]:
+    """Return what to run on: the built-in probe, which reaches the whole vocabulary, and the user's text where
+    given."""
+    config = load_config(checkpoint.folder)
+    inputs = batches(config, None, None, seed=seed)
+    return inputs if data is None else inputs + batches(config, checkpoint.folder, data, seed=seed)
+
+
+def audit_regimes(folder: Path, inputs: list[Batch], seed: int, talk: Talk) -> Mapping[str, Any]:
+    """Audit a folder in every regime, with progress."""
+    with talk.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
+        return audit_folder(folder, inputs=inputs, seed=seed, progress=advance)
+
+
+def observe_source(checkpoint: Checkpoint, inputs: list[Batch], talk: Talk) -> Mapping[str, ModuleRange]:
+    """Run the source in fp32 on ``inputs`` and return what every module's input and output reach."""
+    with talk.step("Observing the source in fp32"):
+        ranges = observe_ranges(load(checkpoint.folder, torch.float32), inputs)
+    for path, seen in ranges.items():
+        if not bool(torch.isfinite(seen.output.amax).all()):
+            raise UserError(
+                f"{checkpoint.folder}: {path} gives inf or NaN in fp32 on the source; the checkpoint is damaged"
+            )
+    return ranges
+
+
+def best_plan(
+    checkpoint: TensorSource, layout: Layout, ranges: Mapping[str, ModuleRange], target: str, margin_bits: float
+) -> tuple[Layout, Planned]:
+    """Plan with the head as it is; where the tied head's limit stands in the way and it may be separated, plan with
+    it separated."""
+    planned = make_plan(layout, weights_of(checkpoint, layout), ranges, target=target, margin_bits=margin_bits)
+    if not planned.violations or not layout.tied or not layout.family.untie:
+        return layout, planned
+    apart = resolve(checkpoint, untie=True)
+    other = make_plan(apart, weights_of(checkpoint, apart), ranges, target=target, margin_bits=margin_bits)
+    if sum(v.excess_bits for v in other.violations) < sum(v.excess_bits for v in planned.violations):
+        return apart, other
+    return layout, planned
+
+
+def weights_of(checkpoint: TensorSource, layout: Layout) -> Weights:
+    """Return a function from a layout's tensor name to its unscaled values."""
+
+    def read(name: str) -> torch.Tensor:
+        tensor: ResolvedTensor = layout.tensors[name]
+        if tensor.source is None:
+            assert tensor.generate is not None
+            return tensor.generate(tensor.shape[0], tensor.shape[1])
+        weight = checkpoint.read(tensor.source)
+        return weight if tensor.gain == 1.0 else weight.float() * tensor.gain
+
+    return read
+
+
+def refuse_nonfinite(written: Written) -> None:
+    """Raise UserError for a weight that is inf or NaN in the source or beyond fp16 at every exponent."""
+    for name, stats in written.stats.items():
+        if stats.nonfinite:
+            raise UserError(
+                f"tensor {name}: {stats.nonfinite} of {stats.elements} weights are inf, NaN or beyond 65504"
+                " after rescaling; the checkpoint is damaged, use another revision of it"
+            )
+
+
+def tokenizer_beside(checkpoint: Checkpoint, subfolder: str | None) -> Path | None:
+    """Return the tokenizer's folder of a diffusers layout: ``text_encoder_2`` has ``tokenizer_2`` beside it."""
+    if subfolder is None or "text_encoder" not in subfolder:
+        return None
+    return checkpoint.folder.parent / checkpoint.folder.name.replace("text_encoder", "tokenizer")
+
+
+def measure(
+    checkpoint: Checkpoint, layout: Layout, plan: Plan, work: Path, inputs: list[Batch]
+) -> tuple[Fidelity, Plan]:
+    """Measure the written fp16 model and the source in bf16 against the source in fp32; complete the plan's drift
+    figures."""
+    source = load(checkpoint.folder, torch.float32)
+    output = load(work, torch.float16, half=True)
+    closeness = fidelity(source, load(checkpoint.folder, torch.bfloat16), output, inputs)
+    if plan.drift is None:
+        return closeness, plan
+    drifted = load(checkpoint.folder, torch.float32)
+    simulate_drift(drifted, layout, plan)
+    predicted = fidelity(source, None, drifted, inputs)
+    measured = fidelity(source, None, load(work, torch.float32), inputs)
+    drift = Drift(
+        relative_error=plan.drift.relative_error,
+        predicted_kl=predicted.kl_fp16,
+        predicted_max_logit_error=predicted.max_logit_error_fp16,
+        measured_kl=measured.kl_fp16,
+        measured_max_logit_error=measured.max_logit_error_fp16,
+    )
+    return closeness, plan.model_copy(update={"drift": drift})
+
+
+def simulate_drift(model: torch.nn.Module, layout: Layout, plan: Plan) -> None:
+    """Give an fp32 source model the norm eps that its rescaled weights will meet: eps·4^-r, which is the same function.
+
+    Corrected gains are rounded to fp16, as they will be stored.
+    """
+    for path in layout.norms:
+        norm: Any = model.get_submodule(path)
+        norm.eps = layout.eps * 4.0**-plan.residual_exponent
+        correction = plan.gain_correction.get(f"{path}.weight")
+        if correction is not None:
+            norm.weight.data.copy_((norm.weight.data * correction).half())
+
+
+def read_plan(path: Path) -> Plan:
+    """Return the plan that a report holds.
+
+    Raises UserError where the file cannot be read or holds none.
+    """
+    path = path / REPORT if path.is_dir() else path
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return Plan.model_validate(data["plan"])
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give an {REPORT} or a converted folder") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: holds no plan of this program; give an {REPORT} that convert wrote") from error
+
+
+def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """Return for every config key that differs its value before and after; an absent key has no entry."""
+    keys = [k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)]
+    return {k: {side: c[k] for side, c in (("before", before), ("after", after)) if k in c} for k in keys}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ModelTensors:
+    """A stock model in memory, seen as a source of tensors."""
+
+    def __init__(self, model: Any) -> None:
+        """Look at ``model``; nothing is copied."""
+        self.source = type(model).__name__
+        self.config: dict[str, object] = model.config.to_dict() | {"architectures": [self.source]}
+        self._state = model.state_dict()
+        names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+        self.tensors = {
+            name: _Stored(names.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in self._state.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor, shared with the model."""
+        return self._state[name]
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows of a tensor."""
+        return self._state[name][start:stop].contiguous()
+
+
+def rescale(
+    model: Any, inputs: list[Batch] | None = None, *, target: str = "half", margin_bits: float = MARGIN_BITS
+) -> Plan:
+    """Rescale a stock fp32 model in place, exactly, by the best plan for what it shows on ``inputs``, and return
+    the plan.
+
+    inputs: batches as ``probe.batches`` makes them, by default the built-in probe. The head stays as tied as it is.
+    The model's outputs keep every bit in fp32; norm eps attributes are scaled with the residual stream, so
+    ``model.config`` must say so too before saving (``plan.eps``). Raises UserError for a model of no known family.
+    """
+    source = ModelTensors(model)
+    layout = resolve(source)
+    ranges = observe_ranges(model, inputs if inputs is not None else batches(model.config, None, None))
+    planned = make_plan(layout, weights_of(source, layout), ranges, target=target, margin_bits=margin_bits)
+    apply(model, layout, planned.plan)
+    return planned.plan
+
+
+def undo(folder: str | Path, out: str | Path, *, force: bool = False, talk: Talk | None = None) -> Path:
+    """Write the source's weights back from a converted folder by the inverse of its recorded plan, and return
+    ``out``.
+
+    Bit for bit where the conversion was lossless. Tensors that the conversion made (positions, a separated head)
+    are left out; those that it dropped as copies are not restored. Raises UserError where the folder has no plan.
+    """
+    talk = talk or Talk(quiet=True)
+    folder, out = Path(folder), Path(out)
+    plan = read_plan(folder)
+    record = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    checkpoint = open_checkpoint(folder)
+    check_out(out, folder, force=force)
+    origin: Mapping[str, Any] = record["source"]
+    layout = resolve(checkpoint)
+    back = [
+        write.as_dtype(origin["dtypes"].get(write.name, origin["dtype"]))
+        for write in writes(layout, inverse(plan))
+        if write.name not in origin["made"]
+    ]
+    config = dict(checkpoint.config)
+    for key, sides in origin["config_changes"].items():
+        config.pop(key, None)
+        if "before" in sides:
+            config[key] = sides["before"]
+    with staged(out, force=force) as work:
+        with talk.step(f"Writing {len(back)} tensors") as advance:
+            write_fp16(checkpoint, back, work, progress=advance)
+        write_json(work / "config.json", config)
+        carry_over(folder, work)
+    return out

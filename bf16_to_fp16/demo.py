@@ -1,0 +1,39 @@
+"""The demonstration: two small checkpoints, really trained in bf16, that break in fp16 until they are converted.
+
+They ship with the package, so this needs neither a network nor arguments. How they were trained, and what was
+enlarged to make them overflow the way published checkpoints do, is in ``recipes/``.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from . import terminal
+from .auditing import audit
+from .conversion import convert
+from .talk import Talk
+
+NAMES = ("t5-gated-bytes", "pegasus-bytes")
+TEXT = "held_out.txt"
+
+
+def demo(out: Path, *, talk: Talk, show: bool = True) -> list[dict[str, Any]]:
+    """Audit each shipped checkpoint in fp16 as it is, convert it into ``out``, and return the reports of the results.
+
+    ``show``: print the tables to standard output.
+    """
+    reports = []
+    with as_file(files("bf16_to_fp16") / "demo_data") as data:
+        for name in NAMES:
+            talk.say(f"{name}: as trained, every parameter in fp16")
+            before = audit(data / name, regimes=("half",), data=str(data / TEXT), talk=talk)
+            if show:
+                terminal.print_audit(before)
+            talk.say(f"{name}: converting")
+            result = convert(data / name, out / name, data=str(data / TEXT), force=True, talk=talk)
+            if show:
+                terminal.print_conversion(result.report, out / name)
+            reports.append(dict(result.report) | {"name": name, "before": before})
+    return reports

@@ -1,0 +1,20 @@
+"""mT5: T5 v1.1 with a gate by default and, in every published checkpoint, a head of its own.
+
+Its stock class differs from T5's in the head alone: transformers 5 never multiplies the decoder's output before it,
+transformers 4 does when the config ties. A tied mT5 therefore stays tied, since no stored head suits both.
+"""
+
+from dataclasses import replace
+
+from .t5 import DEFAULTS, T5
+
+MT5 = replace(
+    T5,
+    name="mt5",
+    title="mT5",
+    model_type="mt5",
+    seq2seq=("MT5ForConditionalGeneration",),
+    encoder_only=("MT5EncoderModel",),
+    defaults=DEFAULTS | {"feed_forward_proj": "gated-gelu"},
+    untie="",
+)

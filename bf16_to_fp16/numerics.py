@@ -1,0 +1,65 @@
+"""Limits and exact scaling in the 16-bit formats.
+
+Two facts carry the whole package. fp16 has 11 significant bits, stops at 65504 and has its last subnormal at
+2⁻²⁴; bf16 has 8 significant bits and fp32's range. And a multiplication by a power of two is exact as long as the
+result neither overflows nor loses bits below the last subnormal, so such factors may be moved between weights
+without changing what a network computes.
+"""
+
+import math
+
+import torch
+
+FP16_MAX = 65504.0
+"""Largest finite fp16 value, (2 − 2⁻¹⁰)·2¹⁵."""
+
+FP16_TINY = 2.0**-14
+"""Smallest normal fp16 value; below it the absolute spacing stays at ``FP16_STEP``."""
+
+FP16_STEP = 2.0**-24
+"""Smallest positive fp16 value, and the spacing of all subnormal ones."""
+
+FP16_SIGNIFICANT_BITS = 11
+BF16_SIGNIFICANT_BITS = 8
+
+SATURATED_FROM = 64504.0
+"""Values from here to 65504 count as saturated: stock T5 and Pegasus code clamps to 64504 (65504 − 1000)."""
+
+GELU_CUBE_LIMIT = FP16_MAX ** (1 / 3)
+"""|x| beyond which ``gelu_new``'s x³ is inf in fp16 (40.3); tanh makes it harmless in the forward pass."""
+
+GELU_CUBE_BACKWARD_LIMIT = math.sqrt(FP16_MAX / 3)
+"""|x| beyond which the derivative of x³ is inf in fp16 and 0·inf gives NaN gradients (147.8)."""
+
+NORM_SAFE_LIMIT = 2.0**8
+"""Largest ‖h‖₂ of which a square summed in fp16 stays under 2¹⁶ (the norm-safe tier), about √65504."""
+
+
+def headroom_bits(amax: float, limit: float = FP16_MAX) -> float:
+    """Return log2(limit / amax): how many doublings are left before ``amax`` reaches ``limit``.
+
+    ``inf`` for amax = 0, ``-inf`` for an infinite or NaN amax.
+    """
+    if amax == 0:
+        return math.inf
+    if not math.isfinite(amax):
+        return -math.inf
+    return math.log2(limit / amax)
+
+
+def lowest_bit_exponent(x: torch.Tensor) -> torch.Tensor:
+    """Return for each element the exponent of its lowest set significand bit.
+
+    x: fp32, bf16 or fp16 tensor. Returns int32 of the same shape: the e with x = odd·2ᵉ. Zeros give 127 (no bit to
+    lose); non-finite elements give -1000 (no fp16 holds them). A value is on fp16's grid after scaling by 2ˢ iff e
+    + s ≥ −24, its significand has at most 11 bits and |x|·2ˢ ≤ 65504.
+    """
+    bits = x.detach().to(torch.float32).contiguous().view(torch.int32)
+    exponent = (bits >> 23) & 0xFF
+    mantissa = bits & 0x7FFFFF
+    significand = torch.where(exponent > 0, mantissa | 0x800000, mantissa)
+    lowest = (significand & -significand).to(torch.float32)  # a power of two: exact in fp32
+    trailing = (lowest.view(torch.int32) >> 23) - 127
+    result = torch.clamp(exponent, min=1) - 127 - 23 + trailing
+    result = torch.where(significand == 0, torch.full_like(result, 127), result)
+    return torch.where(exponent == 255, torch.full_like(result, -1000), result)

@@ -1,0 +1,372 @@
+"""Choosing the exponents: hard limits first, then the least predicted error.
+
+Both ends cost. A signal too large overflows; a weight or signal too small loses bits to fp16's fixed spacing below
+2⁻¹⁴. So every signal and weight has a limit that must hold, and among the exponents that hold it the plan minimises
+a predicted relative squared error: for weights the energy of their rounding errors and the share of elements that
+are not carried over exactly, for signals fp16's last step against their mean square, for LayerNorm the drift of an
+eps that cannot be scaled. (Maximising the smallest margin instead is degenerate: a single weight of 1e-9 would
+decide.)
+
+The residual exponent r couples everything, but given r and the norm gains every value, neuron and query/key channel
+is an integer problem of its own. So: enumerate r, solve all channels by table look-up, and move gains only where
+that leaves a loss. Importances weigh the channels by what they contribute, so that the costs of different sublayers
+compare.
+
+Where the limits cannot all hold, the excess is minimised and reported: rescaling is not enough, and the caller says
+so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .families.types import RESIDUAL, Kind, Layout, ResolvedSignal, ResolvedTensor, Sighting
+from .numerics import FP16_MAX, NORM_SAFE_LIMIT
+from .observe import ChannelRange, ModuleRange
+from .precision import GRID, STEP_NOISE, LossTable, loss_table, signal_noise
+from .rescaling import Drift, Plan
+
+MARGIN_BITS = 1.25
+"""How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
+
+CHANNEL_RANGE = 12
+"""Channel exponents are searched from −12 to 12."""
+
+ROUNDING = 2.0**-24
+"""Scale of one unavoidable fp16 rounding, (2⁻¹¹)²/4, in relative squared error; costs well under it do not matter."""
+
+EXCESS = 1e6
+"""Cost of one bit over a hard limit: more than any precision, so that limits come first."""
+
+RESTRAINT = ROUNDING * 2.0**-10
+"""What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
+
+LOSSY_SHARE_OF_A_ROUNDING = 1e-3
+"""A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
+
+GAIN_THRESHOLD = ROUNDING / 4
+"""A norm's gain is moved only where its readers lose more than this."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A limit that no exponent can hold: where, by how many bits, and what to do about it."""
+
+    signal: str
+    excess_bits: float
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the limits that it cannot hold, its predicted relative squared error, and that error by residual
+    exponent."""
+
+    plan: Plan
+    violations: tuple[Violation, ...]
+    cost: float
+    cost_by_exponent: Mapping[int, float] = field(default_factory=dict)
+
+
+Weights = Callable[[str], torch.Tensor]
+"""Gives a layout's tensor by name, unscaled, in any floating dtype."""
+
+
+def make_plan(
+    layout: Layout,
+    weights: Weights,
+    ranges: Mapping[str, ModuleRange],
+    *,
+    target: str = "half",
+    margin_bits: float = MARGIN_BITS,
+) -> Planned:
+    """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
+
+    ranges: what each module's input and output reach on the source, from observation or from bounds. target:
+    ``half`` (every signal under 65504) or ``norm-safe`` (also ‖h‖₂ of the residual stream under 256). margin_bits:
+    kept between a range and its limit.
+    """
+    return _Search(layout, weights, ranges, target, margin_bits).run()
+
+
+class _Search:
+    """One search: the tables it has made, and the exponents decided so far."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        weights: Weights,
+        ranges: Mapping[str, ModuleRange],
+        target: str,
+        margin_bits: float,
+    ) -> None:
+        self.layout, self.weights, self.ranges = layout, weights, ranges
+        self.target, self.margin_bits = target, margin_bits
+        self.limit = FP16_MAX * 2.0**-margin_bits
+        self.elements = sum(math.prod(t.shape) for t in layout.tensors.values())
+        self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
+        self.tables: dict[tuple[str, int], LossTable] = {}
+        self.chosen: dict[str, torch.Tensor] = {}
+        self.touched: dict[str, list[tuple[ResolvedTensor, int]]] = {name: [] for name in layout.signals}
+        for tensor in layout.tensors.values():
+            for axis, carried in enumerate(tensor.axes):
+                if carried is not None:
+                    self.touched[carried[1]].append((tensor, axis))
+
+    # -- what is known ----------------------------------------------------------------------------------------------
+
+    def seen(self, sighting: Sighting) -> ChannelRange | None:
+        """Return the range of one sighting, None where the module was not observed (an encoder-only run, a shared
+        module)."""
+        module = self.ranges.get(sighting.module)
+        return None if module is None else (module.input if sighting.side == "input" else module.output)
+
+    def table(self, tensor: ResolvedTensor, axis: int) -> LossTable:
+        """Return the tensor's loss table along ``axis``, with the vector exponents chosen for its other axis
+        applied."""
+        key = (tensor.name, axis)
+        if key not in self.tables:
+            other = tensor.axes[1 - axis] if len(tensor.axes) == 2 else None
+            exponents = self.chosen.get(other[1]) if other else None
+            shift = exponents * other[0] if other and exponents is not None else None
+            self.tables[key] = loss_table(self.weights(tensor.name), axis, shift)
+        return self.tables[key]
+
+    def offset(self, tensor: ResolvedTensor, axis: int, r: int) -> int:
+        """Return the residual exponent's part in a tensor's exponent on the axes other than ``axis``."""
+        return sum(c[0] * r for position, c in enumerate(tensor.axes) if c and c[1] == RESIDUAL and position != axis)
+
+    def importance(self, signal: ResolvedSignal) -> torch.Tensor:
+        """Return each channel's share in what the signal contributes: float64 [channels], sum 1.
+
+        Mean square times the energy of the weights that read the channel; for queries and keys the product of their
+        mean squares. Both are invariant under the channel's own exponent.
+        """
+        ones = torch.ones(signal.size, dtype=torch.float64)
+        squares = [r.mean_square.double() for s in signal.seen if (r := self.seen(s)) is not None]
+        if not squares:
+            return ones / signal.size
+        readers = [(t, a) for t, a in self.touched[signal.name] if a == 1 and t.axes[a][0] < 0]  # type: ignore[index]
+        if signal.kind is Kind.QUERY_KEY:
+            return normalised(torch.stack(squares).prod(0))
+        if not readers:
+            return normalised(squares[-1])
+        return normalised(sum((normalised(squares[-1] * self.table(t, a).energy) for t, a in readers), 0 * ones))
+
+    # -- what an exponent costs -------------------------------------------------------------------------------------
+
+    def channel_costs(self, signal: ResolvedSignal, r: int) -> torch.Tensor:
+        """Return the cost of every exponent −12…12 for every channel of a signal: float64 [channels, 25]."""
+        exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
+        share = self.importance(signal)[:, None]
+        cost = RESTRAINT / signal.size * exponents.abs().double().expand(signal.size, -1)
+        for tensor, axis in self.touched[signal.name]:
+            sign = tensor.axes[axis][0]  # type: ignore[index]
+            cost = cost + self.weight_cost(
+                self.table(tensor, axis), sign * exponents + self.offset(tensor, axis, r), share
+            )
+        for sighting in signal.seen:
+            observed = self.seen(sighting)
+            if observed is not None:
+                at = sighting.sign * exponents
+                cost = cost + share * signal_noise(observed.mean_square, at)
+                cost = cost + EXCESS * excess_bits(observed.amax.double()[:, None] * 2.0**at, self.limit)
+        return cost
+
+    def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        """Return the cost of a weight's channels at ``exponents``: error energy by share, inexact elements, excess
+        over 65504."""
+        at = (exponents + GRID).clamp(0, 2 * GRID)
+        energy = table.energy[:, None].clamp(min=1e-300)
+        cost = share * (table.error[:, at].double() / energy).clamp(max=1.0)
+        cost = cost + self.lossy_price * table.lossy[:, at].double()
+        return cost + EXCESS * excess_bits(table.amax[:, None] * 2.0 ** exponents.double(), FP16_MAX)
+
+    def residual_cost(self, r: int) -> float:
+        """Return what depends on r alone: the stream's own limits and noise, the weights that only it scales, the
+        eps drift."""
+        signal, at = self.layout.signals[RESIDUAL], torch.tensor([r])
+        cost = RESTRAINT * abs(r)
+        for sighting in signal.seen:
+            observed = self.seen(sighting)
+            if observed is None:
+                continue
+            e = sighting.sign * r
+            cost += EXCESS * float(excess_bits(observed.amax.double().amax() * 2.0**e, self.limit))
+            if sighting.side == "input":
+                norm = self.layout.signals.get(sighting.module)
+                share = self.importance(norm) if norm is not None else normalised(observed.mean_square.double())
+                cost += float((share[:, None] * signal_noise(observed.mean_square, torch.tensor([e]))).sum())
+                cost += EXCESS * float(excess_bits(self.stream_norm(sighting.module) * 2.0**e, self.norm_limit()))
+        for tensor, axis in self.touched[RESIDUAL]:
+            carried = [c for c in tensor.axes if c is not None]
+            if all(c[1] == RESIDUAL for c in carried):
+                table = self.table(tensor, axis).total()
+                cost += float(self.weight_cost(table, carried[0][0] * at, torch.ones(1, 1)).sum())
+        return cost + self.drift(r, corrected=True)
+
+    def norm_limit(self) -> torch.Tensor:
+        """Return the limit on ‖h‖₂ of the stream, infinite unless the target is norm-safe."""
+        return torch.tensor(NORM_SAFE_LIMIT * 2.0**-self.margin_bits if self.target == "norm-safe" else math.inf)
+
+    def stream_norm(self, module: str) -> torch.Tensor:
+        """Return the largest ‖h‖₂ observed at a norm's input."""
+        norm = self.ranges[module].norm
+        return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
+
+    def drift(self, r: int, *, corrected: bool) -> float:
+        """Return the mean over the norms of the squared relative change that an unscaled eps makes, 0 where eps is
+        in the config.
+
+        To first order each output changes by δ = eps·(4^-r − 1) / (2·(var + eps)); a gain correction removes the
+        mean of δ.
+        """
+        if self.layout.family.eps_key is not None or r == 0:
+            return 0.0
+        factor = self.layout.eps * (4.0**-r - 1) / 2
+        total = 0.0
+        for path in self.layout.norms:
+            norm = self.ranges[path].norm if path in self.ranges else None
+            if norm is not None:
+                mean, square = norm.mean_inverse_variance, norm.mean_inverse_variance_squared
+                total += factor**2 * max(0.0, square - mean**2 if corrected else square)
+        return total
+
+    def gain_corrections(self, r: int) -> dict[str, float]:
+        """Return the factor for each norm weight whose mean drift is more than one fp16 rounding."""
+        corrections = {}
+        if self.layout.family.eps_key is None and r != 0:
+            factor = self.layout.eps * (4.0**-r - 1) / 2
+            for path in self.layout.norms:
+                norm = self.ranges[path].norm if path in self.ranges else None
+                if norm is not None and abs(factor * norm.mean_inverse_variance) > math.sqrt(ROUNDING):
+                    corrections[f"{path}.weight"] = 1 + factor * norm.mean_inverse_variance
+        return corrections
+
+    # -- the search -------------------------------------------------------------------------------------------------
+
+    def run(self) -> Planned:
+        """Enumerate r, solve the channels, move gains where needed, and collect what cannot be held."""
+        movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
+        steady = [s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY]
+        by_exponent = {
+            r: self.residual_cost(r) + sum(float(self.channel_costs(s, r).amin(1).sum()) for s in movable)
+            for r in self.candidates()
+        }
+        r = min(by_exponent, key=lambda e: (by_exponent[e], abs(e)))
+        for signal in movable + steady:
+            self.settle(signal, r)
+        gains = [s for s in self.layout.signals.values() if s.kind is Kind.NORM and self.gain_is_needed(s, r)]
+        for signal in gains:
+            before = self.chosen.get(signal.name)
+            self.settle(signal, r)
+            if not same(before, self.chosen.get(signal.name)):
+                self.resettle_writers(signal, r)
+        exponents = {name: folded(values) for name, values in self.chosen.items() if bool((values != 0).any())}
+        eps_key = self.layout.family.eps_key
+        plan = Plan(
+            family=self.layout.family.name,
+            residual_exponent=r,
+            exponents=exponents,
+            untied_head=any(
+                t.source and t.name == self.layout.family.head and t.source != t.name
+                for t in self.layout.tensors.values()
+            ),
+            eps=self.layout.eps * 4.0**r if eps_key else None,
+            gain_correction=self.gain_corrections(r),
+            drift=None if eps_key or r == 0 else Drift(relative_error=math.sqrt(self.drift(r, corrected=True))),
+            margin_bits=self.margin_bits,
+        )
+        return Planned(plan, tuple(self.violations(plan)), by_exponent[r], by_exponent)
+
+    def candidates(self) -> list[int]:
+        """Return the residual exponents worth trying: around the largest that the stream's limits allow, and 0."""
+        tops = []
+        for sighting in self.layout.signals[RESIDUAL].seen:
+            observed = self.seen(sighting)
+            if observed is not None and sighting.sign > 0 and float(observed.amax.amax()) > 0:
+                tops.append(math.floor(math.log2(self.limit / float(observed.amax.amax()))))
+                if sighting.side == "input" and self.target == "norm-safe":
+                    tops.append(math.floor(math.log2(float(self.norm_limit() / self.stream_norm(sighting.module)))))
+        top = max(-GRID, min(GRID, min(tops, default=0)))
+        return sorted({e for e in range(top - 6, top + 2) if -GRID <= e <= GRID} | {0})
+
+    def settle(self, signal: ResolvedSignal, r: int) -> None:
+        """Choose every channel's exponent of one signal; ties go to the exponent nearest 0."""
+        costs = self.channel_costs(signal, r)
+        best = costs.argmin(1) - CHANNEL_RANGE
+        changed = not same(self.chosen.get(signal.name), best)
+        self.chosen[signal.name] = best.to(torch.int32)
+        if changed:
+            for tensor, axis in self.touched[signal.name]:
+                self.tables.pop((tensor.name, 1 - axis), None)
+
+    def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
+        """Return whether a norm's output or a weight that reads it breaks a limit or loses more than the threshold
+        at gain 0."""
+        centre = CHANNEL_RANGE
+        costs = self.channel_costs(signal, r)[:, centre]
+        return float(costs.sum()) > GAIN_THRESHOLD
+
+    def resettle_writers(self, norm: ResolvedSignal, r: int) -> None:
+        """Solve again the channels that the readers of a moved norm write, since their tables have changed."""
+        for tensor, _ in list(self.touched[norm.name]):
+            written = tensor.axes[0]
+            if len(tensor.axes) == 2 and written is not None and written[1] in self.chosen:
+                self.tables.pop((tensor.name, 0), None)
+                self.settle(self.layout.signals[written[1]], r)
+
+    # -- what cannot be held ----------------------------------------------------------------------------------------
+
+    def violations(self, plan: Plan) -> list[Violation]:
+        """Return every signal that still passes its limit under ``plan``, the worst sighting of each."""
+        worst: dict[str, float] = {}
+        for signal in self.layout.signals.values():
+            exponent = plan.exponent(signal.name)
+            e = torch.as_tensor(exponent, dtype=torch.float64)
+            for sighting in signal.seen:
+                observed = self.seen(sighting)
+                if observed is not None:
+                    excess = float(excess_bits(observed.amax.double() * 2.0 ** (sighting.sign * e), self.limit).amax())
+                    if signal.kind is Kind.RESIDUAL and sighting.side == "input":
+                        norm_excess = excess_bits(self.stream_norm(sighting.module) * 2.0**e, self.norm_limit())
+                        excess = max(excess, float(norm_excess))
+                    place = f"{sighting.module} ({sighting.side})"
+                    if excess > 0:
+                        worst[place] = max(worst.get(place, 0.0), excess)
+        return [
+            Violation(place, excess, "rescaling cannot lower it; finetune with the activation-magnitude penalty")
+            for place, excess in sorted(worst.items(), key=lambda item: -item[1])
+        ]
+
+
+def excess_bits(amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+    """Return by how many bits ``amax`` passes ``limit``, 0 where it does not."""
+    return torch.log2((amax / limit).clamp(min=1.0))
+
+
+def normalised(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` divided by their sum, equal shares where the sum is 0."""
+    total = values.sum()
+    return values / total if float(total) > 0 else torch.full_like(values, 1 / values.numel())
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Return whether two exponent vectors are equal; None stands for all zeros."""
+    if one is None or other is None:
+        given = one if one is not None else other
+        return given is None or not bool((given != 0).any())
+    return bool((one == other).all())
+
+
+def folded(values: torch.Tensor) -> int | list[int]:
+    """Return a vector as one integer if all its elements agree, else as a list."""
+    items = [int(v) for v in values]
+    return items[0] if len(set(items)) == 1 else items
+
+
+__all__ = ["MARGIN_BITS", "STEP_NOISE", "Planned", "Violation", "Weights", "make_plan"]

@@ -1,0 +1,191 @@
+"""The report on a terminal: tables by rich, plain where standard output is not a terminal, ``NO_COLOR`` respected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .numerics import FP16_MAX, headroom_bits
+
+WORST_SITES = 6
+PLAIN_WIDTH = 120
+
+
+def console() -> Console:
+    """Return a console on standard output, as wide as the terminal and 120 columns elsewhere."""
+    screen = Console(highlight=False)
+    return screen if screen.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def print_conversion(report: Mapping[str, Any], out: Path) -> None:
+    """Print a conversion's verdict and figures, and where it lies."""
+    screen = console()
+    print_verdict(screen, report)
+    screen.print(regime_table(report["regimes"]))
+    screen.print(figure_table(report))
+    print_unsafe(screen, report)
+    screen.print(f"{out} holds the checkpoint; {out / 'fp16_report.html'} shows the whole report", markup=False)
+
+
+def print_audit(report: Mapping[str, Any]) -> None:
+    """Print an audit's verdict, its regimes and the tightest sites of each."""
+    screen = console()
+    print_verdict(screen, report)
+    screen.print(regime_table(report["regimes"]))
+    for name, regime in report["regimes"].items():
+        screen.print(site_table(name, regime["sites"][:WORST_SITES]))
+
+
+def print_verdict(screen: Console, report: Mapping[str, Any]) -> None:
+    """Print the verdict in one sentence."""
+    if report["verdict"] == "safe":
+        bits = min((r["headroom_bits"] for r in report["regimes"].values()), default=math.inf)
+        screen.print(
+            f"[bold green]safe[/]: no overflow and no saturation observed; {bits:.1f} bits of headroom"
+            " at the tightest site"
+        )
+    else:
+        broken = [name for name, r in report["regimes"].items() if r["nonfinite"] or r["saturated"]]
+        screen.print(f"[bold red]unsafe[/]: values overflow or saturate in {', '.join(broken)}")
+
+
+def regime_table(regimes: Mapping[str, Any]) -> Table:
+    """Return the table of regimes."""
+    table = Table("regime", "non-finite", "saturated", "max |x|", "headroom", "tightest site", title_justify="left")
+    for column in table.columns[1:5]:
+        column.justify = "right"
+    for name, regime in regimes.items():
+        tightest = next((s["name"] for s in regime["sites"] if s["headroom_bits"] is not None), "-")
+        table.add_row(
+            name,
+            f"{regime['nonfinite']:,}",
+            f"{regime['saturated']:,}",
+            magnitude(regime["amax"]),
+            bits(regime["headroom_bits"]),
+            tightest,
+        )
+    return table
+
+
+def site_table(title: str, sites: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of a regime's tightest sites."""
+    table = Table(
+        "site",
+        "max |x|",
+        "headroom",
+        "non-finite",
+        "saturated",
+        "benign",
+        title=f"{title}: tightest sites",
+        title_justify="left",
+    )
+    for column in table.columns[1:5]:
+        column.justify = "right"
+    for site in sites:
+        table.add_row(
+            site["name"],
+            magnitude(site["amax"]),
+            "-" if site["headroom_bits"] is None else bits(site["headroom_bits"]),
+            f"{site['nonfinite']:,}",
+            f"{site['saturated']:,}",
+            site["benign"] or "",
+        )
+    return table
+
+
+def figure_table(report: Mapping[str, Any]) -> Table:
+    """Return the table of what changed and how faithful the result is."""
+    table = Table("what", "value")
+    close, weights, plan = report["fidelity"], report["weights"], report["plan"]
+    measure = "KL to fp32" if close["measure"] == "kl" else close["measure"]
+    table.add_row(f"{measure}, source in bf16", f"{close['kl_bf16']:.2e}")
+    table.add_row(f"{measure}, output in fp16", f"{close['kl_fp16']:.2e}{ratio(close['kl_bf16'], close['kl_fp16'])}")
+    table.add_row("weights carried over exactly", f"{100 * weights['lossless_fraction']:.4f}%")
+    table.add_row("weights flushed to zero", f"{weights['flushed_to_zero']:,}")
+    table.add_row("residual stream scaled by", f"2^{plan['residual_exponent']}")
+    if moved := moved_channels(report):
+        table.add_row("channels moved", ", ".join(moved))
+    if plan["untied_head"]:
+        table.add_row("head", "separated from the embedding, whose limit stood in the way")
+    if (drift := plan["drift"]) is not None and drift["measured_kl"] is not None:
+        table.add_row(
+            "drift of LayerNorm's eps, KL",
+            f"predicted {drift['predicted_kl']:.1e}, measured {drift['measured_kl']:.1e}",
+        )
+    return table
+
+
+def moved_channels(report: Mapping[str, Any]) -> list[str]:
+    """Return "n kind" for every kind of signal with channels that the plan moves."""
+    counts: dict[str, int] = {}
+    for name, exponent in report["plan"]["exponents"].items():
+        kind = name.rsplit(".", 1)[-1].replace("_", "/")
+        kind = kind if kind in ("value", "neuron", "query/key") else "norm gain"
+        counts[kind] = counts.get(kind, 0) + (sum(e != 0 for e in exponent) if isinstance(exponent, list) else 1)
+    return [f"{count:,} {kind}" for kind, count in counts.items()]
+
+
+def ratio(bf16: float, fp16: float) -> str:
+    """Return how many times smaller the fp16 error is, in words."""
+    if not (fp16 > 0 and math.isfinite(fp16) and bf16 > 0 and math.isfinite(bf16)):
+        return ""
+    return f" ({bf16 / fp16:.0f} times smaller)" if bf16 > fp16 else f" ({fp16 / bf16:.1f} times larger)"
+
+
+def print_unsafe(screen: Console, report: Mapping[str, Any]) -> None:
+    """Print what no exponent can hold, and the remedy."""
+    for violation in report.get("unsafe", ())[:WORST_SITES]:
+        screen.print(
+            f"over its limit with margin: {violation['signal']} by {violation['excess_bits']:.1f} bits;"
+            f" {violation['remedy']}",
+            markup=False,
+        )
+
+
+def print_plan(report: Mapping[str, Any], planned: Any) -> None:
+    """Print a plan: the exponents, and what each residual exponent would cost."""
+    screen = console()
+    plan = report["plan"]
+    table = Table("signal", "exponent", "channels moved", title=f"plan for {report['family']}", title_justify="left")
+    table.add_row("residual", str(plan["residual_exponent"]), "all")
+    for name, exponent in plan["exponents"].items():
+        if isinstance(exponent, list):
+            table.add_row(
+                name, f"{min(exponent)} to {max(exponent)}", f"{sum(e != 0 for e in exponent)} of {len(exponent)}"
+            )
+        else:
+            table.add_row(name, str(exponent), "all")
+    screen.print(table)
+    for name, factor in plan["gain_correction"].items():
+        screen.print(f"{name} times {factor:.6f} against the drift of eps", markup=False)
+    if planned is not None:
+        costs = Table("residual exponent", "predicted relative squared error", title="why", title_justify="left")
+        for r, cost in sorted(planned.cost_by_exponent.items()):
+            costs.add_row(str(r), "over a limit" if cost > 1 else f"{cost:.2e}")
+        screen.print(costs)
+        print_unsafe(screen, {"unsafe": [vars(v) for v in planned.violations]})
+
+
+def print_families(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print the supported families."""
+    table = Table("family", "model_type", "architectures", "covers")
+    for row in rows:
+        table.add_row(row["name"], row["model_type"], "\n".join(row["architectures"]), row["title"])
+    console().print(table)
+
+
+def magnitude(value: float) -> str:
+    """Return a magnitude with four digits; ≥ 65536 for what overflowed."""
+    return "overflow" if not math.isfinite(value) or value > FP16_MAX else f"{value:,.4g}"
+
+
+def bits(value: float) -> str:
+    """Return headroom in bits with one decimal; "none" for what overflowed."""
+    if value <= headroom_bits(2.0**16):
+        return "none"
+    return "all" if value > 39 else f"{value:.1f} bits"

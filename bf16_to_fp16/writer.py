@@ -1,0 +1,704 @@
+"""Streaming weights from a checkpoint into fp16 safetensors files, scaled by powers of two and counted on the way.
+
+One piece of a tensor at a time is read, scaled in fp32, rounded, counted and written, so the memory needed does not
+depend on the checkpoint's size. A few threads take pieces in order; hashing, which must see bytes in their order,
+happens in turns while other threads convert. The bytes written do not depend on the number of threads.
+
+What makes it nearly as fast as copying is that a piece stays in the processor's cache for all passes over it, and
+that counting needs few of them: bf16 has 8 significant bits and fp16 11, so a bf16 weight that ends up as a *normal*
+fp16 number is carried over exactly, and only those that do not are looked at one by one. Names of files and their
+index are those of transformers. Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .checkpoint import DTYPES, NAMES, Checkpoint, RunningHash, TensorInfo, bytes_of, read_exactly, reading
+from .errors import UserError
+from .numerics import FP16_TINY
+
+ELEMENTS = 1 << 19
+"""Elements converted at a time: 1 MB of bf16, little enough to stay in a processor's cache from one pass to the next.
+A quarter of it where all values are compared, which takes more memory for each."""
+
+SAFE_FACTOR = 100
+"""Largest |exponent| of one fp32 factor. With two of them nothing that fp16 can hold is lost in between: what one takes
+below fp32's 2⁻¹²⁶ or above its 2¹²⁸, the other cannot bring back above 2⁻²⁶ or below 2²⁸."""
+
+LARGEST_EXPONENT = 500
+"""Exponents beyond it are refused; fp64, which the general path scales in, has room for twice as much."""
+
+FP16_NORMAL, FP16_INF = 0x0400, 0x7C00
+"""Bits of fp16's smallest normal number and of its infinity, without sign."""
+
+FLUSH_SECONDS = 0.25
+"""Seconds between two flushes."""
+
+SPACE = "free some space or choose another output path"
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Write:
+    """One tensor to write: ``source`` (a tensor of the checkpoint) or ``data``, times ``gain`` and powers of two.
+
+    The power's exponent is ``exponent`` + ``row_exponents[i]`` + ``column_exponents[j]`` (integer tensors over the
+    first and the second axis). ``gain`` is applied in fp64 and rounded to fp32 before the exponents. ``dtype``: what
+    to store.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: str | None
+    data: torch.Tensor | None = None
+    exponent: int = 0
+    row_exponents: torch.Tensor | None = None
+    column_exponents: torch.Tensor | None = None
+    gain: float = 1.0
+    dtype: torch.dtype = torch.float16
+
+    def as_dtype(self, name: str) -> Write:
+        """Return the same write with another dtype, spelled as in safetensors ("BF16")."""
+        return replace(self, dtype=DTYPES[name])
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """What became of a tensor's elements, counted while it was written.
+
+    ``lossless``: written value equal to the scaled one, finite. ``normal``: finite and not below the smallest normal
+    number. ``flushed_to_zero``: zero, though the source was not. ``nonfinite``: inf or NaN as written. ``amax``:
+    largest magnitude written, NaN where there is a NaN. ``nonzero``: in the source.
+    """
+
+    elements: int
+    lossless: int
+    normal: int
+    flushed_to_zero: int
+    nonfinite: int
+    amax: float
+    nonzero: int
+
+    def plus(self, other: TensorStats) -> TensorStats:
+        """Return the stats of two pieces together."""
+        amax = math.nan if math.isnan(self.amax + other.amax) else max(self.amax, other.amax)
+        return TensorStats(
+            self.elements + other.elements,
+            self.lossless + other.lossless,
+            self.normal + other.normal,
+            self.flushed_to_zero + other.flushed_to_zero,
+            self.nonfinite + other.nonfinite,
+            amax,
+            self.nonzero + other.nonzero,
+        )
+
+
+NOTHING = TensorStats(0, 0, 0, 0, 0, 0.0, 0)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file written: its name in the folder, its size in bytes, its SHA-256 in hexadecimal (None without hashing)."""
+
+    name: str
+    nbytes: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What ``write_fp16`` wrote. ``source_sha256``: of every source weight file by name, empty without hashing."""
+
+    stats: dict[str, TensorStats]
+    files: tuple[FileRecord, ...]
+    source_sha256: dict[str, str]
+
+
+def write_fp16(
+    checkpoint: Checkpoint,
+    writes: Sequence[Write],
+    folder: Path,
+    *,
+    max_shard_size: int | None = None,
+    hashes: bool = True,
+    threads: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+) -> Written:
+    """Write tensors as safetensors into ``folder``: ``model.safetensors``, or shards and their index.
+
+    max_shard_size: bytes of tensors in a shard, else a tensor goes to the shard that its source came from and one
+    without source to the last. progress: called with bytes done and in all, from any thread but one at a time.
+    Nothing is clamped: what is beyond fp16 becomes inf and is counted. Raises UserError for a full disk (before any
+    work where the file system can reserve space) and errors of a disk; what was written is then removed.
+    """
+    names = [w.name for w in writes]
+    if len(set(names)) != len(names):
+        raise ValueError("two tensors to write have the same name")
+    for write in writes:
+        check(write, checkpoint)
+    files = lay_out(shards(checkpoint, writes, max_shard_size), folder)
+    with ExitStack() as stack:
+        stream = Stream(checkpoint, files, hashes, progress, stack)
+        stream.run(threads)
+        for file in files:
+            with writing(file.path):
+                os.fsync(stream.outputs[file.path])
+        records = [FileRecord(f.path.name, f.size, stream.written_sha256(f)) for f in files]
+        sources = stream.source_sha256()
+        if len(files) > 1:
+            records.append(write_index(files, folder, hashes))
+    return Written({w.name: stream.stats[w.name] for w in writes}, tuple(records), sources)
+
+
+# --- where things go -----------------------------------------------------------------------------------------------
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """A file to be written: its header, and its tensors with the offset of each in the file."""
+
+    path: Path
+    header: bytes
+    tensors: tuple[tuple[Write, int], ...]
+    size: int
+
+
+def size_of(write: Write) -> int:
+    """Return the bytes that a tensor takes in the output."""
+    return math.prod(write.shape) * write.dtype.itemsize
+
+
+def dtype_of(write: Write, checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype that a tensor's values have before they are written."""
+    if write.source is not None:
+        return DTYPES[checkpoint.tensors[write.source].dtype]
+    assert write.data is not None
+    return write.data.dtype
+
+
+def check(write: Write, checkpoint: Checkpoint) -> None:
+    """Raise ValueError for a write that contradicts itself or the checkpoint."""
+    if (write.source is None) == (write.data is None):
+        raise ValueError(f"{write.name}: give either source or data")
+    dtype = dtype_of(write, checkpoint)
+    shape = tuple(write.data.shape) if write.data is not None else checkpoint.tensors[str(write.source)].shape
+    if shape != write.shape:
+        raise ValueError(f"{write.name}: shape {write.shape}, but the values have {shape}")
+    if not dtype.is_floating_point or write.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"{write.name}: cannot write {dtype} as {write.dtype}")
+    reach = abs(write.exponent)
+    for axis, exponents in enumerate((write.row_exponents, write.column_exponents)):
+        if exponents is None:
+            continue
+        if len(write.shape) > 2 or len(write.shape) <= axis or tuple(exponents.shape) != (write.shape[axis],):
+            raise ValueError(
+                f"{write.name}: exponents of shape {tuple(exponents.shape)} on axis {axis} of {write.shape}"
+            )
+        reach += int(exponents.abs().max()) if exponents.numel() else 0
+    if reach > LARGEST_EXPONENT:
+        raise ValueError(f"{write.name}: exponents up to {reach}")
+
+
+def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
+    """Divide tensors into the files they go to; no file is empty unless there is nothing to write.
+
+    By source file, in the checkpoint's order; or greedily in order of names, where a tensor of more than
+    ``max_shard_size`` bytes has a file to itself.
+    """
+    ordered = sorted(writes, key=lambda w: w.name)
+    if max_shard_size is None:
+        groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
+        number = {file: i for i, file in enumerate(checkpoint.weight_files)}
+        for write in ordered:
+            groups[number[checkpoint.tensors[write.source].file] if write.source is not None else -1].append(write)
+        return [g for g in groups if g] or [[]]
+    result: list[list[Write]] = [[]]
+    room = max_shard_size
+    for write in ordered:
+        if size_of(write) > room and result[-1]:
+            result.append([])
+            room = max_shard_size
+        result[-1].append(write)
+        room -= size_of(write)
+    return result
+
+
+def lay_out(groups: Sequence[Sequence[Write]], folder: Path) -> list[OutFile]:
+    """Return the files for groups of tensors, in each wider dtypes first, so that all are aligned, then by name."""
+    files = []
+    for number, group in enumerate(groups, 1):
+        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        begins, end = [], 0
+        ordered = sorted(group, key=lambda w: (-w.dtype.itemsize, w.name))
+        for write in ordered:
+            begins.append(end)
+            end += size_of(write)
+            entries[write.name] = {
+                "dtype": NAMES[write.dtype],
+                "shape": list(write.shape),
+                "data_offsets": [begins[-1], end],
+            }
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        placed = tuple((w, len(header) + b) for w, b in zip(ordered, begins, strict=True))
+        files.append(OutFile(folder / name, header, placed, len(header) + end))
+    return files
+
+
+def write_index(files: Sequence[OutFile], folder: Path, hashes: bool) -> FileRecord:
+    """Write the index of shards as transformers spells it."""
+    placed = {write.name: file.path.name for file in files for write, _ in file.tensors}
+    writes = [write for file in files for write, _ in file.tensors]
+    index = {
+        "metadata": {
+            "total_parameters": sum(math.prod(w.shape) for w in writes),
+            "total_size": sum(size_of(w) for w in writes),
+        },
+        "weight_map": placed,
+    }
+    text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    with created(folder / INDEX, len(text)) as descriptor, writing(folder / INDEX):
+        write_all(descriptor, memoryview(text), 0)
+        os.fsync(descriptor)
+    return FileRecord(INDEX, len(text), hashlib.sha256(text).hexdigest() if hashes else None)
+
+
+# --- pieces --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The powers of two of a tensor.
+
+    ``rows`` [rows, 1] and ``columns`` [1, columns] are fp32 factors where ``single`` says that such do, else int32
+    exponents; ``scalar`` is the exponent not contained in them.
+    """
+
+    single: bool
+    scalar: int
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a tensor, contiguous in its files: whole rows, or part of one row.
+
+    Offsets are in bytes, ``begin`` counts elements.
+    """
+
+    number: int
+    write: Write
+    scale: Scale
+    info: TensorInfo | None
+    rows: slice
+    columns: slice
+    begin: int
+    elements: int
+    path: Path
+    offset: int
+
+
+def scale_of(write: Write, source: torch.dtype) -> Scale:
+    """Return the powers of two of a tensor, as fp32 factors where these lose nothing."""
+    scalar, rows, columns = write.exponent, write.row_exponents, write.column_exponents
+    if rows is not None:
+        rows, scalar = rows.to(torch.int32).view(-1, 1) + scalar, 0
+    if columns is not None:
+        columns = columns.to(torch.int32).view(1, -1)
+        if rows is None:
+            columns, scalar = columns + scalar, 0
+    parts = [int(e.abs().max()) for e in (rows, columns) if e is not None and e.numel()]
+    narrow = write.dtype == torch.float16 and source != torch.float64
+    single = narrow and max([abs(scalar), *parts]) <= SAFE_FACTOR
+    if single:
+        rows, columns = factor(rows), factor(columns)
+    return Scale(single, scalar, rows, columns)
+
+
+def factor(exponents: torch.Tensor | None) -> torch.Tensor | None:
+    """Return 2^exponents in fp32, exactly, which torch.ldexp does not promise; None stays None."""
+    if exponents is None:
+        return None
+    return torch.from_numpy(np.ldexp(np.float32(1), exponents.numpy()))
+
+
+def pieces(checkpoint: Checkpoint, files: Sequence[OutFile]) -> Iterator[Piece]:
+    """Yield the pieces of all files in the order of the output."""
+    number = 0
+    for file in files:
+        for write, start in file.tensors:
+            info = checkpoint.tensors[write.source] if write.source is not None else None
+            dtype = dtype_of(write, checkpoint)
+            scale = scale_of(write, dtype)
+            rows = write.shape[0] if write.shape else 1
+            columns = math.prod(write.shape[1:])
+            most = ELEMENTS if is_narrow(write, scale, dtype) else max(1, ELEMENTS // 4)
+            height, width = max(1, most // max(1, columns)), min(columns, most)
+            for row in range(0, rows if columns else 0, height):
+                for column in range(0, columns, width):
+                    bottom, right = min(row + height, rows), min(column + width, columns)
+                    begin = row * columns + column
+                    yield Piece(
+                        number,
+                        write,
+                        scale,
+                        info,
+                        slice(row, bottom),
+                        slice(column, right),
+                        begin,
+                        (bottom - row) * (right - column),
+                        file.path,
+                        start + begin * write.dtype.itemsize,
+                    )
+                    number += 1
+
+
+# --- converting one piece ------------------------------------------------------------------------------------------
+
+
+class Scratch:
+    """The buffers of one thread, reused for every piece; pages that are never touched take no memory."""
+
+    def __init__(self) -> None:
+        self.source = torch.empty(ELEMENTS * 8, dtype=torch.uint8)
+        self.output = torch.empty(ELEMENTS * 4, dtype=torch.uint8)
+        self.values = torch.empty(ELEMENTS, dtype=torch.float32)
+        self.magnitude = np.empty(ELEMENTS, np.int16)
+        self.mask = np.empty(ELEMENTS, np.bool_)
+
+    def source_of(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+        """Return room for a piece's source values."""
+        return self.source[: piece.elements * dtype.itemsize].view(dtype)
+
+
+def convert(source: torch.Tensor, piece: Piece, scratch: Scratch) -> tuple[torch.Tensor, TensorStats]:
+    """Return the values to write for a piece, in ``scratch`` until the next call, and what became of them."""
+    write = piece.write
+    output = scratch.output[: piece.elements * write.dtype.itemsize].view(write.dtype)
+    zero = Zeros(source)
+    if not piece.scale.single:
+        wide = general(source, piece)
+        output.copy_(torch.from_numpy(wide))
+        return output, count(wide, output.double().numpy(), zero.everywhere(), torch.finfo(write.dtype).tiny)
+    values = scratch.values[: piece.elements]
+    values.copy_(source)
+    if write.gain != 1.0:
+        values.copy_(values.double().mul_(write.gain))
+    scale(values, piece)
+    output.copy_(values)
+    if is_narrow(write, piece.scale, source.dtype):
+        return output, count_narrow(values, output, zero, scratch)
+    return output, count(values.numpy(), output.float().numpy(), zero.everywhere(), FP16_TINY)
+
+
+def is_narrow(write: Write, scale: Scale, source: torch.dtype) -> bool:
+    """Return whether only results that are not normal can be inexact: bf16 under powers of two.
+
+    Not so for fp16 sources, which may be rounded up to the smallest normal number.
+    """
+    return scale.single and source == torch.bfloat16 and write.gain == 1.0
+
+
+def scale(values: torch.Tensor, piece: Piece) -> None:
+    """Multiply a piece's fp32 values in place by its factors."""
+    if piece.scale.scalar:
+        values.mul_(2.0**piece.scale.scalar)
+    matrix = values.view(piece.rows.stop - piece.rows.start, -1)
+    if piece.scale.rows is not None:
+        matrix.mul_(piece.scale.rows[piece.rows])
+    if piece.scale.columns is not None:
+        matrix.mul_(piece.scale.columns[:, piece.columns])
+
+
+def general(source: torch.Tensor, piece: Piece) -> Array:
+    """Return a piece's scaled values in fp64: for fp64 sources, large exponents and other outputs than fp16."""
+    values = source.to(torch.float64, copy=True)
+    if piece.write.gain != 1.0:
+        values = values.mul_(piece.write.gain).float().double()
+    exponents = torch.full((1, 1), piece.scale.scalar, dtype=torch.int32)
+    rows, columns = piece.scale.rows, piece.scale.columns
+    if rows is not None:
+        exponents = exponents + rows[piece.rows]
+    if columns is not None:
+        exponents = exponents + columns[:, piece.columns]
+    matrix = values.view(piece.rows.stop - piece.rows.start, -1).numpy()
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(np.ldexp(matrix, exponents.numpy())).reshape(-1)
+
+
+class Zeros:
+    """Which source values are zero, told by their bits, as numpy has no bf16."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[source.dtype.itemsize]
+        self.bits: Array = source.view(kind).numpy()
+
+    def everywhere(self) -> Array:
+        """Return the mask over the whole piece."""
+        return np.equal(self.bits & np.iinfo(self.bits.dtype).max, 0)
+
+    def at(self, places: Array) -> Array:
+        """Return the mask at some places."""
+        return np.equal(self.bits[places] & np.iinfo(self.bits.dtype).max, 0)
+
+
+def count(wanted: Array, written: Array, zero: Array, tiny: float) -> TensorStats:
+    """Return what became of values by comparing every one of them; ``tiny``: the output's smallest normal number."""
+    magnitude = np.abs(written)
+    finite = np.isfinite(written)
+    flushed = (magnitude == 0) & ~zero
+    return TensorStats(
+        elements=written.size,
+        lossless=int(np.count_nonzero((written == wanted) & finite & ~flushed)),
+        normal=int(np.count_nonzero((magnitude >= tiny) & finite)),
+        flushed_to_zero=int(np.count_nonzero(flushed)),
+        nonfinite=int(np.count_nonzero(~finite)),
+        amax=float(magnitude.max()),
+        nonzero=int(np.count_nonzero(~zero)),
+    )
+
+
+def count_narrow(values: torch.Tensor, output: torch.Tensor, zero: Zeros, scratch: Scratch) -> TensorStats:
+    """Return what ``count`` does, for bf16 values under powers of two: a normal result is exact, look at the rest."""
+    elements = output.numel()
+    bits = output.view(torch.int16).numpy()
+    magnitude = np.bitwise_and(bits, 0x7FFF, out=scratch.magnitude[:elements])
+    top = int(magnitude.max())
+    small = np.less(magnitude, FP16_NORMAL, out=scratch.mask[:elements])
+    places = np.flatnonzero(small)
+    if 4 * places.size > elements:
+        return count(values.numpy(), output.float().numpy(), zero.everywhere(), FP16_TINY)
+    nonfinite = int(np.count_nonzero(magnitude >= FP16_INF)) if top >= FP16_INF else 0
+    written = output.numpy()[places].astype(np.float32)
+    nought = zero.at(places)
+    flushed = (written == 0) & ~nought
+    lossy = (written != values.numpy()[places]) | flushed
+    return TensorStats(
+        elements=elements,
+        lossless=elements - nonfinite - int(np.count_nonzero(lossy)),
+        normal=elements - nonfinite - places.size,
+        flushed_to_zero=int(np.count_nonzero(flushed)),
+        nonfinite=nonfinite,
+        amax=float(np.array(top, np.uint16).view(np.float16)),
+        nonzero=elements - int(np.count_nonzero(nought)),
+    )
+
+
+# --- the stream ----------------------------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """Another thread has failed; its exception is the one that counts."""
+
+
+class Turns:
+    """Lets threads pass one at a time in the order of their numbers."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self.condition = threading.Condition()
+        self.next = 0
+        self.stop = stop
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Wait until all lower numbers have passed; raise Stopped where that will not happen."""
+        with self.condition:
+            while self.next != number:
+                if self.stop.is_set():
+                    raise Stopped
+                # A thread that fails before its turn wakes nobody.
+                self.condition.wait(timeout=0.1)
+        yield
+        with self.condition:
+            self.next += 1
+            self.condition.notify_all()
+
+
+@dataclass
+class Stream:
+    """The state that threads share while they write: open files, hashes, counts."""
+
+    checkpoint: Checkpoint
+    files: Sequence[OutFile]
+    hashes: bool
+    progress: Callable[[int, int], None] | None
+    stack: ExitStack
+    stats: dict[str, TensorStats] = field(init=False)
+    outputs: dict[Path, int] = field(init=False)
+    sources: dict[Path, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stats = {w.name: NOTHING for f in self.files for w, _ in f.tensors}
+        self.sources = {p: self.stack.enter_context(reading(p)) for p in self.checkpoint.weight_files}
+        self.outputs = {f.path: self.stack.enter_context(created(f.path, f.size)) for f in self.files}
+        self.source_hashes = {p: RunningHash(d, p) for p, d in self.sources.items()}
+        self.output_hashes = {p: RunningHash(d, p) for p, d in self.outputs.items()}
+        self.lock = threading.Lock()
+        self.stop = threading.Event()
+        self.source_turns, self.output_turns = Turns(self.stop), Turns(self.stop)
+        self.pieces = pieces(self.checkpoint, self.files)
+        self.done, self.total = 0, sum(f.size for f in self.files)
+
+    def run(self, threads: int) -> None:
+        """Write everything with this many threads; raise the first exception of any of them once all have ended."""
+        for file in self.files:
+            with writing(file.path):
+                write_all(self.outputs[file.path], memoryview(file.header), 0)
+            self.advance(len(file.header))
+        with one_torch_thread(), ThreadPoolExecutor(threads + 1, thread_name_prefix="write") as pool:
+            workers = [pool.submit(self.work) for _ in range(threads)]
+            flusher = pool.submit(self.flush)
+            try:
+                wait(workers, return_when=FIRST_EXCEPTION)
+            finally:
+                self.stop.set()
+        failures = [f.exception() for f in (*workers, flusher)]
+        for failure in sorted((f for f in failures if f is not None), key=lambda f: isinstance(f, Stopped)):
+            raise failure
+
+    def flush(self) -> None:
+        """Hand to the disk what has been written, so that it works at the same time and the last fsync finds little."""
+        try:
+            while not self.stop.wait(FLUSH_SECONDS):
+                for path, descriptor in self.outputs.items():
+                    with writing(path):
+                        os.fdatasync(descriptor)
+        except BaseException:
+            self.stop.set()
+            raise
+
+    def work(self) -> None:
+        """Take pieces until there are none."""
+        scratch = Scratch()
+        try:
+            while not self.stop.is_set():
+                with self.lock:
+                    piece = next(self.pieces, None)
+                if piece is None:
+                    return
+                self.one(piece, scratch)
+            raise Stopped
+        except BaseException:
+            self.stop.set()
+            raise
+
+    def one(self, piece: Piece, scratch: Scratch) -> None:
+        """Read, convert, count, hash and write one piece."""
+        if piece.info is not None:
+            source = scratch.source_of(piece, DTYPES[piece.info.dtype])
+            offset = piece.info.offset + piece.begin * source.itemsize
+            data = bytes_of(source)
+            read_exactly(self.sources[piece.info.file], data, offset, piece.info.file)
+        else:
+            assert piece.write.data is not None
+            source = piece.write.data.reshape(-1)[piece.begin : piece.begin + piece.elements]
+        if self.hashes:
+            with self.source_turns.turn(piece.number):
+                if piece.info is not None:
+                    self.source_hashes[piece.info.file].feed(data, offset)
+        output, stats = convert(source, piece, scratch)
+        result = bytes_of(output)
+        with writing(piece.path):
+            write_all(self.outputs[piece.path], result, piece.offset)
+        if self.hashes:
+            with self.output_turns.turn(piece.number):
+                self.output_hashes[piece.path].feed(result, piece.offset)
+        with self.lock:
+            self.stats[piece.write.name] = self.stats[piece.write.name].plus(stats)
+            self.advance(len(result))
+
+    def advance(self, nbytes: int) -> None:
+        """Report progress."""
+        self.done += nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+    def written_sha256(self, file: OutFile) -> str | None:
+        """Return the hash of an output file, None without hashing."""
+        if not self.hashes:
+            return None
+        running = self.output_hashes[file.path]
+        running.catch_up(file.size)
+        return running.digest.hexdigest()
+
+    def source_sha256(self) -> dict[str, str]:
+        """Return the hashes of the source files by name, of nothing without hashing."""
+        if not self.hashes:
+            return {}
+        for running in self.source_hashes.values():
+            running.catch_up(os.fstat(running.descriptor).st_size)
+        return {str(p.relative_to(self.checkpoint.folder)): r.digest.hexdigest() for p, r in self.source_hashes.items()}
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Make threads that are started inside compute with one torch thread each."""
+    # A new thread takes the process-wide setting when it first computes.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an error of the disk into a UserError that names the output file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {SPACE}") from error
+
+
+@contextmanager
+def created(path: Path, size: int) -> Iterator[int]:
+    """Yield a descriptor of a new file, its space reserved where possible; the file is removed if the block fails."""
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with writing(path):
+            reserve(descriptor, size)
+        yield descriptor
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Reserve space for a file; do nothing on a file system that cannot."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)

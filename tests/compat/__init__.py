@@ -1,0 +1,1 @@
+"""The second environment, and scripts that judge a folder as a stranger would, by stock code."""

@@ -1,0 +1,132 @@
+"""Compares two folders by what stock code computes from them, in a chosen environment.
+
+Each comparison starts the environment's interpreter once, isolated from this one, on one of the
+scripts beside this file. Errors are relative to the largest magnitude of the reference.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stock class made of a folder: its fp32 output, the tensors it invented or dropped."""
+
+    output: np.ndarray
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    version: str
+
+
+def run_script(python: str | Path, script: str, *arguments: str | Path) -> str:
+    """Run a script of this folder in another environment and return its standard output.
+
+    Raises RuntimeError with the end of its standard error where it fails.
+    """
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    done = subprocess.run(
+        [str(python), "-I", str(HERE / script), *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{script} failed in {python}:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """Return a folder's config.json."""
+    config: dict[str, object] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def edit_config(folder: Path, **values: object) -> None:
+    """Set keys of a folder's config.json and leave the others as they are."""
+    config = read_config(folder) | values
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def make_inputs(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
+    """Return random int64 ids for a folder's model: three sources and three targets.
+
+    Keys ``input_ids`` and ``attention_mask`` (3, 12), rows 1 and 2 padded after 9 and 4 ids;
+    ``decoder_input_ids`` (3, 8), the start token first. No other special token is drawn.
+    """
+    config = read_config(folder)
+    vocabulary = config["vocab_size"]
+    assert isinstance(vocabulary, int)
+    generator = np.random.default_rng(seed)
+    mask = (np.arange(12) < np.array([[12], [9], [4]])).astype(np.int64)
+    ids = generator.integers(3, vocabulary, (3, 12)) * mask
+    decoder_ids = generator.integers(3, vocabulary, (3, 8))
+    start = config.get("decoder_start_token_id", 0)
+    assert isinstance(start, int)
+    decoder_ids[:, 0] = start
+    return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoder_ids}
+
+
+def compute_logits(folders: Sequence[Path], python: str | Path, dtype: str = "float32") -> list[Outcome]:
+    """Return each folder's logits (an encoder's last hidden state) on its ``make_inputs``."""
+    outcomes = []
+    for arrays in run_jobs(folders, python, "logits.py", "--dtype", dtype):
+        missing, unexpected = (tuple(arrays[k].tolist()) for k in ("missing", "unexpected"))
+        outcomes.append(Outcome(arrays["output"], missing, unexpected, str(arrays["version"])))
+    return outcomes
+
+
+def compute_scores(folders: Sequence[Path], python: str | Path) -> list[np.ndarray]:
+    """Return each folder's CTranslate2 log-probabilities, in the second environment's ``python``."""
+    return [arrays["output"] for arrays in run_jobs(folders, python, "score_ct2.py")]
+
+
+def run_jobs(folders: Sequence[Path], python: str | Path, script: str, *options: str) -> list[dict[str, np.ndarray]]:
+    """Run a script once over several folders and return the arrays that it saved for each."""
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs: list[Path] = []
+        for number, folder in enumerate(folders):
+            inputs, out = Path(scratch, f"inputs{number}.npz"), Path(scratch, f"out{number}.npz")
+            np.savez(inputs, **make_inputs(folder))  # type: ignore[arg-type]
+            jobs += [folder, inputs, out]
+        run_script(python, script, *options, *jobs)
+        return [dict(np.load(out)) for out in jobs[2::3]]
+
+
+def relative_error(values: np.ndarray, reference: np.ndarray) -> float:
+    """Return max|values − reference| / max|reference|; infinite where a value is not finite."""
+    if values.shape != reference.shape or not np.isfinite(values).all():
+        return float("inf")
+    return float(np.abs(values - reference).max() / np.abs(reference).max())
+
+
+def compare_logits(source: Path, converted: Path, python: str | Path) -> float:
+    """Return the relative error of a folder's fp32 logits to its source's, in one environment.
+
+    Infinite where stock code had to invent a tensor of the converted folder or dropped one, since a
+    small error would then be luck.
+    """
+    reference, outcome = compute_logits([source, converted], python)
+    if outcome.missing or outcome.unexpected:
+        return float("inf")
+    return relative_error(outcome.output, reference.output)
+
+
+def compare_scores(source: Path, converted: Path, python: str | Path) -> float:
+    """Return the relative error of a folder's CTranslate2 log-probabilities to its source's."""
+    reference, scores = compute_scores([source, converted], python)
+    return relative_error(scores, reference)

@@ -1,0 +1,53 @@
+"""Computes a folder's logits by stock code alone, in whichever environment runs it.
+
+Usage: ``python logits.py [--dtype float32|float16] FOLDER INPUTS.npz OUT.npz [FOLDER ...]``
+
+INPUTS holds int64 ``input_ids`` and ``attention_mask``, and ``decoder_input_ids`` for seq2seq
+models. OUT gets ``output`` (fp32: the logits, or an encoder's last hidden state), ``missing`` and
+``unexpected`` (names of tensors that stock code filled at random or dropped) and ``version`` (of
+transformers). The package under test is not imported.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("jobs", nargs="+")
+    parser.add_argument("--dtype", choices=["float32", "float16"], default="float32")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    jobs = [Path(job) for job in arguments.jobs]
+    for folder, inputs, out in zip(jobs[::3], jobs[1::3], jobs[2::3], strict=True):
+        compute(folder, inputs, out, getattr(torch, arguments.dtype))
+
+
+def compute(folder: Path, inputs: Path, out: Path, dtype: torch.dtype) -> None:
+    """Load one folder as its config names it, run it once and save what came out."""
+    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
+    encoder_only = architectures[0].endswith("EncoderModel")
+    loader = getattr(transformers, architectures[0] if encoder_only else "AutoModelForSeq2SeqLM")
+    model, loading = loader.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    arrays = {name: torch.from_numpy(array) for name, array in np.load(inputs).items()}
+    if encoder_only:
+        arrays.pop("decoder_input_ids", None)
+    with torch.no_grad():
+        result = model.eval()(**arrays)
+    output = result.last_hidden_state if encoder_only else result.logits
+    np.savez(
+        out,
+        output=output.float().numpy(),
+        missing=np.array(sorted(loading["missing_keys"]), dtype=str),
+        unexpected=np.array(sorted(loading["unexpected_keys"]), dtype=str),
+        version=np.array(transformers.__version__),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What every test shares: no network, one thread per process, and the second environment.
+
+The variables are set before anything imports torch or huggingface_hub, which read them once.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing listens there: a request fails at once
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+import pytest
+import torch
+from compat import harness
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the ``gpu`` tests where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(scope="session")
+def compat_python() -> Path:
+    """Return the second environment's interpreter, making the environment where it is missing."""
+    script = Path(__file__).parent / "compat" / "make_env.py"
+    made = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
+    return Path(made.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def run_compat(compat_python: Path) -> Callable[..., str]:
+    """Return a function that runs a script of ``tests/compat`` in the second environment."""
+    return partial(harness.run_script, compat_python)

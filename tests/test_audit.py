@@ -1,0 +1,259 @@
+"""Each regime is what it says, and its verdict sees what the logits hide."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from bf16_to_fp16.auditing import REGIMES, RegimeResult, audit_folder, audit_model, load
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.numerics import GELU_CUBE_BACKWARD_LIMIT
+from bf16_to_fp16.observe import CONSTANT_REASON, MASK_REASON
+from bf16_to_fp16.probe import batches
+
+WO = "encoder.block.1.layer.1.DenseReluDense.wo"
+
+
+def saved(kind: str, folder: Path, change: Any = None) -> Path:
+    """Save a randomly initialised fp32 model, in which nothing is large unless ``change`` makes it so."""
+    torch.manual_seed(0)
+    model = tiny.KINDS[kind]()
+    if change is not None:
+        with torch.no_grad():
+            change(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def overflow(model: Any) -> None:
+    model.get_submodule(WO).weight[:2] *= 1e5
+
+
+def site(result: RegimeResult, name: str) -> Any:
+    return next(s for s in result.sites if s.name == name)
+
+
+@pytest.mark.parametrize("kind", ["t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "umt5-encoder"])
+def test_a_model_that_fits_is_safe_in_every_regime(kind: str, tmp_path: Path) -> None:
+    results = audit_folder(saved(kind, tmp_path))
+    assert list(results) == list(REGIMES)
+    for result in results.values():
+        assert result.safe
+        assert result.headroom_bits > 5
+        assert result.nonfinite_logits == 0
+        assert any(s.benign == MASK_REASON for s in result.sites)
+
+
+def test_an_overflow_that_the_clamp_hides_is_named_in_half_alone(tmp_path: Path) -> None:
+    results = audit_folder(saved("t5", tmp_path, overflow))
+    half = results["half"]
+    assert not half.safe
+    assert half.nonfinite_logits == 0  # what a check of the logits would go by
+    assert half.sites[0].name == WO
+    assert half.sites[0].nonfinite > 0
+    assert half.saturated > 0
+    assert half.headroom_bits == -math.inf
+    # Stock code keeps wo, and with it the residual, in fp32; AMP rounds wo's output to fp16.
+    assert results["stock"].safe
+    assert not results["amp"].safe
+    assert results["amp"].sites[0].name == WO
+
+
+def test_stock_keeps_wo_in_fp32_and_half_does_not(tmp_path: Path) -> None:
+    results = audit_folder(saved("t5", tmp_path), regimes=("stock", "half"))
+    assert site(results["stock"], WO).dtype == "float32"
+    assert site(results["stock"], WO).limit is None
+    assert site(results["half"], WO).dtype == "float16"
+
+
+def test_amp_runs_the_linear_layers_in_fp16_and_the_residual_in_fp32(tmp_path: Path) -> None:
+    amp = audit_folder(saved("gated", tmp_path), regimes=("amp",))["amp"]
+    assert site(amp, WO).dtype == "float16"
+    assert site(amp, "encoder.block.0.layer.0:add").dtype == "float32"
+
+
+def test_amp_that_does_not_happen_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(saved("t5", tmp_path), torch.float32)
+    original = torch.autocast
+    monkeypatch.setattr(torch, "autocast", lambda device, dtype: original(device, dtype, enabled=False))
+    with pytest.raises(RuntimeError, match="autocast did not run"):
+        audit_model(model, batches(model.config, None, None)[:1], regime="amp")
+
+
+def test_eager_shows_scores_that_sdpa_keeps_to_itself(tmp_path: Path) -> None:
+    folder = saved("t5", tmp_path)
+    eager, sdpa = (
+        audit_folder(folder, regimes=("half",), attention=(implementation,))["half"]
+        for implementation in ("eager", "sdpa")
+    )
+    assert any(s.name.endswith(":scores") for s in eager.sites)
+    assert not any(s.name.endswith(":scores") for s in sdpa.sites)
+
+
+def test_totals_are_those_of_the_sites_and_the_tightest_comes_first(tmp_path: Path) -> None:
+    half = audit_folder(saved("t5", tmp_path, overflow), regimes=("half",))["half"]
+    assert half.nonfinite == sum(s.nonfinite for s in half.sites)
+    assert half.saturated == sum(s.saturated for s in half.sites)
+    bits = [s.headroom_bits for s in half.sites if s.headroom_bits is not None]
+    assert bits == sorted(bits)
+    assert bits[0] == half.headroom_bits
+    assert len({s.name for s in half.sites}) == len(half.sites)
+
+
+def test_the_report_entry_is_strict_json_with_the_promised_keys(tmp_path: Path) -> None:
+    half = audit_folder(saved("t5", tmp_path, overflow), regimes=("half",))["half"]
+    entry = json.loads(json.dumps(half.to_json(), allow_nan=False))
+    assert {"nonfinite", "saturated", "amax", "headroom_bits", "sites"} <= set(entry)
+    promised = {"name", "amax", "limit", "headroom_bits", "nonfinite", "saturated", "benign"}
+    assert all(promised <= set(s) for s in entry["sites"])
+    assert entry["amax"] == 65536.0
+    assert entry["headroom_bits"] < 0
+    constants = [s for s in entry["sites"] if s["benign"] == CONSTANT_REASON]
+    assert constants
+    assert all(s["limit"] is None for s in constants)
+
+
+def test_train_mode_adds_dropout_and_the_backward(tmp_path: Path) -> None:
+    folder = saved("gated", tmp_path)
+    plain, training = (audit_folder(folder, regimes=("half",), train_mode=train)["half"] for train in (False, True))
+    assert not any(":grad" in s.name or "bernoulli" in s.name for s in plain.sites)
+    gradients = {s.name for s in training.sites if ":grad" in s.name}
+    assert {f"{WO}:grad", "lm_head:grad", "decoder.block.0.layer.1.EncDecAttention:scores:grad"} <= gradients
+    assert any("dropout:" in s.name for s in training.sites)
+    assert training.safe
+    cubed = [s for s in training.sites if s.name.endswith(":cubed")]
+    assert all(s.limit == GELU_CUBE_BACKWARD_LIMIT for s in cubed)
+    assert len(cubed) == 5
+
+
+def test_an_overflow_of_the_gradients_alone_is_unsafe_in_training_alone(tmp_path: Path) -> None:
+    def cubed(model: Any) -> None:  # 0·inf in the derivative of x³, though gelu itself is fine
+        model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight *= 80
+
+    folder = saved("gated", tmp_path, cubed)
+    plain, training = (audit_folder(folder, regimes=("half",), train_mode=train)["half"] for train in (False, True))
+    assert plain.safe
+    assert plain.nonfinite_logits == 0
+    assert not training.safe
+    broken = [s.name for s in training.sites if s.nonfinite]
+    assert all(":grad" in name for name in broken)
+    assert training.sites[0].name == "encoder.block.1.layer.1.DenseReluDense.act:pow:grad"
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_same_seed_gives_the_same_audit(train: bool, tmp_path: Path) -> None:
+    folder = saved("t5", tmp_path)
+    first, second = (audit_folder(folder, regimes=("half",), train_mode=train, seed=5) for _ in range(2))
+    assert first == second
+
+
+def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model = load(saved("t5", tmp_path), torch.float16, half=True, attention="sdpa")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    inputs = batches(model.config, None, None)[:2]
+    audit_model(model, inputs, regime="half", train_mode=True, attention=("eager",))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert model.config._attn_implementation == "sdpa"
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_where_eager_alone_breaks_the_scores_come_first(tmp_path: Path) -> None:
+    def large_scores(model: Any) -> None:
+        attention = model.encoder.block[0].layer[0].SelfAttention
+        attention.q.weight *= 400
+        attention.k.weight *= 400
+
+    half = audit_folder(saved("gated", tmp_path, large_scores), regimes=("half",))["half"]
+    assert half.sites[0].name == "encoder.block.0.layer.0.SelfAttention:scores"
+
+
+def test_gradients_carry_the_loss_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(saved("gated", tmp_path), torch.float32)
+    inputs = batches(model.config, None, None)[:1]
+    amax = []
+    for scale in (2.0**10, 2.0**13):
+        monkeypatch.setattr("bf16_to_fp16.auditing.LOSS_SCALE", scale)
+        result = audit_model(model, inputs, regime="stock", train_mode=True, attention=("eager",))
+        amax.append(site(result, "lm_head:grad").amax)
+    assert amax[1] == 8 * amax[0] > 0
+
+
+def test_progress_counts_every_step_once(tmp_path: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    audit_folder(saved("t5", tmp_path), progress=lambda done, total: steps.append((done, total)))
+    total = steps[0][1]
+    assert steps == [(i, total) for i in range(1, total + 1)]
+    assert total == 3 * 2 * 6  # regimes, attentions, batches
+
+
+def test_data_takes_the_probe_s_place(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    folder = saved("t5", tmp_path / "model")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    (tmp_path / "data.txt").write_text("!!\n!\n")  # byte 33 is id 36, within the vocabulary
+    steps: list[int] = []
+    result = audit_folder(
+        folder, regimes=("half",), data=str(tmp_path / "data.txt"), progress=lambda done, total: steps.append(total)
+    )
+    assert result["half"].safe
+    assert steps == [4] * 4
+
+
+def broken_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def without_tensor(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["encoder.block.0.layer.0.SelfAttention.q.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda f: (f / "config.json").unlink(), "no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json"),
+        (lambda f: broken_config(f, architectures=["BartForConditionalGeneration"]), "known are T5For"),
+        (lambda f: broken_config(f, model_type="nonsense"), "config.json"),
+        (lambda f: (f / "model.safetensors").unlink(), "cannot be loaded"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"123"), "cannot be loaded"),
+        (without_tensor, "tensor encoder.block.0.layer.0.SelfAttention.q.weight is missing"),
+    ],
+)
+def test_an_unusable_folder_is_one_line_that_names_it(damage: Any, says: str, tmp_path: Path) -> None:
+    folder = saved("t5", tmp_path)
+    damage(folder)
+    with pytest.raises(UserError) as raised:
+        audit_folder(folder)
+    assert says in str(raised.value)
+    assert str(folder) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_regime_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fp8: no such regime; choose from stock, amp, half"):
+        audit_folder(tmp_path, regimes=("fp8",))
+
+
+def test_pegasus_positions_may_be_missing_from_the_file(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = saved("pegasus", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if not name.endswith(("embed_positions.weight", "logits_bias"))}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    assert audit_folder(folder, regimes=("half",))["half"].safe

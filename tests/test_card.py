@@ -1,0 +1,161 @@
+"""The model card: front matter that invents nothing, a bad verdict in the first line, usage that runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import tiny
+import torch
+from huggingface_hub import ModelCard
+
+from bf16_to_fp16.card import prose, span, write_card
+from bf16_to_fp16.checkpoint import Checkpoint
+
+SOURCE_CARD = """---
+license: other
+license_name: our-own
+license_link: https://example.org/licence
+language: [en, no, de]
+tags: [summarization, tf, onnx, fp16]
+pipeline_tag: summarization
+base_model: someone/else
+datasets: [c4]
+---
+# Theirs
+"""
+
+
+def checkpoint(folder: Path, *, readme: str | None = None, revision: str | None = None, **config: Any) -> Checkpoint:
+    """Return a source in ``folder`` with a card of its own or none."""
+    if readme is not None:
+        (folder / "README.md").write_text(readme)
+    config = {"architectures": ["T5ForConditionalGeneration"]} | config
+    return Checkpoint(folder, "someone/summariser-large@v2", revision, config, {}, (), None)
+
+
+def card(folder: Path, report: dict[str, Any], **options: Any) -> ModelCard:
+    """Return the written card, read back by the Hub's own class."""
+    source = folder / "source"
+    source.mkdir()
+    write_card(folder / "README.md", checkpoint(source, **options), report)
+    return ModelCard.load(folder / "README.md")
+
+
+def test_front_matter_is_inherited_from_the_sources_card(tmp_path: Path) -> None:
+    data = card(tmp_path, fakes.conversion(), readme=SOURCE_CARD, revision="0" * 40).data.to_dict()
+    assert data == {
+        "base_model": "someone/summariser-large",
+        "language": ["en", "de"],
+        "library_name": "transformers",
+        "license": "other",
+        "license_name": "our-own",
+        "license_link": "https://example.org/licence",
+        "pipeline_tag": "summarization",
+        "tags": ["summarization", "fp16", "bf16-to-fp16"],
+    }
+
+
+@pytest.mark.parametrize(
+    "readme",
+    [
+        None,
+        "# no front matter",
+        "---\nlicense: [\n---\n",
+        "---\n- a list\n---\n",
+        "---\nlicense: 3\ntags: {a: b}\n---\n",
+    ],
+)
+def test_what_the_source_does_not_say_is_not_invented(tmp_path: Path, readme: str | None) -> None:
+    written = card(tmp_path, fakes.conversion(), readme=readme)
+    assert written.data.to_dict() == {"library_name": "transformers", "tags": ["fp16", "bf16-to-fp16"]}
+    assert "names a licence, so none is given here" in written.text
+
+
+def test_a_card_that_is_not_text_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_bytes(b"---\nlicense: \xff\xfe\n---\n")
+    write_card(tmp_path / "out.md", checkpoint(tmp_path), fakes.conversion())
+    assert "license" not in ModelCard.load(tmp_path / "out.md").data.to_dict()
+
+
+def test_a_pipelines_card_counts_for_the_model_inside_it(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    (tmp_path / "text_encoder_2").mkdir()
+    write_card(tmp_path / "out.md", checkpoint(tmp_path / "text_encoder_2"), fakes.conversion())
+    assert ModelCard.load(tmp_path / "out.md").data.license == "mit"
+
+
+def test_an_unsafe_verdict_is_the_first_line(tmp_path: Path) -> None:
+    written = card(tmp_path, fakes.conversion(safe=False))
+    first = written.text.lstrip().splitlines()[0]
+    assert first.startswith("> **Unsafe in fp16.** up to 1,200 values are inf or NaN")
+    assert "DenseReluDense.wo" in first and "Nothing broke in stock and amp" in first
+    assert ".half()\n" not in written.text and "`.half()` is not safe" in written.text
+
+
+def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
+    text = card(tmp_path, fakes.conversion()).text
+    assert text.lstrip().startswith("# `summariser-large` in fp16")
+    assert "**Safe in fp16: nothing overflowed" in text and "Unsafe" not in text
+    for figure in ("**1.9 bits**", "**40× closer**", "**99.9999%**", "times 2⁻³", "12 of 512 channels moved"):
+        assert figure in text
+    assert "bf16-to-fp16 convert someone/summariser-large out\nbf16-to-fp16 undo DIR OUT" in text
+
+
+@pytest.mark.parametrize(("family", "said"), [("t5", True), ("umt5", True), ("pegasus", False)])
+def test_the_note_on_wo_is_for_families_that_keep_it(tmp_path: Path, family: str, said: bool) -> None:
+    assert ("_keep_in_fp32_modules" in card(tmp_path, fakes.conversion() | {"family": family}).text) is said
+
+
+def test_an_inexact_plan_is_not_called_exact(tmp_path: Path) -> None:
+    report = fakes.conversion()
+    assert "leaves every bit" in card(tmp_path, report).text
+    report["plan"] |= {"gain_correction": {"a.weight": 1.01}}
+    (tmp_path / "other").mkdir()
+    assert "leaves every bit" not in card(tmp_path / "other", report).text
+
+
+def test_hostile_names_cannot_leave_their_place(tmp_path: Path) -> None:
+    report = fakes.conversion(safe=False)
+    report["source"] |= {"path": "a`b</code><script>x</script>\n# Heading", "carried_over": []}
+    report["command"] = "bf16-to-fp16 convert '```\n# Heading'"
+    report["plan"]["notes"] = ["one | two <b>bold</b> [link](https://example.org)\n---\nlicense: mit"]
+    report["unsafe"] = []
+    written = card(tmp_path, report)
+    assert written.data.get("license") is None
+    assert not re.search(r"^(# Heading|license:)", written.text, re.MULTILINE)
+    assert written.text.count("```") == 4
+    outside = re.sub(r"(`+).*?\1", "", written.text)
+    assert not re.search(r"(?<!\\)<(script|b)>", outside)
+    assert "one \\| two \\<b\\>bold" in written.text
+
+
+def test_markdown_shows_text_as_it_is() -> None:
+    assert prose("max |x|_y\n*z*") == "max \\|x\\|\\_y \\*z\\*"
+    assert span("plain") == "`plain`" and span("a``b") == "``` a``b ```"
+
+
+@pytest.mark.parametrize("kind", ["gated", "t5-encoder", "pegasus"])
+def test_the_usage_runs(tmp_path: Path, kind: str) -> None:
+    model = tiny.build(kind)
+    folder = tiny.save(model, tmp_path / "out", torch.float16)
+    report = fakes.conversion() | {"family": "pegasus" if kind == "pegasus" else "t5"}
+    report["source"]["carried_over"] = []
+    source = checkpoint(tmp_path, architectures=[type(model).__name__])
+    write_card(folder / "README.md", source, report)
+    code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    scope: dict[str, Any] = {}
+    exec(code[1].replace("path/to/this/folder", str(folder)), scope)
+    assert {p.dtype for p in scope["model"].parameters()} == {torch.float16}
+    assert scope["states" if kind == "t5-encoder" else "tokens"].shape[0] == 1
+
+
+def test_the_usage_brings_the_tokenizer_where_there_is_one(tmp_path: Path) -> None:
+    text = card(tmp_path, fakes.conversion()).text
+    assert "AutoTokenizer.from_pretrained(folder)" in text and '"input_ids"' not in text
+    compile(text.split("```python\n")[1].split("```")[0], "usage", "exec")

@@ -1,0 +1,350 @@
+"""The main job from folder to folder, on trained-like models of every family that overflow fp16."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from bf16_to_fp16 import UserError, audit, convert, undo
+from bf16_to_fp16.auditing import load
+from bf16_to_fp16.conversion import Conversion
+from bf16_to_fp16.fidelity import fidelity
+from bf16_to_fp16.probe import batches
+
+KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "umt5-encoder")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Conversion]:
+    """Return a source folder and its conversion."""
+    root = tmp_path_factory.mktemp(request.param)
+    source = tiny.save(tiny.build(request.param), root / "source")
+    return source, convert(source, root / "out")
+
+
+def compared(source: Path, out: Path, dtype: torch.dtype = torch.float32) -> float:
+    """Return the largest difference between the outputs of two folders in fp32, relative to the largest output."""
+    reference, other = load(source, torch.float32), load(out, dtype)
+    worst = 0.0
+    for batch in batches(reference.config, None, None):
+        if batch.generate or (batch.decoder_input_ids is not None and not batch.head):
+            continue
+        with torch.no_grad():
+            inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+            if batch.decoder_input_ids is not None:
+                inputs["decoder_input_ids"] = batch.decoder_input_ids
+            a, b = (next(iter(m(**inputs).values())).float() for m in (reference, other))
+        worst = max(worst, float((a - b).abs().max() / a.abs().max()))
+    return worst
+
+
+def test_half_is_broken_before_and_clean_after(converted: tuple[Path, Conversion]) -> None:
+    source, result = converted
+    before = audit(source, regimes=("half",))
+    assert before["verdict"] == "unsafe" and before["regimes"]["half"]["nonfinite"] > 0
+    assert result.safe
+    for regime in result.report["regimes"].values():
+        assert regime["nonfinite"] == 0 and regime["saturated"] == 0
+    assert result.report["regimes"]["half"]["headroom_bits"] >= 1
+
+
+def test_the_written_files_compute_the_sources_function(converted: tuple[Path, Conversion]) -> None:
+    source, result = converted
+    assert result.out is not None
+    error = compared(source, result.out)
+    if result.plan.drift is not None:
+        assert result.plan.drift.predicted_kl is not None and result.plan.drift.measured_kl is not None
+        assert error <= 2 * result.plan.drift.relative_error + 1e-6
+    elif result.report["weights"]["lossless_fraction"] == 1:
+        assert error == 0
+    else:
+        assert error <= 1e-6
+
+
+def test_fp16_is_at_least_32_times_closer_than_bf16(converted: tuple[Path, Conversion]) -> None:
+    _, result = converted
+    close = result.report["fidelity"]
+    assert close["kl_fp16"] <= close["kl_bf16"] / 32
+
+
+def test_nearly_every_weight_is_carried_over_exactly(converted: tuple[Path, Conversion]) -> None:
+    _, result = converted
+    assert result.report["weights"]["lossless_fraction"] >= 0.999
+    assert result.report["weights"]["nonfinite"] == 0
+
+
+def test_every_floating_tensor_is_fp16_and_none_is_missing(converted: tuple[Path, Conversion]) -> None:
+    source, result = converted
+    assert result.out is not None
+    tensors = load_file(result.out / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.float16}
+    missing = set(load_file(source / "model.safetensors")) - set(tensors)
+    assert missing == set(result.report["source"]["dropped"])
+
+
+def test_undo_restores_the_sources_bits(converted: tuple[Path, Conversion], tmp_path: Path) -> None:
+    source, result = converted
+    assert result.out is not None
+    back = undo(result.out, tmp_path / "back")
+    before, after = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
+    assert set(after) == set(before) - set(result.report["source"]["dropped"])
+    exact = sum(int((before[name] == after[name]).sum()) for name in after)
+    assert all(t.dtype == torch.bfloat16 for t in after.values())
+    weights = result.report["weights"]
+    assert exact >= round(weights["lossless_fraction"] * weights["elements"])
+    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_the_config_is_edited_and_not_rewritten(converted: tuple[Path, Conversion]) -> None:
+    source, result = converted
+    assert result.out is not None
+    before = json.loads((source / "config.json").read_text())
+    after = json.loads((result.out / "config.json").read_text())
+    changed = {k for k in before | after if before.get(k) != after.get(k)}
+    assert changed <= {"layer_norm_epsilon", "dtype", "torch_dtype"}
+    if "layer_norm_epsilon" in after:
+        assert after["layer_norm_epsilon"] == 1e-6 * 4.0**result.plan.residual_exponent
+
+
+def test_the_folder_holds_what_is_promised(converted: tuple[Path, Conversion]) -> None:
+    _, result = converted
+    assert result.out is not None
+    names = {p.name for p in result.out.iterdir()}
+    assert {"config.json", "model.safetensors", "fp16_report.json", "fp16_report.html", "README.md"} <= names
+    report = json.loads((result.out / "fp16_report.json").read_text())
+    keys = {"schema", "source", "family", "verdict", "proof", "regimes", "fidelity", "weights", "plan", "environment"}
+    assert keys <= set(report)
+    digest = hashlib.sha256((result.out / "model.safetensors").read_bytes()).hexdigest()
+    assert report["output"]["files"][0]["sha256"] == digest
+
+
+def test_replaying_a_plan_gives_the_same_bytes(converted: tuple[Path, Conversion], tmp_path: Path) -> None:
+    source, result = converted
+    assert result.out is not None
+    convert(source, tmp_path / "again", plan=result.out)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (result.out / name).read_bytes()
+
+
+def test_a_true_fp32_source_is_converted_and_its_ratio_reported(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("gated", dtype=torch.float32), tmp_path / "source", torch.float32)
+    report = convert(source, tmp_path / "out").report
+    assert report["verdict"] == "safe" and report["source"]["dtype"] == "F32"
+    assert report["weights"]["lossless_fraction"] < 0.5
+    assert report["fidelity"]["kl_fp16"] <= report["fidelity"]["kl_bf16"] / 24
+
+
+def test_mixed_dtypes_come_back_as_they_were(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    norms = [n for n in tensors if "layer_norm" in n]
+    save_file({n: t.float() if n in norms else t for n, t in tensors.items()}, source / "model.safetensors")
+    out = convert(source, tmp_path / "out").out
+    assert out is not None
+    back = load_file(undo(out, tmp_path / "back") / "model.safetensors")
+    assert {back[n].dtype for n in norms} == {torch.float32}
+    assert all(torch.equal(back[n].float(), tensors[n].float()) for n in back)
+
+
+def test_shards_stay_shards_and_can_be_made(tmp_path: Path) -> None:
+    whole = tiny.save(tiny.build("gated"), tmp_path / "whole")
+    sharded = tiny.save(tiny.build("gated"), tmp_path / "sharded", max_shard_size="20KB")
+    shards = sorted(p.name for p in sharded.glob("*.safetensors"))
+    assert len(shards) > 1
+    kept = convert(sharded, tmp_path / "kept").out
+    made = convert(whole, tmp_path / "made", max_shard_size=20_000).out
+    assert kept is not None and made is not None
+    assert sorted(p.name for p in kept.glob("*.safetensors")) == shards
+    assert len(list(made.glob("*.safetensors"))) > 1
+    assert compared(kept, made) == 0
+
+
+def test_a_pickled_checkpoint_is_read_safely_and_left_behind(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    torch.save(tensors | {"lm_head.weight": tensors["shared.weight"]}, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    result = convert(source, tmp_path / "out")
+    assert result.safe and result.out is not None
+    assert not (result.out / "pytorch_model.bin").exists()
+    assert "lm_head.weight" in result.report["source"]["dropped"]
+
+
+class Runs:
+    """A pickle that would run code."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("pickle-ran"),))
+
+
+def test_a_pickle_that_would_run_code_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = tiny.save(tiny.build("t5"), tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    torch.save({"shared.weight": Runs()}, source / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "pickle-ran").exists() and not (tmp_path / "out").exists()
+
+
+def test_positions_that_a_file_lacks_are_made_scaled_and_written(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("pegasus", factor=60000.0), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if "embed_positions" not in n and n != "final_logits_bias"}
+    save_file(kept, source / "model.safetensors", metadata={"format": "pt"})
+    result = convert(source, tmp_path / "out")
+    assert result.plan.residual_exponent < 0 and result.out is not None
+    written = load_file(result.out / "model.safetensors")
+    name = "model.encoder.embed_positions.weight"
+    exact = load(source, torch.float32).model.encoder.embed_positions.weight
+    scaled = (exact.double() * 2.0**result.plan.residual_exponent).half()
+    assert torch.equal(written[name], scaled)
+    assert set(result.report["source"]["made"]) == {name, name.replace("encoder", "decoder")}
+    back = load_file(undo(result.out, tmp_path / "back") / "model.safetensors")
+    assert set(back) == set(kept)
+
+
+def test_a_tied_head_that_cannot_hold_the_factor_is_separated(tmp_path: Path) -> None:
+    """With d_model a power of 4, T5's d^-1/2 folds into the new head exactly, so the fp32 logits keep every bit."""
+    model = tiny.build("t5", factor=3000.0, d_model=16)
+    with torch.no_grad():
+        model.decoder.final_layer_norm.weight.mul_(2.0**18)
+        for layer in model.decoder.block:
+            layer.layer[-1].DenseReluDense.wo.weight.mul_(1)
+    source = tiny.save(model, tmp_path / "source")
+    result = convert(source, tmp_path / "out")
+    assert result.plan.untied_head and result.out is not None
+    assert json.loads((result.out / "config.json").read_text())["tie_word_embeddings"] is False
+    assert compared(source, result.out) <= 1e-6
+    back = load_file(undo(result.out, tmp_path / "back") / "model.safetensors")
+    before = load_file(source / "model.safetensors")
+    assert all(torch.equal(before[n], back[n]) for n in before)
+
+
+def test_a_diffusers_folder_is_read_by_its_subfolder(tmp_path: Path) -> None:
+    tiny.save(tiny.build("t5-encoder"), tmp_path / "pipeline" / "text_encoder_2")
+    (tmp_path / "pipeline" / "tokenizer_2").mkdir()
+    (tmp_path / "pipeline" / "tokenizer_2" / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    result = convert(tmp_path / "pipeline", tmp_path / "out", subfolder="text_encoder_2")
+    assert result.safe and result.out is not None
+    assert (result.out / "tokenizer_config.json").is_file()
+
+
+def test_the_modules_of_a_sentence_encoder_are_carried_over_or_missed_by_name(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    listing = [{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"idx": 2, "path": "2_Dense"}]
+    (source / "modules.json").write_text(json.dumps(listing))
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="2_Dense"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (source / "2_Dense").mkdir()
+    save_file({"linear.weight": torch.ones(2, 2)}, source / "2_Dense" / "model.safetensors")
+    out = convert(source, tmp_path / "out").out
+    assert out is not None
+    assert (out / "2_Dense" / "model.safetensors").read_bytes() == (
+        source / "2_Dense" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_out_is_never_touched_unless_forced(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match="--force"):
+        convert(source, out)
+    assert [p.name for p in out.iterdir()] == ["mine.txt"]
+    convert(source, out, force=True)
+    assert not (out / "mine.txt").exists() and (out / "config.json").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
+
+
+@pytest.mark.parametrize("place", ["source", "source/inside", "."])
+def test_out_may_not_overlap_the_source(tmp_path: Path, place: str) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    with pytest.raises(UserError, match="output path"):
+        convert(source, tmp_path / place, force=True)
+    assert (source / "model.safetensors").exists()
+
+
+def test_a_failure_after_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bf16_to_fp16 import conversion
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planted")
+
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    monkeypatch.setattr(conversion, "audit_folder", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        convert(source, tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"source"}
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="damaged"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_rescaling_cannot_fix_is_unsafe_with_the_reason(tmp_path: Path) -> None:
+    model = tiny.build("gated")
+    with torch.no_grad():
+        model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight.mul_(1e5)
+        model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e-5)
+    source = tiny.save(model, tmp_path / "source")
+    result = convert(source, tmp_path / "out")
+    assert not result.safe and result.out is not None and (result.out / "fp16_report.json").exists()
+    assert any("wi_0" in row["signal"] and "finetune" in row["remedy"] for row in result.report["unsafe"])
+
+
+def small_early_large_late() -> Any:
+    """Return a Pegasus whose stream has a variance of about 1 in its first layers and passes 65504 only in its last."""
+    model = tiny.build("pegasus", factor=1.0, encoder_layers=6, d_model=48, encoder_ffn_dim=64)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("shared.weight"):
+                weight.normal_(0, 1 / 48**0.5)
+            if "encoder.layers.5.fc2" in name:
+                weight.mul_(190_000.0)
+            if "decoder.layers.1.fc2" in name:
+                weight.mul_(1900.0)
+            weight.copy_(weight.bfloat16().float())
+    return model
+
+
+def test_a_pegasus_that_is_small_early_and_large_late_drifts_as_predicted(tmp_path: Path) -> None:
+    source = tiny.save(small_early_large_late(), tmp_path / "source")
+    result = convert(source, tmp_path / "out")
+    drift, close = result.plan.drift, result.report["fidelity"]
+    assert result.safe and result.out is not None and result.plan.residual_exponent == -4
+    assert drift is not None and drift.predicted_kl is not None and drift.measured_kl is not None
+    assert drift.predicted_max_logit_error and drift.measured_max_logit_error
+    assert drift.measured_max_logit_error <= 2 * drift.predicted_max_logit_error
+    assert drift.predicted_kl <= close["kl_bf16"] / 64
+    assert close["kl_fp16"] <= close["kl_bf16"] / 32
+
+
+def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
+    """Running the source with eps·4^-r is the same function as the rescaled files with the stock eps."""
+    source = tiny.save(tiny.build("pegasus", factor=40000.0), tmp_path / "source")
+    result = convert(source, tmp_path / "out")
+    assert result.out is not None and result.plan.drift is not None
+    reference, written = load(source, torch.float32), load(result.out, torch.float32)
+    inputs = [b for b in batches(reference.config, None, None) if not b.generate]
+    measured = fidelity(reference, None, written, inputs)
+    assert measured.kl_fp16 == result.plan.drift.measured_kl
+    assert result.plan.drift.predicted_max_logit_error == pytest.approx(measured.max_logit_error_fp16, rel=0.5)

@@ -1,0 +1,106 @@
+"""Differences are those of the definition, on the tokens that count."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from bf16_to_fp16.fidelity import fidelity
+from bf16_to_fp16.probe import Batch, batches, run
+
+
+def model_of(kind: str) -> Any:
+    """A random model whose weights bf16 holds exactly, so that only activations are rounded."""
+    torch.manual_seed(0)
+    return tiny.KINDS[kind]().eval().bfloat16().float()
+
+
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    return copy.deepcopy(model).to(dtype)
+
+
+def padded(model: Any) -> Batch:
+    return batches(model.config, None, None)[3]
+
+
+@pytest.mark.parametrize("kind", ["t5", "gated", "pegasus", "t5-encoder"])
+def test_a_model_is_no_different_from_itself(kind: str) -> None:
+    model = model_of(kind)
+    same = fidelity(model, copy.deepcopy(model), copy.deepcopy(model), batches(model.config, None, None))
+    assert same.kl_bf16 == same.kl_fp16 == same.max_logit_error_bf16 == same.max_logit_error_fp16 == 0
+    assert same.top1_bf16 == same.top1_fp16 == (None if kind == "t5-encoder" else 1.0)
+    assert same.measure == ("relative squared error" if kind == "t5-encoder" else "kl")
+
+
+@pytest.mark.parametrize("kind", ["gated", "mt5", "umt5", "pegasus", "t5-encoder"])
+def test_fp16_is_nearer_to_fp32_than_bf16_where_all_fits(kind: str) -> None:
+    model = model_of(kind)
+    inputs = batches(model.config, None, None)
+    measured = fidelity(model, cast(model, torch.bfloat16), cast(model, torch.float16), inputs)
+    assert measured.kl_bf16 is not None
+    assert 0 < measured.kl_fp16 < measured.kl_bf16 / 16
+
+
+def test_the_divergence_is_that_of_the_definition() -> None:
+    model = model_of("gated")
+    other = cast(model, torch.bfloat16)
+    batch = padded(model)
+    assert batch.decoder_attention_mask is not None
+    keep = batch.decoder_attention_mask.bool()
+    with torch.no_grad():
+        p, q = (run(m, batch).logits[keep].double() for m in (model, other))
+    measured = fidelity(model, None, other, [batch])
+    expected = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="batchmean", log_target=True)
+    assert measured.kl_fp16 == pytest.approx(float(expected), rel=1e-9)
+    assert measured.max_logit_error_fp16 == pytest.approx(float((p - q).abs().max()), rel=1e-12)
+    assert measured.top1_fp16 == float((p.argmax(-1) == q.argmax(-1)).double().mean())
+    assert measured.positions == int(keep.sum())
+    assert measured.kl_bf16 is measured.max_logit_error_bf16 is measured.top1_bf16 is None
+
+
+def test_the_error_of_an_encoder_is_relative_to_its_states() -> None:
+    model = model_of("t5-encoder")
+    other = cast(model, torch.bfloat16)
+    batch = padded(model)
+    with torch.no_grad():
+        x, y = (run(m, batch).last_hidden_state[batch.attention_mask.bool()].double() for m in (model, other))
+    expected = (x - y).square().sum() / x.square().sum()
+    assert fidelity(model, None, other, [batch]).kl_fp16 == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_padding_of_the_decoder_does_not_count() -> None:
+    model = model_of("gated")
+    other = cast(model, torch.bfloat16)
+    batch = padded(model)
+    assert batch.decoder_input_ids is not None
+    assert batch.decoder_attention_mask is not None
+    ids = batch.decoder_input_ids.clone()
+    ids[batch.decoder_attention_mask == 0] = 50
+    changed = replace(batch, decoder_input_ids=ids)
+    assert fidelity(model, None, other, [batch]) == fidelity(model, None, other, [changed])
+
+
+def test_a_model_that_gives_nan_is_infinitely_far_and_null_in_json() -> None:
+    model = model_of("gated")
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.lm_head.weight[3] = torch.nan
+    measured = fidelity(model, copy.deepcopy(model), broken, [padded(model)])
+    assert measured.kl_fp16 == measured.max_logit_error_fp16 == math.inf
+    entry = json.loads(json.dumps(measured.to_json(), allow_nan=False))
+    assert entry["kl_fp16"] is None
+    assert entry["kl_bf16"] == 0
+    promised = {"reference", "kl_bf16", "kl_fp16", "max_logit_error_bf16", "max_logit_error_fp16", "top1_fp16"}
+    assert promised <= set(entry)
+
+
+def test_nothing_to_compare_on_is_an_error() -> None:
+    model = model_of("t5")
+    generation = batches(model.config, None, None)[-1]
+    with pytest.raises(ValueError, match="no batch to compare on"):
+        fidelity(model, None, model, [generation])

@@ -1,0 +1,202 @@
+"""What a plan keeps and what it minimises."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from bf16_to_fp16.conversion import ModelTensors, weights_of
+from bf16_to_fp16.families import Kind, Layout, resolve
+from bf16_to_fp16.families.types import RESIDUAL
+from bf16_to_fp16.numerics import FP16_MAX, NORM_SAFE_LIMIT
+from bf16_to_fp16.observe import ModuleRange, observe_ranges
+from bf16_to_fp16.planner import _Search, make_plan
+from bf16_to_fp16.precision import GRID, loss_table
+from bf16_to_fp16.probe import batches
+from bf16_to_fp16.rescaling import Plan, apply, exponents_of
+
+
+def observed(kind: str, **changes: Any) -> tuple[Any, ModelTensors, Layout, dict[str, ModuleRange]]:
+    """Return a tiny model, its tensors, layout and ranges."""
+    model = tiny.build(kind, **changes)
+    source = ModelTensors(model)
+    inputs = [b for b in batches(model.config, None, None) if not b.generate]
+    return model, source, resolve(source), dict(observe_ranges(model, inputs))
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_every_signal_and_weight_is_under_its_limit_with_the_margin(kind: str) -> None:
+    model, source, layout, ranges = observed(kind)
+    planned = make_plan(layout, weights_of(source, layout), ranges, margin_bits=1.25)
+    assert planned.violations == ()
+    assert planned.plan.residual_exponent < 0
+    apply(model, layout, planned.plan)
+    after = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    peak = max(float(r.output.amax.max()) for r in after.values())
+    assert peak <= FP16_MAX / 2**1.25
+    assert all(float(t.abs().max()) <= FP16_MAX for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize("kind", ["gated", "pegasus"])
+def test_the_residual_is_shrunk_no_more_than_its_limit_asks(kind: str) -> None:
+    _, source, layout, ranges = observed(kind)
+    r = make_plan(layout, weights_of(source, layout), ranges).plan.residual_exponent
+    seen = [s for s in layout.signals[RESIDUAL].seen if s.sign > 0]
+    peak = max(float((getattr(ranges[s.module], s.side)).amax.max()) for s in seen)
+    assert peak * 2.0**r <= FP16_MAX / 2**1.25 < peak * 2.0 ** (r + 1)
+
+
+def test_a_model_that_fits_is_left_alone() -> None:
+    _, source, layout, ranges = observed("gated", factor=1.0)
+    scaled = {path: r for path, r in ranges.items() if float(r.output.amax.max()) < FP16_MAX / 4}
+    assert scaled.keys() == ranges.keys()
+    assert make_plan(layout, weights_of(source, layout), ranges).plan.residual_exponent == 0
+
+
+def test_norm_safe_keeps_the_norm_of_the_stream_under_256() -> None:
+    model, source, layout, ranges = observed("gated")
+    planned = make_plan(layout, weights_of(source, layout), ranges, target="norm-safe")
+    apply(model, layout, planned.plan)
+    after = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    assert all(r.norm.norm_max <= NORM_SAFE_LIMIT / 2**1.25 for r in after.values() if r.norm is not None)
+    half = make_plan(layout, weights_of(source, layout), ranges)
+    assert planned.plan.residual_exponent < half.plan.residual_exponent
+
+
+def test_what_no_exponent_can_lower_is_named_with_a_remedy() -> None:
+    model = tiny.build("gated")
+    with torch.no_grad():
+        model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.mul_(1e5)
+    source = ModelTensors(model)
+    layout = resolve(source)
+    ranges = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    planned = make_plan(layout, weights_of(source, layout), ranges)
+    assert any("wi_0" in v.signal and "finetune" in v.remedy for v in planned.violations)
+
+
+def test_given_r_the_channels_are_an_exact_optimum() -> None:
+    """Against exhaustive search over every combination of the first three value channels of one attention."""
+    _, source, layout, ranges = observed("gated")
+    search = _Search(layout, weights_of(source, layout), ranges, "half", 1.25)
+    signal = next(s for s in layout.signals.values() if s.kind is Kind.VALUE)
+    costs = search.channel_costs(signal, -5)[:3]
+    best = min(
+        (sum(float(costs[j, e]) for j, e in enumerate(combination)), combination)
+        for combination in itertools.product(range(costs.shape[1]), repeat=3)
+    )
+    search.settle(signal, -5)
+    chosen = tuple(int(e) + 12 for e in search.chosen[signal.name][:3])
+    assert sum(float(costs[j, e]) for j, e in enumerate(chosen)) == pytest.approx(best[0], rel=1e-12)
+
+
+def test_the_loss_table_counts_what_fp16_loses() -> None:
+    """Every exponent's count of inexact elements, and the energy of the errors within a factor, against casting to
+    fp16."""
+    torch.manual_seed(0)
+    weight = (torch.randn(7, 400) * 2.0 ** torch.randint(-20, 4, (7, 400))).bfloat16()
+    weight[0, :5] = torch.tensor([0.0, 2.0**-24, 2.0**-30, 1.0, -3.0])
+    table = loss_table(weight, 0)
+    assert torch.equal(table.energy, weight.double().square().sum(1))
+    for exponent in range(-GRID, 11):
+        exact = weight.double() * 2.0**exponent
+        if float(exact.abs().max()) > FP16_MAX:
+            continue
+        error = exact.half().double() - exact
+        assert torch.equal(table.lossy[:, exponent + GRID].long(), (error != 0).sum(1))
+        energy = error.square().sum() / 4.0**exponent
+        # The table takes errors as uniform in a step; with one dropped bit they are all half a step, 3 times the
+        # energy.
+        assert float(energy) / 3 <= float(table.error[:, exponent + GRID].sum()) <= 2 * float(energy) + 1e-30
+
+
+def test_a_loss_table_sees_what_the_other_axis_does() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(6, 50).bfloat16()
+    other = torch.randint(-18, 3, (50,), dtype=torch.int32)
+    scaled = torch.ldexp(weight.double(), other).to(torch.bfloat16)
+    assert torch.equal(loss_table(weight, 0, other).lossy, loss_table(scaled, 0).lossy)
+    assert torch.equal(loss_table(weight.t(), 1, other).lossy, loss_table(scaled, 0).lossy)
+
+
+def test_shrinking_spares_small_weights_by_sharing_the_factor_between_o_and_v() -> None:
+    """With o already near fp16's last bits, the shrinking that the stream asks for goes to v instead."""
+    model = tiny.build("gated")
+    attention = model.encoder.block[1].layer[0].SelfAttention
+    with torch.no_grad():
+        attention.o.weight.mul_(2.0**-19)
+        attention.v.weight.mul_(2.0**10)
+    source = ModelTensors(model)
+    layout = resolve(source)
+    ranges = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    plan = make_plan(layout, weights_of(source, layout), ranges).plan
+    moved = plan.exponent("encoder.block.1.layer.0.SelfAttention.value")
+    assert torch.as_tensor(moved, dtype=torch.float64).mean() < -2
+
+
+def test_a_gain_moves_only_where_a_reader_would_lose() -> None:
+    model = tiny.build("gated")
+    norm = model.encoder.block[1].layer[1]
+    with torch.no_grad():
+        norm.layer_norm.weight.mul_(2.0**14)
+        norm.DenseReluDense.wi_0.weight.mul_(2.0**-14)
+        norm.DenseReluDense.wi_1.weight.mul_(2.0**-14)
+    source = ModelTensors(model)
+    layout = resolve(source)
+    ranges = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    plan = make_plan(layout, weights_of(source, layout), ranges).plan
+    moved = {name for name in plan.exponents if layout.signals[name].kind is Kind.NORM}
+    assert "encoder.block.1.layer.1.layer_norm" in moved
+    assert torch.as_tensor(plan.exponent("encoder.block.1.layer.1.layer_norm")).float().mean() < -4
+    assert len(moved) <= 3
+
+
+def test_pegasus_drift_grows_fourfold_with_each_halving_and_weighs_in_the_choice() -> None:
+    _, source, layout, ranges = observed("pegasus")
+    search = _Search(layout, weights_of(source, layout), ranges, "half", 1.25)
+    drifts = [math.sqrt(search.drift(r, corrected=False)) for r in (-3, -4, -5)]
+    assert drifts[1] / drifts[0] == pytest.approx((4**4 - 1) / (4**3 - 1))
+    assert drifts[2] / drifts[1] == pytest.approx((4**5 - 1) / (4**4 - 1))
+    assert search.residual_cost(-12) > search.drift(-12, corrected=True) > 0
+    assert search.drift(-5, corrected=True) < search.drift(-5, corrected=False)
+
+
+def test_a_config_with_an_eps_has_no_drift() -> None:
+    _, source, layout, ranges = observed("gated")
+    plan = make_plan(layout, weights_of(source, layout), ranges).plan
+    assert plan.drift is None and plan.gain_correction == {}
+    assert plan.eps == 1e-6 * 4.0**plan.residual_exponent
+
+
+def test_the_tied_heads_norm_bounds_the_shrinking_from_the_other_side() -> None:
+    """Where the final norm times 1/s would overflow, the limits cannot all hold with the head tied, and can with it
+    apart."""
+    model = tiny.build("t5", factor=30000.0)
+    with torch.no_grad():
+        model.decoder.final_layer_norm.weight.mul_(2.0**19)
+    source = ModelTensors(model)
+    ranges = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    tied, apart = resolve(source), resolve(source, untie=True)
+    assert make_plan(tied, weights_of(source, tied), ranges).violations != ()
+    planned = make_plan(apart, weights_of(source, apart), ranges)
+    assert [v for v in planned.violations if "lm_head" not in v.signal] == []
+    assert planned.plan.untied_head
+
+
+def test_the_exponents_of_a_tensor_are_the_sum_over_its_axes() -> None:
+    layout = resolve(ModelTensors(tiny.build("gated")))
+    m = "encoder.block.0.layer.0"
+    plan = Plan(
+        family="t5",
+        residual_exponent=-3,
+        exponents={f"{m}.SelfAttention.value": list(range(15)), f"{m}.layer_norm": [2] * 24},
+    )
+    o = exponents_of(layout.tensors[f"{m}.SelfAttention.o.weight"], plan)
+    assert o.scalar == -3 and o.rows is None and o.columns is not None
+    assert o.columns.tolist() == [-c for c in range(15)]
+    v = exponents_of(layout.tensors[f"{m}.SelfAttention.v.weight"], plan)
+    assert v.full((15, 24))[4].tolist() == [4 - 2] * 24

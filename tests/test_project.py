@@ -1,0 +1,115 @@
+"""The project stands alone: nothing here depends on the machine or the place where it was written."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "bf16_to_fp16"
+
+# Put together here, or this file would be the first one found.
+HOSTS = ["pypi" + ".org", "pythonhosted" + ".org", "download." + "pytorch.org", "--index" + "-url"]
+PLACES = [f"/{top}/" for top in ("wor" + "k", "tm" + "p", "hom" + "e", "roo" + "t", "op" + "t")]
+FOREIGN = re.compile("|".join([*map(re.escape, HOSTS), *(rf"(?<![\w.~/}}-]){place}\w" for place in PLACES)]))
+
+
+def project_files() -> Iterator[Path]:
+    """Yield the text files that belong to the project: those that git tracks or would."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if path.is_file() and b"\0" not in path.read_bytes()[:8192]:
+            yield path
+
+
+def foreign_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if FOREIGN.search(line)]
+
+
+def public_modules() -> list[Path]:
+    return [p for p in sorted(PACKAGE.rglob("*.py")) if not re.fullmatch(r"_[a-z].*", p.name)]
+
+
+def test_no_file_names_a_place_on_one_machine_or_a_package_registry() -> None:
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in project_files()
+        if (lines := foreign_lines(path.read_text(errors="replace")))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"open('{PLACES[0]}data.txt')",
+        f"cd {PLACES[1]}scratch",
+        f"pip install {HOSTS[3]} https://{HOSTS[2]}/whl/cpu torch",
+    ],
+)
+def test_a_line_that_names_such_a_place_is_found(line: str) -> None:
+    assert foreign_lines(f"first\n{line}\n") == [line]
+
+
+@pytest.mark.parametrize("line", ["tensors/tmp/x", "https://a.example/work/page", "home/user"])
+def test_a_relative_path_or_an_address_is_not_taken_for_one(line: str) -> None:
+    assert foreign_lines(line) == []
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "tests/compat/constraints.txt"])
+def test_every_version_is_pinned_exactly_and_torch_for_every_build(name: str) -> None:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    assert "torch==2.13.0" in lines
+
+
+def test_every_direct_requirement_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["train"], *extras["dev"]]
+    pinned = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
+    names = {re.split(r"[<>=\[ ]", want)[0].lower().replace("_", "-") for want in wanted}
+    assert {name for name in names if f"\n{name}==" not in pinned} == set()
+
+
+@pytest.mark.parametrize("path", public_modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_public_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("module", ["bf16_to_fp16", "bf16_to_fp16.cli"])
+def test_importing_the_package_does_not_import_transformers(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({{'transformers', 'datasets'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_a_gpu_test_is_deselected_where_there_is_no_gpu(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "test_two.py").write_text(
+        "import pytest\n\ndef test_any(): pass\n\n@pytest.mark.gpu\ndef test_on_gpu(): pass\n"
+    )
+    options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed, 1 deselected" in done.stdout
