@@ -119,7 +119,7 @@ def report(
     """Print the rows of one dtype and attention."""
     observers = {
         "SiteObserver": SiteObserver(model),
-        "SiteObserver, native fp16": SiteObserver(model, fast_fp16=False),
+        "SiteObserver, native fp16": SiteObserver(model, fast_products=False),
     }
     if dtype != torch.float16:
         del observers["SiteObserver, native fp16"]

@@ -134,7 +134,7 @@ def audit_command(
 ) -> int:
     """Run SOURCE in fp16 the ways people run it and measure every operation."""
     from . import terminal
-    from .audit import REGIMES, audit
+    from .auditing import REGIMES, audit
 
     result = audit(
         source,

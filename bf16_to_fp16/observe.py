@@ -144,16 +144,16 @@ class SiteObserver(TorchDispatchMode):
     ``<path>:add#2`` for the second in one call, ``<path>:scores`` and ``<path>:context`` for the two products of an
     attention, ``<site>:grad`` for the backward of a site. May be entered again; the sites accumulate.
 
-    fast_fp16: compute fp16 matrix products on the CPU as fp32 products of the same operands, rounded once. A
+    fast_products: compute 16-bit matrix products on the CPU as fp32 products of the same operands, rounded once. A
     sum that is exact in fp32 comes out identical; otherwise the native kernel differs only by the order of its
-    fp32 summation, that is in under one element of a hundred and there by one fp16 rounding. Native CPU kernels
-    are 4 to 100 times slower.
+    fp32 summation, that is in under one element of a hundred and there by one rounding. Native fp16 kernels on a CPU
+    are 4 to 100 times slower, bf16 ones a few times.
     """
 
-    def __init__(self, model: nn.Module, *, fast_fp16: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, fast_products: bool = True) -> None:
         super().__init__()
         self.model = model
-        self.fast_fp16 = fast_fp16
+        self.fast_products = fast_products
         self.outputs = 0
         """Floating-point op outputs seen in the model, without views."""
         self.views = 0
@@ -242,8 +242,9 @@ class SiteObserver(TorchDispatchMode):
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = _describe(func)
-        if operator.matmul and self.fast_fp16 and _is_cpu_fp16(args):
-            out = func(*(a.float() if isinstance(a, Tensor) else a for a in args), **(kwargs or {})).half()
+        if operator.matmul and self.fast_products and _is_cpu_half(args):
+            exact = func(*(a.float() if isinstance(a, Tensor) else a for a in args), **(kwargs or {}))
+            out = exact.to(args[0].dtype)
         elif kwargs:
             out = func(*args, **kwargs)
         else:
@@ -435,9 +436,9 @@ def _describe(func: Any) -> _Operator:
     )
 
 
-def _is_cpu_fp16(args: tuple[Any, ...]) -> bool:
+def _is_cpu_half(args: tuple[Any, ...]) -> bool:
     first = args[0]
-    return first.dtype == torch.float16 and first.device.type == "cpu"
+    return first.dtype in (torch.float16, torch.bfloat16) and first.device.type == "cpu"
 
 
 def _only_constants(args: Iterable[Any]) -> bool:

@@ -48,8 +48,8 @@ RESTRAINT = ROUNDING * 2.0**-10
 LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 """A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
 
-GAIN_THRESHOLD = ROUNDING / 4
-"""A norm's gain is moved only where its readers lose more than this."""
+INDIFFERENCE = ROUNDING / 4
+"""Residual exponents whose costs differ by less are as good as each other; the one nearest 0 is taken."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,8 @@ class _Search:
             r: self.residual_cost(r) + sum(float(self.channel_costs(s, r).amin(1).sum()) for s in movable)
             for r in self.candidates()
         }
-        r = min(by_exponent, key=lambda e: (by_exponent[e], abs(e)))
+        least = min(by_exponent.values())
+        r = min((e for e, cost in by_exponent.items() if cost <= least + INDIFFERENCE), key=abs)
         for signal in movable + steady:
             self.settle(signal, r)
         gains = [s for s in self.layout.signals.values() if s.kind is Kind.NORM and self.gain_is_needed(s, r)]
@@ -306,11 +307,8 @@ class _Search:
                 self.tables.pop((tensor.name, 1 - axis), None)
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
-        """Return whether a norm's output or a weight that reads it breaks a limit or loses more than the threshold
-        at gain 0."""
-        centre = CHANNEL_RANGE
-        costs = self.channel_costs(signal, r)[:, centre]
-        return float(costs.sum()) > GAIN_THRESHOLD
+        """Return whether at gain 0 a norm's output or a reader breaks a limit, or one weight of a reader is inexact."""
+        return float(self.channel_costs(signal, r)[:, CHANNEL_RANGE].sum()) > self.lossy_price / 2
 
     def resettle_writers(self, norm: ResolvedSignal, r: int) -> None:
         """Solve again the channels that the readers of a moved norm write, since their tables have changed."""

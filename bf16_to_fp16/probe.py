@@ -64,7 +64,7 @@ def batches(
     data: str | None,
     *,
     seed: int = 0,
-    examples: int = 64,
+    examples: int = 32,
     length: int = 512,
 ) -> list[Batch]:
     """Return the batches of ``data`` tokenised with the tokenizer in ``source``, or the built-in probe where
@@ -98,7 +98,7 @@ def run(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
             do_sample=False,
             max_new_tokens=8,
             min_new_tokens=8,
-            use_cache=True,
+            use_cache=_cacheable(stock.config),
         )
         return None
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
@@ -124,6 +124,12 @@ def run(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
         decoder_input_ids=batch.decoder_input_ids.to(device),
         **decoder,
     )
+
+
+def _cacheable(config: Any) -> bool:
+    """Whether stock code can generate with a cache: it makes one with as many layers as the encoder has."""
+    decoder = getattr(config, "num_decoder_layers", None) or getattr(config, "decoder_layers", None)
+    return decoder is None or int(decoder) <= int(config.num_hidden_layers)
 
 
 def has_decoder(config: Any) -> bool:

@@ -20,6 +20,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 LIMIT = 65504.0
 BLOCKS = ("T5Block", "PegasusEncoderLayer", "PegasusDecoderLayer")
+SHOWN = ("layer_norm", ".wo", ".wo input", ".fc2", ".fc2 input", "lm_head")
 WRITERS = (".o", ".wo", ".out_proj", ".fc2")
 GAPS = {"spans": 3, "span_length": 18}
 
@@ -98,24 +99,32 @@ def rescaled(model: PreTrainedModel, r: int, exponents: dict[str, Tensor]) -> Pr
     return moved
 
 
+def is_residual(name: str) -> bool:
+    """Say whether a signal is a block's output, or what enters the first block."""
+    *_, parent, leaf = ["", *name.split(".")]
+    return parent in ("block", "layers") and (leaf.isdigit() or leaf == "0 input")
+
+
 def print_signals(signals: Signals) -> None:
     """Print the table of residuals, feed-forwards and norms, and the rest's maxima."""
     print(f"{'signal':52} {'amax':>9} {'rms':>9} {'median channel':>14}  channels past 65504")
     for name, top in signals.channels.items():
-        if name.endswith(("layer_norm", ".wo", ".wo input", ".fc2", ".fc2 input", "lm_head")) or name[-1].isdigit():
+        if name.endswith(SHOWN) or is_residual(name):
             label = name.replace(".DenseReluDense", "").replace(".wo input", ".product").replace(".fc2 input", ".relu")
             rms = math.sqrt(sum(signals.rms[name]) / len(signals.rms[name]))
             past = f"{int((top > LIMIT).sum())} of {len(top)}"
             print(f"{label:52} {float(top.max()):9.4g} {rms:9.4g} {float(top.median()):14.4g}  {past}")
-    for pair in (
-        (".q", "q_proj"),
-        (".k", "k_proj"),
-        (".v", "v_proj"),
-        (".wi_0", ".fc1"),
+    for endings in (
+        (".q", ".q_proj"),
+        (".k", ".k_proj"),
+        (".v", ".v_proj"),
+        (".wi_0",),
         (".wi_1",),
-        (".o", "out_proj"),
+        (".fc1",),
+        WRITERS[::2],
     ):
-        print(f"largest {' or '.join(pair):15} {signals.amax(*pair):9.4g}")
+        if signals.amax(*endings):
+            print(f"largest {' or '.join(endings):15} {signals.amax(*endings):9.4g}")
 
 
 def main(folder: str) -> None:
@@ -129,7 +138,7 @@ def main(folder: str) -> None:
     logits(watched, batches)
     print_signals(signals)
 
-    peak = max(float(t.max()) for n, t in signals.channels.items() if n.endswith(WRITERS) or n[-1].isdigit())
+    peak = max(float(t.max()) for n, t in signals.channels.items() if n.endswith(WRITERS) or is_residual(n))
     r = max(0, math.ceil(math.log2(peak / (LIMIT / 2))))
     products = {
         n.removesuffix(" input"): t for n, t in signals.channels.items() if n.endswith((".wo input", ".fc2 input"))
@@ -138,14 +147,9 @@ def main(folder: str) -> None:
     drift = logits(moved, batches)
     bf16 = divergence(reference, logits(copy.deepcopy(model).bfloat16(), batches))
     fp16 = divergence(reference, logits(copy.deepcopy(moved).half(), batches))
-    print(
-        f"KL to fp32: bf16 {bf16:.3g}; fp16 as stored {divergence(reference, logits(copy.deepcopy(model).half(), batches)):.3g}"
-    )
-    print(
-        f"rescaled, r = {r}: fp16 {fp16:.3g} = bf16's / {bf16 / fp16:.1f}; fp32 {divergence(reference, drift):.3g}",
-        end="",
-    )
-    print(f", bit-identical: {torch.equal(reference, drift)}")
+    stored = divergence(reference, logits(copy.deepcopy(model).half(), batches))
+    print(f"KL to fp32: bf16 {bf16:.3g}; fp16 as stored {stored:.3g}")
+    print(f"rescaled by 2^-{r}: fp16 {fp16:.3g} = bf16's / {bf16 / fp16:.1f}; fp32 {divergence(reference, drift):.3g}")
     for ending in ("shared.weight", ".o.weight", ".wo.weight", "out_proj.weight", "fc2.weight"):
         some = [weight.float().abs().flatten() for name, weight in model.named_parameters() if name.endswith(ending)]
         if some:

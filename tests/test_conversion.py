@@ -153,6 +153,16 @@ def test_mixed_dtypes_come_back_as_they_were(tmp_path: Path) -> None:
     assert all(torch.equal(back[n].float(), tensors[n].float()) for n in back)
 
 
+@pytest.mark.parametrize("kind", ["gated", "pegasus"])
+def test_a_decoder_deeper_than_the_encoder_is_converted(kind: str, tmp_path: Path) -> None:
+    """Stock code cannot generate with a cache then: it makes one layer of cache per encoder layer."""
+    deeper = (
+        {"num_layers": 1, "num_decoder_layers": 3} if kind == "gated" else {"encoder_layers": 1, "decoder_layers": 3}
+    )
+    source = tiny.save(tiny.build(kind, **deeper), tmp_path / "source")
+    assert convert(source, tmp_path / "out").safe
+
+
 def test_shards_stay_shards_and_can_be_made(tmp_path: Path) -> None:
     whole = tiny.save(tiny.build("gated"), tmp_path / "whole")
     sharded = tiny.save(tiny.build("gated"), tmp_path / "sharded", max_shard_size="20KB")

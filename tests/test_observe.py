@@ -71,7 +71,7 @@ def test_every_floating_output_of_the_forward_is_seen(kind: str, attention: str,
     with torch.no_grad():
         with Counter() as counter:
             run(model, padded(model))
-        with SiteObserver(model, fast_fp16=False) as observer:
+        with SiteObserver(model, fast_products=False) as observer:
             run(model, padded(model))
     assert observer.outputs == counter.count > 100
 
@@ -355,14 +355,15 @@ def native_and_fast(x: Tensor, w: Tensor, b: Tensor) -> list[tuple[Tensor, Tenso
     return list(zip(native, fast, strict=True))
 
 
-def test_fast_fp16_products_equal_the_native_ones_where_the_sum_is_exact() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fast_products_equal_the_native_ones_where_the_sum_is_exact(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, w, b = (torch.randint(-8, 9, shape).half() for shape in ((64, 256), (48, 256), (48,)))
+    x, w, b = (torch.randint(-8, 9, shape).to(dtype) for shape in ((64, 256), (48, 256), (48,)))
     for native, fast in native_and_fast(x, w, b):
         assert torch.equal(native, fast)
 
 
-def test_fast_fp16_products_equal_the_native_ones_where_they_overflow() -> None:
+def test_fast_products_equal_the_native_ones_where_they_overflow() -> None:
     x, w = torch.full((8, 64), 300.0).half(), torch.full((4, 64), 300.0).half()
     w[2:] *= -1
     for native, fast in native_and_fast(x, w, torch.ones(4).half()):
@@ -370,16 +371,17 @@ def test_fast_fp16_products_equal_the_native_ones_where_they_overflow() -> None:
         assert torch.equal(native, fast)
 
 
-def test_fast_fp16_products_are_fp32_products_rounded_once() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fast_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, w, b = torch.randn(64, 512).half(), torch.randn(300, 512).half(), torch.randn(300).half()
+    x, w, b = torch.randn(64, 512).to(dtype), torch.randn(300, 512).to(dtype), torch.randn(300).to(dtype)
     in_fp32 = Products()(x.float(), w.float(), b.float())
     for (_, fast), expected in zip(native_and_fast(x, w, b), in_fp32, strict=True):
-        assert torch.equal(fast, expected.half())
+        assert torch.equal(fast, expected.to(dtype))
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
-def test_fast_fp16_products_differ_from_native_ones_only_by_the_order_of_the_sum(scale: float) -> None:
+def test_fast_products_differ_from_native_ones_only_by_the_order_of_the_sum(scale: float) -> None:
     torch.manual_seed(0)
     x, w, b = torch.randn(64, 512) * scale, torch.randn(300, 512), torch.randn(300)
     for native, fast in native_and_fast(x.half(), w.half(), b.half()):
@@ -393,7 +395,7 @@ def test_fast_fp16_products_differ_from_native_ones_only_by_the_order_of_the_sum
 def test_native_products_run_where_fast_ones_are_switched_off() -> None:
     torch.manual_seed(0)
     module, x = nn.Linear(512, 512).half(), torch.randn(64, 512).half()
-    with torch.no_grad(), SiteObserver(module, fast_fp16=False):
+    with torch.no_grad(), SiteObserver(module, fast_products=False):
         observed = module(x)
     assert torch.equal(observed, module(x))
 

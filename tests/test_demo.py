@@ -1,0 +1,181 @@
+"""The demonstration and the command line as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from bf16_to_fp16 import __version__, cli
+from bf16_to_fp16.auditing import load
+from bf16_to_fp16.probe import batches, run
+
+DEMOS = ("t5-gated-bytes", "pegasus-bytes")
+DATA = Path(str(files("bf16_to_fp16") / "demo_data"))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, str, Path]:
+    """Return the demo's JSON by name, its standard output and error, and where it wrote."""
+    root = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "bf16_to_fp16", "demo", "--json", "report.json"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    reports = {r["name"]: r for r in json.loads((root / "report.json").read_text())["demos"]}
+    return reports, done.stdout, done.stderr, root / "fp16-demo"
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_the_demo_breaks_in_half_before_and_is_clean_after(demo: Any, name: str) -> None:
+    report = demo[0][name]
+    assert report["before"]["verdict"] == "unsafe"
+    assert report["before"]["regimes"]["half"]["nonfinite"] > 0
+    assert report["verdict"] == "safe"
+    for regime in report["regimes"].values():
+        assert (regime["nonfinite"], regime["saturated"]) == (0, 0)
+        assert regime["headroom_bits"] >= 1
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_the_demos_fp16_is_at_least_32_times_closer_than_bf16(demo: Any, name: str) -> None:
+    report = demo[0][name]
+    assert report["fidelity"]["kl_fp16"] <= report["fidelity"]["kl_bf16"] / 32
+    assert report["weights"]["lossless_fraction"] >= 0.999
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_the_demos_files_compute_the_same_function(demo: Any, name: str) -> None:
+    source, out = load(DATA / name, torch.float32), load(demo[3] / name, torch.float32)
+    for batch in batches(source.config, DATA / name, str(DATA / "held_out.txt")):
+        if not batch.generate:
+            with torch.no_grad():
+                a, b = run(source, batch).logits, run(out, batch).logits
+            assert float((a - b).abs().max() / a.abs().max()) <= 1e-6
+
+
+def test_the_demo_prints_before_and_after_and_where_the_report_is(demo: Any) -> None:
+    _, out, err, folder = demo
+    assert out.count("unsafe: values overflow") == 2 and out.count("safe: no overflow") == 2
+    assert out.count("fp16_report.html") == 2 and (folder / DEMOS[0] / "fp16_report.html").is_file()
+    assert "Auditing" in err and "Auditing" not in out
+    assert "\x1b[" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "gaps"), [("t5-gated-bytes", [(20, 38), (80, 98), (140, 158)]), ("pegasus-bytes", [(60, 114)])]
+)
+def test_the_demo_checkpoints_were_trained(name: str, gaps: list[tuple[int, int]]) -> None:
+    """On text never trained on, filling gaps as in training costs far less than the entropy of its bytes (4.7 bits)."""
+    lines = [line.encode()[:180] for line in (DATA / "held_out.txt").read_text().splitlines()[:64]]
+    sources, targets = [], []
+    for ids in ([b + 3 for b in line] for line in lines):
+        source, target, at = [], [], 0
+        for k, (start, stop) in enumerate(gaps):
+            source += [*ids[at:start], 383 - k]
+            target += [383 - k, *ids[start:stop]]
+            at = stop
+        sources.append([*source, *ids[at:], 1])
+        targets.append(target)
+    wanted = torch.tensor(targets)
+    shifted = torch.cat([torch.zeros(len(lines), 1, dtype=torch.long), wanted[:, :-1]], 1)
+    model = load(DATA / name, torch.float32)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor(sources), decoder_input_ids=shifted).logits
+    text = wanted < 259
+    bits = torch.nn.functional.cross_entropy(logits[text], wanted[text]) / math.log(2)
+    assert float(bits) < 3.1
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "bf16_to_fp16", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"NO_COLOR": "1"},
+    )
+
+
+def test_exit_status_is_0_for_safe_1_for_unsafe_and_2_for_bad_input(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    assert command("audit", str(source), "--regime", "half", cwd=tmp_path).returncode == 1
+    assert command("convert", str(source), "out", cwd=tmp_path).returncode == 0
+    assert command("audit", "out", cwd=tmp_path).returncode == 0
+    bad = command("convert", "nowhere", "out2", cwd=tmp_path)
+    assert bad.returncode == 2 and bad.stdout == ""
+    assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
+    assert not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("convert",),
+        ("convert", "a", "b", "--target", "quarter"),
+        ("convert", "a", "b", "--max-shard-size", "many"),
+        ("convert", "a", "b", "--margin", "-1"),
+        ("audit", "a", "--regime", "fp8"),
+        ("no-such-command",),
+        ("convert", "a", "b", "--no-such-option"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(list(arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+
+
+def test_json_goes_to_standard_output_alone(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    done = command("audit", str(source), "--regime", "half", "--json", "-", cwd=tmp_path)
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and report["verdict"] == "unsafe"
+    site = report["regimes"]["half"]["sites"][0]
+    assert {"name", "amax", "limit", "headroom_bits", "nonfinite", "saturated", "benign"} <= set(site)
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("gated"), tmp_path / "source")
+    done = command("convert", str(source), "out", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0 and "residual" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_audit_can_be_written_as_a_page(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    command("audit", str(source), "--regime", "half", "--html", "page.html", cwd=tmp_path)
+    assert "<html" in (tmp_path / "page.html").read_text()
+
+
+def test_a_train_mode_audit_sees_the_backward(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("gated", factor=1.0), tmp_path / "source")
+    done = command("audit", str(source), "--regime", "half", "--train-mode", "--json", "-", cwd=tmp_path)
+    names = {s["name"] for s in json.loads(done.stdout)["regimes"]["half"]["sites"]}
+    assert any(name.endswith(":grad") for name in names)
+
+
+def test_families_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["families"]) == 0
+    assert "UMT5EncoderModel" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_sizes_read_as_stock_ones() -> None:
+    assert cli.parse_size("5GB") == 5 * 10**9
+    assert cli.parse_size("1.5 MiB") == 3 * 2**19
