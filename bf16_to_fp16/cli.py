@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -95,6 +96,7 @@ def convert_command(
         margin_bits=MARGIN_BITS if margin is None else margin,
         max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
         seed=seed,
+        command=shlex.join(["bf16-to-fp16", *sys.argv[1:]]),
         talk=talker(),
     )
     write_report(json_file, result.report)

@@ -8,8 +8,6 @@ the source. Nothing appears at the output path before all of that is done.
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,13 +64,15 @@ def convert(
     margin_bits: float = MARGIN_BITS,
     max_shard_size: int | None = None,
     seed: int = 0,
+    command: str | None = None,
     talk: Talk | None = None,
 ) -> Conversion:
     """Convert ``source`` (folder or Hub id) to an fp16 checkpoint at ``out`` and return what was done and measured.
 
     target: ``half`` or ``norm-safe``. data: text to observe and audit on besides the built-in probe. dry_run: plan
     only, write nothing. plan: a report whose plan to replay instead of observing. margin_bits: kept between what is
-    observed and each limit. max_shard_size: bytes, else sharded like the source. Raises UserError for input that
+    observed and each limit. max_shard_size: bytes, else sharded like the source. command: what the
+    report and the card name as the way to reproduce, by default this function. Raises UserError for input that
     cannot be used; ``out`` then does not exist.
     """
     talk = talk or Talk(quiet=True)
@@ -121,7 +121,7 @@ def convert(
             config_changes=changes(checkpoint.config, edited_config(layout, chosen)),
             carried=carried,
             left_out=left_out,
-            command=shlex.join(["bf16-to-fp16", *sys.argv[1:]]),
+            command=command,
         )
         write_json(work / REPORT, result)
         write_page(work / "fp16_report.html", result)

@@ -35,7 +35,7 @@ def build(
     config_changes: Mapping[str, Any],
     carried: Sequence[str],
     left_out: Sequence[str],
-    command: str,
+    command: str | None,
 ) -> dict[str, Any]:
     """Return the report of a conversion as JSON data; its keys are described in the README."""
     return {
@@ -51,7 +51,7 @@ def build(
         "plan": describe(plan),
         "signals": signals_of(layout, plan, ranges) if ranges is not None else [],
         "unsafe": [asdict(v) for v in violations],
-        "command": command,
+        "command": command or f"bf16_to_fp16.convert({checkpoint.source!r}, ...)",
         "environment": environment(),
     }
 

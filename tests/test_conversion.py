@@ -153,10 +153,29 @@ def test_mixed_dtypes_come_back_as_they_were(tmp_path: Path) -> None:
     assert all(torch.equal(back[n].float(), tensors[n].float()) for n in back)
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("t5", {"d_model": 33, "d_kv": 7, "num_heads": 5, "d_ff": 61, "num_layers": 2, "num_decoder_layers": 2}),
+        ("gated", {"d_model": 50, "d_kv": 3, "num_heads": 2, "d_ff": 23, "num_layers": 4, "num_decoder_layers": 1}),
+        ("umt5", {"d_model": 19, "d_kv": 11, "num_heads": 4, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3}),
+        ("t5-encoder", {"d_model": 45, "d_kv": 6, "num_heads": 7, "d_ff": 31, "num_layers": 5}),
+        ("pegasus", {"d_model": 42, "encoder_attention_heads": 7, "decoder_attention_heads": 2, "encoder_ffn_dim": 13}),
+    ],
+)
+def test_odd_shapes_are_clean_close_and_carried_over(kind: str, shape: dict[str, Any], tmp_path: Path) -> None:
+    source = tiny.save(tiny.build(kind, 7, dtype=torch.bfloat16, factor=2000.0, **shape), tmp_path / "source")
+    report = convert(source, tmp_path / "out").report
+    half, close = report["regimes"]["half"], report["fidelity"]
+    assert (half["nonfinite"], half["saturated"]) == (0, 0) and half["headroom_bits"] >= 1
+    assert close["kl_fp16"] <= close["kl_bf16"] / 32
+    assert report["weights"]["lossless_fraction"] >= 0.999
+
+
 @pytest.mark.parametrize("kind", ["gated", "pegasus"])
 def test_a_decoder_deeper_than_the_encoder_is_converted(kind: str, tmp_path: Path) -> None:
     """Stock code cannot generate with a cache then: it makes one layer of cache per encoder layer."""
-    deeper = (
+    deeper: dict[str, Any] = (
         {"num_layers": 1, "num_decoder_layers": 3} if kind == "gated" else {"encoder_layers": 1, "decoder_layers": 3}
     )
     source = tiny.save(tiny.build(kind, **deeper), tmp_path / "source")

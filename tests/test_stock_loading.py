@@ -1,4 +1,4 @@
-"""A converted folder in stock libraries: transformers 5 and 4.57, and CTranslate2, against the same library on the source."""
+"""A converted folder in transformers 5, 4.57 and CTranslate2, against the same library on the source."""
 
 from __future__ import annotations
 
