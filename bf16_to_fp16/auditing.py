@@ -255,7 +255,10 @@ def load_config(folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/config.json: {_first_line(error)}; mend the file") from error
-    stock_class(config.to_dict())
+    try:
+        stock_class(config.to_dict())
+    except UserError as error:
+        raise UserError(f"{folder}/{error}") from None
     return config
 
 

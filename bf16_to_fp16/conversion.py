@@ -189,8 +189,8 @@ def refuse_nonfinite(written: Written) -> None:
     for name, stats in written.stats.items():
         if stats.nonfinite:
             raise UserError(
-                f"tensor {name}: {stats.nonfinite} of {stats.elements} weights are inf, NaN or beyond 65504"
-                " after rescaling; the checkpoint is damaged, use another revision of it"
+                f"tensor {name}: {stats.nonfinite} of {stats.elements} weights are inf, NaN or so large that no"
+                " exponent brings them under 65504; use another revision of the checkpoint or repair the tensor"
             )
 
 

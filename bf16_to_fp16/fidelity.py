@@ -75,6 +75,8 @@ class _Difference:
 
     @property
     def mean(self) -> float:
+        if not self.scale:
+            return 0.0 if not self.divergence else math.inf
         return self.divergence / self.scale
 
 

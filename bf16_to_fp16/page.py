@@ -200,7 +200,7 @@ def verdict_sentence(report: Mapping[str, Any]) -> str:
             f" and the tightest place keeps {bits(kept)} bits of headroom."
         )
     if not broken:
-        return "Unsafe in fp16: not every value is known to stay within its range."
+        return "Unsafe in fp16: nothing overflowed in what was run, but see below what passes its limit."
     nonfinite, saturated = (max(regimes[b][key] for b in broken) for key in ("nonfinite", "saturated"))
     what = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
     first = first_broken(regimes[broken[0]])

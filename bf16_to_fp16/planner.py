@@ -33,8 +33,11 @@ from .rescaling import Drift, Plan
 MARGIN_BITS = 1.25
 """How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
 
-CHANNEL_RANGE = 12
-"""Channel exponents are searched from −12 to 12."""
+CHANNEL_RANGE = 24
+"""Channel exponents are searched from −24 to 24."""
+
+RESIDUAL_RANGE = 24
+"""Residual exponents are searched from −24 to 24."""
 
 ROUNDING = 2.0**-24
 """Scale of one unavoidable fp16 rounding, (2⁻¹¹)²/4, in relative squared error; costs well under it do not matter."""
@@ -160,7 +163,7 @@ class _Search:
     # -- what an exponent costs -------------------------------------------------------------------------------------
 
     def channel_costs(self, signal: ResolvedSignal, r: int) -> torch.Tensor:
-        """Return the cost of every exponent −12…12 for every channel of a signal: float64 [channels, 25]."""
+        """Return the cost of every exponent −24…24 for every channel of a signal: float64 [channels, 49]."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         share = self.importance(signal)[:, None]
         cost = RESTRAINT / signal.size * exponents.abs().double().expand(signal.size, -1)
@@ -184,7 +187,7 @@ class _Search:
         energy = table.energy[:, None].clamp(min=1e-300)
         cost = share * (table.error[:, at].double() / energy).clamp(max=1.0)
         cost = cost + self.lossy_price * table.lossy[:, at].double()
-        return cost + EXCESS * excess_bits(table.amax[:, None] * 2.0 ** exponents.double(), FP16_MAX)
+        return cost + EXCESS * excess_bits(table.amax[:, None] * 2.0 ** exponents.double(), self.limit)
 
     def residual_cost(self, r: int) -> float:
         """Return what depends on r alone: the stream's own limits and noise, the weights that only it scales, the
@@ -219,7 +222,7 @@ class _Search:
         return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
 
     def drift(self, r: int, *, corrected: bool) -> float:
-        """Return the mean over the norms of the squared relative change that an unscaled eps makes, 0 where eps is
+        """Return the sum over the norms of the squared relative change that an unscaled eps makes, 0 where eps is
         in the config.
 
         To first order each output changes by δ = eps·(4^-r − 1) / (2·(var + eps)); a gain correction removes the
@@ -237,14 +240,21 @@ class _Search:
         return total
 
     def gain_corrections(self, r: int) -> dict[str, float]:
-        """Return the factor for each norm weight whose mean drift is more than one fp16 rounding."""
+        """Return the factor for each norm weight whose typical drift is more than one fp16 rounding.
+
+        √((v + eps·4^-r) / (v + eps)) at the calibrated variance v, the harmonic mean over the tokens.
+        """
         corrections = {}
         if self.layout.family.eps_key is None and r != 0:
-            factor = self.layout.eps * (4.0**-r - 1) / 2
+            eps = self.layout.eps
             for path in self.layout.norms:
                 norm = self.ranges[path].norm if path in self.ranges else None
-                if norm is not None and abs(factor * norm.mean_inverse_variance) > math.sqrt(ROUNDING):
-                    corrections[f"{path}.weight"] = 1 + factor * norm.mean_inverse_variance
+                if norm is None:
+                    continue
+                variance = max(0.0, 1 / norm.mean_inverse_variance - eps)
+                factor = math.sqrt((variance + eps * 4.0**-r) / (variance + eps))
+                if abs(factor - 1) > math.sqrt(ROUNDING):
+                    corrections[f"{path}.weight"] = factor
         return corrections
 
     # -- the search -------------------------------------------------------------------------------------------------
@@ -279,7 +289,9 @@ class _Search:
             ),
             eps=self.layout.eps * 4.0**r if eps_key else None,
             gain_correction=self.gain_corrections(r),
-            drift=None if eps_key or r == 0 else Drift(relative_error=math.sqrt(self.drift(r, corrected=True))),
+            drift=None
+            if eps_key or r == 0
+            else Drift(relative_error=math.sqrt(self.drift(r, corrected=True) / len(self.layout.norms))),
             margin_bits=self.margin_bits,
         )
         return Planned(plan, tuple(self.violations(plan)), by_exponent[r], by_exponent)
@@ -293,8 +305,8 @@ class _Search:
                 tops.append(math.floor(math.log2(self.limit / float(observed.amax.amax()))))
                 if sighting.side == "input" and self.target == "norm-safe":
                     tops.append(math.floor(math.log2(float(self.norm_limit() / self.stream_norm(sighting.module)))))
-        top = max(-GRID, min(GRID, min(tops, default=0)))
-        return sorted({e for e in range(top - 6, top + 2) if -GRID <= e <= GRID} | {0})
+        top = max(-RESIDUAL_RANGE, min(RESIDUAL_RANGE, min(tops, default=0)))
+        return sorted({e for e in range(top - 6, top + 2) if abs(e) <= RESIDUAL_RANGE} | {0})
 
     def settle(self, signal: ResolvedSignal, r: int) -> None:
         """Choose every channel's exponent of one signal; ties go to the exponent nearest 0."""

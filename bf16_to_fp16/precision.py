@@ -15,13 +15,13 @@ import torch
 
 from .numerics import FP16_SIGNIFICANT_BITS, lowest_bit_exponent
 
-GRID = 24
-"""Exponents from −24 to 24 are tabulated; fp16 has 40 binades, so no sensible plan leaves this range."""
+GRID = 72
+"""Exponents from −72 to 72 are tabulated: the residual's and those of two axes, 24 each."""
 
 STEP_NOISE = 2.0**-48 / 12
 """Mean squared error of rounding to a grid of 2⁻²⁴."""
 
-_LOWEST, _HIGHEST = -72, 24
+_LOWEST, _HIGHEST = -120, 60
 _BINS = _HIGHEST - _LOWEST + 1
 _CHUNK = 1 << 22
 

@@ -5,6 +5,7 @@ Every other view (terminal, page, model card) is made from this object, so they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -20,6 +21,17 @@ from .observe import ModuleRange
 from .planner import Violation
 from .rescaling import Plan, describe
 from .writer import Written
+
+NOISE = 1e-9
+"""Divergences under it are the noise of fp32 logits."""
+
+OUTPUT = "the output, against bf16's error"
+"""Names the violation of an fp16 output that is less accurate than bf16's."""
+
+INEXACT = (
+    "fp16 is further from the fp32 source than bf16: the limits leave too few bits;"
+    " finetune with the activation-magnitude penalty, or try a smaller --margin"
+)
 
 
 def build(
@@ -38,9 +50,10 @@ def build(
     command: str | None,
 ) -> dict[str, Any]:
     """Return the report of a conversion as JSON data; its keys are described in the README."""
+    short = [*violations, *too_inexact(fidelity)]
     return {
         "schema": SCHEMA,
-        "verdict": verdict(regimes),
+        "verdict": conclude(regimes, short, plan),
         "proof": "observed",
         "family": layout.family.name,
         "source": source_of(checkpoint, layout, written, config_changes, carried, left_out),
@@ -50,10 +63,29 @@ def build(
         "weights": weights_of(layout, written),
         "plan": describe(plan),
         "signals": signals_of(layout, plan, ranges) if ranges is not None else [],
-        "unsafe": [asdict(v) for v in violations],
+        "unsafe": [asdict(v) for v in short],
         "command": command or f"bf16_to_fp16.convert({checkpoint.source!r}, ...)",
         "environment": environment(),
     }
+
+
+def conclude(regimes: Mapping[str, RegimeResult], violations: Sequence[Violation], plan: Plan) -> str:
+    """Return "safe" if the regimes are, and nothing passes its limit by more than the margin that was asked for."""
+    margin = plan.margin_bits or 0.0
+    passed = any(v.signal == OUTPUT or v.excess_bits > margin for v in violations)
+    return "unsafe" if passed else verdict(regimes)
+
+
+def too_inexact(fidelity: Fidelity) -> list[Violation]:
+    """Return a violation if fp16 is further from the fp32 source than bf16 is: then too much has become too small.
+
+    A stream shrunk until nothing of it is left passes every check for overflow.
+    """
+    bf16, fp16 = fidelity.kl_bf16, fidelity.kl_fp16
+    if bf16 is None or not math.isfinite(bf16) or fp16 <= max(bf16, NOISE):
+        return []
+    lost = math.log2(fp16 / max(bf16, NOISE)) / 2 if math.isfinite(fp16) else math.inf
+    return [Violation(OUTPUT, lost, INEXACT)]
 
 
 def source_of(

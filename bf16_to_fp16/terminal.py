@@ -51,7 +51,8 @@ def print_verdict(screen: Console, report: Mapping[str, Any]) -> None:
         )
     else:
         broken = [name for name, r in report["regimes"].items() if r["nonfinite"] or r["saturated"]]
-        screen.print(f"[bold red]unsafe[/]: values overflow or saturate in {', '.join(broken)}")
+        why = f"values overflow or saturate in {', '.join(broken)}" if broken else "see what passes its limit below"
+        screen.print(f"[bold red]unsafe[/]: {why}")
 
 
 def regime_table(regimes: Mapping[str, Any]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def test_the_written_files_compute_the_sources_function(converted: tuple[Path, C
     error = compared(source, result.out)
     if result.plan.drift is not None:
         assert result.plan.drift.predicted_kl is not None and result.plan.drift.measured_kl is not None
-        assert error <= 2 * result.plan.drift.relative_error + 1e-6
+        drift = result.plan.drift
+        assert drift.predicted_max_logit_error is not None and drift.measured_max_logit_error is not None
+        assert drift.measured_max_logit_error <= 2 * drift.predicted_max_logit_error + 1e-6
     elif result.report["weights"]["lossless_fraction"] == 1:
         assert error == 0
     else:
@@ -305,6 +308,27 @@ def test_out_may_not_overlap_the_source(tmp_path: Path, place: str) -> None:
     assert (source / "model.safetensors").exists()
 
 
+def test_a_forced_replacement_that_fails_puts_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("keep")
+    rename = os.rename
+
+    def fail(old: Any, new: Any) -> None:
+        if ".partial-" in str(old):
+            raise OSError(5, "Input/output error")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(UserError, match="Input/output"):
+        convert(source, out, force=True)
+    assert (out / "mine.txt").read_text() == "keep"
+    assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
+
+
 def test_a_failure_after_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bf16_to_fp16 import conversion
 
@@ -338,6 +362,83 @@ def test_what_rescaling_cannot_fix_is_unsafe_with_the_reason(tmp_path: Path) -> 
     result = convert(source, tmp_path / "out")
     assert not result.safe and result.out is not None and (result.out / "fp16_report.json").exists()
     assert any("wi_0" in row["signal"] and "finetune" in row["remedy"] for row in result.report["unsafe"])
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "by"),
+    [("v", "o", 1e-9), ("q", "k", 1e-9), ("q", "k", 1e7), ("wi_1", "wo", 1e-9), ("wi_1", "wo", 1e-6)],
+)
+def test_lopsided_pairs_of_weights_are_evened_out(up: str, down: str, by: float, tmp_path: Path) -> None:
+    """A weight near one end of fp16 and its partner near the other: one exponent fixes both, with headroom everywhere."""
+    model = tiny.build("gated")
+    layer = model.encoder.block[1].layer[1 if "w" in up else 0]
+    part = layer.DenseReluDense if "w" in up else layer.SelfAttention
+    with torch.no_grad():
+        getattr(part, up).weight.mul_(by)
+        getattr(part, down).weight.div_(by)
+        for tensor in model.state_dict().values():
+            tensor.copy_(tensor.bfloat16().float())
+    report = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out").report
+    assert report["verdict"] == "safe" and report["unsafe"] == []
+    assert all(r["headroom_bits"] >= 1 for r in report["regimes"].values())
+    assert report["weights"]["lossless_fraction"] >= 0.999
+
+
+def test_a_model_shrunk_until_nothing_is_left_is_not_safe(tmp_path: Path) -> None:
+    """Early layers 1e14 times smaller than late ones: fp16 has no room for both, and no overflow check can tell."""
+    model = tiny.build("gated", factor=1.0)
+    with torch.no_grad():
+        model.shared.weight.mul_(1e-4)
+        model.encoder.block[2].layer[1].DenseReluDense.wo.weight.mul_(1e10)
+        for tensor in model.state_dict().values():
+            tensor.copy_(tensor.bfloat16().float())
+    report = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out").report
+    assert all(r["nonfinite"] == r["saturated"] == 0 for r in report["regimes"].values())
+    assert report["verdict"] == "unsafe"
+    assert any("bf16" in row["signal"] and "finetune" in row["remedy"] for row in report["unsafe"])
+
+
+def test_a_finite_weight_that_no_exponent_carries_is_refused_by_name(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    tensors[name][0, 0] = -1e6
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"relative_attention_bias.*65504"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_separated_pegasus_head_loads_in_stock_code(tmp_path: Path) -> None:
+    """Stock Pegasus with tie_word_embeddings false ties nothing, so the embedding is written under all its names."""
+    model = small_early_large_late()
+    with torch.no_grad():
+        for parameter in model.model.decoder.layer_norm.parameters():
+            parameter.mul_(128)
+    source = tiny.save(model, tmp_path / "source")
+    result = convert(source, tmp_path / "out")
+    assert result.plan.untied_head and result.out is not None
+    names = set(load_file(result.out / "model.safetensors"))
+    copies = {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"}
+    assert {"lm_head.weight", "model.shared.weight"} | copies <= names
+    assert compared(source, result.out) <= 1e-3
+    back = load_file(undo(result.out, tmp_path / "back") / "model.safetensors")
+    before = load_file(source / "model.safetensors")
+    assert set(back) == set(before)
+
+
+def test_a_gain_correction_takes_most_of_the_drift_out(tmp_path: Path) -> None:
+    source = tiny.save(small_early_large_late(), tmp_path / "source")
+    corrected = convert(source, tmp_path / "out", margin_bits=3.25)
+    assert corrected.plan.residual_exponent == -6 and corrected.plan.gain_correction
+    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+    report["plan"]["gain_correction"] = {}
+    (tmp_path / "plain.json").write_text(json.dumps(report))
+    plain = convert(source, tmp_path / "plain", plan=tmp_path / "plain.json")
+    drifts = [c.plan.drift for c in (corrected, plain)]
+    assert drifts[0] is not None and drifts[0].measured_kl is not None
+    assert drifts[1] is not None and drifts[1].measured_kl is not None
+    assert drifts[0].measured_kl <= drifts[1].measured_kl / 5
 
 
 def small_early_large_late() -> Any:

@@ -69,7 +69,8 @@ class FamilyContract:
         plan = random_plan(layout, (kind,))
         moved = {name: t.clone() for name, t in model.state_dict().items()}
         apply(model, layout, plan)
-        assert any(not torch.equal(moved[name], t) for name, t in model.state_dict().items())
+        movable = any(signal.kind is kind for signal in layout.signals.values())
+        assert movable == any(not torch.equal(moved[name], t) for name, t in model.state_dict().items())
         assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
 
     def test_all_couplings_at_once_leave_fp32_outputs_bit_identical(self, model: Any, layout: Layout) -> None:
@@ -137,6 +138,10 @@ class TestT5GatedSiLU(FamilyContract):
     kind = "silu"
 
 
+class TestT5UngatedGELU(FamilyContract):
+    kind = "gelu"
+
+
 class TestMT5(FamilyContract):
     kind = "mt5"
 
@@ -192,6 +197,53 @@ def test_a_stored_copy_of_the_embedding_is_a_tied_head_and_a_different_one_is_no
     assert resolve(ModelTensors(model)).tied is True
     other = tiny.untied(tiny.build("t5"))
     assert resolve(ModelTensors(other)).tied is False
+
+
+def test_a_head_that_the_config_calls_apart_is_apart_though_its_values_are_the_embeddings() -> None:
+    source = ModelTensors(tiny.build("t5"))
+    source.config["tie_word_embeddings"] = False
+    assert resolve(source).tied is False
+
+
+def test_an_explicit_output_scale_overrides_the_tie_flag() -> None:
+    """transformers 5 writes tie_word_embeddings true and scale_decoder_outputs false beside a head of its own."""
+    source = ModelTensors(tiny.build("gated"))
+    source.config |= {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    assert resolve(source).head_scale == 1.0
+    del source.config["scale_decoder_outputs"]
+    assert resolve(source).head_scale == 24**-0.5
+
+
+def test_an_encoder_class_leaves_a_files_decoder_behind_and_says_so() -> None:
+    source = ModelTensors(tiny.build("gated"))
+    source.config["architectures"] = ["T5EncoderModel"]
+    layout = resolve(source)
+    assert layout.encoder_only and not any(name.startswith("decoder.") for name in layout.tensors)
+    assert layout.dropped["lm_head.weight"] == "T5EncoderModel ignores it"
+    assert "decoder.block.0.layer.0.SelfAttention.q.weight" in layout.dropped
+
+
+def test_a_plan_of_another_checkpoint_is_refused() -> None:
+    layout = resolve(ModelTensors(tiny.build("gated")))
+    signal = "encoder.block.0.layer.0.SelfAttention.value"
+    for plan in (
+        Plan(family="pegasus"),
+        Plan(family="t5", exponents={"encoder.block.9.layer.0.SelfAttention.value": 1}),
+        Plan(family="t5", exponents={signal: [1] * 14}),
+        Plan(family="t5", exponents={"encoder.block.0.layer.1.DenseReluDense.gate": 1}),
+    ):
+        with pytest.raises(UserError, match=r"plan"):
+            apply(tiny.build("gated"), layout, plan)
+
+
+def test_a_gain_correction_is_applied_to_its_norm_alone() -> None:
+    model = tiny.build("pegasus")
+    name = "model.encoder.layers.0.self_attn_layer_norm.weight"
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    apply(model, resolve(ModelTensors(model)), Plan(family="pegasus", gain_correction={name: 1.25}))
+    after = model.state_dict()
+    assert torch.equal(after[name], before[name] * 1.25)
+    assert all(torch.equal(after[n], before[n]) for n in before if n != name)
 
 
 def test_the_tie_flag_does_not_decide() -> None:

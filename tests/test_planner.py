@@ -90,7 +90,7 @@ def test_given_r_the_channels_are_an_exact_optimum() -> None:
         for combination in itertools.product(range(costs.shape[1]), repeat=3)
     )
     search.settle(signal, -5)
-    chosen = tuple(int(e) + 12 for e in search.chosen[signal.name][:3])
+    chosen = tuple(int(e) + 24 for e in search.chosen[signal.name][:3])
     assert sum(float(costs[j, e]) for j, e in enumerate(chosen)) == pytest.approx(best[0], rel=1e-12)
 
 

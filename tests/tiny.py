@@ -89,6 +89,7 @@ def umt5_encoder(**changes: Any) -> Any:
 KINDS: dict[str, Callable[..., Any]] = {
     "t5": t5,
     "gated": gated,
+    "gelu": lambda **changes: gated("gelu", **changes),
     "silu": lambda **changes: gated("gated-silu", **changes),
     "mt5": mt5,
     "umt5": umt5,
@@ -99,7 +100,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-OUTLIERS = {"t5": 100.0, "pegasus": 150.0}
+OUTLIERS = {"t5": 100.0, "gelu": 100.0, "pegasus": 150.0}
 """How much larger the outlier channels are, where it is not 8: plain feed-forwards give smaller products than gated
 ones."""
 

@@ -82,8 +82,11 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     Raises UserError for a tensor that is missing, unknown, of the wrong shape or not floating, by name.
     """
     config, names = checkpoint.config, set(checkpoint.tensors)
-    family = family_of(config)
-    encoder_only = is_encoder_only(family, config)
+    try:
+        family = family_of(config)
+        encoder_only = is_encoder_only(family, config)
+    except UserError as error:
+        raise UserError(f"{checkpoint.source}/{error}") from None
     embedding = next((n for n in (family.embedding, *family.copies) if n in names), None)
     if embedding is None:
         raise UserError(
