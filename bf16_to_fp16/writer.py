@@ -554,7 +554,7 @@ class Stream:
         self.outputs = {f.path: self.stack.enter_context(created(f.path, f.size)) for f in self.files}
         self.source_hashes = {p: RunningHash(d, p) for p, d in self.sources.items()}
         self.output_hashes = {p: RunningHash(d, p) for p, d in self.outputs.items()}
-        self.lock = threading.Lock()
+        self.lock, self.writing = threading.Lock(), threading.Lock()
         self.stop = threading.Event()
         self.source_turns, self.output_turns = Turns(self.stop), Turns(self.stop)
         self.pieces = pieces(self.checkpoint, self.files)
@@ -619,7 +619,8 @@ class Stream:
                     self.source_hashes[piece.info.file].feed(data, offset)
         output, stats = convert(source, piece, scratch)
         result = bytes_of(output)
-        with writing(piece.path):
+        # Threads that write to one file at once spin in the kernel for its lock; asleep here, they cost nothing.
+        with self.writing, writing(piece.path):
             write_all(self.outputs[piece.path], result, piece.offset)
         if self.hashes:
             with self.output_turns.turn(piece.number):
