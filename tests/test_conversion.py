@@ -369,7 +369,7 @@ def test_what_rescaling_cannot_fix_is_unsafe_with_the_reason(tmp_path: Path) -> 
     [("v", "o", 1e-9), ("q", "k", 1e-9), ("q", "k", 1e7), ("wi_1", "wo", 1e-9), ("wi_1", "wo", 1e-6)],
 )
 def test_lopsided_pairs_of_weights_are_evened_out(up: str, down: str, by: float, tmp_path: Path) -> None:
-    """A weight near one end of fp16 and its partner near the other: one exponent fixes both, with headroom everywhere."""
+    """A weight near one end of fp16 and its partner near the other: one exponent fixes both."""
     model = tiny.build("gated")
     layer = model.encoder.block[1].layer[1 if "w" in up else 0]
     part = layer.DenseReluDense if "w" in up else layer.SelfAttention
