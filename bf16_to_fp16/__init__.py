@@ -14,15 +14,18 @@ from .errors import UserError
 
 if TYPE_CHECKING:
     from .auditing import audit
+    from .certificate import Certificate, certify
     from .conversion import Conversion, convert, rescale, undo
     from .rescaling import Plan
 
 __version__ = "0.1.0"
 
-__all__ = ["Conversion", "Plan", "UserError", "audit", "convert", "rescale", "undo"]
+__all__ = ["Certificate", "Conversion", "Plan", "UserError", "audit", "certify", "convert", "rescale", "undo"]
 
 _HOMES = {
     "audit": "auditing",
+    "certify": "certificate",
+    "Certificate": "certificate",
     "convert": "conversion",
     "Conversion": "conversion",
     "rescale": "conversion",

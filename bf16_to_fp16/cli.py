@@ -31,6 +31,9 @@ data = click.option(
 json_file = click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON; - for standard output.")
 force = click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 seed = click.option("--seed", type=int, default=0, show_default=True, help="Seed of the built-in probe.")
+max_length = click.option(
+    "--max-length", type=int, metavar="N", help="Positions for which the certificate holds; default 32768."
+)
 subfolder = click.option("--subfolder", metavar="NAME", help="Folder inside SOURCE (diffusers: text_encoder_2).")
 
 
@@ -51,16 +54,23 @@ def app(context: click.Context) -> None:
 @click.argument("out", type=FOLDER)
 @click.option(
     "--target",
-    type=click.Choice(["half", "norm-safe"]),
+    type=click.Choice(["half", "norm-safe", "train"]),
     default="half",
     show_default=True,
-    help="half: every value under 65504. norm-safe: also ‖h‖₂ of the residual under 256, so that squares fit.",
+    help="half: every value under 65504. norm-safe: also ‖h‖₂ of the residual under 256, so that squares fit."
+    " train: with dropout, and room for weights that move and gradients.",
 )
 @data
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option(
+    "--no-audit",
+    is_flag=True,
+    help="Run nothing: plan from the bounds and let the certificate decide. Needs no memory for the model.",
+)
 @subfolder
 @click.option("--plan", type=FOLDER, metavar="REPORT", help="Replay the plan of a report instead of observing.")
 @click.option("--margin", type=float, metavar="BITS", help="Bits kept between what is observed and each limit.")
+@max_length
 @click.option("--max-shard-size", metavar="SIZE", help="Such as 5GB; default: sharded like the source.")
 @seed
 @force
@@ -71,16 +81,20 @@ def convert_command(
     target: str,
     data: str | None,
     dry_run: bool,
+    no_audit: bool,
     subfolder: str | None,
     plan: Path | None,
     margin: float | None,
+    max_length: int | None,
     max_shard_size: str | None,
     seed: int,
     force: bool,
     json_file: str | None,
 ) -> int:
-    """Convert SOURCE to an fp16 checkpoint at OUT: observe, plan, rescale, write, audit what was written."""
+    """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
+    written."""
     from . import terminal
+    from .certificate import MAX_LENGTH
     from .conversion import convert
     from .planner import MARGIN_BITS
 
@@ -90,6 +104,8 @@ def convert_command(
         target=target,
         data=data,
         dry_run=dry_run,
+        run_model=not no_audit,
+        max_length=MAX_LENGTH if max_length is None else max_length,
         subfolder=subfolder,
         plan=plan,
         force=force,
@@ -157,6 +173,33 @@ def audit_command(
             raise UserError(f"{html}: {error.strerror}; choose another file for --html") from error
     if json_file != "-":
         terminal.print_audit(result)
+    return SAFE if result["verdict"] == "safe" else UNSAFE
+
+
+@app.command("certify")
+@source
+@click.option(
+    "--target",
+    type=click.Choice(["half", "norm-safe", "train"]),
+    default="half",
+    show_default=True,
+    help="half: every value. norm-safe: also the residual's sum of squares. train: with dropout.",
+)
+@max_length
+@subfolder
+@json_file
+def certify_command(
+    source: str, target: str, max_length: int | None, subfolder: str | None, json_file: str | None
+) -> int:
+    """Bound every signal of SOURCE for every input, from its weights alone; nothing is run."""
+    from . import terminal
+    from .certificate import MAX_LENGTH, certify
+
+    length = MAX_LENGTH if max_length is None else max_length
+    result = certify(source, max_length=length, target=target, subfolder=subfolder, talk=talker())
+    write_report(json_file, result)
+    if json_file != "-":
+        terminal.print_certificate(result)
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 

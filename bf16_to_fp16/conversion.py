@@ -1,14 +1,15 @@
-"""The main job: a bf16 checkpoint in, an exactly rescaled and audited fp16 checkpoint out.
+"""The main job: a bf16 checkpoint in, an exactly rescaled, certified and audited fp16 checkpoint out.
 
-One direction, no going back: open and classify the source, observe what its signals reach in fp32, plan, write the
-rescaled weights in a stream, then load what was written with stock code and measure it in every regime and against
-the source. Nothing appears at the output path before all of that is done.
+One direction, no going back: open and classify the source, bound its signals for every input and observe what they
+reach in fp32, plan, write the rescaled weights in a stream, bound the written weights, then load what was written with
+stock code and measure it in every regime and against the source. Nothing appears at the output path before all of
+that is done.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from . import report as reports
 from .auditing import REGIMES, audit_folder, load, load_config
 from .card import write_card
+from .certificate import MAX_LENGTH, Arithmetic, Certificate, bound, served
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import UserError
 from .families import resolve
@@ -26,13 +28,13 @@ from .fidelity import Fidelity, fidelity
 from .folder import carry_over, check_out, staged, write_json
 from .observe import ModuleRange, observe_ranges
 from .page import write_page
-from .planner import MARGIN_BITS, Planned, Weights, make_plan
+from .planner import MARGIN_BITS, PROOF_MARGIN_BITS, Planned, Weights, make_plan
 from .probe import Batch, batches
 from .rescaling import Drift, Plan, apply, describe, edited_config, inverse, writes
 from .talk import Talk
 from .writer import Written, write_fp16
 
-TARGETS = ("half", "norm-safe")
+TARGETS = ("half", "norm-safe", "train")
 REPORT = "fp16_report.json"
 
 
@@ -58,10 +60,12 @@ def convert(
     target: str = "half",
     data: str | None = None,
     dry_run: bool = False,
+    run_model: bool = True,
     subfolder: str | None = None,
     plan: str | Path | None = None,
     force: bool = False,
     margin_bits: float = MARGIN_BITS,
+    max_length: int = MAX_LENGTH,
     max_shard_size: int | None = None,
     seed: int = 0,
     command: str | None = None,
@@ -69,31 +73,36 @@ def convert(
 ) -> Conversion:
     """Convert ``source`` (folder or Hub id) to an fp16 checkpoint at ``out`` and return what was done and measured.
 
-    target: ``half`` or ``norm-safe``. data: text to observe and audit on besides the built-in probe. dry_run: plan
-    only, write nothing. plan: a report whose plan to replay instead of observing. margin_bits: kept between what is
-    observed and each limit. max_shard_size: bytes, else sharded like the source. command: what the
-    report and the card name as the way to reproduce, by default this function. Raises UserError for input that
-    cannot be used; ``out`` then does not exist.
+    target: ``half``, ``norm-safe`` or ``train``. data: text to observe and audit on besides the built-in probe.
+    dry_run: plan only, write nothing. run_model: False plans from the bounds and lets the certificate alone decide;
+    the model is never in memory. plan: a report whose plan to replay instead of observing. margin_bits: kept between
+    what is observed and each limit. max_length: positions for which the certificate holds. max_shard_size: bytes,
+    else sharded like the source. command: what the report and the card name as the way to reproduce, by default this
+    function. Raises UserError for input that cannot be used; ``out`` then does not exist.
     """
     talk = talk or Talk(quiet=True)
     if target not in TARGETS:
         raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
     if margin_bits < 0:
         raise UserError(f"a margin of {margin_bits} bits is negative; give 0 or more")
+    if max_length < 1:
+        raise UserError(f"a maximum length of {max_length} is not a number of positions; give 1 or more")
+    if data is not None and not run_model:
+        raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
     out = Path(out)
     checkpoint = open_checkpoint(source, subfolder)
     if not dry_run:
         check_out(out, checkpoint.folder, force=force)
     layout = resolve(checkpoint)
-    inputs = gather(checkpoint, data, seed)
+    inputs = gather(checkpoint, data, seed) if run_model else []
     planned, ranges = None, None
     if plan is not None:
         chosen = read_plan(Path(plan))
         layout = resolve(checkpoint, untie=chosen.untied_head)
     else:
-        ranges = observe_source(checkpoint, inputs, talk)
-        with talk.step("Planning the exponents"):
-            layout, planned = best_plan(checkpoint, layout, ranges, target, margin_bits)
+        bounds = bound_source(checkpoint, target, max_length, talk)
+        ranges = observe_source(checkpoint, inputs, talk) if run_model else None
+        layout, planned = best_plan(checkpoint, layout, ranges, target, margin_bits, bounds, talk)
         chosen = planned.plan
     if dry_run:
         return Conversion({"family": layout.family.name, "plan": describe(chosen)}, None, planned, chosen)
@@ -106,17 +115,23 @@ def convert(
         refuse_nonfinite(written)
         write_json(work / "config.json", edited_config(layout, chosen))
         carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, subfolder))
-        regimes = audit_regimes(work, inputs, seed, talk)
-        with talk.step("Comparing fp16 and bf16 with the fp32 source") as advance:
-            closeness, chosen = measure(checkpoint, layout, chosen, work, inputs)
+        certificate = certificate_of(work, target, max_length, talk)
+        regimes: Mapping[str, Any] = {}
+        closeness = None
+        if run_model:
+            regimes = audit_regimes(work, inputs, seed, talk, train_mode=target == "train")
+            with talk.step("Comparing fp16 and bf16 with the fp32 source") as advance:
+                closeness, chosen = measure(checkpoint, layout, chosen, work, inputs)
         result = reports.build(
             checkpoint=checkpoint,
             layout=layout,
             plan=chosen,
+            planned=planned,
+            target=target,
             written=written,
             regimes=regimes,
+            certificate=certificate,
             fidelity=closeness,
-            violations=planned.violations if planned else (),
             ranges=ranges,
             config_changes=changes(checkpoint.config, edited_config(layout, chosen)),
             carried=carried,
@@ -137,10 +152,36 @@ def gather(checkpoint: Checkpoint, data: str | None, seed: int) -> list[Batch]:
     return inputs if data is None else inputs + batches(config, checkpoint.folder, data, seed=seed)
 
 
-def audit_regimes(folder: Path, inputs: list[Batch], seed: int, talk: Talk) -> Mapping[str, Any]:
+def audit_regimes(
+    folder: Path, inputs: list[Batch], seed: int, talk: Talk, *, train_mode: bool = False
+) -> Mapping[str, Any]:
     """Audit a folder in every regime, with progress."""
     with talk.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
-        return audit_folder(folder, inputs=inputs, seed=seed, progress=advance)
+        return audit_folder(folder, inputs=inputs, seed=seed, progress=advance, train_mode=train_mode)
+
+
+Bounds = Callable[[Layout], Mapping[str, ModuleRange]]
+"""Gives the bounds of a layout, which depend on how its head is wired."""
+
+
+def bound_source(checkpoint: Checkpoint, target: str, max_length: int, talk: Talk) -> Bounds:
+    """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals."""
+
+    def of(layout: Layout) -> Mapping[str, ModuleRange]:
+        with talk.step("Bounding every signal of the source") as advance:
+            arithmetic = Arithmetic(max_length, unscaled=True)
+            found = bound(layout, weights_of(checkpoint, layout), arithmetic, target=target, progress=advance)
+        return found.ranges
+
+    return of
+
+
+def certificate_of(folder: Path, target: str, max_length: int, talk: Talk) -> Certificate:
+    """Return the certificate of what was written."""
+    checkpoint = open_checkpoint(folder)
+    layout = resolve(checkpoint)
+    with talk.step("Bounding every signal of the output") as advance:
+        return bound(layout, served(checkpoint, layout), Arithmetic(max_length), target=target, progress=advance)
 
 
 def observe_source(checkpoint: Checkpoint, inputs: list[Batch], talk: Talk) -> Mapping[str, ModuleRange]:
@@ -156,15 +197,36 @@ def observe_source(checkpoint: Checkpoint, inputs: list[Batch], talk: Talk) -> M
 
 
 def best_plan(
-    checkpoint: TensorSource, layout: Layout, ranges: Mapping[str, ModuleRange], target: str, margin_bits: float
+    checkpoint: TensorSource,
+    layout: Layout,
+    ranges: Mapping[str, ModuleRange] | None,
+    target: str,
+    margin_bits: float,
+    bounds: Bounds | None = None,
+    talk: Talk | None = None,
 ) -> tuple[Layout, Planned]:
     """Plan with the head as it is; where the tied head's limit stands in the way and it may be separated, plan with
-    it separated."""
-    planned = make_plan(layout, weights_of(checkpoint, layout), ranges, target=target, margin_bits=margin_bits)
+    it separated.
+
+    ranges: what was observed; None plans from the bounds alone, which need no margin.
+    """
+
+    talk = talk or Talk(quiet=True)
+
+    def plan_for(layout: Layout) -> Planned:
+        possible = bounds(layout) if bounds is not None else None
+        weights = weights_of(checkpoint, layout)
+        with talk.step("Planning the exponents"):
+            if ranges is None:
+                assert possible is not None
+                return make_plan(layout, weights, possible, target=target, margin_bits=PROOF_MARGIN_BITS)
+            return make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=possible)
+
+    planned = plan_for(layout)
     if not planned.violations or not layout.tied or not layout.family.untie:
         return layout, planned
     apart = resolve(checkpoint, untie=True)
-    other = make_plan(apart, weights_of(checkpoint, apart), ranges, target=target, margin_bits=margin_bits)
+    other = plan_for(apart)
     if sum(v.excess_bits for v in other.violations) < sum(v.excess_bits for v in planned.violations):
         return apart, other
     return layout, planned

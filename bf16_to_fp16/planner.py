@@ -14,6 +14,10 @@ compare.
 
 Where the limits cannot all hold, the excess is minimised and reported: rescaling is not enough, and the caller says
 so.
+
+Limits come from two sources. What was observed must fit with a margin, always. What is *possible*, by a certificate,
+should fit too: it does unless that costs more than ``PROOF_WORTH``, signal by signal, in which case the signal is
+named and keeps the exponents that its observed range asks for.
 """
 
 from __future__ import annotations
@@ -24,14 +28,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .families.types import RESIDUAL, Kind, Layout, ResolvedSignal, ResolvedTensor, Sighting
-from .numerics import FP16_MAX, NORM_SAFE_LIMIT
+from .families.types import RESIDUAL, FeedForward, Kind, Layout, ResolvedSignal, ResolvedTensor, Sighting
+from .numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, NORM_SAFE_LIMIT
 from .observe import ChannelRange, ModuleRange
 from .precision import GRID, STEP_NOISE, LossTable, loss_table, signal_noise
 from .rescaling import Drift, Plan
 
 MARGIN_BITS = 1.25
 """How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
+
+PROOF_MARGIN_BITS = 1 / 32
+"""What a bound of the unscaled weights keeps to its limit, for rounding them to fp16 afterwards."""
+
+TRAIN_MARGIN_BITS = 2.0
+"""Further bits that the target ``train`` keeps: for weights that move, and gradients that flow back."""
 
 CHANNEL_RANGE = 24
 """Channel exponents are searched from −24 to 24."""
@@ -45,8 +55,14 @@ ROUNDING = 2.0**-24
 EXCESS = 1e6
 """Cost of one bit over a hard limit: more than any precision, so that limits come first."""
 
+PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS
+"""What a bound must stay under after scaling."""
+
 RESTRAINT = ROUNDING * 2.0**-10
 """What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
+
+PROOF_WORTH = ROUNDING / 4
+"""Predicted error that a proof of one place may cost; with four places for each norm, as much as one rounding there."""
 
 LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 """A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
@@ -65,14 +81,33 @@ class Violation:
 
 
 @dataclass(frozen=True)
+class Fallback:
+    """A signal that is not held under its limit for every input: the predicted error with and without doing so.
+
+    ``impossible``: no exponent does it.
+    """
+
+    signal: str
+    cost_certified: float
+    cost_observed: float
+    impossible: bool
+
+
+@dataclass(frozen=True)
 class Planned:
     """A plan with the limits that it cannot hold, its predicted relative squared error, and that error by residual
-    exponent."""
+    exponent.
+
+    ``fallbacks``: the signals planned from their observed ranges alone. ``cost_of_proof``: how much of ``cost`` comes
+    from holding the others for every input.
+    """
 
     plan: Plan
     violations: tuple[Violation, ...]
     cost: float
     cost_by_exponent: Mapping[int, float] = field(default_factory=dict)
+    fallbacks: tuple[Fallback, ...] = ()
+    cost_of_proof: float = 0.0
 
 
 Weights = Callable[[str], torch.Tensor]
@@ -86,14 +121,16 @@ def make_plan(
     *,
     target: str = "half",
     margin_bits: float = MARGIN_BITS,
+    bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
 
-    ranges: what each module's input and output reach on the source, from observation or from bounds. target:
-    ``half`` (every signal under 65504) or ``norm-safe`` (also ‖h‖₂ of the residual stream under 256). margin_bits:
-    kept between a range and its limit.
+    ranges: what each module's input and output reach on the source, from observation or, where nothing is run, from
+    bounds. target: ``half`` (every signal under 65504), ``norm-safe`` (also ‖h‖₂ of the residual stream under 256)
+    or ``train`` (2 more bits, and gate pre-activations under 147.8). margin_bits: kept between a range and its
+    limit. bounds: what they can reach on any input, held under the limits as well where that is worth it.
     """
-    return _Search(layout, weights, ranges, target, margin_bits).run()
+    return _Search(layout, weights, ranges, target, margin_bits, bounds).run()
 
 
 class _Search:
@@ -106,14 +143,18 @@ class _Search:
         ranges: Mapping[str, ModuleRange],
         target: str,
         margin_bits: float,
+        bounds: Mapping[str, ModuleRange] | None = None,
     ) -> None:
-        self.layout, self.weights, self.ranges = layout, weights, ranges
-        self.target, self.margin_bits = target, margin_bits
-        self.limit = FP16_MAX * 2.0**-margin_bits
+        self.layout, self.weights, self.ranges, self.bounds = layout, weights, ranges, bounds
+        self.target, self.margin_bits = target, margin_bits + (TRAIN_MARGIN_BITS if target == "train" else 0.0)
+        self.limit = FP16_MAX * 2.0**-self.margin_bits
+        cubes = any(isinstance(w, FeedForward) and w.activation == "gelu_new" for w in layout.wiring)
+        self.gate_limit = GELU_CUBE_BACKWARD_LIMIT if target == "train" and cubes else math.inf
         self.elements = sum(math.prod(t.shape) for t in layout.tensors.values())
         self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
         self.tables: dict[tuple[str, int], LossTable] = {}
         self.chosen: dict[str, torch.Tensor] = {}
+        self.fallbacks: dict[str, Fallback] = {}
         self.touched: dict[str, list[tuple[ResolvedTensor, int]]] = {name: [] for name in layout.signals}
         for tensor in layout.tensors.values():
             for axis, carried in enumerate(tensor.axes):
@@ -126,6 +167,11 @@ class _Search:
         """Return the range of one sighting, None where the module was not observed (an encoder-only run, a shared
         module)."""
         module = self.ranges.get(sighting.module)
+        return None if module is None else (module.input if sighting.side == "input" else module.output)
+
+    def possible(self, sighting: Sighting) -> ChannelRange | None:
+        """Return the bound at one sighting, None without a certificate."""
+        module = None if self.bounds is None else self.bounds.get(sighting.module)
         return None if module is None else (module.input if sighting.side == "input" else module.output)
 
     def table(self, tensor: ResolvedTensor, axis: int) -> LossTable:
@@ -180,6 +226,32 @@ class _Search:
                 cost = cost + EXCESS * excess_bits(observed.amax.double()[:, None] * 2.0**at, self.limit)
         return cost
 
+    def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
+        """Return what the bounds add to ``channel_costs``: float64 [channels, 49], zeros without a certificate."""
+        exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
+        cost = torch.zeros(signal.size, exponents.numel(), dtype=torch.float64)
+        for sighting in signal.seen:
+            possible = self.possible(sighting)
+            if possible is not None:
+                at = sighting.sign * exponents
+                cost = cost + EXCESS * excess_bits(possible.amax.double()[:, None] * 2.0**at, PROOF_LIMIT)
+        return cost
+
+    def best(self, signal: ResolvedSignal, r: int) -> tuple[float, float, torch.Tensor, Fallback | None]:
+        """Return a signal's least cost with and without its bounds, the index of each channel's exponent, and whether
+        its proof was given up."""
+        costs = self.channel_costs(signal, r)
+        free = float(costs.amin(1).sum())
+        if self.bounds is None:
+            return free, free, costs.argmin(1), None
+        held = costs + self.proof_costs(signal)
+        proven = float(held.amin(1).sum())
+        price = PROOF_WORTH * len(signal.seen)
+        if proven <= free + price:
+            return proven, free, held.argmin(1), None
+        impossible = proven - free > EXCESS * 2.0**-10
+        return free + price, free, costs.argmin(1), Fallback(signal.name, proven, free, impossible)
+
     def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """Return the cost of a weight's channels at ``exponents``: error energy by share, inexact elements, excess
         over 65504."""
@@ -204,7 +276,8 @@ class _Search:
                 norm = self.layout.signals.get(sighting.module)
                 share = self.importance(norm) if norm is not None else normalised(observed.mean_square.double())
                 cost += float((share[:, None] * signal_noise(observed.mean_square, torch.tensor([e]))).sum())
-                cost += EXCESS * float(excess_bits(self.stream_norm(sighting.module) * 2.0**e, self.norm_limit()))
+                length = self.stream_norm(self.ranges, sighting.module) * 2.0**e
+                cost += EXCESS * float(excess_bits(length, self.norm_limit(self.margin_bits)))
         for tensor, axis in self.touched[RESIDUAL]:
             carried = [c for c in tensor.axes if c is not None]
             if all(c[1] == RESIDUAL for c in carried):
@@ -212,13 +285,38 @@ class _Search:
                 cost += float(self.weight_cost(table, carried[0][0] * at, torch.ones(1, 1)).sum())
         return cost + self.drift(r, corrected=True)
 
-    def norm_limit(self) -> torch.Tensor:
-        """Return the limit on ‖h‖₂ of the stream, infinite unless the target is norm-safe."""
-        return torch.tensor(NORM_SAFE_LIMIT * 2.0**-self.margin_bits if self.target == "norm-safe" else math.inf)
+    def residual_excess(self, r: int) -> float:
+        """Return by how many bits the stream's bounds pass their limits at r, summed over its places."""
+        total = 0.0
+        for sighting in self.layout.signals[RESIDUAL].seen:
+            possible = self.possible(sighting)
+            if possible is None or self.bounds is None:
+                continue
+            e = sighting.sign * r
+            total += float(excess_bits(possible.amax.double().amax() * 2.0**e, PROOF_LIMIT))
+            if sighting.side == "input":
+                length = self.stream_norm(self.bounds, sighting.module) * 2.0**e
+                total += float(excess_bits(length, self.norm_limit(PROOF_MARGIN_BITS)))
+        return total
 
-    def stream_norm(self, module: str) -> torch.Tensor:
-        """Return the largest ‖h‖₂ observed at a norm's input."""
-        norm = self.ranges[module].norm
+    def total_cost(self, r: int) -> tuple[float, float, bool]:
+        """Return the cost of a residual exponent with every channel solved, with and without the bounds, and whether
+        the stream is held for every input."""
+        movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
+        solved = [self.best(s, r) for s in movable]
+        stream = self.residual_cost(r)
+        cost, free = stream + sum(s[0] for s in solved), stream + sum(s[1] for s in solved)
+        if self.residual_excess(r) == 0:
+            return cost, free, True
+        return cost + PROOF_WORTH * len(self.layout.signals[RESIDUAL].seen), free, False
+
+    def norm_limit(self, margin_bits: float) -> torch.Tensor:
+        """Return the limit on ‖h‖₂ of the stream, infinite unless the target is norm-safe."""
+        return torch.tensor(NORM_SAFE_LIMIT * 2.0**-margin_bits if self.target == "norm-safe" else math.inf)
+
+    def stream_norm(self, ranges: Mapping[str, ModuleRange], module: str) -> torch.Tensor:
+        """Return the largest ‖h‖₂ at a norm's input."""
+        norm = ranges[module].norm
         return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
 
     def drift(self, r: int, *, corrected: bool) -> float:
@@ -263,12 +361,12 @@ class _Search:
         """Enumerate r, solve the channels, move gains where needed, and collect what cannot be held."""
         movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
         steady = [s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY]
-        by_exponent = {
-            r: self.residual_cost(r) + sum(float(self.channel_costs(s, r).amin(1).sum()) for s in movable)
-            for r in self.candidates()
-        }
+        totals = {r: self.total_cost(r) for r in self.candidates()}
+        by_exponent = {r: cost for r, (cost, *_) in totals.items()}
         least = min(by_exponent.values())
         r = min((e for e, cost in by_exponent.items() if cost <= least + INDIFFERENCE), key=abs)
+        if not totals[r][2]:
+            self.fallbacks[RESIDUAL] = self.residual_fallback(r)
         for signal in movable + steady:
             self.settle(signal, r)
         gains = [s for s in self.layout.signals.values() if s.kind is Kind.NORM and self.gain_is_needed(s, r)]
@@ -294,7 +392,21 @@ class _Search:
             else Drift(relative_error=math.sqrt(self.drift(r, corrected=True) / len(self.layout.norms))),
             margin_bits=self.margin_bits,
         )
-        return Planned(plan, tuple(self.violations(plan)), by_exponent[r], by_exponent)
+        cost_of_proof = max(0.0, by_exponent[r] - min(free for _, free, _ in totals.values()))
+        return Planned(
+            plan,
+            tuple(self.violations(plan)),
+            by_exponent[r],
+            by_exponent,
+            tuple(self.fallbacks.values()),
+            cost_of_proof,
+        )
+
+    def residual_fallback(self, r: int) -> Fallback:
+        """Return what holding the stream for every input would have cost."""
+        held = [e for e in range(-RESIDUAL_RANGE, r) if self.residual_excess(e) == 0]
+        cost = self.residual_cost(max(held)) if held else math.inf
+        return Fallback(RESIDUAL, cost, self.residual_cost(r), not held)
 
     def candidates(self) -> list[int]:
         """Return the residual exponents worth trying: around the largest that the stream's limits allow, and 0."""
@@ -304,14 +416,20 @@ class _Search:
             if observed is not None and sighting.sign > 0 and float(observed.amax.amax()) > 0:
                 tops.append(math.floor(math.log2(self.limit / float(observed.amax.amax()))))
                 if sighting.side == "input" and self.target == "norm-safe":
-                    tops.append(math.floor(math.log2(float(self.norm_limit() / self.stream_norm(sighting.module)))))
+                    room = self.norm_limit(self.margin_bits) / self.stream_norm(self.ranges, sighting.module)
+                    tops.append(math.floor(math.log2(float(room))))
         top = max(-RESIDUAL_RANGE, min(RESIDUAL_RANGE, min(tops, default=0)))
-        return sorted({e for e in range(top - 6, top + 2) if abs(e) <= RESIDUAL_RANGE} | {0})
+        proven = max((e for e in range(-RESIDUAL_RANGE, top + 1) if self.residual_excess(e) == 0), default=top)
+        near = {*range(top - 6, top + 2), *range(proven - 1, proven + 1)}
+        return sorted({e for e in near if abs(e) <= RESIDUAL_RANGE} | {0})
 
     def settle(self, signal: ResolvedSignal, r: int) -> None:
         """Choose every channel's exponent of one signal; ties go to the exponent nearest 0."""
-        costs = self.channel_costs(signal, r)
-        best = costs.argmin(1) - CHANNEL_RANGE
+        *_, index, fallback = self.best(signal, r)
+        best = index - CHANNEL_RANGE
+        self.fallbacks.pop(signal.name, None)
+        if fallback is not None:
+            self.fallbacks[signal.name] = fallback
         changed = not same(self.chosen.get(signal.name), best)
         self.chosen[signal.name] = best.to(torch.int32)
         if changed:
@@ -341,10 +459,11 @@ class _Search:
             for sighting in signal.seen:
                 observed = self.seen(sighting)
                 if observed is not None:
-                    excess = float(excess_bits(observed.amax.double() * 2.0 ** (sighting.sign * e), self.limit).amax())
+                    limit = min(self.limit, self.gate_limit) if signal.name.endswith(".gate") else self.limit
+                    excess = float(excess_bits(observed.amax.double() * 2.0 ** (sighting.sign * e), limit).amax())
                     if signal.kind is Kind.RESIDUAL and sighting.side == "input":
-                        norm_excess = excess_bits(self.stream_norm(sighting.module) * 2.0**e, self.norm_limit())
-                        excess = max(excess, float(norm_excess))
+                        length = self.stream_norm(self.ranges, sighting.module) * 2.0**e
+                        excess = max(excess, float(excess_bits(length, self.norm_limit(self.margin_bits))))
                     place = f"{sighting.module} ({sighting.side})"
                     if excess > 0:
                         worst[place] = max(worst.get(place, 0.0), excess)

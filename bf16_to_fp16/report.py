@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from .auditing import RegimeResult, verdict
+from .certificate import Certificate
 from .checkpoint import Checkpoint
 from .environment import SCHEMA, environment
-from .families.types import Layout
+from .families.types import RESIDUAL, Layout
 from .fidelity import Fidelity
 from .observe import ModuleRange
-from .planner import Violation
+from .planner import ROUNDING, STEP_NOISE, Planned, Violation
 from .rescaling import Plan, describe
 from .writer import Written
 
@@ -27,6 +28,15 @@ NOISE = 1e-9
 
 OUTPUT = "the output, against bf16's error"
 """Names the violation of an fp16 output that is less accurate than bf16's."""
+
+PENALTY = "rescaling cannot lower it; finetune with the activation-magnitude penalty"
+
+IMMOVABLE = ("scores", "gate", "activation", "logits", "position bias")
+"""Kinds of site that no coupling reaches."""
+
+ONE_ROUNDING = 0.541 * 2.0**-20 / 12
+"""Mean squared relative error of rounding to 11 significant bits: (2⁻¹⁰)²/12 times the mean of 1/x² over x in [1, 2),
+log-uniform."""
 
 INEXACT = (
     "fp16 is further from the fp32 source than bf16: the limits leave too few bits;"
@@ -39,10 +49,12 @@ def build(
     checkpoint: Checkpoint,
     layout: Layout,
     plan: Plan,
+    planned: Planned | None,
+    target: str,
     written: Written,
     regimes: Mapping[str, RegimeResult],
-    fidelity: Fidelity,
-    violations: Sequence[Violation],
+    certificate: Certificate,
+    fidelity: Fidelity | None,
     ranges: Mapping[str, ModuleRange] | None,
     config_changes: Mapping[str, Any],
     carried: Sequence[str],
@@ -50,30 +62,102 @@ def build(
     command: str | None,
 ) -> dict[str, Any]:
     """Return the report of a conversion as JSON data; its keys are described in the README."""
-    short = [*violations, *too_inexact(fidelity)]
+    short = [*(planned.violations if planned else ()), *(too_inexact(fidelity) if fidelity else ())]
+    half = regimes.get("half")
+    seen = {site.name: site.amax for site in half.sites} if half is not None else {}
+    cost = None if planned is None or ranges is None else bits_lost(planned, layout)
     return {
         "schema": SCHEMA,
-        "verdict": conclude(regimes, short, plan),
-        "proof": "observed",
+        "verdict": conclude(regimes, short, plan, certificate),
+        "proof": "certified" if certificate.holds else "observed",
         "family": layout.family.name,
+        "target": target,
         "source": source_of(checkpoint, layout, written, config_changes, carried, left_out),
         "output": {"files": [asdict(f) for f in written.files]},
         "regimes": {name: result.to_json() for name, result in regimes.items()},
-        "fidelity": fidelity.to_json(),
+        "certificate": certificate.to_json(seen) | {"cost_bits": cost},
+        "uncertified": unproven(layout, certificate, planned),
+        "fidelity": fidelity.to_json() if fidelity else None,
         "weights": weights_of(layout, written),
         "plan": describe(plan),
         "signals": signals_of(layout, plan, ranges) if ranges is not None else [],
+        "precision": precision_of(layout, plan, ranges) if ranges is not None else [],
         "unsafe": [asdict(v) for v in short],
         "command": command or f"bf16_to_fp16.convert({checkpoint.source!r}, ...)",
         "environment": environment(),
     }
 
 
-def conclude(regimes: Mapping[str, RegimeResult], violations: Sequence[Violation], plan: Plan) -> str:
-    """Return "safe" if the regimes are, and nothing passes its limit by more than the margin that was asked for."""
+def conclude(
+    regimes: Mapping[str, RegimeResult], violations: Sequence[Violation], plan: Plan, certificate: Certificate
+) -> str:
+    """Return "safe" if the regimes are, and nothing passes its limit by more than the margin that was asked for.
+
+    Without regimes nothing was run, and the certificate alone decides.
+    """
+    if not regimes:
+        return "safe" if certificate.holds else "unsafe"
     margin = plan.margin_bits or 0.0
     passed = any(v.signal == OUTPUT or v.excess_bits > margin for v in violations)
     return "unsafe" if passed else verdict(regimes)
+
+
+def bits_lost(planned: Planned, layout: Layout) -> float:
+    """Return the bits of precision that holding the bounds costs: half the logarithm of how much the predicted squared
+    error grows, over one unavoidable rounding for each norm."""
+    base = ROUNDING * max(1, len(layout.norms))
+    return 0.5 * math.log2((base + planned.cost) / (base + planned.cost - planned.cost_of_proof))
+
+
+def unproven(layout: Layout, certificate: Certificate, planned: Planned | None) -> list[dict[str, Any]]:
+    """Return the sites whose bound passes its limit, the worst first, each with the reason and the remedy."""
+    fallbacks = {f.signal: f for f in planned.fallbacks} if planned else {}
+    of_module = {
+        sighting.module: signal.name for signal in layout.signals.values() for sighting in signal.seen
+    }  # fmt: skip
+    rows = []
+    for site in sorted(certificate.sites, key=lambda s: s.headroom_bits):
+        if site.holds:
+            continue
+        name = RESIDUAL if site.kind in ("residual", "squares") else of_module.get(site.name.partition(":")[0], "")
+        fallback = fallbacks.get(name)
+        if site.kind in IMMOVABLE:
+            reason, remedy = "no exponent moves it", PENALTY
+        elif fallback is not None and not fallback.impossible:
+            reason = (
+                "holding it for every input would push weights or signals under fp16's smallest numbers"
+                f" (predicted squared error {fallback.cost_certified:.1e} instead of {fallback.cost_observed:.1e})"
+            )
+            remedy = "its observed range with margin decides; finetune with the penalty to prove it as well"
+        else:
+            reason, remedy = "its bound is over the limit at every exponent", PENALTY
+        rows.append(
+            {
+                "name": site.name,
+                "bound": site.largest,
+                "limit": site.limit,
+                "excess_bits": -site.headroom_bits,
+                "reason": reason,
+                "remedy": remedy,
+            }
+        )
+    return rows
+
+
+def precision_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[dict[str, Any]]:
+    """Return how many significant bits the residual stream keeps where each norm reads it.
+
+    fp16 has 11. A channel that falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square.
+    """
+    rows = []
+    for path in layout.norms:
+        module = ranges.get(path)
+        if module is None:
+            continue
+        square = module.input.mean_square.double() * 4.0**plan.residual_exponent
+        noise = STEP_NOISE * square.numel() / max(float(square.sum()), 1e-300)
+        rows.append({"module": path, "bits": 11 - 0.5 * math.log2(1 + noise / ONE_ROUNDING)})
+    return rows
 
 
 def too_inexact(fidelity: Fidelity) -> list[Violation]:

@@ -26,9 +26,12 @@ def print_conversion(report: Mapping[str, Any], out: Path) -> None:
     """Print a conversion's verdict and figures, and where it lies."""
     screen = console()
     print_verdict(screen, report)
-    screen.print(regime_table(report["regimes"]))
+    print_proof(screen, report)
+    if report["regimes"]:
+        screen.print(regime_table(report["regimes"]))
     screen.print(figure_table(report))
     print_unsafe(screen, report)
+    print_unproven(screen, report)
     screen.print(f"{out} holds the checkpoint; {out / 'fp16_report.html'} shows the whole report", markup=False)
 
 
@@ -41,9 +44,81 @@ def print_audit(report: Mapping[str, Any]) -> None:
         screen.print(site_table(name, regime["sites"][:WORST_SITES]))
 
 
+def print_certificate(report: Mapping[str, Any]) -> None:
+    """Print a certificate: whether it holds, and the tightest sites of each kind."""
+    screen = console()
+    certificate = report["certificate"]
+    over = [site for site in certificate["sites"] if not site["holds"]]
+    if certificate["holds"]:
+        screen.print(f"[bold green]certified[/]: {proof_sentence(certificate)}")
+    else:
+        screen.print(
+            f"[bold red]not certified[/]: {len(over)} of {len(certificate['sites'])} sites can pass their limit;"
+            " bf16-to-fp16 convert rescales what can be"
+        )
+    ranked = sorted(certificate["sites"], key=lambda site: site["headroom_bits"])
+    shown = ranked[: max(WORST_SITES, min(len(over), 4 * WORST_SITES))]
+    table = Table("site", "what", "bound", "partial sums", "limit", "headroom", title="tightest", title_justify="left")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for site in shown:
+        room = site["headroom_bits"]
+        table.add_row(
+            site["name"],
+            site["kind"],
+            bound_of(site["bound"]),
+            bound_of(site["partial"]),
+            f"{site['limit']:,.4g}",
+            f"{room:.1f} bits" if room > -1000 else "none",
+        )
+    screen.print(table)
+    if len(over) > len(shown):
+        screen.print(f"and {len(over) - len(shown)} more over their limit; --json FILE lists all")
+
+
+def bound_of(value: float) -> str:
+    """Return a bound with four digits; unlike a measured value it may lie beyond fp16."""
+    return f"{value:,.4g}" if math.isfinite(value) else "none"
+
+
+def proof_sentence(certificate: Mapping[str, Any]) -> str:
+    """Return what a certificate that holds says."""
+    return (
+        f"no input of up to {certificate['max_length']:,} positions can overflow;"
+        f" {certificate['headroom_bits']:.1f} bits of headroom at the tightest of {len(certificate['sites'])} bounds"
+    )
+
+
+def print_proof(screen: Console, report: Mapping[str, Any]) -> None:
+    """Print whether a conversion is certified, and what that cost."""
+    certificate = report["certificate"]
+    if certificate["holds"]:
+        cost = certificate.get("cost_bits")
+        price = "" if cost is None else f"; the proof costs {cost:.2f} bits of precision"
+        screen.print(f"[bold green]certified[/]: {proof_sentence(certificate)}{price}")
+    else:
+        over = sum(not site["holds"] for site in certificate["sites"])
+        screen.print(
+            f"not certified at {over} of {len(certificate['sites'])} sites, the worst below: safe there on what was run"
+            if report["verdict"] == "safe"
+            else f"not certified at {over} of {len(certificate['sites'])} sites, the worst below"
+        )
+
+
+def print_unproven(screen: Console, report: Mapping[str, Any]) -> None:
+    """Print the sites that the certificate does not cover, and the remedy."""
+    for site in report.get("uncertified", ())[:WORST_SITES]:
+        screen.print(
+            f"not certified: {site['name']}, bound {bound_of(site['bound'])}; {site['reason']}; {site['remedy']}",
+            markup=False,
+        )
+
+
 def print_verdict(screen: Console, report: Mapping[str, Any]) -> None:
     """Print the verdict in one sentence."""
-    if report["verdict"] == "safe":
+    if report["verdict"] == "safe" and not report["regimes"]:
+        screen.print("[bold green]safe[/]: by its certificate; nothing was run")
+    elif report["verdict"] == "safe":
         bits = min((r["headroom_bits"] for r in report["regimes"].values()), default=math.inf)
         screen.print(
             f"[bold green]safe[/]: no overflow and no saturation observed; {bits:.1f} bits of headroom"
@@ -103,9 +178,11 @@ def figure_table(report: Mapping[str, Any]) -> Table:
     """Return the table of what changed and how faithful the result is."""
     table = Table("what", "value")
     close, weights, plan = report["fidelity"], report["weights"], report["plan"]
-    measure = "KL to fp32" if close["measure"] == "kl" else close["measure"]
-    table.add_row(f"{measure}, source in bf16", f"{close['kl_bf16']:.2e}")
-    table.add_row(f"{measure}, output in fp16", f"{close['kl_fp16']:.2e}{ratio(close['kl_bf16'], close['kl_fp16'])}")
+    if close is not None:
+        measure = "KL to fp32" if close["measure"] == "kl" else close["measure"]
+        table.add_row(f"{measure}, source in bf16", f"{close['kl_bf16']:.2e}")
+        row = f"{close['kl_fp16']:.2e}{ratio(close['kl_bf16'], close['kl_fp16'])}"
+        table.add_row(f"{measure}, output in fp16", row)
     table.add_row("weights carried over exactly", f"{100 * weights['lossless_fraction']:.4f}%")
     table.add_row("weights flushed to zero", f"{weights['flushed_to_zero']:,}")
     table.add_row("residual stream scaled by", f"2^{plan['residual_exponent']}")

@@ -54,12 +54,15 @@ def test_the_demos_fp16_is_at_least_32_times_closer_than_bf16(demo: Any, name: s
 
 @pytest.mark.parametrize("name", DEMOS)
 def test_the_demos_files_compute_the_same_function(demo: Any, name: str) -> None:
+    # Exact up to the order of fp32 sums for T5; Pegasus drifts with its eps, by no more than twice what was predicted.
+    drift = demo[0][name]["plan"]["drift"]
+    allowed = 2 * drift["predicted_max_logit_error"] if drift else 0.0
     source, out = load(DATA / name, torch.float32), load(demo[3] / name, torch.float32)
     for batch in batches(source.config, DATA / name, str(DATA / "held_out.txt")):
         if not batch.generate:
             with torch.no_grad():
                 a, b = run(source, batch).logits, run(out, batch).logits
-            assert float((a - b).abs().max() / a.abs().max()) <= 1e-6
+            assert float((a - b).abs().max()) <= allowed + 1e-6 * float(a.abs().max())
 
 
 def test_the_demo_prints_before_and_after_and_where_the_report_is(demo: Any) -> None:

@@ -134,6 +134,7 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
         signals=merge_signals(family, config, parts, tensors),
         dropped=dropped,
         head_scale=1.0 if separate and family.untie == "scaled" else scale,
+        wiring=tuple(part.wiring for part in parts if part.wiring is not None),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .types import RESIDUAL, Family, Kind, Part, Signal, Stack, Tensor
+from .types import RESIDUAL, Attention, Ends, Family, FeedForward, Kind, Part, Signal, Stack, Tensor
 
 
 def positions(count: int, width: int) -> torch.Tensor:
@@ -46,6 +46,19 @@ def attention(at: str, module: str, norm: str, size: str = "model", *, memory: b
             Tensor(f"{m}.out_proj.weight", ("model", size), (f"+{RESIDUAL}", f"-{value}")),
             Tensor(f"{m}.out_proj.bias", ("model",), (f"+{RESIDUAL}",)),
         ),
+        wiring=Attention(
+            at=m,
+            norm=norm,
+            query=f"{m}.q_proj",
+            key=f"{m}.k_proj",
+            value=f"{m}.v_proj",
+            output=f"{m}.out_proj",
+            memory=memory,
+            bias="",
+            heads=f"{at.split('.')[1]}_attention_heads",
+            scaled=True,
+            add=f"{at}:add#2" if memory else f"{at}:add",
+        ),
     )
 
 
@@ -67,6 +80,16 @@ def feed_forward(at: str, ff: str, config: Mapping[str, object]) -> Part:
             Tensor(f"{at}.fc1.bias", (ff,), (out,)),
             Tensor(f"{at}.fc2.weight", ("model", ff), (f"+{RESIDUAL}", back)),
             Tensor(f"{at}.fc2.bias", ("model",), (f"+{RESIDUAL}",)),
+        ),
+        wiring=FeedForward(
+            at=at,
+            norm=norm,
+            gate="",
+            linear=f"{at}.fc1",
+            output=f"{at}.fc2",
+            activation=str(config["activation_function"]),
+            act=f"{at}.activation_fn",
+            add=f"{at}:add#3" if "decoder" in at else f"{at}:add#2",
         ),
     )
 
@@ -103,6 +126,18 @@ def ends(stack: str) -> tuple[Signal, Tensor]:
     )
 
 
+def wiring(stack: str) -> Ends:
+    """Return how a stack begins and ends."""
+    at = f"model.{stack}"
+    return Ends(
+        at=at,
+        embedding=f"{at}.embed_tokens",
+        positions=f"{at}.embed_positions.weight",
+        scale="scale_embedding",
+        norm=f"{at}.layer_norm",
+    )
+
+
 ENCODER_RESIDUAL, ENCODER_POSITIONS = ends("encoder")
 DECODER_RESIDUAL, DECODER_POSITIONS = ends("decoder")
 FINAL_NORM = "model.decoder.layer_norm"
@@ -123,6 +158,11 @@ PEGASUS = Family(
     },
     defaults={
         "max_position_embeddings": 1024,
+        "encoder_attention_heads": 16,
+        "decoder_attention_heads": 16,
+        "dropout": 0.1,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
         "activation_function": "gelu",
         "scale_embedding": False,
         "tie_word_embeddings": True,
@@ -140,6 +180,7 @@ PEGASUS = Family(
             Tensor("model.encoder.layer_norm.weight", ("model",), ("",)),
             Tensor("model.encoder.layer_norm.bias", ("model",), ("",)),
         ),
+        wiring=wiring("encoder"),
     ),
     decoder_ends=Part(
         signals=(DECODER_RESIDUAL, Signal("logits", Kind.FIXED, "vocab", ("+lm_head:output",))),
@@ -147,6 +188,7 @@ PEGASUS = Family(
             DECODER_POSITIONS,
             Tensor("final_logits_bias", ("one", "vocab"), ("", ""), absent="stock code takes zeros"),
         ),
+        wiring=wiring("decoder"),
     ),
     tied_head=Part(
         signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (f"-{FINAL_NORM}:output",)),),
@@ -170,5 +212,6 @@ PEGASUS = Family(
     eps_key=None,
     eps=1e-5,
     centred_norm=True,
+    dropout={"stream": "dropout", "attention": "attention_dropout", "neurons": "activation_dropout"},
     untie="copy",
 )

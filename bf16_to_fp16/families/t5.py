@@ -7,12 +7,15 @@ bias lives in the first block of each stack and is shared by the others.
 
 from collections.abc import Mapping, Sequence
 
-from .types import RESIDUAL, Family, Kind, Part, Signal, Stack, Tensor
+from .types import RESIDUAL, Attention, Ends, Family, FeedForward, Kind, Part, Signal, Stack, Tensor
 
 
-def attention(at: str, module: str, *, bias: bool, memory: bool = False) -> Part:
+def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
     """Return the records of one attention sublayer at ``at``; with ``memory`` keys and values read the encoder's
-    output."""
+    output.
+
+    ``shared``: the attention whose position bias it uses, where it has none of its own.
+    """
     norm, m = f"{at}.layer_norm", f"{at}.{module}"
     reads = "" if memory else f"-{norm}"
     tensors = [
@@ -32,6 +35,20 @@ def attention(at: str, module: str, *, bias: bool, memory: bool = False) -> Part
             Signal(f"{m}.value", Kind.VALUE, "inner", (f"+{m}.v:output", f"+{m}.o:input")),
         ),
         tensors=tuple(tensors),
+        wiring=Attention(
+            at=m,
+            norm=norm,
+            query=f"{m}.q",
+            key=f"{m}.k",
+            value=f"{m}.v",
+            output=f"{m}.o",
+            memory=memory,
+            bias="" if memory else f"{m if bias else shared}.relative_attention_bias.weight",
+            heads="num_heads",
+            scaled=False,
+            add=f"{at}:add",
+            dropout=f"{at}.dropout",
+        ),
     )
 
 
@@ -57,22 +74,54 @@ def feed_forward(at: str, config: Mapping[str, object]) -> Part:
     if linear == "wi_1":
         tensors.append(Tensor(f"{m}.wi_0.weight", ("ff", "model"), ("", f"-{norm}")))
         signals.append(Signal(f"{m}.gate", Kind.FIXED, "ff", (f"+{m}.wi_0:output",)))
-    return Part(tuple(signals), tuple(tensors))
+    wiring = FeedForward(
+        at=m,
+        norm=norm,
+        gate=f"{m}.wi_0" if linear == "wi_1" else "",
+        linear=f"{m}.{linear}",
+        output=f"{m}.wo",
+        activation=activation_of(projection),
+        act=f"{m}.act",
+        add=f"{at}:add",
+        dropouts=(f"{m}.dropout", f"{at}.dropout"),
+    )
+    return Part(tuple(signals), tuple(tensors), wiring)
+
+
+def activation_of(projection: str) -> str:
+    """Return the activation that ``feed_forward_proj`` means; stock code reads "gated-gelu" as gelu_new."""
+    name = projection.removeprefix("gated-")
+    return "gelu_new" if projection == "gated-gelu" else name
 
 
 def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of encoder block ``i``; the bias of later blocks is absent and shared from the first."""
     at = f"encoder.block.{i}.layer"
-    return (attention(f"{at}.0", "SelfAttention", bias=i == 0), feed_forward(f"{at}.1", config))
+    return (
+        attention(f"{at}.0", "SelfAttention", bias=i == 0, shared="encoder.block.0.layer.0.SelfAttention"),
+        feed_forward(f"{at}.1", config),
+    )
 
 
 def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of decoder block ``i``."""
     at = f"decoder.block.{i}.layer"
     return (
-        attention(f"{at}.0", "SelfAttention", bias=i == 0),
+        attention(f"{at}.0", "SelfAttention", bias=i == 0, shared="decoder.block.0.layer.0.SelfAttention"),
         attention(f"{at}.1", "EncDecAttention", bias=False, memory=True),
         feed_forward(f"{at}.2", config),
+    )
+
+
+def ends(stack: str) -> Ends:
+    """Return how a stack begins and ends."""
+    return Ends(
+        at=stack,
+        embedding=f"{stack}.embed_tokens",
+        positions="",
+        scale="",
+        norm=f"{stack}.final_layer_norm",
+        dropouts=(f"{stack}.dropout",),
     )
 
 
@@ -86,12 +135,14 @@ ENCODER_ENDS = Part(
         Tensor("shared.weight", ("vocab", "model"), ("", f"+{RESIDUAL}")),
         Tensor("encoder.final_layer_norm.weight", ("model",), ("",)),
     ),
+    wiring=ends("encoder"),
 )
 DECODER_ENDS = Part(
     signals=(
         Signal(RESIDUAL, Kind.RESIDUAL, "model", ("+decoder.embed_tokens:output", "+decoder.final_layer_norm:input")),
         Signal("logits", Kind.FIXED, "vocab", ("+lm_head:output",)),
     ),
+    wiring=ends("decoder"),
 )
 TIED_HEAD = Part(
     signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", ("-decoder.final_layer_norm:output",)),),
@@ -114,7 +165,13 @@ SIZES = {
 }
 COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 IGNORABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
-DEFAULTS = {"num_decoder_layers": "=num_layers", "relative_attention_num_buckets": 32, "tie_word_embeddings": True}
+DEFAULTS = {
+    "num_decoder_layers": "=num_layers",
+    "relative_attention_num_buckets": 32,
+    "tie_word_embeddings": True,
+    "dropout_rate": 0.1,
+}
+DROPOUT = {"stream": "dropout_rate", "attention": "dropout_rate", "neurons": "dropout_rate"}
 
 T5 = Family(
     name="t5",
@@ -138,5 +195,6 @@ T5 = Family(
     eps_key="layer_norm_epsilon",
     eps=1e-6,
     centred_norm=False,
+    dropout=DROPOUT,
     untie="scaled",
 )

@@ -73,14 +73,81 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """How the modules of an attention sublayer are wired, for the bounds on what flows between them.
+
+    ``at``: the module that forms the scores. ``norm``, ``query``, ``key``, ``value``, ``output``: module paths.
+    ``memory``: keys and values read the encoder's output. ``bias``: tensor of the position bias, "" where there is
+    none. ``heads``: config key of their number. ``scaled``: scores are multiplied by head_dim^-1/2 after the
+    product. ``add``: the site where the output joins the residual stream. ``dropout``: the module that
+    only training switches on, for the output, "" where it is a function.
+    """
+
+    at: str
+    norm: str
+    query: str
+    key: str
+    value: str
+    output: str
+    memory: bool
+    bias: str
+    heads: str
+    scaled: bool
+    add: str
+    dropout: str = ""
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """How the modules of a feed-forward sublayer are wired.
+
+    ``at``: the module that forms the product. ``gate``: path of the linear whose activation multiplies ``linear``'s
+    output, "" for a plain sublayer, whose ``linear`` is activated itself. ``activation``: its name in the config;
+    ``act``: the module that applies it. ``add`` as in ``Attention``; ``dropouts``: of the neurons, of the output.
+    """
+
+    at: str
+    norm: str
+    gate: str
+    linear: str
+    output: str
+    activation: str
+    act: str
+    add: str
+    dropouts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where a stack begins and ends.
+
+    ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" where there is
+    none. ``scale``: config key of the switch that multiplies the embedding by √d, "" for never. ``norm``: the final
+    one. ``dropouts``: after the embedding, after the final norm.
+    """
+
+    at: str
+    embedding: str
+    positions: str
+    scale: str
+    norm: str
+    dropouts: tuple[str, ...] = ()
+
+
+Wiring = Attention | FeedForward | Ends
+
+
+@dataclass(frozen=True)
 class Part:
     """Signals and tensors that belong together: a sublayer, an embedding, a head.
 
-    Signals of the same name in several parts are one signal; their ``seen`` entries add up.
+    Signals of the same name in several parts are one signal; their ``seen`` entries add up. ``wiring`` says how
+    the modules are connected, None for a head.
     """
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()
+    wiring: Wiring | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +192,9 @@ class Family:
     """The eps that stock code uses where the config does not say."""
     centred_norm: bool
     """True for LayerNorm (mean subtracted), False for RMSNorm."""
+    dropout: Mapping[str, str]
+    """Config keys of the dropout rates: of the residual "stream" and what joins it, of "attention" weights, of
+    "neurons"."""
     untie: str
     """How an embedding used as head can be separated: "copy", "scaled" (the d^-1/2 before the head folded in), or
     "" (never)."""
@@ -216,6 +286,8 @@ class Layout:
     signals: Mapping[str, ResolvedSignal]
     dropped: Mapping[str, str]
     head_scale: float
+    wiring: tuple[Wiring, ...] = ()
+    """Encoder ends, its sublayers in order, then the same of the decoder."""
 
     @property
     def norms(self) -> tuple[str, ...]:
