@@ -60,7 +60,11 @@ REFINED_ROWS = 4
 """Rows of one feed-forward output that get an eigenvalue of their own."""
 
 NORM_ERROR = 2.0**-10
-"""Relative error allowed to a LayerNorm's statistics, which fp32 kernels keep by shifting by the mean first."""
+"""Relative error allowed to what a LayerNorm computes in fp32, on inputs that vary."""
+
+NORM_ULPS = 4
+"""Units of 2⁻²⁴ of the mean magnitude that a LayerNorm may be off by before it divides by the deviation, which may be
+as small as √eps: inputs almost the same in every channel. Kernels measured here stay under 2."""
 
 COMPUTED = 1 + 2.0**-18
 """What the bounds are multiplied with for the rounding of their own computation in fp32 and fp64."""
@@ -82,14 +86,15 @@ class Arithmetic:
     Every operation's output is rounded to fp16 at most once; matrix products accumulate in fp32 in any order, or in up
     to ``splits`` partial sums that are rounded to fp16 and added in fp16; norms and softmax compute in fp32;
     sequences have at most ``max_length`` positions, of which each row of attention sees at least one. ``train``:
-    dropout at the config's rates multiplies by 1/(1−p). ``unscaled``: leaves subnormals out, for weights whose scale is
-    still to be chosen. ``exact``: real arithmetic without any rounding.
+    dropout at the config's rates multiplies by 1/(1−p); neither the loss nor the backward pass is covered.
+    ``planned``: leaves subnormals out and takes the residual stream as multiplied by 2 to this power, for weights that
+    are still to be scaled by it. ``exact``: real arithmetic without any rounding.
     """
 
     max_length: int = MAX_LENGTH
     splits: int = SPLITS
     train: bool = False
-    unscaled: bool = False
+    planned: int | None = None
     exact: bool = False
 
     @property
@@ -100,7 +105,12 @@ class Arithmetic:
     @property
     def tiny(self) -> float:
         """Absolute error of one rounding to fp16 among the subnormals."""
-        return 0.0 if self.exact or self.unscaled else TINY
+        return 0.0 if self.exact or self.planned is not None else TINY
+
+    @property
+    def floor(self) -> float:
+        """Absolute error of a matrix product: each partial sum and the result may be subnormal."""
+        return (self.splits + 2) * self.tiny
 
     def gamma(self, terms: int) -> float:
         """Return the error of a sum of ``terms`` products relative to the sum of their absolute values."""
@@ -175,8 +185,8 @@ class Certificate:
         the largest counts.
         """
         by_name = {site.name: site.largest for site in self.sites}
-        if name in by_name:
-            return by_name[name]
+        if name in by_name or name in self.inner:
+            return max(by_name.get(name, 0.0), self.inner.get(name, 0.0))
         plain = name.split("#")[0]
         same = [v for n, v in by_name.items() if n.split("#")[0] == plain]
         if same:
@@ -226,15 +236,15 @@ def within(name: str, path: str) -> bool:
 class Normalised:
     """A norm's output as arithmetic makes it: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``.
 
-    ``gain``, ``shift``: fp64 [d]. Each component of the error is at most ``relative``·(|gain·n| + |shift|) +
-    ``absolute``.
+    ``gain``, ``shift``, ``absolute``: fp64 [d]. Each component of the error is at most ``relative``·(|gain·n| +
+    |shift|) + ``absolute``.
     """
 
     gain: Tensor
     shift: Tensor | None
     radius: float
     relative: float
-    absolute: float
+    absolute: Tensor
 
     def scaled(self, factor: float, arithmetic: Arithmetic) -> Normalised:
         """Return it multiplied by a number and rounded once more."""
@@ -298,11 +308,10 @@ def image(source: Normalised, weight: Tensor, bias: Tensor | None, arithmetic: A
     if bias is not None:
         centre, added = centre + bias.double(), bias.double().abs()
     incoming = source.relative * spread
-    if source.absolute:
-        incoming = incoming + source.absolute * weight.abs().sum(1, dtype=torch.float64)
+    incoming = incoming + (weight.abs() @ source.absolute.to(dtype)).double() * COMPUTED
     error = incoming + arithmetic.gamma(weight.shape[1]) * (spread + incoming + added)
     exact = norms + centre.abs()
-    error = error + 2 * arithmetic.unit * (exact + error) + 2 * arithmetic.tiny
+    error = error + 2 * arithmetic.unit * (exact + error) + arithmetic.floor
     return Image(matrix, source.radius, norms, centre, error, exact + error, spread + added + error)
 
 
@@ -325,10 +334,10 @@ def in_ball(values: Tensor, caps: Tensor, square: float) -> Tensor:
 
     Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; bisection finds a good one.
     """
-    largest = (values.square().sum(1).sqrt() / (2 * math.sqrt(max(square, 1e-300)))).clamp(min=1e-300)
+    largest = (values.norm(dim=1) / (2 * math.sqrt(max(square, 1e-30)))).clamp(min=1e-30)
     low, high = largest * 2.0**-20, largest
     for _ in range(24):
-        middle = (low * high).sqrt()
+        middle = low.sqrt() * high.sqrt()
         used = torch.minimum(values / (2 * middle[:, None]), caps).square().sum(1)
         low, high = torch.where(used > square, middle, low), torch.where(used > square, high, middle)
     chosen = torch.minimum(values / (2 * high[:, None]), caps)
@@ -351,7 +360,7 @@ class _Walk:
         self.layout, self.arithmetic, self.limits, self.refine = layout, arithmetic, limits, refine
         self.squares = squares
         self.read = weights
-        self.sites: list[Bound] = []
+        self.sites: dict[str, Bound] = {}
         self.inner: dict[str, float] = {}
         self.inputs: dict[str, tuple[Tensor, Tensor]] = {}
         self.outputs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -379,8 +388,9 @@ class _Walk:
             final, square = self.norm(ends.norm)
             keep = self.kept("stream") if ends.dropouts else 1.0
             if keep != 1.0:
-                self.note(f"{ends.dropouts[-1]}:mul", "norm", final.bound * keep)
-            final, square = final.scaled(1 / keep, self.arithmetic), square
+                final = final.scaled(1 / keep, self.arithmetic)
+                self.note(f"{ends.dropouts[-1]}:mul", "norm", final.bound)
+                self.dropout(ends.dropouts[-1], keep)
             memory = memory or (final, square)
             if ends is not self.layout.wiring[0]:
                 self.head(final, square)
@@ -395,27 +405,35 @@ class _Walk:
             )
             for path in paths
         }
-        return Certificate(tuple(self.sites), self.arithmetic, ranges, self.inner)
+        return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner)
 
     def kept(self, what: str) -> float:
-        """Return 1 − p of a dropout, 1 outside training."""
+        """Return a lower bound of 1 over the factor that a dropout multiplies with; 1 outside training."""
         if not self.arithmetic.train:
             return 1.0
         key = self.layout.family.dropout[what]
         rate = float(str(value(self.layout.family, self.layout.config, key)))
         if not 0 <= rate < 1:
             raise UserError(f"config.json: {key!r} is {rate}, not a dropout rate; give a number from 0 to under 1")
-        return 1 - rate
+        # Kernels may round the factor 1/(1−p) to fp16 before they multiply with it.
+        return (1 - rate) / (1 + UNIT) if rate else 1.0
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return a bound after one more rounding."""
         return values * (1 + self.arithmetic.unit) + self.arithmetic.tiny
 
+    def summed(self, values: Tensor) -> Tensor:
+        """Return a bound of a matrix product's result from that of the sum: at most two roundings, and the floor."""
+        return values * (1 + self.arithmetic.unit) ** 2 + self.arithmetic.floor
+
     def note(self, name: str, kind: str, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
-        """Record a site."""
+        """Record a site; of one that runs twice (dropout at both ends of a stack) the larger counts."""
         top = largest(bound)
-        limit = self.limits.get(kind, FP16_MAX)
-        self.sites.append(Bound(name, kind, top, top if partial is None else largest(partial), limit))
+        sums = top if partial is None else largest(partial)
+        before = self.sites.get(name)
+        if before is not None:
+            top, sums = max(top, before.bound), max(sums, before.partial)
+        self.sites[name] = Bound(name, kind, top, sums, self.limits.get(kind, FP16_MAX))
 
     def tensor(self, name: str) -> Tensor | None:
         """Return a tensor, None where the model has none of this name."""
@@ -429,8 +447,7 @@ class _Walk:
         path = name.rsplit(".", 1)[0]
         self.inner[f"{path}:{name.rsplit('.', 1)[-1]}"] = max(-low, high)
         if not (math.isfinite(low) and math.isfinite(high)):
-            if all(site.name != name for site in self.sites):
-                self.note(name, "weight", math.inf)
+            self.note(name, "weight", math.inf)
             weight = torch.nan_to_num(weight.float(), 0.0, FP16_MAX, -FP16_MAX)
         return weight
 
@@ -439,6 +456,10 @@ class _Walk:
         weight = self.tensor(f"{path}.weight")
         assert weight is not None
         return weight, self.tensor(f"{path}.bias")
+
+    def dropout(self, path: str, keep: float) -> None:
+        """Record the steps of a dropout in module ``path``: a mask of 0 and 1, divided by 1 − p."""
+        self.inner[f"{path}:bernoulli"] = self.inner[f"{path}:div"] = (1 + UNIT) / keep
 
     # -- a stack ----------------------------------------------------------------------------------------------------
 
@@ -466,7 +487,9 @@ class _Walk:
         keep = self.kept("stream")
         if keep != 1.0:
             amax, length = self.rounded(amax / keep), length / keep
-            self.note(f"{ends.dropouts[0]}:mul" if ends.dropouts else f"{ends.at}:mul", "residual", amax)
+            path = ends.dropouts[0] if ends.dropouts else ends.at
+            self.note(f"{path}:mul", "residual", amax)
+            self.dropout(path, keep)
         self.stream, self.stream_square, self.stream_norm = amax, square, length
 
     def add(self, site: str, branch: Tensor, square: Tensor, length: float, dropout: str) -> None:
@@ -478,7 +501,9 @@ class _Walk:
         self.stream_norm = total * COMPUTED + 2 * self.arithmetic.tiny * math.sqrt(width)
         if keep != 1.0:
             branch = self.rounded(branch / keep)
-            self.note(f"{dropout}:mul" if dropout else f"{site.partition(':')[0]}:mul", "output", branch)
+            path = dropout or site.partition(":")[0]
+            self.note(f"{path}:mul", "output", branch)
+            self.dropout(path, keep)
         self.stream = self.rounded(self.stream + branch)
         self.stream_square = self.stream_square + square
         self.note(site, "residual", self.stream)
@@ -491,18 +516,20 @@ class _Walk:
         gain = gain.double()
         shift = None if shift is None else shift.double()
         centred = self.layout.family.centred_norm
-        slack = NORM_ERROR if centred else (width + 16) * UNIT32
+        mean = float(self.stream.mean()) * 2.0 ** (a.planned or 0)
+        shaken = NORM_ULPS * UNIT32 * mean * self.layout.eps**-0.5 if centred else 0.0
+        slack = NORM_ERROR + shaken if centred else (width + 16) * UNIT32
         radius = math.sqrt(width) * (1 + (0.0 if a.exact else slack))
         if centred:
             # nn.LayerNorm rounds once, after gain and shift.
-            made = Normalised(gain, shift, radius, a.unit * (1 + 2.0**-9), 2 * a.tiny)
+            absolute = gain.abs() * (0.0 if a.exact else shaken) * (1 + a.unit) + 2 * a.tiny
+            made = Normalised(gain, shift, radius, a.unit * (1 + 2.0**-9), absolute)
             self.note(f"{path}:layer_norm", "norm", made.bound)
             self.note(f"{path}:layer_norm.1", "statistic", self.rounded(self.stream.mean()))
             self.note(f"{path}:layer_norm.2", "statistic", self.layout.eps**-0.5 * (1 + 2 * UNIT))
         else:
             # An RMS norm rounds n itself, then the product with the gain.
-            tallest = float(gain.abs().max()) if width else 0.0
-            absolute = a.tiny * (tallest * (1 + a.unit) + 1)
+            absolute = a.tiny * (gain.abs() * (1 + a.unit) + 1)
             made = Normalised(gain, shift, radius, 2 * a.unit + a.unit**2, absolute)
             self.note(f"{path}:to#2", "normalised", radius * (1 + UNIT))
             self.note(f"{path}:mul#2", "norm", made.bound)
@@ -545,9 +572,10 @@ class _Walk:
         keep = self.kept("attention")
         if keep != 1.0:
             self.note(f"{w.at}:mul#2", "weights", self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
+            self.dropout(w.at, keep)
         total = self.arithmetic.attention_sum / keep * (1 + (self.arithmetic.unit if keep != 1.0 else 0.0))
         gamma = self.arithmetic.gamma(self.arithmetic.max_length)
-        context = self.rounded(values.bound * total * (1 + gamma))
+        context = self.summed(values.bound * total * (1 + gamma))
         self.note(f"{w.at}:context", "context", context)
         weight, bias = self.weight(w.output)
         bound, partial, length = self.attended(values, context, total, gamma, weight, bias, heads)
@@ -584,11 +612,13 @@ class _Walk:
             partial[h] = torch.minimum(lengths, query.partial[part] @ key.partial[part])
         partial = partial * COMPUTED
         rounding = a.gamma(size) * partial
-        partial = self.rounded(partial + rounding)
-        bound = torch.minimum(self.rounded(exact * COMPUTED + error + rounding), partial)
+        partial = self.summed(partial + rounding)
+        bound = torch.minimum(self.summed(exact * COMPUTED + error + rounding), partial)
         self.note(f"{w.at}:scores", "scores", bound, partial)
         scaled = self.rounded(bound * size**-0.5) if w.scaled else bound
         self.note(f"{w.at}:mul", "scores", scaled)
+        # SDPA's plain path multiplies queries and keys by the root of the scale instead.
+        self.inner[f"{w.at}:mul"] = self.inner[f"{w.at}:mul#2"] = max(largest(query.bound), largest(key.bound))
         bias = self.tensor(w.bias) if w.bias else None
         offset = torch.zeros(heads, dtype=torch.float64) if bias is None else bias.double().abs().amax(0)
         biased = self.rounded(scaled + offset)
@@ -630,7 +660,7 @@ class _Walk:
             balance = balanced(row_norms(o.t()), values.partial[part])
             longest = values.radius * math.sqrt(largest_eigenvalue(outer_scaled(g, balance)))
             longest += float(((values.centre[part].abs() + values.error[part]) * balance).norm())
-            longest = longest * total * (1 + gamma) * (1 + a.unit) + a.tiny * float(balance.norm())
+            longest = longest * total * (1 + gamma) * (1 + a.unit) ** 2 + a.floor * float(balance.norm())
             lengths += row_norms(o / balance) * longest
             moved = o @ root
             longest_all += total * values.radius * math.sqrt(largest_eigenvalue(moved.t() @ moved))
@@ -640,14 +670,15 @@ class _Walk:
         added = torch.zeros_like(sums) if bias is None else bias.double().abs()
         partial = torch.minimum(sums, lengths) * COMPUTED + added
         # What each context value is off by: the value's own error, then the sum over positions and its rounding.
-        off = total * values.error + total * (gamma + a.unit * (1 + gamma)) * values.bound + a.tiny
+        rounding = (1 + gamma) * (1 + a.unit) ** 2 - 1
+        off = total * values.error + total * rounding * values.bound + a.floor
         error = (magnitude @ off.to(dtype)).double() * COMPUTED + a.gamma(weight.shape[1]) * partial
         signed = torch.zeros_like(sums) if bias is None else bias.double()
         bound = exact * COMPUTED + signed.abs() + error
         partial = partial + a.gamma(weight.shape[1]) * partial
         whole = longest_all * COMPUTED + float(signed.norm()) + float(error.norm())
-        whole = whole * (1 + a.unit) ** 2 + 2 * a.tiny * math.sqrt(rows)
-        bound, partial = (self.rounded(self.rounded(x)) for x in (bound, partial))
+        whole = whole * (1 + a.unit) ** 2 + a.floor * math.sqrt(rows)
+        bound, partial = self.summed(bound), self.summed(partial)
         return torch.minimum(bound, partial), partial, whole
 
     # -- feed-forward -----------------------------------------------------------------------------------------------
@@ -674,6 +705,7 @@ class _Walk:
             mean_square = made_square / 2
         if self.kept("neurons") != 1.0 and w.dropouts:
             self.note(f"{w.dropouts[0]}:mul", "product", neurons.bound)
+            self.dropout(w.dropouts[0], self.kept("neurons"))
         weight, bias = self.weight(w.output)
         a = self.arithmetic
         bound = self.projected(neurons, weight, bias)
@@ -689,7 +721,7 @@ class _Walk:
         length *= (1 + a.gamma(weight.shape[1])) * (1 + a.unit) ** 2
         if bias is not None:
             length += float(bias.double().norm()) * (1 + a.unit) ** 2
-        length += 2 * a.tiny * math.sqrt(weight.shape[0])
+        length += a.floor * math.sqrt(weight.shape[0])
         self.add(w.add, bound, expected, length, w.dropouts[-1] if w.dropouts else "")
 
     def activation(self, w: FeedForward, before: Image) -> None:
@@ -718,7 +750,7 @@ class _Walk:
 
         def whole(exact: Tensor, off: Tensor, extra: Tensor) -> Tensor:
             summed = (exact + off) * COMPUTED + extra
-            return self.rounded(self.rounded(summed * (1 + a.gamma(weight.shape[1]))))
+            return self.summed(summed * (1 + a.gamma(weight.shape[1])))
 
         bound = whole(torch.maximum(up, down), error, added)
         done: set[int] = set()
@@ -761,11 +793,6 @@ class _Walk:
             offset = torch.zeros_like(bound) if offset is None else offset.double().abs().view(-1)
             bound = self.rounded(bound + offset)
             self.note("model:add", "logits", bound)
-        if self.arithmetic.train:
-            # log-softmax: at most the spread of the logits, plus the logarithm of their number.
-            spread = 2 * largest(bound) + math.log(max(2, bound.numel()))
-            for step in ("_log_softmax", "nll_loss_forward", "nll_loss_forward.1"):
-                self.note(f"model:{step}", "loss", spread if step != "nll_loss_forward.1" else 0.0)
 
 
 class _Neurons:

@@ -28,7 +28,7 @@ from .fidelity import Fidelity, fidelity
 from .folder import carry_over, check_out, staged, write_json
 from .observe import ModuleRange, observe_ranges
 from .page import write_page
-from .planner import MARGIN_BITS, PROOF_MARGIN_BITS, Planned, Weights, make_plan
+from .planner import MARGIN_BITS, PROOF_MARGIN_BITS, RESIDUAL_RANGE, Planned, Weights, make_plan
 from .probe import Batch, batches
 from .rescaling import Drift, Plan, apply, describe, edited_config, inverse, writes
 from .talk import Talk
@@ -160,16 +160,16 @@ def audit_regimes(
         return audit_folder(folder, inputs=inputs, seed=seed, progress=advance, train_mode=train_mode)
 
 
-Bounds = Callable[[Layout], Mapping[str, ModuleRange]]
-"""Gives the bounds of a layout, which depend on how its head is wired."""
+Bounds = Callable[[Layout, int], Mapping[str, ModuleRange]]
+"""Gives the bounds of a layout, which depend on how its head is wired, for a residual exponent."""
 
 
-def bound_source(checkpoint: Checkpoint, target: str, max_length: int, talk: Talk) -> Bounds:
+def bound_source(checkpoint: TensorSource, target: str, max_length: int, talk: Talk) -> Bounds:
     """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals."""
 
-    def of(layout: Layout) -> Mapping[str, ModuleRange]:
+    def of(layout: Layout, residual_exponent: int) -> Mapping[str, ModuleRange]:
         with talk.step("Bounding every signal of the source") as advance:
-            arithmetic = Arithmetic(max_length, unscaled=True)
+            arithmetic = Arithmetic(max_length, planned=residual_exponent)
             found = bound(layout, weights_of(checkpoint, layout), arithmetic, target=target, progress=advance)
         return found.ranges
 
@@ -214,13 +214,24 @@ def best_plan(
     talk = talk or Talk(quiet=True)
 
     def plan_for(layout: Layout) -> Planned:
-        possible = bounds(layout) if bounds is not None else None
         weights = weights_of(checkpoint, layout)
-        with talk.step("Planning the exponents"):
-            if ranges is None:
-                assert possible is not None
-                return make_plan(layout, weights, possible, target=target, margin_bits=PROOF_MARGIN_BITS)
-            return make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=possible)
+        exponent = -RESIDUAL_RANGE
+        while True:
+            possible = bounds(layout, exponent) if bounds is not None else None
+            with talk.step("Planning the exponents"):
+                if ranges is None:
+                    assert possible is not None
+                    planned = make_plan(layout, weights, possible, target=target, margin_bits=PROOF_MARGIN_BITS)
+                else:
+                    planned = make_plan(
+                        layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=possible
+                    )
+            chosen = planned.plan.residual_exponent
+            # LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponent they were made
+            # for or a smaller one. Each round starts from the last one's plan, until that covers itself.
+            if bounds is None or not layout.family.centred_norm or chosen <= exponent:
+                return planned
+            exponent = chosen
 
     planned = plan_for(layout)
     if not planned.violations or not layout.tied or not layout.family.untie:

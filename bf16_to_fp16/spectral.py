@@ -20,7 +20,8 @@ CHUNK = 256
 WIDE = 1 << 22
 """Elements from which matrices are multiplied in fp32, chunk by chunk."""
 
-_STEPS = 30
+_STEPS = 12
+_BLOCK = 8
 _GUESS = 1 + 2.0**-9
 
 
@@ -51,7 +52,7 @@ def gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
 def largest_eigenvalue(matrix: Tensor) -> float:
     """Return an upper bound on the largest eigenvalue of a symmetric positive semidefinite fp64 matrix.
 
-    At most 1% above it, plus n·2⁻⁴⁸ of the trace for rounding. Zero for an empty matrix.
+    As a rule within 1% of it, plus n·2⁻⁴⁸ of the trace for rounding. Zero for an empty matrix.
     """
     size = matrix.shape[0]
     trace = float(matrix.trace())
@@ -60,12 +61,7 @@ def largest_eigenvalue(matrix: Tensor) -> float:
     error = size * 2.0**-48 * trace
     if size <= EXACT_UP_TO:
         return max(0.0, float(torch.linalg.eigvalsh(matrix)[-1])) + error
-    vector = matrix.diagonal().sqrt().clone()
-    value = 0.0
-    for _ in range(_STEPS):
-        image = matrix @ vector
-        value = float(image.norm() / vector.norm())
-        vector = image / image.norm()
+    value = ritz_value(matrix)
     guess = value * _GUESS
     while guess < trace:
         shifted = -matrix
@@ -74,6 +70,15 @@ def largest_eigenvalue(matrix: Tensor) -> float:
             return guess + error
         guess *= 1 + (guess / value - 1) * 2
     return trace
+
+
+def ritz_value(matrix: Tensor) -> float:
+    """Return a lower bound on the largest eigenvalue, close to it: block power iteration from fixed random vectors."""
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(matrix.shape[0], _BLOCK, dtype=torch.float64, generator=generator)
+    for _ in range(_STEPS):
+        block = torch.linalg.qr(matrix @ block).Q
+    return max(float(torch.linalg.eigvalsh(block.t() @ (matrix @ block))[-1]), 1e-300)
 
 
 __all__ = ["gram", "largest_eigenvalue", "working_dtype"]
