@@ -9,10 +9,19 @@ import pytest
 import tiny
 import torch
 
-from bf16_to_fp16.auditing import REGIMES, RegimeResult, audit_folder, audit_model, load
+from bf16_to_fp16.auditing import (
+    REGIMES,
+    RegimeResult,
+    SiteResult,
+    _merge,
+    audit_folder,
+    audit_model,
+    load,
+    verdict,
+)
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.numerics import GELU_CUBE_BACKWARD_LIMIT
-from bf16_to_fp16.observe import CONSTANT_REASON, MASK_REASON
+from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
+from bf16_to_fp16.observe import CONSTANT_REASON, MASK_REASON, Site
 from bf16_to_fp16.probe import batches
 
 WO = "encoder.block.1.layer.1.DenseReluDense.wo"
@@ -172,6 +181,59 @@ def test_where_eager_alone_breaks_the_scores_come_first(tmp_path: Path) -> None:
 
     half = audit_folder(saved("gated", tmp_path, large_scores), regimes=("half",))["half"]
     assert half.sites[0].name == "encoder.block.0.layer.0.SelfAttention:scores"
+
+
+def test_a_value_where_stock_code_clamps_is_unsafe_though_all_is_finite() -> None:
+    """65000 at the end of an encoder: nothing overflows, and nobody can tell it from a clamped infinity."""
+    torch.manual_seed(0)
+    model = tiny.t5_encoder().half().eval()
+    inputs = batches(model.config, None, None)[:1]
+    last = "encoder.final_layer_norm:mul#2"
+
+    def measured() -> RegimeResult:
+        return audit_model(model, inputs, regime="half", attention=("eager",))
+
+    with torch.no_grad():
+        model.encoder.final_layer_norm.weight *= 65000 / site(measured(), last).amax
+    result = measured()
+    assert SATURATED_FROM <= site(result, last).amax == result.amax <= FP16_MAX
+    assert result.nonfinite == result.nonfinite_logits == 0 < result.saturated
+    assert not result.safe and verdict({"half": result}) == "unsafe"
+
+
+@pytest.mark.parametrize("attention", [("eager", "sdpa"), ("sdpa", "eager")])
+def test_what_breaks_under_one_attention_survives_the_other(attention: tuple[str, str]) -> None:
+    """Scores past 65504 are inf under eager attention alone, and with them all that follows, which runs under both."""
+    torch.manual_seed(0)
+    model = tiny.t5_encoder().half().eval()
+    last = model.encoder.block[-1].layer[0].SelfAttention
+    with torch.no_grad():
+        last.q.weight *= 400
+        last.k.weight *= 400
+    inputs = batches(model.config, None, None)[:1]
+    eager, sdpa, both = (
+        audit_model(model, inputs, regime="half", attention=chosen) for chosen in (("eager",), ("sdpa",), attention)
+    )
+    assert sdpa.safe and not eager.safe
+    shared = {s.name for s in sdpa.sites} & {s.name for s in eager.sites if s.nonfinite}
+    assert "encoder.block.2.layer.0.SelfAttention.o" in shared and "encoder.final_layer_norm:mul" in shared
+    for name in shared:
+        assert site(both, name).nonfinite == site(eager, name).nonfinite
+        assert site(both, name).headroom_bits == site(eager, name).headroom_bits
+    assert (both.nonfinite, both.saturated) == (eager.nonfinite, eager.saturated)
+    assert not both.safe
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_counts_of_one_site_add_up_and_its_largest_value_stays(order: tuple[int, int]) -> None:
+    whole = [Site("v", torch.float16, FP16_MAX, amax, 1, 0, saturated) for amax, saturated in ((65000, 2), (32768, 0))]
+    broken = [Site("o", torch.float16, FP16_MAX, math.inf, 1, *counts) for counts in ((3, 5), (4, 6))]
+    merged: dict[str, tuple[int, SiteResult]] = {}
+    for i in order:
+        _merge(merged, [whole[i], broken[i]])
+    (_, v), (_, o) = merged["v"], merged["o"]
+    assert (v.nonfinite, v.saturated, v.amax, v.headroom_bits) == (0, 2, 65000, math.log2(FP16_MAX / 65000))
+    assert (o.nonfinite, o.saturated, o.amax, o.headroom_bits) == (7, 11, math.inf, -math.inf)
 
 
 def test_gradients_carry_the_loss_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,18 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from bf16_to_fp16 import UserError, audit, convert, undo
-from bf16_to_fp16.auditing import load
-from bf16_to_fp16.conversion import Conversion
+from bf16_to_fp16 import UserError, audit, cli, convert, undo
+from bf16_to_fp16.auditing import audit_folder, load
+from bf16_to_fp16.checkpoint import open_checkpoint
+from bf16_to_fp16.conversion import Conversion, ModelTensors, observe_source, simulate_drift
+from bf16_to_fp16.families import resolve
 from bf16_to_fp16.fidelity import fidelity
+from bf16_to_fp16.observe import observe_ranges
 from bf16_to_fp16.probe import batches
+from bf16_to_fp16.report import weights_of
+from bf16_to_fp16.rescaling import Plan, apply, edited_config
+from bf16_to_fp16.talk import Talk
+from bf16_to_fp16.writer import TensorStats, Written
 
 KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "umt5-encoder")
 
@@ -239,6 +246,7 @@ def test_positions_that_a_file_lacks_are_made_scaled_and_written(tmp_path: Path)
     scaled = (exact.double() * 2.0**result.plan.residual_exponent).half()
     assert torch.equal(written[name], scaled)
     assert set(result.report["source"]["made"]) == {name, name.replace("encoder", "decoder")}
+    assert result.report["weights"]["elements"] == sum(t.numel() for t in kept.values())
     back = load_file(undo(result.out, tmp_path / "back") / "model.safetensors")
     assert set(back) == set(kept)
 
@@ -478,3 +486,181 @@ def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
     measured = fidelity(reference, None, written, inputs)
     assert measured.kl_fp16 == result.plan.drift.measured_kl
     assert result.plan.drift.predicted_max_logit_error == pytest.approx(measured.max_logit_error_fp16, rel=0.5)
+
+
+def test_generated_tensors_do_not_count_as_carried_over() -> None:
+    """Positions that a file lacks have no source to be equal to; only the largest written weight is theirs too."""
+    source = ModelTensors(tiny.build("pegasus"))
+    source.tensors = {name: info for name, info in source.tensors.items() if "embed_positions" not in name}
+    layout = resolve(source)
+    made = [name for name, tensor in layout.tensors.items() if tensor.source is None]
+    stats = dict.fromkeys(layout.tensors, TensorStats(10, 9, 6, 1, 0, 3.0, 8))
+    stats |= dict.fromkeys(made, TensorStats(1000, 300, 200, 500, 7, 5.0, 900))
+    stored = len(layout.tensors) - 2
+    assert len(made) == 2 and weights_of(layout, Written(stats, (), {})) == {
+        "elements": 10 * stored,
+        "lossless_fraction": 0.9,
+        "normal_fraction": 0.75,
+        "flushed_to_zero": stored,
+        "nonfinite": 0,
+        "amax": 5.0,
+    }
+
+
+@pytest.mark.parametrize(("up", "value"), [(1.0, float("nan")), (1e30, 1e30)], ids=["NaN weight", "finite weights"])
+def test_a_source_that_is_not_finite_in_fp32_is_refused_where_it_breaks(
+    up: float, value: float, tmp_path: Path
+) -> None:
+    model = tiny.build("t5-encoder")
+    broken = model.encoder.block[2].layer[1].DenseReluDense
+    with torch.no_grad():
+        broken.wi_1.weight.mul_(up)
+        broken.wo.weight[0, 0] = value
+    checkpoint = open_checkpoint(tiny.save(model, tmp_path / "source", torch.float32))
+    inputs = batches(model.config, None, None)[:1]
+    with pytest.raises(UserError, match=r"encoder\.block\.2\.layer\.1\.DenseReluDense\.wo gives inf or NaN in fp32"):
+        observe_source(checkpoint, inputs, Talk(quiet=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_named_though_a_replayed_plan_observes_nothing(
+    value: float, tmp_path: Path
+) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    tensors[name][0, 0] = value
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": Plan(family="t5", residual_exponent=-5).model_dump()}))
+    with pytest.raises(UserError, match=rf"tensor {name}: 1 of 27 weights are inf, NaN"):
+        convert(source, tmp_path / "out", plan=tmp_path / "plan.json")
+    assert not (tmp_path / "out").exists()
+
+
+def of_eighths(kind: str) -> Any:
+    """Return a model whose weights are eighths from −1 to 1, which every 16-bit format holds after small exponents."""
+    model = tiny.KINDS[kind]().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randint(-8, 9, weight.shape, generator=generator) / 8)
+    return model
+
+
+def test_undo_gives_back_dtypes_tensors_and_config_as_recorded(tmp_path: Path) -> None:
+    model = of_eighths("pegasus")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layout = resolve(ModelTensors(model))
+    norm, other = (f"{path}.weight" for path in layout.norms[:2])
+    made = "model.encoder.embed_positions.weight"
+    plan = Plan(family="pegasus", residual_exponent=-3, exponents={layout.norms[1]: 2}, gain_correction={norm: 1.25})
+    folder = tiny.save(apply(model, layout, plan), tmp_path / "converted", torch.float16)
+    config = json.loads((folder / "config.json").read_text())
+    record = {
+        "dtype": "BF16",
+        "dtypes": {norm: "F32"},
+        "made": [made],
+        "config_changes": {
+            "dtype": {"before": "bfloat16", "after": "float16"},
+            "tie_word_embeddings": {"after": True},
+            "lost": {"before": 1},
+        },
+    }
+    (folder / "fp16_report.json").write_text(json.dumps({"plan": plan.model_dump(), "source": record}))
+    back = undo(folder, tmp_path / "back")
+    after = load_file(back / "model.safetensors")
+    assert set(load_file(folder / "model.safetensors")) - set(after) == {made}
+    assert {name for name, tensor in after.items() if tensor.dtype != torch.bfloat16} == {norm}
+    assert after[norm].dtype == torch.float32 and other in after
+    assert all(torch.equal(tensor.float(), before[name]) for name, tensor in after.items())
+    kept = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    assert json.loads((back / "config.json").read_text()) == kept | {"dtype": "bfloat16", "lost": 1}
+
+
+def test_simulated_drift_is_to_the_bit_the_rescaled_weights_under_the_stock_eps() -> None:
+    simulated, rescaled = of_eighths("pegasus"), of_eighths("pegasus")
+    layout = resolve(ModelTensors(simulated))
+    gains = {f"{layout.norms[0]}.weight": 1.3, f"{layout.norms[-1]}.weight": 0.7}
+    plan = Plan(family="pegasus", residual_exponent=-6, gain_correction=gains)
+    apply(rescaled, layout, plan)
+    for path in layout.norms:
+        norm: Any = rescaled.get_submodule(path)
+        norm.eps = layout.eps
+        norm.weight.data.copy_(norm.weight.data.half())
+    stock = of_eighths("pegasus")
+    simulate_drift(simulated, layout, plan)
+    ids = torch.arange(3, 63).view(3, 20)
+    with torch.no_grad():
+        a, b, c = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (simulated, rescaled, stock))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_data_is_observed_audited_and_compared_on_besides_the_probe(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    source = tiny.save(tiny.build("t5", num_layers=1, num_decoder_layers=1), tmp_path / "source")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(source)
+    text = tmp_path / "data.txt"
+    text.write_text("IN UPPER CASE, OF WHICH EVERY BYTE IS IN THE VOCABULARY OF 97.\n" * 3)
+    out = tmp_path / "out"
+    assert cli.main(["convert", str(source), str(out), "--data", str(text)]) == 0
+    report = json.loads((out / "fp16_report.json").read_text())
+    model = load(source, torch.float32)
+    probe = batches(model.config, None, None)
+    inputs = probe + batches(model.config, source, str(text))
+
+    masks = [b.decoder_attention_mask for b in inputs if b.head and b.decoder_attention_mask is not None]
+    assert report["fidelity"]["positions"] == sum(int(mask.sum()) for mask in masks)
+    before = {(row["module"], row["side"]): row["before"] for row in report["signals"]}
+    reached, less = observe_ranges(model, inputs), observe_ranges(model, probe)
+    assert before == {(m, s): float(getattr(reached[m], s).amax.max()) for m, s in before}
+    assert before != {(m, s): float(getattr(less[m], s).amax.max()) for m, s in before}
+    half, other = (audit_folder(out, regimes=("half",), inputs=i)["half"].to_json() for i in (inputs, probe))
+    assert report["regimes"]["half"] == half != other
+
+
+@pytest.mark.parametrize(
+    ("kind", "r", "config", "edits"),
+    [
+        ("t5", -3, {}, {"layer_norm_epsilon": 1e-6 / 64}),
+        ("t5", 0, {}, {}),
+        ("t5", -3, {"layer_norm_epsilon": ...}, {"layer_norm_epsilon": 1e-6 / 64}),
+        ("t5", 0, {"layer_norm_epsilon": ...}, {}),
+        ("t5-encoder", -3, {"pad_token_id": None, "layer_norm_epsilon": 2e-6}, {"layer_norm_epsilon": 2e-6 / 64}),
+        ("gated", 2, {"tie_word_embeddings": False}, {"layer_norm_epsilon": 1e-6 * 16}),
+        ("gated", 0, {"tie_word_embeddings": True, "scale_decoder_outputs": False}, {"tie_word_embeddings": False}),
+        ("gated", 0, {"tie_word_embeddings": True}, {}),  # stock code takes it as "scale the outputs"
+        ("mt5", 0, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}),
+        ("umt5", 0, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}),
+        ("pegasus", -3, {}, {}),
+        (
+            "t5 apart",
+            -1,
+            {"scale_decoder_outputs": True},
+            {"layer_norm_epsilon": 1e-6 / 4, "tie_word_embeddings": False, "scale_decoder_outputs": False},
+        ),
+        ("pegasus apart", -3, {}, {"tie_word_embeddings": False}),
+    ],
+)
+def test_of_a_config_only_what_the_plan_needs_is_edited(
+    kind: str, r: int, config: dict[str, Any], edits: dict[str, Any]
+) -> None:
+    """Three dots stand for a key that is absent."""
+    source = ModelTensors(tiny.build(kind.split()[0]))
+    for key in ("dtype", "torch_dtype", "scale_decoder_outputs"):
+        source.config.pop(key, None)
+    config = source.config | {"tie_word_embeddings": True} | config | {"torch_dtype": "bfloat16"}
+    source.config = {key: value for key, value in config.items() if value is not ...}
+    layout = resolve(source, untie="apart" in kind)
+    edited = edited_config(layout, Plan(family=layout.family.name, residual_exponent=r))
+    assert edited == source.config | edits | {"torch_dtype": "float16"}
+
+
+@pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])
+def test_the_dtype_is_written_under_the_keys_that_a_config_has(keys: list[str]) -> None:
+    source = ModelTensors(tiny.build("t5-encoder"))
+    for key in ("dtype", "torch_dtype"):
+        source.config.pop(key, None)
+    source.config |= dict.fromkeys(keys, "bfloat16")
+    expected = source.config | dict.fromkeys(keys or ["torch_dtype"], "float16")
+    assert edited_config(resolve(source), Plan(family="t5")) == expected

@@ -15,7 +15,7 @@ from bf16_to_fp16 import UserError
 from bf16_to_fp16.conversion import ModelTensors
 from bf16_to_fp16.families import FAMILIES, Kind, Layout, family_of, resolve, stock_class
 from bf16_to_fp16.families.types import RESIDUAL
-from bf16_to_fp16.rescaling import Plan, apply, inverse
+from bf16_to_fp16.rescaling import Plan, apply, inverse, writes
 
 MOVABLE = (Kind.RESIDUAL, Kind.NORM, Kind.VALUE, Kind.QUERY_KEY, Kind.NEURON)
 
@@ -77,6 +77,20 @@ class FamilyContract:
         before = outputs(model)
         apply(model, layout, random_plan(layout, MOVABLE, seed=1))
         assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
+
+    def test_the_norms_eps_goes_with_the_square_of_a_quiet_stream(self) -> None:
+        """With a variance not far above eps, the outputs keep their bits with eps·4^r and lose them with eps."""
+        model = tiny.build(self.kind, factor=1e-3)
+        layout = resolve(ModelTensors(model))
+        before = outputs(model)
+        apply(model, layout, random_plan(layout, (Kind.RESIDUAL,)))
+        assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
+        norms: list[Any] = [model.get_submodule(path) for path in layout.norms]
+        attribute = "eps" if self.kind == "pegasus" else "variance_epsilon"
+        assert {getattr(norm, attribute) for norm in norms} == {layout.eps * 4.0**-4}
+        for norm in norms:
+            setattr(norm, attribute, layout.eps)
+        assert not torch.equal(before[0], outputs(model)[0])
 
     def test_every_axis_matters(self, model: Any, layout: Layout) -> None:
         """Leaving out any one declared axis changes the outputs, so a wrong declaration cannot pass the tests above."""
@@ -244,6 +258,23 @@ def test_a_gain_correction_is_applied_to_its_norm_alone() -> None:
     after = model.state_dict()
     assert torch.equal(after[name], before[name] * 1.25)
     assert all(torch.equal(after[n], before[n]) for n in before if n != name)
+
+
+def test_a_gain_correction_is_written_and_taken_back_by_the_inverse() -> None:
+    model = tiny.build("pegasus")
+    layout = resolve(ModelTensors(model))
+    names = [f"{path}.weight" for path in layout.norms[:2]]
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    plan = Plan(family="pegasus", gain_correction={names[0]: 1.25, names[1]: 0.75})
+    assert {w.name: w.gain for w in writes(layout, plan) if w.gain != 1} == plan.gain_correction
+    assert inverse(plan).gain_correction == {names[0]: 0.8, names[1]: 1 / 0.75}
+    apply(apply(model, layout, plan), layout, inverse(plan))
+    assert all(torch.equal(t.bfloat16(), before[n].bfloat16()) for n, t in model.state_dict().items())
+
+
+def test_a_separated_t5_head_is_written_times_its_scale() -> None:
+    layout = resolve(ModelTensors(tiny.build("t5", d_model=16)), untie=True)
+    assert {w.name: w.gain for w in writes(layout, Plan(family="t5")) if w.gain != 1} == {"lm_head.weight": 0.25}
 
 
 def test_the_tie_flag_does_not_decide() -> None:

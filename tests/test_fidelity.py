@@ -10,8 +10,13 @@ import pytest
 import tiny
 import torch
 
-from bf16_to_fp16.fidelity import fidelity
+from bf16_to_fp16.auditing import RegimeResult
+from bf16_to_fp16.certificate import Arithmetic, Certificate
+from bf16_to_fp16.fidelity import Fidelity, fidelity
+from bf16_to_fp16.planner import Violation
 from bf16_to_fp16.probe import Batch, batches, run
+from bf16_to_fp16.report import INEXACT, NOISE, OUTPUT, conclude, too_inexact
+from bf16_to_fp16.rescaling import Plan
 
 
 def model_of(kind: str) -> Any:
@@ -104,3 +109,43 @@ def test_nothing_to_compare_on_is_an_error() -> None:
     generation = batches(model.config, None, None)[-1]
     with pytest.raises(ValueError, match="no batch to compare on"):
         fidelity(model, None, model, [generation])
+
+
+def apart(kl_bf16: float | None, kl_fp16: float) -> Fidelity:
+    """Return a measurement with these divergences."""
+    return Fidelity("kl", kl_bf16, kl_fp16, 0.1, 0.1, 1.0, 1.0, positions=7)
+
+
+def test_an_output_further_from_the_source_than_bf16_is_a_violation_by_half_the_bits_of_its_divergence() -> None:
+    """A divergence goes with the square of an error: 16 times the divergence is 2 bits."""
+    assert too_inexact(apart(2.0**-12, 2.0**-8)) == [Violation(OUTPUT, 2.0, INEXACT)]
+    assert too_inexact(apart(2.0**-12, math.inf)) == [Violation(OUTPUT, math.inf, INEXACT)]
+    assert too_inexact(apart(0.0, 16 * NOISE)) == [Violation(OUTPUT, 2.0, INEXACT)]
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        apart(2.0**-8, 2.0**-8),
+        apart(2.0**-8, 2.0**-12),
+        apart(0.0, NOISE),
+        apart(None, 1.0),
+        apart(math.inf, 1.0),
+    ],
+)
+def test_an_output_no_further_than_bf16_or_than_the_noise_is_none(measured: Fidelity) -> None:
+    assert too_inexact(measured) == []
+
+
+def test_too_inexact_an_output_is_unsafe_at_any_margin_and_a_limit_passed_within_its_margin_is_not() -> None:
+    clean = {"half": RegimeResult("half", 0, 0, 1.0, 15.0, 0, ())}
+    proven = Certificate((), Arithmetic(512), {})
+
+    def concluded(violations: list[Violation], margin_bits: float | None = 1.25) -> str:
+        return conclude(clean, violations, Plan(family="t5", margin_bits=margin_bits), proven)
+
+    assert concluded([]) == "safe"
+    assert concluded(too_inexact(apart(1.0, 1.01))) == "unsafe"
+    assert concluded([Violation("o (output)", 1.25, "")]) == "safe"
+    assert concluded([Violation("o (output)", 1.26, "")]) == "unsafe"
+    assert concluded([Violation("o (output)", 0.01, "")], margin_bits=None) == "unsafe"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +13,12 @@ import tiny
 import torch
 
 from bf16_to_fp16.conversion import ModelTensors, weights_of
-from bf16_to_fp16.families import Kind, Layout, resolve
-from bf16_to_fp16.families.types import RESIDUAL
+from bf16_to_fp16.families import Kind, Layout, resolve, resolve_sighting
+from bf16_to_fp16.families.types import RESIDUAL, ResolvedSignal, ResolvedTensor
 from bf16_to_fp16.numerics import FP16_MAX, NORM_SAFE_LIMIT
-from bf16_to_fp16.observe import ModuleRange, observe_ranges
-from bf16_to_fp16.planner import _Search, make_plan
-from bf16_to_fp16.precision import GRID, loss_table
+from bf16_to_fp16.observe import ChannelRange, ModuleRange, NormRange, observe_ranges
+from bf16_to_fp16.planner import CHANNEL_RANGE, EXCESS, RESTRAINT, ROUNDING, Weights, _Search, make_plan
+from bf16_to_fp16.precision import GRID, STEP_NOISE, loss_table
 from bf16_to_fp16.probe import batches
 from bf16_to_fp16.rescaling import Plan, apply, exponents_of
 
@@ -200,3 +202,149 @@ def test_the_exponents_of_a_tensor_are_the_sum_over_its_axes() -> None:
     assert o.columns.tolist() == [-c for c in range(15)]
     v = exponents_of(layout.tensors[f"{m}.SelfAttention.v.weight"], plan)
     assert v.full((15, 24))[4].tolist() == [4 - 2] * 24
+
+
+# -- two channels by hand --------------------------------------------------------------------------------------------
+
+SIGNALS: dict[str, tuple[Kind, tuple[str, ...]]] = {
+    RESIDUAL: (Kind.RESIDUAL, ("+embed:output", "+norm:input", "+o:output")),
+    "norm": (Kind.NORM, ("+norm:output",)),
+    "value": (Kind.VALUE, ("+v:output", "+o:input")),
+    "query_key": (Kind.QUERY_KEY, ("+q:output", "-k:output")),
+}
+AXES: dict[str, tuple[tuple[int, str] | None, ...]] = {
+    "embed": (None, (1, RESIDUAL)),
+    "norm": ((1, "norm"),),
+    "v": ((1, "value"), (-1, "norm")),
+    "o": ((1, RESIDUAL), (-1, "value")),
+    "q": ((1, "query_key"), (-1, "norm")),
+    "k": ((-1, "query_key"), (-1, "norm")),
+    "gate": (None, (-1, "norm")),
+}
+ONES = [[1.0, 1.0], [1.0, 1.0]]
+LIMIT = FP16_MAX / 2**1.25
+
+
+def by_hand(
+    weights: Mapping[str, list[Any]],
+    amax: dict[str, float] | None = None,
+    squares: dict[str, list[float]] | None = None,
+    norm_max: float = 1.0,
+) -> tuple[Layout, Weights, dict[str, ModuleRange]]:
+    """Return the layout of the named weights, their values, and ranges.
+
+    amax, squares: largest value and mean squares by ``module:side``, 1 where not given; norm_max: largest ‖h‖₂.
+    """
+
+    def reached(place: str) -> ChannelRange:
+        largest = torch.full((2,), (amax or {}).get(place, 1.0))
+        return ChannelRange(largest, torch.tensor((squares or {}).get(place, [1.0, 1.0])), rows=1)
+
+    values = {name: torch.tensor(weight) for name, weight in weights.items()}
+    signals = {
+        name: ResolvedSignal(name, kind, 2, tuple(resolve_sighting(entry) for entry in seen))
+        for name, (kind, seen) in SIGNALS.items()
+    }
+    norm = NormRange(norm_max, min_variance=1.0, mean_inverse_variance=1.0, mean_inverse_variance_squared=1.0)
+    ranges = {
+        name: ModuleRange(reached(f"{name}:input"), reached(f"{name}:output"), norm if name == "norm" else None)
+        for name in values
+    }
+    tensors = {name: ResolvedTensor(name, name, tuple(value.shape), AXES[name]) for name, value in values.items()}
+    layout = replace(resolve(ModelTensors(tiny.build("gated"))), tensors=tensors, signals=signals)
+    return layout, values.__getitem__, ranges
+
+
+def price(search: _Search) -> float:
+    """Return what one inexact weight costs: a thousandth of them all as much as one rounding in the one sublayer."""
+    return 1000 * ROUNDING / sum(math.prod(t.shape) for t in search.layout.tensors.values())
+
+
+def test_a_channel_weighs_what_its_readers_make_of_it() -> None:
+    """Mean square times the energy of the weights that read it, all readers alike; for queries and keys the product of
+    the mean squares; where nothing was seen, all channels alike."""
+    weights: dict[str, list[Any]] = {
+        "norm": [1.0, 1.0],
+        "v": [[3.0, 1.0], [0.0, 0.0]],
+        "o": [[1.0, 2.0], [1.0, 0.0]],
+        "gate": [[1.0, 1.0]],
+    }
+    squares = {"o:input": [4.0, 1.0], "norm:output": [1.0, 9.0], "q:output": [1.0, 2.0], "k:output": [3.0, 4.0]}
+    search = _Search(*by_hand(weights, squares=squares), "half", 1.25)
+    signals = search.layout.signals
+    assert search.importance(signals["value"]).tolist() == pytest.approx([8 / 12, 4 / 12], rel=1e-12, abs=0)
+    assert search.importance(signals["norm"]).tolist() == pytest.approx(
+        [(0.5 + 0.1) / 2, (0.5 + 0.9) / 2], rel=1e-12, abs=0
+    )
+    assert search.importance(signals["query_key"]).tolist() == [0.5, 0.5]
+    search = _Search(*by_hand(weights | {"q": ONES, "k": ONES}, squares=squares), "half", 1.25)
+    assert search.importance(signals["query_key"]).tolist() == pytest.approx([3 / 11, 8 / 11], rel=1e-12, abs=0)
+
+
+def test_a_channel_costs_lost_energy_and_noise_by_its_share_and_each_inexact_weight() -> None:
+    weights: dict[str, list[Any]] = {
+        "norm": [1.0, 1.0],
+        "v": [[1.0, 2.0**-10], [0.5, 0.5]],
+        "o": [[1.0, 2.0], [1.0, 0.0]],
+    }
+    squares = {"v:output": [4.0, 1.0], "o:input": [4.0, 1.0]}
+    search = _Search(*by_hand(weights, squares=squares), "half", 1.25)
+    costs = search.channel_costs(search.layout.signals["value"], -3)
+    # At −16 v's 2⁻¹⁰ vanishes, o is exact, and the signal, seen at both ends, stands 2¹⁶ times nearer to the last step.
+    lost, noise = 2.0**-20 / (1 + 2.0**-20), 2 * STEP_NOISE * 4.0**16 / 4
+    expected = 8 / 12 * (lost + noise) + price(search) + RESTRAINT * 16 / 2
+    assert float(costs[0, CHANNEL_RANGE - 16]) == pytest.approx(expected, rel=1e-9, abs=0)
+    # At 15 both ends of the signal reach 2¹⁵ and the weights fit; at −18 o's 2 becomes 2·2¹⁸⁻³ and the signal fits.
+    assert float(costs[1, CHANNEL_RANGE + 15]) == pytest.approx(2 * EXCESS * math.log2(2**15 / LIMIT), rel=1e-9, abs=0)
+    assert float(costs[1, CHANNEL_RANGE - 18]) == pytest.approx(EXCESS * math.log2(2**16 / LIMIT), rel=1e-9, abs=0)
+
+
+def test_the_residual_exponent_costs_the_streams_noise_and_what_the_weights_it_alone_scales_lose() -> None:
+    weights: dict[str, list[Any]] = {
+        "embed": [[1.0, 1.0], [1.0, 2.0**-16]],
+        "norm": [1.0, 1.0],
+        "v": [[1.0, 2.0], [0.0, 0.0]],
+        "o": ONES,
+    }
+    search = _Search(*by_hand(weights, squares={"norm:input": [2.0**-16, 1.0]}), "half", 1.25)
+    # At −10 the embedding's 2⁻¹⁶ vanishes; channels weigh 1 : 4, as v reads them.
+    lost = 2.0**-32 / (3 + 2.0**-32)
+    noise = STEP_NOISE * 4.0**10 * (0.2 * 2.0**16 + 0.8)
+    expected = noise + lost + price(search) + RESTRAINT * 10
+    assert search.residual_cost(-10) == pytest.approx(expected, rel=1e-9, abs=0)
+
+
+def test_a_stream_whose_norm_no_exponent_brings_under_256_is_named() -> None:
+    """‖h‖₂ of 2³⁵ at the smallest exponent, −24, is 2¹¹: over 2⁸ with its margin by 4.25 bits."""
+    model = by_hand({"embed": ONES, "norm": [1.0, 1.0], "v": ONES, "o": ONES}, norm_max=2.0**35)
+    planned = make_plan(*model, target="norm-safe")
+    assert planned.plan.residual_exponent == -24
+    assert {v.signal: v.excess_bits for v in planned.violations} == {"norm (input)": pytest.approx(4.25, abs=1e-6)}
+    assert make_plan(*model).violations == ()
+
+
+def test_once_a_signal_is_settled_the_tables_of_its_weights_other_axes_are_of_the_scaled_weights() -> None:
+    weights: dict[str, list[Any]] = {
+        "norm": [1.0, 1.0],
+        "v": [[1.0, 2.0**-20], [1.0, 1.0]],
+        "o": [[1.0, 2.0], [3.0, 4.0]],
+    }
+    search = _Search(*by_hand(weights, amax={"v:output": 2.0**20, "o:input": 2.0**20}), "half", 1.25)
+    v, o = search.layout.tensors["v"], search.layout.tensors["o"]
+    assert search.table(v, 1).amax.tolist() == [1.0, 1.0] and search.table(o, 0).amax.tolist() == [2.0, 4.0]
+    search.settle(search.layout.signals["value"], 0)
+    moved = search.chosen["value"]
+    assert moved.tolist() == [-6, -6]
+    for tensor, axis, shift in ((v, 1, moved), (o, 0, -moved)):
+        table, fresh = search.table(tensor, axis), loss_table(search.weights(tensor.name), axis, shift)
+        assert torch.equal(table.amax, fresh.amax) and torch.equal(table.lossy, fresh.lossy)
+
+
+def test_what_a_moved_gain_makes_needless_moves_back() -> None:
+    """Values and gate both have bits at 2⁻²⁷; values alone could move up by 3, but the gain must for the gate, and then
+    serves both."""
+    small = [[2.0**-20 * (1 + 2.0**-7)] * 2] * 2
+    layout, weights, ranges = by_hand({"embed": ONES, "norm": [1.0, 1.0], "v": small, "o": ONES, "gate": small})
+    assert make_plan(layout, weights, ranges).plan.exponents == {"norm": -3}
+    without = {name: tensor for name, tensor in layout.tensors.items() if name != "gate"}
+    assert make_plan(replace(layout, tensors=without), weights, ranges).plan.exponents == {"value": 3}
