@@ -253,8 +253,8 @@ def load_config(folder: Path) -> Any:
         raise UserError(f"{folder}: no config.json; give the folder of a checkpoint")
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}/config.json: {_first_line(error)}; mend the file") from error
+    except Exception as error:  # each field has its own validation, with exceptions of its own
+        raise UserError(f"{folder}/config.json: {' '.join(str(error).split())}; mend the file") from error
     try:
         stock_class(config.to_dict())
     except UserError as error:

@@ -66,6 +66,9 @@ NORM_ULPS = 4
 """Units of 2⁻²⁴ of the mean magnitude that a LayerNorm may be off by before it divides by the deviation, which may be
 as small as √eps: inputs almost the same in every channel. Kernels measured here stay under 2."""
 
+HOPELESS = 2.0**40
+"""Weights from here on are not worth planning for: three exponents of 24 at most meet in one weight."""
+
 COMPUTED = 1 + 2.0**-18
 """What the bounds are multiplied with for the rounding of their own computation in fp32 and fp64."""
 
@@ -84,7 +87,8 @@ class Arithmetic:
     """What a certificate holds for.
 
     Every operation's output is rounded to fp16 at most once; matrix products accumulate in fp32 in any order, or in up
-    to ``splits`` partial sums that are rounded to fp16 and added in fp16; norms and softmax compute in fp32;
+    to ``splits`` partial sums that are rounded to fp16 and added in fp16; norms and softmax compute in fp32,
+    LayerNorm from deviations (not E[x²] − E[x]²);
     sequences have at most ``max_length`` positions, of which each row of attention sees at least one. ``train``:
     dropout at the config's rates multiplies by 1/(1−p); neither the loss nor the backward pass is covered.
     ``planned``: leaves subnormals out and takes the residual stream as multiplied by 2 to this power, for weights that
@@ -300,19 +304,22 @@ def image(source: Normalised, weight: Tensor, bias: Tensor | None, arithmetic: A
     norms = source.radius * row_norms(matrix) * COMPUTED
     # The terms that do not depend on the input: signed in the result, absolute in partial sums.
     centre, spread, added = torch.zeros_like(norms), norms, torch.zeros_like(norms)
+    computed = torch.zeros_like(norms)
     if source.shift is not None:
-        magnitude = weight.abs() @ source.shift.abs().to(dtype)
-        centre = (weight @ source.shift.to(dtype)).double()
-        centre = centre + centre.sign() * magnitude.double() * (COMPUTED - 1)
-        spread = norms + magnitude.double() * COMPUTED
+        centre, magnitude = against(weight, source.shift), against(weight.abs(), source.shift.abs())
+        spread, computed = norms + magnitude * COMPUTED, magnitude * (COMPUTED - 1)
     if bias is not None:
         centre, added = centre + bias.double(), bias.double().abs()
-    incoming = source.relative * spread
-    incoming = incoming + (weight.abs() @ source.absolute.to(dtype)).double() * COMPUTED
-    error = incoming + arithmetic.gamma(weight.shape[1]) * (spread + incoming + added)
+    incoming = source.relative * spread + against(weight.abs(), source.absolute) * COMPUTED
+    error = computed + incoming + arithmetic.gamma(weight.shape[1]) * (spread + incoming + added)
     exact = norms + centre.abs()
     error = error + 2 * arithmetic.unit * (exact + error) + arithmetic.floor
     return Image(matrix, source.radius, norms, centre, error, exact + error, spread + added + error)
+
+
+def against(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return matrix·vector with products and sums in fp64, a few rows at a time: fp64 [m]."""
+    return torch.cat([part.double() @ vector.double() for part in chunks(matrix)])
 
 
 def row_norms(matrix: Tensor) -> Tensor:
@@ -324,7 +331,7 @@ def knapsack(values: Tensor, caps: Tensor, budget: float) -> Tensor:
     """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row of values: [m]. caps: [n], over 0."""
     count = min(values.shape[1], math.ceil(budget / float(caps.min())) + 1)
     top = values.topk(count, dim=1)
-    taken = caps[top.indices]
+    taken = caps.double()[top.indices]
     fill = torch.minimum((budget - (taken.cumsum(1) - taken)).clamp(min=0), taken)
     return (top.values * fill).sum(1)
 
@@ -341,8 +348,8 @@ def in_ball(values: Tensor, caps: Tensor, square: float) -> Tensor:
         used = torch.minimum(values / (2 * middle[:, None]), caps).square().sum(1)
         low, high = torch.where(used > square, middle, low), torch.where(used > square, high, middle)
     chosen = torch.minimum(values / (2 * high[:, None]), caps)
-    dual = high * square + (values * chosen - high[:, None] * chosen.square()).sum(1)
-    return torch.minimum(dual, values @ caps)
+    gained = (values * chosen - high[:, None] * chosen.square()).sum(1, dtype=torch.float64)
+    return torch.minimum(high.double() * square + gained, against(values, caps))
 
 
 class _Walk:
@@ -422,6 +429,10 @@ class _Walk:
         """Return a bound after one more rounding."""
         return values * (1 + self.arithmetic.unit) + self.arithmetic.tiny
 
+    def longer(self, length: float, width: int) -> float:
+        """Return a bound of ‖x‖₂ after one more rounding of each of its components."""
+        return (length * (1 + self.arithmetic.unit) + self.arithmetic.tiny * math.sqrt(width)) * COMPUTED
+
     def summed(self, values: Tensor) -> Tensor:
         """Return a bound of a matrix product's result from that of the sum: at most two roundings, and the floor."""
         return values * (1 + self.arithmetic.unit) ** 2 + self.arithmetic.floor
@@ -446,6 +457,11 @@ class _Walk:
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
         path = name.rsplit(".", 1)[0]
         self.inner[f"{path}:{name.rsplit('.', 1)[-1]}"] = max(-low, high)
+        if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
+            raise UserError(
+                f"tensor {name}: weights are NaN or up to {max(-low, high):.3g}, which no exponent brings under 65504;"
+                " use another revision of the checkpoint or repair the tensor"
+            )
         if not (math.isfinite(low) and math.isfinite(high)):
             self.note(name, "weight", math.inf)
             weight = torch.nan_to_num(weight.float(), 0.0, FP16_MAX, -FP16_MAX)
@@ -472,7 +488,8 @@ class _Walk:
         self.note(f"{ends.embedding}:embedding", "embedding", amax)
         width = table.shape[1]
         if ends.scale and value(family, config, ends.scale):
-            amax, square, length = self.rounded(amax * math.sqrt(width)), square * width, length * math.sqrt(width)
+            amax, square = self.rounded(amax * math.sqrt(width)), square * width
+            length = self.longer(length * math.sqrt(width), width)
             self.note(f"{ends.at}:mul", "embedding", amax)
         self.outputs[ends.embedding] = (amax, square)
         if ends.positions:
@@ -482,11 +499,12 @@ class _Walk:
             path = ends.positions.removesuffix(".weight")
             self.note(f"{path}:embedding", "embedding", extra)
             self.outputs[path] = (extra, extra_square)
-            amax, square, length = self.rounded(amax + extra), square + extra_square, length + extra_length
+            amax, square = self.rounded(amax + extra), square + extra_square
+            length = self.longer(length + extra_length, width)
             self.note(f"{ends.at}:add", "residual", amax)
         keep = self.kept("stream")
         if keep != 1.0:
-            amax, length = self.rounded(amax / keep), length / keep
+            amax, length = self.rounded(amax / keep), self.longer(length / keep, width)
             path = ends.dropouts[0] if ends.dropouts else ends.at
             self.note(f"{path}:mul", "residual", amax)
             self.dropout(path, keep)
@@ -537,11 +555,10 @@ class _Walk:
         self.inputs[path] = (self.stream, self.stream_square)
         self.outputs[path] = (made.bound, square)
         variance = float(self.stream_square.mean()) if width else 0.0
-        inverse = 1 / (variance + self.layout.eps)
         length = min(float(self.stream.norm()), self.stream_norm)
-        self.norms[path] = NormRange(length, variance, inverse, inverse**2)
+        self.norms[path] = NormRange(length, torch.tensor([[variance, 1.0]], dtype=torch.float64))
         if self.squares:
-            self.note(f"{path} (sum of squares)", "squares", length**2 * (1 + (width + 2) * UNIT))
+            self.note(f"{path} (sum of squares)", "squares", length**2 * (1 + (width + 2) * UNIT) + width * TINY)
         self.inner[f"{path}:input"] = largest(self.stream)
         return made, square
 
@@ -573,7 +590,9 @@ class _Walk:
         if keep != 1.0:
             self.note(f"{w.at}:mul#2", "weights", self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
             self.dropout(w.at, keep)
-        total = self.arithmetic.attention_sum / keep * (1 + (self.arithmetic.unit if keep != 1.0 else 0.0))
+        total = self.arithmetic.attention_sum
+        if keep != 1.0:
+            total = total / keep * (1 + self.arithmetic.unit) + self.arithmetic.max_length * self.arithmetic.tiny
         gamma = self.arithmetic.gamma(self.arithmetic.max_length)
         context = self.summed(values.bound * total * (1 + gamma))
         self.note(f"{w.at}:context", "context", context)
@@ -666,13 +685,13 @@ class _Walk:
             longest_all += total * values.radius * math.sqrt(largest_eigenvalue(moved.t() @ moved))
             longest_all += total * float((o @ values.centre[part]).norm())
         magnitude = out.abs()
-        sums = (magnitude @ context.to(dtype)).double()
+        sums = against(magnitude, context)
         added = torch.zeros_like(sums) if bias is None else bias.double().abs()
         partial = torch.minimum(sums, lengths) * COMPUTED + added
         # What each context value is off by: the value's own error, then the sum over positions and its rounding.
         rounding = (1 + gamma) * (1 + a.unit) ** 2 - 1
         off = total * values.error + total * rounding * values.bound + a.floor
-        error = (magnitude @ off.to(dtype)).double() * COMPUTED + a.gamma(weight.shape[1]) * partial
+        error = against(magnitude, off) * COMPUTED + a.gamma(weight.shape[1]) * partial
         signed = torch.zeros_like(sums) if bias is None else bias.double()
         bound = exact * COMPUTED + signed.abs() + error
         partial = partial + a.gamma(weight.shape[1]) * partial
@@ -849,7 +868,7 @@ class _Gated(_Neurons):
         best = []
         for part in chunks(out):
             values = part.abs() * size
-            best.append(torch.minimum(knapsack(values, caps, self.budget), values @ caps).double())
+            best.append(torch.minimum(knapsack(values, caps, self.budget), against(values, caps)))
         both = torch.cat(best) * COMPUTED
         return both, both
 
@@ -868,15 +887,13 @@ class _Gated(_Neurons):
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
         total = []
+        rest = self.crossed / keep * (1 + self.factor) + self.absolute
         for part in chunks(out):
             a = part.abs()
-            plain = a @ (gate_off + other_off).to(dtype)
+            plain = against(a, gate_off + other_off)
             # Not all |x| are large at once: Σ x̂² ≤ λmax(Σ ûûᵀ) ≤ 2M.
-            ball = root * ((a * gate_off.to(dtype)).norm(dim=1) + (a * other_off.to(dtype)).norm(dim=1))
-            small = torch.minimum(plain, ball) * (1 + self.factor) + a @ (
-                self.crossed / keep * (1 + self.factor) + self.absolute
-            ).to(dtype)
-            total.append(small.double())
+            ball = root * (row_norms(a * gate_off.to(dtype)) + row_norms(a * other_off.to(dtype)))
+            total.append(torch.minimum(plain, ball) * (1 + self.factor) + against(a, rest))
         up, _ = self.rows(out)
         return torch.cat(total) * COMPUTED + self.factor * up
 
@@ -917,10 +934,11 @@ class _Plain(_Neurons):
             values = positive * size
             ball = in_ball(values, ones, self.budget)
             # Σ c·max(x, 0) = ½ (Σ c·x + Σ c·|x|).
-            half = (row_norms((positive / self.keep) @ self.made.matrix) * self.made.radius + ball.double()) / 2
-            best = torch.minimum(half, (in_ball(values, caps, self.budget) if bent else ball).double())
-            rest = positive @ self.offset.to(dtype) + (positive - part).sum(1) * self.lowest / self.keep
-            total.append(best + rest.double())
+            straight = row_norms((positive / self.keep) @ self.made.matrix) * self.made.radius
+            half = (straight + self.product_error(values) + ball) / 2
+            best = torch.minimum(half, in_ball(values, caps, self.budget) if bent else ball)
+            below = (positive - part).sum(1, dtype=torch.float64) * self.depth
+            total.append(best + against(positive, self.offset) + below)
         return torch.cat(total) * COMPUTED
 
     def row(self, out: Tensor) -> float:
@@ -930,15 +948,20 @@ class _Plain(_Neurons):
             positive = (out * direction).clamp(min=0).double()
             values = positive * self.size
             ball = math.sqrt(float(values.sum()) * largest_eigenvalue(gram(unit, values)))
-            straight = float(((positive / self.keep).to(self.made.matrix.dtype) @ self.made.matrix).double().norm())
-            rest = positive @ self.offset + ((out * direction).double().clamp(max=0).abs().sum()) * (
-                self.lowest / self.keep
-            )
-            best = max(best, min(ball, (straight * self.made.radius + ball) / 2) + float(rest))
+            row = (positive / self.keep).to(self.made.matrix.dtype)[None]
+            straight = float(row_norms(row @ self.made.matrix) * self.made.radius)
+            straight += float(self.product_error(values.to(row.dtype)[None]))
+            rest = positive @ self.offset + (out * direction).double().clamp(max=0).abs().sum() * self.depth
+            best = max(best, min(ball, (straight + ball) / 2) + float(rest))
         return best * COMPUTED
 
     def row_errors(self, out: Tensor) -> Tensor:
-        return torch.cat([(part.abs() @ self.error.to(out.dtype)).double() for part in chunks(out)]) * COMPUTED
+        return against(out.abs(), self.error) * COMPUTED
+
+    def product_error(self, values: Tensor) -> Tensor:
+        """Return what a matrix product in the working dtype may be off by, as a length: n·u·Σ|c_i|·‖row_i‖."""
+        unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
+        return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
 
 def chunks(matrix: Tensor) -> Iterator[Tensor]:
@@ -1026,6 +1049,8 @@ def bound(
     activation without a bound.
     """
     arithmetic = arithmetic or Arithmetic()
+    if layout.eps < 2.0**-126:
+        raise UserError(f"norm eps {layout.eps:g} is subnormal in fp32: a zero vector gives NaN; give it 1e-6 or so")
     limits = {}
     if target not in ("half", "norm-safe", "train"):
         raise UserError(f"target {target!r} is unknown; choose one of half, norm-safe, train")

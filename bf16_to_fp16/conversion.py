@@ -23,7 +23,7 @@ from .certificate import MAX_LENGTH, Arithmetic, Certificate, bound, served
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import UserError
 from .families import resolve
-from .families.types import Layout, ResolvedTensor, TensorSource
+from .families.types import RESIDUAL, Layout, ResolvedTensor, TensorSource
 from .fidelity import Fidelity, fidelity
 from .folder import carry_over, check_out, staged, write_json
 from .observe import ModuleRange, observe_ranges
@@ -36,6 +36,9 @@ from .writer import Written, write_fp16
 
 TARGETS = ("half", "norm-safe", "train")
 REPORT = "fp16_report.json"
+
+BEARABLE_DRIFT = 1 / 128
+"""Share of bf16's divergence that the drift of an unscaled eps may have."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ def convert(
     else:
         bounds = bound_source(checkpoint, target, max_length, talk)
         ranges = observe_source(checkpoint, inputs, talk) if run_model else None
-        layout, planned = best_plan(checkpoint, layout, ranges, target, margin_bits, bounds, talk)
+        bearable = drift_is_bearable(checkpoint, inputs, talk) if run_model else None
+        layout, planned = best_plan(checkpoint, layout, ranges, target, margin_bits, bounds, talk, bearable)
         chosen = planned.plan
     if dry_run:
         return Conversion({"family": layout.family.name, "plan": describe(chosen)}, None, planned, chosen)
@@ -204,28 +208,44 @@ def best_plan(
     margin_bits: float,
     bounds: Bounds | None = None,
     talk: Talk | None = None,
+    bearable: Callable[[Layout, Plan], bool] | None = None,
 ) -> tuple[Layout, Planned]:
     """Plan with the head as it is; where the tied head's limit stands in the way and it may be separated, plan with
     it separated.
 
-    ranges: what was observed; None plans from the bounds alone, which need no margin.
+    ranges: what was observed; None plans from the bounds alone, which need no margin. bearable: tries a plan whose
+    drift was predicted to be too dear, since the prediction weighs every norm alike.
     """
 
     talk = talk or Talk(quiet=True)
 
-    def plan_for(layout: Layout) -> Planned:
+    def plan_at(layout: Layout, possible: Mapping[str, ModuleRange] | None, exponent: int | None = None) -> Planned:
         weights = weights_of(checkpoint, layout)
+        if ranges is None:
+            assert possible is not None
+            return make_plan(layout, weights, possible, target=target, margin_bits=PROOF_MARGIN_BITS)
+        return make_plan(
+            layout,
+            weights,
+            ranges,
+            target=target,
+            margin_bits=margin_bits,
+            bounds=possible,
+            residual_exponent=exponent,
+        )
+
+    def plan_for(layout: Layout) -> Planned:
         exponent = -RESIDUAL_RANGE
         while True:
             possible = bounds(layout, exponent) if bounds is not None else None
             with talk.step("Planning the exponents"):
-                if ranges is None:
-                    assert possible is not None
-                    planned = make_plan(layout, weights, possible, target=target, margin_bits=PROOF_MARGIN_BITS)
-                else:
-                    planned = make_plan(
-                        layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=possible
-                    )
+                planned = plan_at(layout, possible)
+            if bearable is not None and layout.family.eps_key is None:
+                stream = next((f for f in planned.fallbacks if f.signal == RESIDUAL), None)
+                if stream is not None and stream.exponent is not None:
+                    trial = plan_at(layout, possible, stream.exponent)
+                    if bearable(layout, trial.plan):
+                        planned = trial
             chosen = planned.plan.residual_exponent
             # LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponent they were made
             # for or a smaller one. Each round starts from the last one's plan, until that covers itself.
@@ -241,6 +261,22 @@ def best_plan(
     if sum(v.excess_bits for v in other.violations) < sum(v.excess_bits for v in planned.violations):
         return apart, other
     return layout, planned
+
+
+def drift_is_bearable(checkpoint: Checkpoint, inputs: list[Batch], talk: Talk) -> Callable[[Layout, Plan], bool]:
+    """Return a function that runs the source with the eps that a plan amounts to, and says whether the drift's
+    divergence stays under 1/128 of bf16's: half of what fp16's own rounding may take."""
+
+    def of(layout: Layout, plan: Plan) -> bool:
+        with talk.step(f"Trying the drift of eps at 2^{plan.residual_exponent}"):
+            source, bf16, drifted = (
+                load(checkpoint.folder, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)
+            )
+            simulate_drift(drifted, layout, plan)
+            found = fidelity(source, bf16, drifted, inputs)
+        return found.kl_bf16 is not None and found.kl_fp16 <= found.kl_bf16 * BEARABLE_DRIFT
+
+    return of
 
 
 def weights_of(checkpoint: TensorSource, layout: Layout) -> Weights:

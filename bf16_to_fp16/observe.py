@@ -559,18 +559,20 @@ class ChannelRange:
     rows: int
 
 
+_STEPS_IN_A_BINADE = 8
+
+
 @dataclass(frozen=True)
 class NormRange:
-    """What entered a norm, per token: the largest ‖x‖₂, the least variance, and the means of 1/(var+eps) and
-    its square.
+    """What entered a norm, per token: the largest ‖x‖₂, and how the variances are spread.
 
-    The variance is what the norm divides by: the mean square of an RMS norm, the centred variance of ``nn.LayerNorm``.
+    ``variances``: fp64 [k, 2], a variance and the share of tokens near it (within a sixteenth of a binade); the
+    shares sum to 1. The variance is what the norm divides by: the mean square of an RMS norm, the centred variance of
+    ``nn.LayerNorm``.
     """
 
     norm_max: float
-    min_variance: float
-    mean_inverse_variance: float
-    mean_inverse_variance_squared: float
+    variances: Tensor
 
 
 @dataclass(frozen=True)
@@ -681,8 +683,7 @@ class _Meter:
         self.norm = is_norm(module)
         self.centred = isinstance(module, nn.LayerNorm)
         self.norm_max = 0.0
-        self.min_variance = math.inf
-        self.inverse = self.inverse_squared = 0.0
+        self.binades: dict[int, int] = {}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x = args[0] if args else kwargs.get("hidden_states")
@@ -691,21 +692,20 @@ class _Meter:
             if isinstance(x, Tensor) and x.is_floating_point():
                 self.input.add(x.detach())
                 if self.norm:
-                    self._add_norm(module, x.detach())
+                    self._add_norm(x.detach())
             self.output.add(y.detach())
 
-    def _add_norm(self, module: Any, x: Tensor) -> None:
+    def _add_norm(self, x: Tensor) -> None:
         x = x.reshape(-1, x.shape[-1]).double()
         variance = x.var(-1, correction=0) if self.centred else x.square().mean(-1)
-        inverse = 1 / (variance + (module.eps if self.centred else module.variance_epsilon))
         self.norm_max = max(self.norm_max, float(x.norm(dim=-1).max()))
-        self.min_variance = min(self.min_variance, float(variance.min()))
-        self.inverse += float(inverse.sum())
-        self.inverse_squared += float(inverse.square().sum())
+        steps = (variance.clamp(min=1e-30).log2() * _STEPS_IN_A_BINADE).round().int()
+        for step, count in zip(*steps.unique(return_counts=True), strict=True):
+            self.binades[int(step)] = self.binades.get(int(step), 0) + int(count)
 
     def result(self, scores: ScoreRange | None) -> ModuleRange:
         norm = None
         if self.norm:
-            rows = self.input.rows
-            norm = NormRange(self.norm_max, self.min_variance, self.inverse / rows, self.inverse_squared / rows)
+            shares = [(2.0 ** (k / _STEPS_IN_A_BINADE), n / self.input.rows) for k, n in sorted(self.binades.items())]
+            norm = NormRange(self.norm_max, torch.tensor(shares, dtype=torch.float64))
         return ModuleRange(self.input.result(), self.output.result(), norm, scores)

@@ -84,13 +84,14 @@ class Violation:
 class Fallback:
     """A signal that is not held under its limit for every input: the predicted error with and without doing so.
 
-    ``impossible``: no exponent does it.
+    ``impossible``: no exponent does it. ``exponent``: of the residual stream, the one that would.
     """
 
     signal: str
     cost_certified: float
     cost_observed: float
     impossible: bool
+    exponent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def make_plan(
     target: str = "half",
     margin_bits: float = MARGIN_BITS,
     bounds: Mapping[str, ModuleRange] | None = None,
+    residual_exponent: int | None = None,
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
 
@@ -129,8 +131,10 @@ def make_plan(
     bounds. target: ``half`` (every signal under 65504), ``norm-safe`` (also ‖h‖₂ of the residual stream under 256)
     or ``train`` (2 more bits, and gate pre-activations under 147.8). margin_bits: kept between a range and its
     limit. bounds: what they can reach on any input, held under the limits as well where that is worth it.
+    residual_exponent: the only one to consider, where it has been decided.
     """
-    return _Search(layout, weights, ranges, target, margin_bits, bounds).run()
+    search = _Search(layout, weights, ranges, target, margin_bits, bounds)
+    return search.run(None if residual_exponent is None else [residual_exponent])
 
 
 class _Search:
@@ -320,48 +324,49 @@ class _Search:
         return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
 
     def drift(self, r: int, *, corrected: bool) -> float:
-        """Return the sum over the norms of the squared relative change that an unscaled eps makes, 0 where eps is
+        """Return the sum over the norms of the mean squared relative change that an unscaled eps makes, 0 where eps is
         in the config.
 
-        To first order each output changes by δ = eps·(4^-r − 1) / (2·(var + eps)); a gain correction removes the
-        mean of δ.
+        A token of variance v changes by √((v + eps) / (v + eps·4^-r)) − 1; a gain correction takes out the mean.
         """
         if self.layout.family.eps_key is not None or r == 0:
             return 0.0
-        factor = self.layout.eps * (4.0**-r - 1) / 2
         total = 0.0
         for path in self.layout.norms:
-            norm = self.ranges[path].norm if path in self.ranges else None
-            if norm is not None:
-                mean, square = norm.mean_inverse_variance, norm.mean_inverse_variance_squared
-                total += factor**2 * max(0.0, square - mean**2 if corrected else square)
+            kept, shares = self.kept(path, r)
+            gain = self.gain_correction(path, r) if corrected else 1.0
+            total += float((shares * (gain * kept - 1).square()).sum())
         return total
 
-    def gain_corrections(self, r: int) -> dict[str, float]:
-        """Return the factor for each norm weight whose typical drift is more than one fp16 rounding.
+    def kept(self, path: str, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what an unscaled eps leaves of a norm's output, and the share of tokens of which it leaves that."""
+        norm = self.ranges[path].norm if path in self.ranges else None
+        if norm is None:
+            return torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        variance, shares = norm.variances.unbind(1)
+        return ((variance + self.layout.eps) / (variance + self.layout.eps * 4.0**-r)).sqrt(), shares
 
-        √((v + eps·4^-r) / (v + eps)) at the calibrated variance v, the harmonic mean over the tokens.
-        """
-        corrections = {}
-        if self.layout.family.eps_key is None and r != 0:
-            eps = self.layout.eps
-            for path in self.layout.norms:
-                norm = self.ranges[path].norm if path in self.ranges else None
-                if norm is None:
-                    continue
-                variance = max(0.0, 1 / norm.mean_inverse_variance - eps)
-                factor = math.sqrt((variance + eps * 4.0**-r) / (variance + eps))
-                if abs(factor - 1) > math.sqrt(ROUNDING):
-                    corrections[f"{path}.weight"] = factor
-        return corrections
+    def gain_correction(self, path: str, r: int) -> float:
+        """Return the factor on a norm's weight that leaves the least mean squared change, 1 where that is under one
+        fp16 rounding."""
+        kept, shares = self.kept(path, r)
+        factor = float((shares * kept).sum() / (shares * kept.square()).sum())
+        return factor if abs(factor - 1) > math.sqrt(ROUNDING) else 1.0
+
+    def gain_corrections(self, r: int) -> dict[str, float]:
+        """Return the factor for each norm weight whose typical drift is more than one fp16 rounding."""
+        if self.layout.family.eps_key is not None or r == 0:
+            return {}
+        factors = {f"{path}.weight": self.gain_correction(path, r) for path in self.layout.norms}
+        return {name: factor for name, factor in factors.items() if factor != 1.0}
 
     # -- the search -------------------------------------------------------------------------------------------------
 
-    def run(self) -> Planned:
+    def run(self, candidates: list[int] | None = None) -> Planned:
         """Enumerate r, solve the channels, move gains where needed, and collect what cannot be held."""
         movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
         steady = [s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY]
-        totals = {r: self.total_cost(r) for r in self.candidates()}
+        totals = {r: self.total_cost(r) for r in candidates or self.candidates()}
         by_exponent = {r: cost for r, (cost, *_) in totals.items()}
         least = min(by_exponent.values())
         r = min((e for e, cost in by_exponent.items() if cost <= least + INDIFFERENCE), key=abs)
@@ -392,7 +397,8 @@ class _Search:
             else Drift(relative_error=math.sqrt(self.drift(r, corrected=True) / len(self.layout.norms))),
             margin_bits=self.margin_bits,
         )
-        cost_of_proof = max(0.0, by_exponent[r] - min(free for _, free, _ in totals.values()))
+        price = PROOF_WORTH * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
+        cost_of_proof = max(0.0, by_exponent[r] - price - min(free for _, free, _ in totals.values()))
         return Planned(
             plan,
             tuple(self.violations(plan)),
@@ -405,8 +411,9 @@ class _Search:
     def residual_fallback(self, r: int) -> Fallback:
         """Return what holding the stream for every input would have cost."""
         held = [e for e in range(-RESIDUAL_RANGE, r) if self.residual_excess(e) == 0]
-        cost = self.residual_cost(max(held)) if held else math.inf
-        return Fallback(RESIDUAL, cost, self.residual_cost(r), not held)
+        if not held:
+            return Fallback(RESIDUAL, math.inf, self.residual_cost(r), True)
+        return Fallback(RESIDUAL, self.residual_cost(max(held)), self.residual_cost(r), False, max(held))
 
     def candidates(self) -> list[int]:
         """Return the residual exponents worth trying: around the largest that the stream's limits allow, and 0."""

@@ -245,7 +245,7 @@ def by_hand(
         name: ResolvedSignal(name, kind, 2, tuple(resolve_sighting(entry) for entry in seen))
         for name, (kind, seen) in SIGNALS.items()
     }
-    norm = NormRange(norm_max, min_variance=1.0, mean_inverse_variance=1.0, mean_inverse_variance_squared=1.0)
+    norm = NormRange(norm_max, torch.tensor([[1.0, 1.0]], dtype=torch.float64))
     ranges = {
         name: ModuleRange(reached(f"{name}:input"), reached(f"{name}:output"), norm if name == "norm" else None)
         for name in values

@@ -12,6 +12,7 @@ A family is a list of such records. Nothing here or in the family files computes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -296,9 +297,17 @@ class Layout:
 
     @property
     def eps(self) -> float:
-        """The norms' eps as the stock class uses it."""
+        """The norms' eps as the stock class uses it.
+
+        Raises UserError where the config's is not a positive number.
+        """
         key = self.family.eps_key
-        return float(str(self.config.get(key, self.family.eps))) if key else self.family.eps
+        if key is None:
+            return self.family.eps
+        found = self.config.get(key, self.family.eps)
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
+            raise UserError(f"config.json: {key!r} is {found!r}, not a small positive number such as 1e-06")
+        return float(found)
 
 
 def value(family: Family, config: Mapping[str, object], key: str) -> object:
