@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -244,8 +244,9 @@ def best_plan(
                 stream = next((f for f in planned.fallbacks if f.signal == RESIDUAL), None)
                 if stream is not None and stream.exponent is not None:
                     trial = plan_at(layout, possible, stream.exponent)
-                    if bearable(layout, trial.plan):
-                        planned = trial
+                    # A corrected gain is no longer carried over exactly, so the plain plan goes first.
+                    plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
+                    planned = next((t for t in (plain, trial) if bearable(layout, t.plan)), planned)
             chosen = planned.plan.residual_exponent
             # LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponent they were made
             # for or a smaller one. Each round starts from the last one's plan, until that covers itself.
