@@ -121,6 +121,7 @@ def audit(
     regimes: Sequence[str] = REGIMES,
     data: str | None = None,
     train_mode: bool = False,
+    attack_steps: int | None = None,
     subfolder: str | None = None,
     seed: int = 0,
     talk: Talk | None = None,
@@ -128,19 +129,37 @@ def audit(
     """Run ``source`` (folder or Hub id) in ``regimes`` and return the report: verdict, regimes with every site,
     environment.
 
-    data: text to run on, by default the built-in probe. train_mode: with dropout and the backward pass under a loss
-    scale. Raises ``UserError`` for a source or data that cannot be used.
+    data: text to run on besides the built-in probe. train_mode: with dropout and the backward pass under a loss
+    scale. attack_steps: gradient steps that go after every site, whose findings stand beside the certificate's bounds.
+    Raises ``UserError`` for a source or data that cannot be used.
     """
     talk = talk or Talk(quiet=True)
+    if attack_steps is not None and attack_steps < 1:
+        raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     checkpoint = open_checkpoint(source, subfolder)
     layout = resolve(checkpoint)
     with talk.step(f"Auditing {', '.join(regimes)}, eager and SDPA") as advance:
         results = audit_folder(
             checkpoint.folder, regimes=regimes, data=data, train_mode=train_mode, progress=advance, seed=seed
         )
+    searched: dict[str, Any] = {}
+    if attack_steps is not None:
+        from .attack import attack
+        from .certificate import bound, served
+
+        with talk.step("Searching for the worst inputs") as advance:
+            model = load(checkpoint.folder, torch.float16, half=True)
+            adversary = attack(model, layout, steps=attack_steps, seed=seed, progress=advance)
+        with talk.step("Bounding every signal"):
+            certificate = bound(layout, served(checkpoint, layout))
+        seen = dict(adversary.worst)
+        for site in results["half"].sites if "half" in results else ():
+            seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
+        searched = {"attack": adversary.to_json(), "certificate": certificate.to_json(seen)}
+    broken = bool(searched) and searched["attack"]["worst_headroom_bits"] < 0
     return {
         "schema": SCHEMA,
-        "verdict": verdict(results),
+        "verdict": "unsafe" if broken else verdict(results),
         "proof": "observed",
         "family": layout.family.name,
         "source": {
@@ -150,6 +169,7 @@ def audit(
         },
         "train_mode": train_mode,
         "regimes": {name: result.to_json() for name, result in results.items()},
+        **searched,
         "environment": environment(),
     }
 
@@ -171,8 +191,8 @@ def audit_folder(
     attention: Sequence[str] = ATTENTIONS,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    """Return what each regime shows on the checkpoint in ``folder``, on ``inputs``, else on ``data``, else on the
-    built-in probe.
+    """Return what each regime shows on the checkpoint in ``folder``, on ``inputs``, else on the built-in probe and
+    ``data``.
 
     device: a torch device name, by default the GPU where there is one. Raises ``UserError`` for a folder or data
     that cannot be used.
@@ -182,7 +202,9 @@ def audit_folder(
         raise UserError(f"{unknown[0]}: no such regime; choose from {', '.join(REGIMES)}")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = load_config(folder)
-    inputs = probe.batches(config, folder, data, seed=seed) if inputs is None else inputs
+    if inputs is None:
+        inputs = probe.batches(config, None, None, seed=seed)
+        inputs += probe.batches(config, folder, data, seed=seed) if data is not None else []
     chosen = [regime for regime in REGIMES if regime in regimes]
     share = len(attention) * len(inputs)
     results: dict[str, RegimeResult] = {}

@@ -66,8 +66,8 @@ NORM_ULPS = 4
 """Units of 2⁻²⁴ of the mean magnitude that a LayerNorm may be off by before it divides by the deviation, which may be
 as small as √eps: inputs almost the same in every channel. Kernels measured here stay under 2."""
 
-HOPELESS = 2.0**40
-"""Weights from here on are not worth planning for: three exponents of 24 at most meet in one weight."""
+HOPELESS = 2.0**62
+"""Weights from here on cannot be planned for: three exponents of 24 meet in one at most, and squares overflow fp32."""
 
 COMPUTED = 1 + 2.0**-18
 """What the bounds are multiplied with for the rounding of their own computation in fp32 and fp64."""

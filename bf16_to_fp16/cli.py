@@ -7,8 +7,8 @@ unsafe, 2 bad input or usage with one line ``error: …``, 130 interrupted. Heav
 from __future__ import annotations
 
 import json
+import logging
 import os
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -26,9 +26,15 @@ source = click.argument("source")
 data = click.option(
     "--data",
     metavar="FILE",
-    help="Text to run on: JSONL, CSV, Parquet, text, or a Hub dataset; default: the built-in probe.",
+    help="Text to run on besides the built-in probe: JSONL, CSV, Parquet, text, or a Hub dataset.",
 )
-json_file = click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON; - for standard output.")
+json_file = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    callback=lambda context, option, target: checked_target(target, "--json"),
+    help="Write the report as JSON; - for standard output.",
+)
 force = click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 seed = click.option("--seed", type=int, default=0, show_default=True, help="Seed of the built-in probe.")
 max_length = click.option(
@@ -112,7 +118,6 @@ def convert_command(
         margin_bits=MARGIN_BITS if margin is None else margin,
         max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
         seed=seed,
-        command=shlex.join(["bf16-to-fp16", *sys.argv[1:]]),
         talk=talker(),
     )
     write_report(json_file, result.report)
@@ -136,6 +141,13 @@ def convert_command(
 )
 @data
 @click.option("--train-mode", is_flag=True, help="With dropout, and the backward pass under a loss scale.")
+@click.option(
+    "--attack",
+    "attack_steps",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Search by gradient for the input that comes nearest to each limit, and compare with the certificate.",
+)
 @subfolder
 @seed
 @click.option("--html", type=FOLDER, metavar="FILE", help="Write the report as a page.")
@@ -145,12 +157,14 @@ def audit_command(
     regimes: tuple[str, ...],
     data: str | None,
     train_mode: bool,
+    attack_steps: int | None,
     subfolder: str | None,
     seed: int,
     html: Path | None,
     json_file: str | None,
 ) -> int:
     """Run SOURCE in fp16 the ways people run it and measure every operation."""
+    checked_target(html, "--html")
     from . import terminal
     from .auditing import REGIMES, audit
 
@@ -159,6 +173,7 @@ def audit_command(
         regimes=regimes or REGIMES,
         data=data,
         train_mode=train_mode,
+        attack_steps=attack_steps,
         subfolder=subfolder,
         seed=seed,
         talk=talker(),
@@ -210,12 +225,13 @@ def certify_command(
 @json_file
 def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) -> int:
     """Write the source's weights back from a converted folder: the inverse of its recorded plan."""
+    from . import terminal
     from .conversion import undo
 
     written = undo(folder, out, force=force, talk=talker())
     write_report(json_file, {"out": str(written)})
     if json_file != "-":
-        print(f"{written} holds the weights from before the conversion")
+        print(f"{written} holds the weights from before the conversion: {terminal.exactness(folder)}")
     return SAFE
 
 
@@ -261,6 +277,16 @@ def talker() -> Any:
     from .talk import Talk
 
     return Talk()
+
+
+def checked_target(target: Any, option: str) -> Any:
+    """Return ``target``; raise UserError at once where a report could not be written after the work is done."""
+    if target is None or str(target) == "-":
+        return target
+    parent = Path(target).absolute().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(target).is_dir():
+        raise UserError(f"{target}: cannot be written there; choose another file for {option}")
+    return target
 
 
 def write_report(target: str | None, data: Any) -> None:
@@ -310,7 +336,8 @@ def main(arguments: list[str] | None = None) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
-        hint = " (see bf16-to-fp16 --help)" if isinstance(error, click.UsageError) else ""
+        command = getattr(getattr(error, "ctx", None), "command_path", None) or "bf16-to-fp16"
+        hint = f" (see {command} --help)" if isinstance(error, click.UsageError) else ""
         return complain(f"{error.format_message()}{hint}")
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
@@ -333,3 +360,4 @@ def quieten() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -9,6 +9,7 @@ that is done.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,9 @@ from .writer import Written, write_fp16
 
 TARGETS = ("half", "norm-safe", "train")
 REPORT = "fp16_report.json"
+
+MOST_MARGIN = 12
+"""Bits of margin that leave a signal any room: 65504·2⁻¹² is 16."""
 
 BEARABLE_DRIFT = 1 / 128
 """Share of bf16's divergence that the drift of an unscaled eps may have."""
@@ -86,13 +90,14 @@ def convert(
     talk = talk or Talk(quiet=True)
     if target not in TARGETS:
         raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
-    if margin_bits < 0:
-        raise UserError(f"a margin of {margin_bits} bits is negative; give 0 or more")
+    if not 0 <= margin_bits <= MOST_MARGIN:
+        raise UserError(f"a margin of {margin_bits} bits cannot be kept; give 0 to {MOST_MARGIN}")
     if max_length < 1:
         raise UserError(f"a maximum length of {max_length} is not a number of positions; give 1 or more")
     if data is not None and not run_model:
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
     out = Path(out)
+    command = command or command_of(source, out, target, run_model, data, plan, subfolder, margin_bits)
     checkpoint = open_checkpoint(source, subfolder)
     if not dry_run:
         check_out(out, checkpoint.folder, force=force)
@@ -146,6 +151,30 @@ def convert(
         write_page(work / "fp16_report.html", result)
         write_card(work / "README.md", checkpoint, result)
     return Conversion(result, out, planned, chosen)
+
+
+def command_of(
+    source: str | Path,
+    out: Path,
+    target: str,
+    run_model: bool,
+    data: str | None,
+    plan: str | Path | None,
+    subfolder: str | None,
+    margin_bits: float,
+) -> str:
+    """Return the command line that does the same again; of local paths only the last part, since it is published."""
+
+    def shown(path: str | Path) -> str:
+        return Path(path).name if Path(path).exists() else str(path)
+
+    words = ["bf16-to-fp16", "convert", shown(source), out.name]
+    words += [] if target == "half" else ["--target", target]
+    words += [] if run_model else ["--no-audit"]
+    words += [] if margin_bits == MARGIN_BITS else ["--margin", f"{margin_bits:g}"]
+    for option, value in (("--data", data), ("--plan", plan), ("--subfolder", subfolder)):
+        words += [] if value is None else [option, shown(value)]
+    return shlex.join(words)
 
 
 def gather(checkpoint: Checkpoint, data: str | None, seed: int) -> list[Batch]:
@@ -409,6 +438,9 @@ def rescale(
     """
     source = ModelTensors(model)
     layout = resolve(source)
+    narrow = sorted({t.dtype for t in source.tensors.values()} & {"F16", "BF16"})
+    if narrow:
+        raise UserError(f"{source.source} holds {narrow[0]} parameters; load it with dtype=torch.float32 to rescale it")
     ranges = observe_ranges(model, inputs if inputs is not None else batches(model.config, None, None))
     planned = make_plan(layout, weights_of(source, layout), ranges, target=target, margin_bits=margin_bits)
     apply(model, layout, planned.plan)
@@ -424,6 +456,8 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, talk: Talk
     """
     talk = talk or Talk(quiet=True)
     folder, out = Path(folder), Path(out)
+    if not (folder / REPORT).is_file():
+        raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     plan = read_plan(folder)
     record = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     checkpoint = open_checkpoint(folder)
@@ -444,5 +478,5 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, talk: Talk
         with talk.step(f"Writing {len(back)} tensors") as advance:
             write_fp16(checkpoint, back, work, progress=advance)
         write_json(work / "config.json", config)
-        carry_over(folder, work)
+        carry_over(folder, work, back=True)
     return out

@@ -10,6 +10,8 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import terminal
 from .auditing import audit
 from .conversion import convert
@@ -25,6 +27,8 @@ def demo(out: Path, *, talk: Talk, show: bool = True) -> list[dict[str, Any]]:
     ``show``: print the tables to standard output.
     """
     reports = []
+    # On models this small, threads wait for each other longer than they work.
+    torch.set_num_threads(1)
     with as_file(files("bf16_to_fp16") / "demo_data") as data:
         for name in NAMES:
             talk.say(f"{name}: as trained, every parameter in fp16")

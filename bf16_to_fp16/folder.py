@@ -42,8 +42,8 @@ OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html",
 
 
 def check_out(out: Path, source: Path, *, force: bool) -> None:
-    """Raise UserError unless a folder can be made at ``out``: absent (or replaceable under ``force``), apart from
-    the source, writable."""
+    """Raise UserError unless a folder can be made at ``out``: absent or empty (or anything, under ``force``),
+    apart from the source, writable."""
     if out.exists() or out.is_symlink():
         if not out.is_dir() or out.is_symlink():
             raise UserError(f"{out} exists and is not a folder; choose another output path")
@@ -133,13 +133,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def carry_over(source: Path, target: Path, *, tokenizer: Path | None = None) -> tuple[list[str], list[str]]:
+def carry_over(
+    source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
+) -> tuple[list[str], list[str]]:
     """Copy the files that belong to a checkpoint besides its weights, and return the names carried over and left
     out.
 
     ``tokenizer``: a folder beside the source that holds the tokenizer (diffusers layouts). A folder that
     ``modules.json`` names is carried over whole; one that is missing raises UserError. The source's model card
-    becomes ``SOURCE_README.md``.
+    becomes ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind.
     """
     carried, left_out = [], []
     modules = side_modules(source)
@@ -151,8 +153,12 @@ def carry_over(source: Path, target: Path, *, tokenizer: Path | None = None) -> 
             elif not entry.name.startswith("."):
                 left_out.append(f"{entry.name}/")
         elif entry.name == "README.md":
-            shutil.copyfile(entry, target / "SOURCE_README.md")
-            carried.append("README.md")
+            if not back:
+                shutil.copyfile(entry, target / "SOURCE_README.md")
+                carried.append("README.md")
+        elif back and entry.name == "SOURCE_README.md":
+            shutil.copyfile(entry, target / "README.md")
+            carried.append(entry.name)
         elif entry.name in OWN_FILES:
             continue
         elif entry.name.endswith(OTHER_WEIGHTS):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .families.types import Attention, Ends, Layout, value
 from .numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM, headroom_bits
 from .probe import Batch, run
 
@@ -709,3 +710,91 @@ class _Meter:
             shares = [(2.0 ** (k / _STEPS_IN_A_BINADE), n / self.input.rows) for k, n in sorted(self.binades.items())]
             norm = NormRange(self.norm_max, torch.tensor(shares, dtype=torch.float64))
         return ModuleRange(self.input.result(), self.output.result(), norm, scores)
+
+
+@contextmanager
+def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
+    """Yield a dictionary that each forward fills with differentiable values of the sites that can overflow, by the
+    audit's names: linears, scores, context, gated products, the residual stream before each norm, norms' outputs.
+
+    Scores are recomputed from queries and keys, [rows, heads, queries, keys]; everything else has the channels last.
+    """
+    found: dict[str, Tensor] = {}
+    handles = []
+
+    def output(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            found[name] = result[0] if isinstance(result, tuple) else result
+
+        return hook
+
+    def entering(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            found[name] = args[0]
+
+        return hook
+
+    def scores(wiring: Attention, heads: int) -> Any:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            q, k = (found[p].unflatten(-1, (heads, -1)).transpose(1, 2) for p in (wiring.query, wiring.key))
+            found[f"{wiring.at}:scores"] = q @ k.transpose(-1, -2)
+
+        return hook
+
+    def watch(path: str, *, before: str = "", after: str = "", also: Any = None) -> None:
+        module = model.get_submodule(path)
+        if before:
+            handles.append(module.register_forward_pre_hook(entering(before)))
+        if after:
+            handles.append(module.register_forward_hook(output(after)))
+        if also is not None:
+            handles.append(module.register_forward_hook(also))
+
+    stream = ""
+    for wiring in layout.wiring:
+        if isinstance(wiring, Ends):
+            stream = f"{wiring.at}:add" if wiring.positions else f"{wiring.embedding}:embedding"
+            watch(wiring.norm, after=f"{wiring.norm}:{layout.family.norm_site}")
+            continue
+        watch(wiring.norm, before=stream, after=f"{wiring.norm}:{layout.family.norm_site}")
+        stream = wiring.add
+        if isinstance(wiring, Attention):
+            heads = int(str(value(layout.family, layout.config, wiring.heads)))
+            watch(wiring.value, after=wiring.value)
+            watch(wiring.query, after=wiring.query)
+            watch(wiring.key, after=wiring.key)
+            watch(wiring.output, before=f"{wiring.at}:context", after=wiring.output)
+            watch(wiring.at, also=scores(wiring, heads))
+        else:
+            watch(wiring.linear, after=wiring.linear)
+            if wiring.gate:
+                watch(wiring.gate, after=wiring.gate)
+                watch(wiring.output, before=f"{wiring.at}:mul")
+            watch(wiring.output, after=wiring.output)
+    # The last stream of each stack enters its final norm.
+    for ends, last in zip(ends_of(layout), last_adds(layout), strict=True):
+        watch(ends.norm, before=last)
+    if not layout.encoder_only:
+        head = layout.family.head.removesuffix(".weight")
+        watch(head, after=head)
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def ends_of(layout: Layout) -> list[Ends]:
+    """Return the ends of each stack, the encoder's first."""
+    return [w for w in layout.wiring if isinstance(w, Ends)]
+
+
+def last_adds(layout: Layout) -> list[str]:
+    """Return the site of the last residual add of each stack."""
+    found: list[str] = []
+    for wiring in layout.wiring:
+        if isinstance(wiring, Ends):
+            found.append("")
+        else:
+            found[-1] = wiring.add
+    return found

@@ -416,8 +416,9 @@ def _columns(data: str, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, s
             known = [name for name in _TEXT_COLUMNS if name in strings]
             others = [name for name in strings if name != "target"]
             if not known and not others:
+                names = ", ".join(map(str, row)) or "none"
                 raise UserError(
-                    f"{data}: no text column among {', '.join(map(str, row)) or 'none'}; name one `input` or `text`"
+                    f"{data}: no column of strings among {names}; put text into one named `input` or `text`"
                 )
             column = (known or others)[0]
         text, target = row.get(column), row.get("target")

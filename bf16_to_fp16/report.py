@@ -26,6 +26,9 @@ from .writer import Written
 NOISE = 1e-9
 """Divergences under it are the noise of fp32 logits."""
 
+ALL_BITS = 40.0
+"""Bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN."""
+
 OUTPUT = "the output, against bf16's error"
 """Names the violation of an fp16 output that is less accurate than bf16's."""
 
@@ -59,7 +62,7 @@ def build(
     config_changes: Mapping[str, Any],
     carried: Sequence[str],
     left_out: Sequence[str],
-    command: str | None,
+    command: str,
 ) -> dict[str, Any]:
     """Return the report of a conversion as JSON data; its keys are described in the README."""
     short = [*(planned.violations if planned else ()), *(too_inexact(fidelity) if fidelity else ())]
@@ -83,7 +86,7 @@ def build(
         "signals": signals_of(layout, plan, ranges) if ranges is not None else [],
         "precision": precision_of(layout, plan, ranges) if ranges is not None else [],
         "unsafe": [asdict(v) for v in short],
-        "command": command or f"bf16_to_fp16.convert({checkpoint.source!r}, ...)",
+        "command": command,
         "environment": environment(),
     }
 
@@ -168,7 +171,7 @@ def too_inexact(fidelity: Fidelity) -> list[Violation]:
     bf16, fp16 = fidelity.kl_bf16, fidelity.kl_fp16
     if bf16 is None or not math.isfinite(bf16) or fp16 <= max(bf16, NOISE):
         return []
-    lost = math.log2(fp16 / max(bf16, NOISE)) / 2 if math.isfinite(fp16) else math.inf
+    lost = math.log2(fp16 / max(bf16, NOISE)) / 2 if math.isfinite(fp16) else ALL_BITS
     return [Violation(OUTPUT, lost, INEXACT)]
 
 

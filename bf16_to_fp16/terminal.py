@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,34 @@ def print_audit(report: Mapping[str, Any]) -> None:
     screen.print(regime_table(report["regimes"]))
     for name, regime in report["regimes"].items():
         screen.print(site_table(name, regime["sites"][:WORST_SITES]))
+    if "attack" in report:
+        print_attack(screen, report)
+
+
+def print_attack(screen: Console, report: Mapping[str, Any]) -> None:
+    """Print how near the adversary came to each limit, between random inputs and the bound."""
+    attack = report["attack"]
+    bounds = {site["name"]: site for site in report["certificate"]["sites"]}
+    screen.print(
+        f"the worst input that {attack['steps']} gradient steps found leaves"
+        f" {attack['worst_headroom_bits']:.1f} bits of headroom"
+    )
+    table = Table(
+        "site", "random", "found", "bound", "limit", "bound / found", title="worst found", title_justify="left"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for site in [s for s in attack["sites"] if s["name"] in bounds][:WORST_SITES]:
+        top = bounds[site["name"]]["bound"]
+        table.add_row(
+            site["name"],
+            bound_of(site["random"]),
+            bound_of(site["worst"]),
+            bound_of(top),
+            f"{site['limit']:,.4g}",
+            f"{top / site['worst']:.1f}" if 0 < site["worst"] < math.inf else "-",
+        )
+    screen.print(table)
 
 
 def print_certificate(report: Mapping[str, Any]) -> None:
@@ -103,6 +132,15 @@ def print_proof(screen: Console, report: Mapping[str, Any]) -> None:
             if report["verdict"] == "safe"
             else f"not certified at {over} of {len(certificate['sites'])} sites, the worst below"
         )
+
+
+def exactness(folder: Path) -> str:
+    """Return how many weights of a converted folder come back bit for bit, in words."""
+    weights = json.loads((folder / "fp16_report.json").read_text(encoding="utf-8"))["weights"]
+    changed = round(weights["elements"] * (1 - weights["lossless_fraction"]))
+    if changed == 0:
+        return "all of them bit for bit"
+    return f"all but {changed:,} of {weights['elements']:,} bit for bit, those to fp16's precision"
 
 
 def print_unproven(screen: Console, report: Mapping[str, Any]) -> None:
@@ -180,8 +218,8 @@ def figure_table(report: Mapping[str, Any]) -> Table:
     close, weights, plan = report["fidelity"], report["weights"], report["plan"]
     if close is not None:
         measure = "KL to fp32" if close["measure"] == "kl" else close["measure"]
-        table.add_row(f"{measure}, source in bf16", f"{close['kl_bf16']:.2e}")
-        row = f"{close['kl_fp16']:.2e}{ratio(close['kl_bf16'], close['kl_fp16'])}"
+        table.add_row(f"{measure}, source in bf16", error_of(close["kl_bf16"]))
+        row = f"{error_of(close['kl_fp16'])}{ratio(close['kl_bf16'], close['kl_fp16'])}"
         table.add_row(f"{measure}, output in fp16", row)
     table.add_row("weights carried over exactly", f"{100 * weights['lossless_fraction']:.4f}%")
     table.add_row("weights flushed to zero", f"{weights['flushed_to_zero']:,}")
@@ -196,8 +234,15 @@ def figure_table(report: Mapping[str, Any]) -> Table:
     return table
 
 
-def divergence(value: float) -> str:
+def error_of(value: float | None) -> str:
+    """Return a divergence or error with three digits; None stands for a model that gave inf or NaN."""
+    return "not finite" if value is None else f"{value:.2e}"
+
+
+def divergence(value: float | None) -> str:
     """Return a divergence with two digits; under 1e-12 it is the noise of fp32 logits."""
+    if value is None:
+        return "not finite"
     return "under 1e-12" if value < 1e-12 else f"{value:.1e}"
 
 
@@ -211,9 +256,9 @@ def moved_channels(report: Mapping[str, Any]) -> list[str]:
     return [f"{count:,} {kind}" for kind, count in counts.items()]
 
 
-def ratio(bf16: float, fp16: float) -> str:
-    """Return how many times smaller the fp16 error is, in words."""
-    if not (fp16 > 0 and math.isfinite(fp16) and bf16 > 0 and math.isfinite(bf16)):
+def ratio(bf16: float | None, fp16: float | None) -> str:
+    """Return how many times smaller the fp16 error is, in words; nothing where one of them is not a number."""
+    if bf16 is None or fp16 is None or not (fp16 > 0 and math.isfinite(fp16) and bf16 > 0 and math.isfinite(bf16)):
         return ""
     return f" ({bf16 / fp16:.0f} times smaller)" if bf16 > fp16 else f" ({fp16 / bf16:.1f} times larger)"
 

@@ -17,7 +17,17 @@ from bf16_to_fp16.families import Kind, Layout, resolve, resolve_sighting
 from bf16_to_fp16.families.types import RESIDUAL, ResolvedSignal, ResolvedTensor
 from bf16_to_fp16.numerics import FP16_MAX, NORM_SAFE_LIMIT
 from bf16_to_fp16.observe import ChannelRange, ModuleRange, NormRange, observe_ranges
-from bf16_to_fp16.planner import CHANNEL_RANGE, EXCESS, RESTRAINT, ROUNDING, Weights, _Search, make_plan
+from bf16_to_fp16.planner import (
+    CHANNEL_RANGE,
+    EXCESS,
+    INDIFFERENCE,
+    PROOF_WORTH,
+    RESTRAINT,
+    ROUNDING,
+    Weights,
+    _Search,
+    make_plan,
+)
 from bf16_to_fp16.precision import GRID, STEP_NOISE, loss_table
 from bf16_to_fp16.probe import batches
 from bf16_to_fp16.rescaling import Plan, apply, exponents_of
@@ -204,7 +214,7 @@ def test_the_exponents_of_a_tensor_are_the_sum_over_its_axes() -> None:
     assert v.full((15, 24))[4].tolist() == [4 - 2] * 24
 
 
-# -- two channels by hand --------------------------------------------------------------------------------------------
+# -- two channels by hand ---------------------------------------------------------------------------------------------
 
 SIGNALS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     RESIDUAL: (Kind.RESIDUAL, ("+embed:output", "+norm:input", "+o:output")),
@@ -348,3 +358,75 @@ def test_what_a_moved_gain_makes_needless_moves_back() -> None:
     assert make_plan(layout, weights, ranges).plan.exponents == {"norm": -3}
     without = {name: tensor for name, tensor in layout.tensors.items() if name != "gate"}
     assert make_plan(replace(layout, tensors=without), weights, ranges).plan.exponents == {"value": 3}
+
+
+# -- proofs -----------------------------------------------------------------------------------------------------------
+
+
+MOVES = (Kind.RESIDUAL, Kind.VALUE, Kind.NEURON)
+
+
+def reachable(factor: float, ranges: dict[str, ModuleRange]) -> dict[str, ModuleRange]:
+    """Return ranges ``factor`` times as large, as bounds would be."""
+
+    def times(channel: ChannelRange) -> ChannelRange:
+        return ChannelRange(channel.amax * factor, channel.mean_square, channel.rows)
+
+    return {
+        path: replace(
+            r,
+            input=times(r.input),
+            output=times(r.output),
+            norm=r.norm and replace(r.norm, norm_max=r.norm.norm_max * factor),
+        )
+        for path, r in ranges.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["gated", "t5", "pegasus"])
+@pytest.mark.parametrize("factor", [1.0, 6.0])
+def test_the_plan_is_the_best_of_all_exponents_found_by_exhaustive_search(kind: str, factor: float) -> None:
+    """Given r, each channel's exponent is the best of all 49, bounds and their price included; and so is r."""
+    _, source, layout, ranges = observed(kind)
+    bounds = reachable(factor, dict(ranges))
+    search = _Search(layout, weights_of(source, layout), ranges, "half", 1.25, bounds)
+    movable = [s for s in layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
+
+    def total(r: int) -> float:
+        cost = search.residual_cost(r)
+        if search.residual_excess(r) > 0:
+            cost += PROOF_WORTH * len(layout.signals[RESIDUAL].seen)
+        for signal in movable:
+            free, held = search.channel_costs(signal, r), search.channel_costs(signal, r) + search.proof_costs(signal)
+            alone = sum(min(float(free[c, e]) for e in range(free.shape[1])) for c in range(signal.size))
+            proven = sum(min(float(held[c, e]) for e in range(held.shape[1])) for c in range(signal.size))
+            cost += min(proven, alone + PROOF_WORTH * len(signal.seen))
+        return cost
+
+    every = {r: total(r) for r in range(-24, 25)}
+    planned = make_plan(layout, weights_of(source, layout), ranges, bounds=bounds)
+    assert planned.cost == pytest.approx(every[planned.plan.residual_exponent], rel=1e-9)
+    assert planned.cost <= min(every.values()) + INDIFFERENCE * (1 + 1e-9)
+    certain = [f.signal for f in planned.fallbacks]
+    for name, r in bounds.items():
+        for side, channel in (("input", r.input), ("output", r.output)):
+            for signal in layout.signals.values():
+                for seen in signal.seen:
+                    if (seen.module, seen.side) == (name, side) and signal.name not in certain and signal.kind in MOVES:
+                        e = torch.as_tensor(planned.plan.exponent(signal.name), dtype=torch.float64)
+                        assert bool((channel.amax.double() * 2.0 ** (seen.sign * e) <= 65504).all())
+
+
+def test_a_bound_that_no_exponent_holds_or_that_is_too_dear_is_given_up_by_name() -> None:
+    _, source, layout, ranges = observed("gated")
+    weights = weights_of(source, layout)
+    free = make_plan(layout, weights, ranges)
+    assert free.fallbacks == () and free.cost_of_proof == 0
+    # What flows through a neuron cannot be brought from 2⁶⁰ under 65504 and leave the weights in fp16.
+    huge = make_plan(layout, weights, ranges, bounds=reachable(2.0**60, dict(ranges)))
+    given_up = {f.signal: f for f in huge.fallbacks}
+    assert RESIDUAL in given_up and any(name.endswith(".neuron") for name in given_up)
+    assert all(f.cost_certified > f.cost_observed for f in huge.fallbacks)
+    assert huge.plan.exponents == free.plan.exponents
+    assert huge.plan.residual_exponent == free.plan.residual_exponent
+    assert not huge.violations

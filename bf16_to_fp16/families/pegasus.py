@@ -212,6 +212,7 @@ PEGASUS = Family(
     eps_key=None,
     eps=1e-5,
     centred_norm=True,
+    norm_site="layer_norm",
     dropout={"stream": "dropout", "attention": "attention_dropout", "neurons": "activation_dropout"},
     untie="copy",
 )

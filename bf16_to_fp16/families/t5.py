@@ -195,6 +195,7 @@ T5 = Family(
     eps_key="layer_norm_epsilon",
     eps=1e-6,
     centred_norm=False,
+    norm_site="mul#2",
     dropout=DROPOUT,
     untie="scaled",
 )

@@ -193,6 +193,8 @@ class Family:
     """The eps that stock code uses where the config does not say."""
     centred_norm: bool
     """True for LayerNorm (mean subtracted), False for RMSNorm."""
+    norm_site: str
+    """Name of the operation that gives a norm's output, as the audit names it in fp16."""
     dropout: Mapping[str, str]
     """Config keys of the dropout rates: of the residual "stream" and what joins it, of "attention" weights, of
     "neurons"."""
