@@ -379,6 +379,7 @@ def aims(
             elif isinstance(wiring, FeedForward):
                 choices = [("output", p) for p in (wiring.output, wiring.gate or wiring.linear, wiring.linear)]
                 what, path = (*choices, ("input", wiring.output), *choices[:1])[b % 5]
+                sign = (1, -1)[b // 5 % 2]
                 entry.append(Aim(what, wiring, path, channel(path, what), at, other, sign))
             elif not encoder:
                 path = layout.family.head.removesuffix(".weight")
@@ -1057,12 +1058,12 @@ def tightness(model: Any, texts: list[dict[str, Tensor]], seed: int, steps: int)
         int(str(value(layout.family, layout.config, w.heads))) for w in layout.wiring if isinstance(w, Attention)
     )
     lengths, wide = (max(6, heads), max(6, heads)), heads > 8
-    batch = 8 if wide else 24
+    batch = 10 if wide else 24
     worst: dict[str, float] = {}
     model.set_attn_implementation("eager")
     for round_ in range(1 if wide else 2):
         targets = aims(layout, certificate, batch, lengths, r, 1.0)
-        inputs = ascend(model, layout, targets, lengths, seed + round_, steps // 2 if wide else steps)
+        inputs = ascend(model, layout, targets, lengths, seed + round_, steps)
 
         def free(chosen: Mapping[str, Tensor] = inputs) -> None:
             with reading(model, chosen):

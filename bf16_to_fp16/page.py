@@ -230,6 +230,13 @@ def figures(report: Mapping[str, Any]) -> list[Figure]:
         reached = "overflow" if kept == "none" else f"max |x| {magnitude(regime['amax'])} of 65504"
         value = kept if kept in ("none", "all", "–") else f"{kept} bits"
         result.append(Figure(f"headroom in {name}", value, f"{reached} at {place}" if place else reached))
+    certificate = report.get("certificate")
+    if certificate and certificate["holds"]:
+        note = f"of up to {certificate['max_length']:,} positions, by bounds at {len(certificate['sites'])} places"
+        result.append(Figure("headroom for any input", f"{bits(certificate['headroom_bits'])} bits", note))
+    elif certificate:
+        over = [site["name"] for site in certificate["sites"] if not site["holds"]]
+        result.append(Figure("not proven for every input", f"{len(over)} places", f"the first is {over[0]}"))
     close, weights = report.get("fidelity"), report.get("weights")
     if close:
         result.append(Figure("fp16 against bf16", *closeness(close)))
