@@ -159,8 +159,18 @@ def randomise(model: Any, r: random.Random) -> None:
     for wiring in layout.wiring:
         if isinstance(wiring, Attention):
             cancel_attention(state, wiring, int(str(value(layout.family, layout.config, wiring.heads))), r)
-        elif isinstance(wiring, FeedForward) and r.random() < 0.3:
+            if r.random() < 0.2:
+                # Steps of the last subnormals, whose partial sums round by their own size.
+                tiny = state[f"{r.choice([wiring.query, wiring.key, wiring.value])}.weight"]
+                tiny.copy_(tiny.sign() * 2.0**-24 * r.choice([1, 1, 2, 3]))
+        elif r.random() < 0.3 and isinstance(wiring, FeedForward):
             cancel_neurons(state, wiring)
+        elif r.random() < 0.3 and isinstance(wiring, FeedForward):
+            sink_neurons(state, wiring)
+    if r.random() < 0.25:
+        # One magnitude everywhere, so that the largest entry meets whatever its mantissa does to a rounding.
+        table = state[layout.family.embedding]
+        table.copy_(torch.randn_like(table).sign() * (1 + r.random()) * 2.0 ** r.randint(-4, 8))
     if layout.family.centred_norm and r.random() < 0.3:
         cancel_biases(state, layout)
     if "final_logits_bias" in model.state_dict():
@@ -242,6 +252,18 @@ def cancel_neurons(state: Mapping[str, Tensor], w: FeedForward) -> None:
                 if tensor is not None:
                     tensor[j + 1] = tensor[j]
         out[:, j + 1] = -out[:, j] * (1 + 2.0**-10)
+
+
+def sink_neurons(state: Mapping[str, Tensor], w: FeedForward) -> None:
+    """Make all neurons of a plain feed-forward alike, with negative output weights: together they reach the least that
+    an activation gives."""
+    if w.gate:
+        return
+    linear, out = state[f"{w.linear}.weight"], state[f"{w.output}.weight"]
+    linear.copy_(linear[:1] / linear[:1].norm().clamp(min=1e-6) * 2)
+    out.copy_(-out.abs())
+    if f"{w.linear}.bias" in state:
+        state[f"{w.linear}.bias"].zero_()
 
 
 def cancel_biases(state: Mapping[str, Tensor], layout: Layout) -> None:

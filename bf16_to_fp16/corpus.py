@@ -530,7 +530,7 @@ def _text_columns(data: Data, dataset: Any) -> tuple[str, str | None]:
     preferred = [name for name in probe._TEXT_COLUMNS if name in others]
     if data.input_column is None and not others:
         raise UserError(
-            f"{data.path}: no text column among {', '.join(names) or 'none'}; name one in the recipe's data"
+            f"{data.path}: no column of strings among {', '.join(names) or 'none'}; name one in the recipe's data"
         )
     return data.input_column or (preferred or others)[0], target
 

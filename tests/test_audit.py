@@ -255,7 +255,7 @@ def test_progress_counts_every_step_once(tmp_path: Path) -> None:
     assert total == 3 * 2 * 6  # regimes, attentions, batches
 
 
-def test_data_takes_the_probe_s_place(tmp_path: Path) -> None:
+def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
     folder = saved("t5", tmp_path / "model")
@@ -266,7 +266,7 @@ def test_data_takes_the_probe_s_place(tmp_path: Path) -> None:
         folder, regimes=("half",), data=str(tmp_path / "data.txt"), progress=lambda done, total: steps.append(total)
     )
     assert result["half"].safe
-    assert steps == [4] * 4
+    assert steps == [2 * (6 + 2)] * 16  # attentions, batches of the probe and of the data
 
 
 def broken_config(folder: Path, **changes: Any) -> None:

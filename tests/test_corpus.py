@@ -745,7 +745,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_subset_and_split(
         ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
         ("utf.jsonl", b'{"text": "\xff"}\n', "not UTF-8"),
         ("list.jsonl", b"[1]\n", "line 1 is not an object"),
-        ("number.jsonl", b'{"n": 1}\n', "no text column among n"),
+        ("number.jsonl", b'{"n": 1}\n', "no column of strings among n"),
         ("mixed.jsonl", b'{"text": "a"}\n{"text": 3}\n', "column 'text' holds something that is not text"),
         ("bad.parquet", b"PAR1zz", "neither a readable file nor"),
         ("bad.txt.gz", b"zz", "cannot be read"),

@@ -177,7 +177,7 @@ def test_a_large_vocabulary_gets_fewer_rows(source: Path, tmp_path: Path) -> Non
         ("missing.txt", None, "no such file"),
         ("empty.txt", b"", "no examples"),
         ("blank.jsonl", b"\n\n", "no examples"),
-        ("columns.jsonl", b'{"n": 1}\n', "no text column among n"),
+        ("columns.jsonl", b'{"n": 1}\n', "no column of strings among n"),
         ("broken.jsonl", b'{"text": \n', "line 1 is not JSON"),
         ("list.jsonl", b'["text"]\n', "line 1 is not an object"),
         ("mixed.jsonl", b'{"text": "a"}\n{"text": 3}\n', "holds something that is not text"),
