@@ -16,18 +16,37 @@ if TYPE_CHECKING:
     from .auditing import audit
     from .certificate import Certificate, certify
     from .conversion import Conversion, convert, rescale, undo
+    from .finetuning import finetune
+    from .optimizer import AdamW
+    from .penalty import ActivationPenalty
     from .rescaling import Plan
 
 __version__ = "0.1.0"
 
-__all__ = ["Certificate", "Conversion", "Plan", "UserError", "audit", "certify", "convert", "rescale", "undo"]
+__all__ = [
+    "ActivationPenalty",
+    "AdamW",
+    "Certificate",
+    "Conversion",
+    "Plan",
+    "UserError",
+    "audit",
+    "certify",
+    "convert",
+    "finetune",
+    "rescale",
+    "undo",
+]
 
 _HOMES = {
+    "ActivationPenalty": "penalty",
+    "AdamW": "optimizer",
     "audit": "auditing",
     "certify": "certificate",
     "Certificate": "certificate",
     "convert": "conversion",
     "Conversion": "conversion",
+    "finetune": "finetuning",
     "rescale": "conversion",
     "undo": "conversion",
     "Plan": "rescaling",

@@ -5,7 +5,8 @@ stays fp32, and with it the residual); ``half`` has every parameter in fp16; ``a
 autocast run the matrix products in fp16. Each runs with eager attention, where the scores are fp16 values that
 can be measured, and with SDPA, where kernels keep them to themselves. Finite logits prove nothing, since stock
 code clamps residuals: a regime is safe iff no output of any operation is non-finite or saturated, apart from
-what is so by design.
+what is so by design. The other end of the range is reported beside the verdict, not in it: a signal that lies
+below the smallest normal number as a whole overflows nowhere and has lost bits everywhere.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from .checkpoint import open_checkpoint
 from .environment import SCHEMA, environment
 from .errors import UserError
 from .families import resolve, stock_class
-from .numerics import FP16_MAX, FP16_STEP, headroom_bits
+from .numerics import FP16_MAX, FP16_STEP, FP16_TINY, headroom_bits
 from .observe import Site, SiteObserver
 from .probe import Batch
 from .talk import Talk
@@ -37,6 +38,11 @@ itself never breaks pure half; dynamic scalers start at 2¹⁶ and settle lower.
 
 _OVERFLOWED = 65536.0
 _ALL_BITS = math.log2(FP16_MAX / FP16_STEP)
+# Operations that put out a signal: linears and norms, embeddings, residual adds, gated products, what attention
+# gathers. Copies are the same signal again; scores, statistics and what happens inside an activation function may be
+# small by nature, or mean something by their absolute size.
+_SIGNALS = ("", "context", "embedding", "add", "mul", "layer_norm")
+_INSIDES = ("act", "activation_fn", "relative_attention_bias")
 # Stock code regenerates or zeroes these where a file lacks them.
 _OPTIONAL = ("embed_positions.weight", "final_logits_bias")
 
@@ -83,7 +89,9 @@ class RegimeResult:
 
     ``amax`` and ``headroom_bits`` are those of the tightest site that has a limit; ``nonfinite_logits`` counts
     what a user would see of it. Sites equally tight stand in the order they ran: the first one is where an
-    overflow began.
+    overflow began. ``underflow``: the fp16 signals of the forward that stayed below the smallest normal number, 2⁻¹⁴,
+    on every input, in the order of ``sites``; one that is zero throughout is among them only where it is not zero in
+    fp32.
     """
 
     regime: str
@@ -93,6 +101,7 @@ class RegimeResult:
     headroom_bits: float
     nonfinite_logits: int
     sites: tuple[SiteResult, ...]
+    underflow: tuple[SiteResult, ...] = ()
 
     @property
     def safe(self) -> bool:
@@ -111,6 +120,7 @@ class RegimeResult:
             "amax": _plain_amax(self.amax),
             "headroom_bits": _plain_bits(self.headroom_bits, FP16_MAX),
             "nonfinite_logits": self.nonfinite_logits,
+            "underflow": [{"name": site.name, "amax": site.amax} for site in self.underflow],
             "sites": [site.to_json() for site in self.sites],
         }
 
@@ -138,9 +148,10 @@ def audit(
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     checkpoint = open_checkpoint(source, subfolder)
     layout = resolve(checkpoint)
+    inputs = probe.gather(load_config(checkpoint.folder), checkpoint.folder, data, seed=seed)
     with talk.step(f"Auditing {', '.join(regimes)}, eager and SDPA") as advance:
         results = audit_folder(
-            checkpoint.folder, regimes=regimes, data=data, train_mode=train_mode, progress=advance, seed=seed
+            checkpoint.folder, regimes=regimes, inputs=inputs, train_mode=train_mode, progress=advance, seed=seed
         )
     searched: dict[str, Any] = {}
     if attack_steps is not None:
@@ -160,7 +171,7 @@ def audit(
     return {
         "schema": SCHEMA,
         "verdict": "unsafe" if broken else verdict(results),
-        "proof": "observed",
+        "proof": "certified" if searched and searched["certificate"]["holds"] else "observed",
         "family": layout.family.name,
         "source": {
             "path": checkpoint.source,
@@ -168,6 +179,7 @@ def audit(
             "sha256": {file.name: checkpoint.sha256(file) for file in checkpoint.weight_files},
         },
         "train_mode": train_mode,
+        "inputs": probe.describe(inputs, seed=seed, data=data),
         "regimes": {name: result.to_json() for name, result in results.items()},
         **searched,
         "environment": environment(),
@@ -203,8 +215,7 @@ def audit_folder(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = load_config(folder)
     if inputs is None:
-        inputs = probe.batches(config, None, None, seed=seed)
-        inputs += probe.batches(config, folder, data, seed=seed) if data is not None else []
+        inputs = probe.gather(config, folder, data, seed=seed)
     chosen = [regime for regime in REGIMES if regime in regimes]
     share = len(attention) * len(inputs)
     results: dict[str, RegimeResult] = {}
@@ -224,6 +235,12 @@ def audit_folder(
             progress=advance,
             seed=seed,
         )
+    silent = {site.name for result in results.values() for site in _signals(result.sites) if site.amax == 0}
+    if silent:
+        alive = _nonzero(load(folder, torch.float32).to(place), inputs)
+        for regime, result in results.items():
+            sunk = {site.name for site in result.underflow} | (silent & alive)
+            results[regime] = replace(result, underflow=tuple(s for s in _signals(result.sites) if s.name in sunk))
     return results
 
 
@@ -414,7 +431,31 @@ def _result(regime: str, merged: dict[str, tuple[int, SiteResult]], nonfinite_lo
         headroom_bits=headroom_bits(tightest.amax, tightest.limit or FP16_MAX) if tightest else math.inf,
         nonfinite_logits=nonfinite_logits,
         sites=sites,
+        underflow=tuple(site for site in _signals(sites) if 0 < site.amax < FP16_TINY),
     )
+
+
+def _signals(sites: Iterable[SiteResult]) -> list[SiteResult]:
+    """The sites that put out a signal in fp16 in the forward."""
+    sites = list(sites)
+    attentions = {s.name.rpartition(":")[0] for s in sites if s.name.endswith((":scores", ":context"))}
+    found = []
+    for site in sites:
+        path, _, operation = site.name.partition(":")
+        operation = operation.partition("#")[0]
+        inside = path.rpartition(".")[2] in _INSIDES or (path in attentions and operation != "context")
+        if site.limit is not None and site.benign is None and operation in _SIGNALS and not inside:
+            found.append(site)
+    return found
+
+
+def _nonzero(model: nn.Module, batches: Sequence[Batch]) -> set[str]:
+    """The sites of a model that are not zero throughout."""
+    observer = SiteObserver(model)
+    with observer, torch.no_grad():
+        for batch in batches:
+            probe.run(model, batch)
+    return {site.name for site in observer.sites() if site.amax > 0}
 
 
 def _plain_amax(amax: float) -> float:

@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .checkpoint import Checkpoint
+from .display import bound_magnitude, excess, magnitude, significant_bits
 from .page import (
     broken_regimes,
     fidelity_rows,
@@ -29,6 +30,7 @@ from .page import (
     verdict_sentence,
     weight_rows,
 )
+from .proof import coverage, is_proven, least_precise, uncertified_rows
 
 TAGS = ("fp16", "bf16-to-fp16")
 
@@ -39,6 +41,9 @@ OTHER_FORMATS = frozenset(
     ("bf16", "bfloat16", "fp32", "gguf", "jax", "onnx", "openvino", "pytorch", "rust", "tf", "tflite")
 )
 """Tags of the source that say how its weights are stored, which the converted folder does not share."""
+
+MOST_UNPROVEN = 6
+"""Sites without a proof that a card lists; the report has all."""
 
 TOKENIZER_FILES = frozenset(("tokenizer.json", "tokenizer_config.json", "spiece.model"))
 
@@ -97,6 +102,8 @@ def text(checkpoint: Checkpoint, report: Mapping[str, Any], *, licensed: bool) -
         loader=PackageLoader("bf16_to_fp16"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     made.filters |= {"prose": prose, "span": span, "oneline": oneline}
+    made.filters |= {"bound": bound_magnitude, "magnitude": magnitude, "over": excess, "significant": significant_bits}
+    covers, leaves = coverage(report)
     architecture = str((checkpoint.config.get("architectures") or ["?"])[0])
     broken = broken_regimes(report)
     return made.get_template("card.md.jinja").render(
@@ -110,6 +117,12 @@ def text(checkpoint: Checkpoint, report: Mapping[str, Any], *, licensed: bool) -
         remedy=unsafe_rows(report)["remedy"],
         figures=figures(report),
         regimes=regime_rows(report["regimes"]),
+        proven=is_proven(report),
+        covers=covers,
+        leaves=leaves,
+        unproven=uncertified_rows(report),
+        most_unproven=MOST_UNPROVEN,
+        least_precise=least_precise(report),
         fidelity=fidelity_rows(report.get("fidelity")),
         weights=weight_rows(report.get("weights")),
         moves=plan_rows(report),

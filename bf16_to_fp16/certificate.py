@@ -63,8 +63,9 @@ NORM_ERROR = 2.0**-10
 """Relative error allowed to what a LayerNorm computes in fp32, on inputs that vary."""
 
 NORM_ULPS = 4
-"""Units of 2⁻²⁴ of the mean magnitude that a LayerNorm may be off by before it divides by the deviation, which may be
-as small as √eps: inputs almost the same in every channel. Kernels measured here stay under 2."""
+"""Units of 2⁻²⁴ of the mean magnitude that a LayerNorm's deviations from the mean, and its standard deviation, may be
+off by; the latter may be as small as √eps: inputs almost the same in every channel. Kernels measured here stay under
+2."""
 
 HOPELESS = 2.0**62
 """Weights from here on cannot be planned for: three exponents of 24 meet in one at most, and squares overflow fp32."""
@@ -534,13 +535,15 @@ class _Walk:
         gain = gain.double()
         shift = None if shift is None else shift.double()
         centred = self.layout.family.centred_norm
-        mean = float(self.stream.mean()) * 2.0 ** (a.planned or 0)
-        shaken = NORM_ULPS * UNIT32 * mean * self.layout.eps**-0.5 if centred else 0.0
-        slack = NORM_ERROR + shaken if centred else (width + 16) * UNIT32
-        radius = math.sqrt(width) * (1 + (0.0 if a.exact else slack))
+        radius = math.sqrt(width)
+        if centred and not a.exact:
+            mean = float(self.stream.mean()) * 2.0 ** (a.planned or 0)
+            radius *= lengthened(mean, self.layout.eps) * (1 + NORM_ERROR)
+        elif not a.exact:
+            radius *= 1 + (width + 16) * UNIT32
         if centred:
             # nn.LayerNorm rounds once, after gain and shift.
-            absolute = gain.abs() * (0.0 if a.exact else shaken) * (1 + a.unit) + 2 * a.tiny
+            absolute = torch.full_like(gain, 2 * a.tiny)
             made = Normalised(gain, shift, radius, a.unit * (1 + 2.0**-9), absolute)
             self.note(f"{path}:layer_norm", "norm", made.bound)
             self.note(f"{path}:layer_norm.1", "statistic", self.rounded(self.stream.mean()))
@@ -969,6 +972,17 @@ def chunks(matrix: Tensor) -> Iterator[Tensor]:
     rows = max(1, (1 << 23) // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], rows):
         yield matrix[start : start + rows]
+
+
+def lengthened(mean: float, eps: float) -> float:
+    """Return how many times √d a LayerNorm's output may be long whose deviations are off by NORM_ULPS of ``mean``.
+
+    Let them be off by e, with rms a. They are divided by √(s² + eps) with s ≥ a − e and s ≥ 0, so with t = a − e the
+    quotient's rms is at most (t + 2e)/√(t² + eps), whose maximum over t ≥ 0 is √(1 + 4e²/eps); for t < 0 it is less
+    than 2e/√eps. Nothing is added for e itself: the quotient is the vector that the bounds are about.
+    """
+    off = NORM_ULPS * UNIT32 * mean
+    return math.sqrt(1 + 4 * off * off / eps)
 
 
 def square_root(matrix: Tensor) -> Tensor:

@@ -11,6 +11,10 @@ import logging
 import os
 import signal
 import sys
+import time
+import warnings
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,17 @@ max_length = click.option(
     "--max-length", type=int, metavar="N", help="Positions for which the certificate holds; default 32768."
 )
 subfolder = click.option("--subfolder", metavar="NAME", help="Folder inside SOURCE (diffusers: text_encoder_2).")
+
+
+def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> None:
+    """Print every key of a recipe with its default and meaning, one a line, and end."""
+    if not wanted or context.resilient_parsing:
+        return
+    from .recipe import keys
+
+    for key, default, meaning in keys():
+        click.echo(f"{key}: {default}  # {meaning}" if meaning else f"{key}: {default}")
+    context.exit()
 
 
 @click.group(name="bf16-to-fp16", context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
@@ -75,6 +90,13 @@ def app(context: click.Context) -> None:
 )
 @subfolder
 @click.option("--plan", type=FOLDER, metavar="REPORT", help="Replay the plan of a report instead of observing.")
+@click.option(
+    "--finetune",
+    "recipe",
+    type=FOLDER,
+    metavar="RECIPE",
+    help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into it.",
+)
 @click.option("--margin", type=float, metavar="BITS", help="Bits kept between what is observed and each limit.")
 @max_length
 @click.option("--max-shard-size", metavar="SIZE", help="Such as 5GB; default: sharded like the source.")
@@ -90,6 +112,7 @@ def convert_command(
     no_audit: bool,
     subfolder: str | None,
     plan: Path | None,
+    recipe: Path | None,
     margin: float | None,
     max_length: int | None,
     max_shard_size: str | None,
@@ -104,6 +127,12 @@ def convert_command(
     from .conversion import convert
     from .planner import MARGIN_BITS
 
+    if recipe is not None and (dry_run or no_audit):
+        raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
+    if recipe is not None:
+        from .finetuning import convert_or_finetune
+
+        convert = partial(convert_or_finetune, recipe)
     result = convert(
         source,
         out,
@@ -235,6 +264,32 @@ def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) ->
     return SAFE
 
 
+@app.command("finetune")
+@click.argument("recipe", type=FOLDER, metavar="RECIPE")
+@click.option(
+    "--keys", is_flag=True, is_eager=True, expose_value=False, callback=show_keys, help="List every key of a recipe."
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
+@force
+@json_file
+def finetune_command(recipe: Path, overrides: tuple[str, ...], force: bool, json_file: str | None) -> int:
+    """Finetune by RECIPE (YAML) with the activation-magnitude penalty, then convert what was trained.
+
+    Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
+    RECIPE.
+    """
+    from . import terminal
+    from .finetuning import finetune
+
+    result = finetune(recipe, overrides=overrides, force=force, talk=talker())
+    if result is None:  # not the first process
+        return SAFE
+    write_report(json_file, result.report)
+    if json_file != "-" and result.out is not None:
+        terminal.print_conversion(result.report, result.out)
+    return SAFE if result.safe else UNSAFE
+
+
 @app.command("families")
 @json_file
 def families_command(json_file: str | None) -> int:
@@ -283,18 +338,20 @@ def checked_target(target: Any, option: str) -> Any:
     """Return ``target``; raise UserError at once where a report could not be written after the work is done."""
     if target is None or str(target) == "-":
         return target
-    parent = Path(target).absolute().parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(target).is_dir():
-        raise UserError(f"{target}: cannot be written there; choose another file for {option}")
+    from .folder import check_file
+
+    check_file(Path(target), f"choose another file for {option}")
     return target
 
 
-def write_report(target: str | None, data: Any) -> None:
-    """Write ``data`` as JSON to a file, or to standard output for ``-``."""
+def write_report(target: str | None, data: Mapping[str, Any]) -> None:
+    """Write ``data`` and the version of its keys as JSON to a file, or to standard output for ``-``."""
     if target is None:
         return
+    from .environment import SCHEMA
     from .folder import finite, write_json
 
+    data = {"schema": SCHEMA, **data}
     if target == "-":
         json.dump(finite(data), sys.stdout, indent=2, ensure_ascii=False)
         print()
@@ -327,6 +384,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     quieten()
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _: Any) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not where it is ignored, as in a shell's background
+        signal.signal(signal.SIGINT, interrupt)
     try:
         status = app(args=arguments, prog_name="bf16-to-fp16", standalone_mode=False)
         sys.stdout.flush()
@@ -340,16 +406,33 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f" (see {command} --help)" if isinstance(error, click.UsageError) else ""
         return complain(f"{error.format_message()}{hint}")
     except (KeyboardInterrupt, click.Abort):
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return interrupted()
     except BrokenPipeError:
         # The reader of our output has gone (| head); nothing is wrong.
         sys.stderr.close()
         return SAFE
+    except Exception:
+        # Compiled modules that are interrupted while they are imported turn it into errors of their own.
+        if interrupts:
+            return interrupted()
+        raise
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
+
+
+def interrupted() -> int:
+    """Say that the work was stopped and return the status for it."""
+    print("interrupted", file=sys.stderr)
+    return INTERRUPTED
 
 
 def complain(message: str) -> int:
     """Print one error line and return the status for bad input."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        # Under a launcher the first process says the same, and the launcher then ends this one, in this sleep; what is
+        # wrong with this one alone is still said.
+        time.sleep(10)
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return USAGE
 
@@ -361,3 +444,7 @@ def quieten() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    # DeepSpeed remarks on standard output, among data; it sets its logger's level when imported, but a filter stays.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    # Its calls into torch, one warning for each process and function.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
+from . import probe
 from . import report as reports
 from .auditing import REGIMES, audit_folder, load, load_config
 from .card import write_card
 from .certificate import MAX_LENGTH, Arithmetic, Certificate, bound, served
 from .checkpoint import Checkpoint, open_checkpoint
+from .environment import SCHEMA
 from .errors import UserError
 from .families import resolve
 from .families.types import RESIDUAL, Layout, ResolvedTensor, TensorSource
@@ -76,6 +78,8 @@ def convert(
     max_shard_size: int | None = None,
     seed: int = 0,
     command: str | None = None,
+    lineage: Mapping[str, Any] | None = None,
+    original: Checkpoint | None = None,
     talk: Talk | None = None,
 ) -> Conversion:
     """Convert ``source`` (folder or Hub id) to an fp16 checkpoint at ``out`` and return what was done and measured.
@@ -85,7 +89,9 @@ def convert(
     the model is never in memory. plan: a report whose plan to replay instead of observing. margin_bits: kept between
     what is observed and each limit. max_length: positions for which the certificate holds. max_shard_size: bytes,
     else sharded like the source. command: what the report and the card name as the way to reproduce, by default this
-    function. Raises UserError for input that cannot be used; ``out`` then does not exist.
+    function. lineage: report entries of a checkpoint that was trained, whose ``source`` then is the original's.
+    original: what the output is compared with besides ``source``. Raises UserError for input that cannot be used;
+    ``out`` then does not exist.
     """
     talk = talk or Talk(quiet=True)
     if target not in TARGETS:
@@ -97,15 +103,26 @@ def convert(
     if data is not None and not run_model:
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
     out = Path(out)
-    command = command or command_of(source, out, target, run_model, data, plan, subfolder, margin_bits)
+    options = {
+        "--data": data,
+        "--plan": plan,
+        "--subfolder": subfolder,
+        "--max-shard-size": None if max_shard_size is None else f"{max_shard_size}B",
+        "--seed": seed or None,
+        "--max-length": None if max_length == MAX_LENGTH else max_length,
+    }
+    command = command or command_of(source, out, target, run_model, margin_bits, options)
+    if not dry_run:
+        check_out(out, force=force)
+    replayed = None if plan is None else read_plan(Path(plan))
     checkpoint = open_checkpoint(source, subfolder)
     if not dry_run:
         check_out(out, checkpoint.folder, force=force)
     layout = resolve(checkpoint)
     inputs = gather(checkpoint, data, seed) if run_model else []
     planned, ranges = None, None
-    if plan is not None:
-        chosen = read_plan(Path(plan))
+    if replayed is not None:
+        chosen = replayed
         layout = resolve(checkpoint, untie=chosen.untied_head)
     else:
         bounds = bound_source(checkpoint, target, max_length, talk)
@@ -114,7 +131,8 @@ def convert(
         layout, planned = best_plan(checkpoint, layout, ranges, target, margin_bits, bounds, talk, bearable)
         chosen = planned.plan
     if dry_run:
-        return Conversion({"family": layout.family.name, "plan": describe(chosen)}, None, planned, chosen)
+        summary = {"schema": SCHEMA, "family": layout.family.name, "plan": describe(chosen)}
+        return Conversion(summary, None, planned, chosen)
 
     with staged(out, force=force) as work:
         with talk.step(f"Writing {sum(1 for _ in layout.tensors)} tensors") as advance:
@@ -142,11 +160,17 @@ def convert(
             certificate=certificate,
             fidelity=closeness,
             ranges=ranges,
+            inputs=probe.describe(inputs, seed=seed, data=data) if run_model else None,
             config_changes=changes(checkpoint.config, edited_config(layout, chosen)),
             carried=carried,
             left_out=left_out,
             command=command,
         )
+        if lineage is not None:
+            result = {**result, **lineage, "source": {**result["source"], **lineage["source"]}}
+        if original is not None:
+            with talk.step("Comparing fp16 with the original") as advance:
+                result["finetune"]["fidelity"] = against(original, work, inputs)
         write_json(work / REPORT, result)
         write_page(work / "fp16_report.html", result)
         write_card(work / "README.md", checkpoint, result)
@@ -158,21 +182,22 @@ def command_of(
     out: Path,
     target: str,
     run_model: bool,
-    data: str | None,
-    plan: str | Path | None,
-    subfolder: str | None,
     margin_bits: float,
+    options: Mapping[str, object],
 ) -> str:
-    """Return the command line that does the same again; of local paths only the last part, since it is published."""
+    """Return the command line that does the same again; of local paths only the last part, since it is published.
 
-    def shown(path: str | Path) -> str:
-        return Path(path).name if Path(path).exists() else str(path)
+    options: what stands behind further options; None leaves one out.
+    """
+
+    def shown(value: object) -> str:
+        return Path(value).name if isinstance(value, (str, Path)) and Path(value).exists() else str(value)
 
     words = ["bf16-to-fp16", "convert", shown(source), out.name]
     words += [] if target == "half" else ["--target", target]
     words += [] if run_model else ["--no-audit"]
     words += [] if margin_bits == MARGIN_BITS else ["--margin", f"{margin_bits:g}"]
-    for option, value in (("--data", data), ("--plan", plan), ("--subfolder", subfolder)):
+    for option, value in options.items():
         words += [] if value is None else [option, shown(value)]
     return shlex.join(words)
 
@@ -180,9 +205,7 @@ def command_of(
 def gather(checkpoint: Checkpoint, data: str | None, seed: int) -> list[Batch]:
     """Return what to run on: the built-in probe, which reaches the whole vocabulary, and the user's text where
     given."""
-    config = load_config(checkpoint.folder)
-    inputs = batches(config, None, None, seed=seed)
-    return inputs if data is None else inputs + batches(config, checkpoint.folder, data, seed=seed)
+    return probe.gather(load_config(checkpoint.folder), checkpoint.folder, data, seed=seed)
 
 
 def audit_regimes(
@@ -364,6 +387,12 @@ def measure(
     return closeness, plan.model_copy(update={"drift": drift})
 
 
+def against(original: Checkpoint, work: Path, inputs: list[Batch]) -> dict[str, Any]:
+    """Return how far the written fp16 model and the original in bf16 are from the original in fp32."""
+    source, bf16 = (load(original.folder, dtype) for dtype in (torch.float32, torch.bfloat16))
+    return fidelity(source, bf16, load(work, torch.float16, half=True), inputs).to_json()
+
+
 def simulate_drift(model: torch.nn.Module, layout: Layout, plan: Plan) -> None:
     """Give an fp32 source model the norm eps that its rescaled weights will meet: eps·4^-r, which is the same function.
 
@@ -458,10 +487,10 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, talk: Talk
     folder, out = Path(folder), Path(out)
     if not (folder / REPORT).is_file():
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
+    check_out(out, folder, force=force)
     plan = read_plan(folder)
     record = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     checkpoint = open_checkpoint(folder)
-    check_out(out, folder, force=force)
     origin: Mapping[str, Any] = record["source"]
     layout = resolve(checkpoint)
     back = [

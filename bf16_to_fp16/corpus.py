@@ -32,6 +32,7 @@ from torch import Tensor
 from . import probe
 from .errors import UserError
 from .recipe import Data
+from .textfiles import READERS, asking_the_hub, text_column, text_pairs
 
 Objective = Literal["pairs", "span-corruption", "gap-sentences", "text"]
 """What an example is made of; ``text`` has an input alone, for an encoder."""
@@ -401,14 +402,6 @@ def _share(count: int, share: float) -> int:
     return min(max(1, round(count * share)), count - 1) if share else 0
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
-    ".jsonl": probe._jsonl,
-    ".json": probe._jsonl,
-    ".csv": probe._csv,
-    ".txt": probe._lines,
-}
-
-
 class _Gzipped(type(Path())):  # type: ignore[misc]
     """A path whose ``open`` unpacks, so that the readers of plain files serve for packed ones."""
 
@@ -420,14 +413,14 @@ def _files(path: str) -> tuple[str, tuple[Path, ...]] | None:
     """(ending, files) of a file, a pattern with ``*`` or a folder; None for what can only be a dataset of the Hub."""
     place = Path(path)
     if place.is_dir():
-        files = sorted(file for file in place.iterdir() if _ending(file) in (*_READERS, ".parquet"))
+        files = sorted(file for file in place.iterdir() if _ending(file) in (*READERS, ".parquet"))
         if not files:
             raise UserError(f"{path}: no .jsonl, .csv, .parquet or .txt in the folder; give one that has some")
     elif any(sign in path for sign in "*?"):
         files = sorted(place.parent.glob(place.name))
         if not files:
             raise UserError(f"{path}: no file is called so; give an existing .jsonl, .csv, .parquet or .txt")
-    elif place.exists() or place.is_absolute() or place.suffix in (*_READERS, ".parquet", ".gz"):
+    elif place.exists() or place.is_absolute() or place.suffix in (*READERS, ".parquet", ".gz"):
         files = [place]
     else:
         return None
@@ -437,7 +430,7 @@ def _files(path: str) -> tuple[str, tuple[Path, ...]] | None:
     ending = endings.pop()
     if not all(file.is_file() for file in files):
         raise UserError(f"{path}: no such file; give an existing .jsonl, .csv, .parquet or .txt")
-    if ending not in (*_READERS, ".parquet"):
+    if ending not in (*READERS, ".parquet"):
         raise UserError(f"{path}: unknown kind of file {ending!r}; use .jsonl, .csv, .parquet or .txt")
     return ending, tuple(files)
 
@@ -454,10 +447,10 @@ def _local_rows(
         file = _Gzipped(name) if name.lower().endswith(".gz") else Path(name)
         try:
             if ending == ".txt":
-                yield from ({"text": line, "target": None} for line in _READERS[ending](file))
+                yield from ({"text": line, "target": None} for line in READERS[ending](file))
                 continue
-            rows = (_renamed(path, row, columns) for row in _READERS[ending](file))
-            for text, target in probe._columns(path, rows):
+            rows = (_renamed(path, row, columns) for row in READERS[ending](file))
+            for text, target in text_pairs(path, rows):
                 yield {"text": text, "target": target}
         except UnicodeDecodeError as error:
             raise UserError(f"{name}: not UTF-8 at byte {error.start}; convert it to UTF-8") from error
@@ -508,7 +501,8 @@ def _open(data: Data, *, streaming: bool) -> tuple[Any, tuple[str, str | None]]:
             names = [str(file) for file in found[1]]
             dataset = datasets.load_dataset("parquet", data_files=names, split="train", streaming=streaming)
         else:
-            dataset = datasets.load_dataset(data.path, data.subset, split=data.split, streaming=streaming)
+            with asking_the_hub(data.path):
+                dataset = datasets.load_dataset(data.path, data.subset, split=data.split, streaming=streaming)
         columns = _text_columns(data, dataset)
         return dataset.select_columns([name for name in columns if name is not None]), columns
 
@@ -526,13 +520,12 @@ def _text_columns(data: Data, dataset: Any) -> tuple[str, str | None]:
             kind = "holds something that is not text" if wanted in names else f"is not among {', '.join(names)}"
             raise UserError(f"{data.path}: column {wanted!r} {kind}; name one of text in the recipe's data")
     target = data.target_column or ("target" if "target" in texts and data.input_column != "target" else None)
-    others = [name for name in texts if name != target]
-    preferred = [name for name in probe._TEXT_COLUMNS if name in others]
-    if data.input_column is None and not others:
+    column = data.input_column or text_column(texts, target)
+    if column is None:
         raise UserError(
             f"{data.path}: no column of strings among {', '.join(names) or 'none'}; name one in the recipe's data"
         )
-    return data.input_column or (preferred or others)[0], target
+    return column, target
 
 
 @contextmanager
@@ -608,11 +601,9 @@ class Corpus:
 
     def __init__(self, data: Data, folder: Path, config: Any, *, seed: int) -> None:
         """Open the data and the tokenizer and settle the objective; see ``open_corpus``."""
-        if not any((folder / name).is_file() for name in probe._TOKENIZER_FILES):
-            raise UserError(f"{folder}: no tokenizer files, and text needs them; put the original's tokenizer there")
         self.data, self.folder, self.seed = data, folder, seed
         self.vocabulary = int(config.vocab_size)
-        self.tokenizer = probe._tokenizer(folder)
+        self.tokenizer = probe.load_tokenizer(folder)
         self.conventions = conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
         own = data if data.held_out_path is None else data.model_copy(update={"held_out": 0.0})
         self.source: _Source = _Stream(own, seed) if data.streaming else _Table(own, seed)
@@ -621,7 +612,7 @@ class Corpus:
             self.held_out_source = _Table(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
         self.decodes = probe.has_decoder(config)
         self.objective = self._objective()
-        longest = probe._longest(config)
+        longest = probe.longest_sequence(config)
         self.input_length = min(data.input_length, longest)
         self.target_length = min(data.target_length, longest)
         self.mean_span = data.mean_span_length or (BYTE_SPAN if self.conventions.bytes else SUBWORD_SPAN)
@@ -734,10 +725,10 @@ class Corpus:
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         """Return the batch of (epoch, row, content) of at least one example."""
         made = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
-        ids, mask = probe._stack([torch.tensor(source) for source, _ in made], self.conventions.pad)
+        ids, mask = probe.stack([torch.tensor(source) for source, _ in made], self.conventions.pad)
         labels = None
         if self.decodes:
-            labels, _ = probe._stack([torch.tensor(target) for _, target in made], probe.IGNORED_LABEL)
+            labels, _ = probe.stack([torch.tensor(target) for _, target in made], probe.IGNORED_LABEL)
         targets = tuple(target or "" for _, _, (_, target) in rows) if self.objective == "pairs" else None
         return TrainingBatch(ids, mask, labels, tuple((epoch, row) for epoch, row, _ in rows), targets)
 

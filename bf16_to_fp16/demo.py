@@ -15,6 +15,7 @@ import torch
 from . import terminal
 from .auditing import audit
 from .conversion import convert
+from .folder import check_out
 from .talk import Talk
 
 NAMES = ("t5-gated-bytes", "pegasus-bytes")
@@ -24,8 +25,10 @@ TEXT = "held_out.txt"
 def demo(out: Path, *, talk: Talk, show: bool = True) -> list[dict[str, Any]]:
     """Audit each shipped checkpoint in fp16 as it is, convert it into ``out``, and return the reports of the results.
 
-    ``show``: print the tables to standard output.
+    ``show``: print the tables to standard output. Raises UserError, before any work, where ``out`` cannot hold them.
     """
+    for name in NAMES:
+        check_out(out / name, force=True)
     reports = []
     # On models this small, threads wait for each other longer than they work.
     torch.set_num_threads(1)

@@ -15,11 +15,12 @@ PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy")
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions and the machine that the figures were made with."""
+    """Return the versions, the machine and the dtype that the figures were made with."""
     return {
         "versions": {name: installed(name) for name in PACKAGES},
         "python": platform.python_version(),
         "device": device(),
+        "dtype": "float16",
     }
 
 

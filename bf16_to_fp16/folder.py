@@ -41,30 +41,66 @@ OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html",
 """Top-level files that a converted folder has of its own."""
 
 
-def check_out(out: Path, source: Path, *, force: bool) -> None:
-    """Raise UserError unless a folder can be made at ``out``: absent or empty (or anything, under ``force``),
-    apart from the source, writable."""
-    if out.exists() or out.is_symlink():
-        if not out.is_dir() or out.is_symlink():
-            raise UserError(f"{out} exists and is not a folder; choose another output path")
-        if not force and any(out.iterdir()):
-            raise UserError(f"{out} exists; choose another output path or give --force to replace it")
-    resolved, origin = out.resolve(), source.resolve()
-    if resolved == origin or origin in resolved.parents or resolved in origin.parents:
-        raise UserError(f"{out} overlaps the source {source}; choose an output path outside it")
-    parent = nearest_parent(out)
+def check_out(out: Path, source: Path | None = None, *, force: bool) -> None:
+    """Raise UserError unless a folder can be made at ``out``: absent or empty (or anything, under ``force``), writable,
+    and apart from ``source``.
+
+    Tried by making a folder beside it: what permissions promise, a file system may still refuse. Costs nothing, so
+    that it can come before any work.
+    """
+    try:
+        if out.exists() or out.is_symlink():
+            if not out.is_dir() or out.is_symlink():
+                raise UserError(f"{out} exists and is not a folder; choose another output path")
+            if not force and any(out.iterdir()):
+                raise UserError(f"{out} exists; choose another output path or give --force to replace it")
+            if out.resolve() in (Path.cwd(), *Path.cwd().parents):
+                raise UserError(f"{out} is where this runs and cannot be replaced; choose another output path")
+            if out.is_mount():
+                raise UserError(f"{out} is a mount point and cannot be replaced; choose a folder inside it")
+        resolved = out.resolve()
+        parent = nearest_parent(out)
+    except OSError as error:
+        raise UserError(f"{out}: {error.strerror}; choose another output path") from error
+    if source is not None:
+        origin = source.resolve()
+        if resolved == origin or origin in resolved.parents or resolved in origin.parents:
+            raise UserError(f"{out} overlaps the source {source}; choose an output path outside it")
     if not parent.is_dir():
         raise UserError(f"{parent} is not a folder; choose another output path")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"{parent} is not writable; choose another output path")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=_partial(out), dir=parent))
+    except OSError as error:
+        raise UserError(f"{parent} is not writable ({error.strerror}); choose another output path") from error
+
+
+def check_file(path: Path, mend: str) -> None:
+    """Raise UserError, which ends with ``mend``, unless a file can be written at ``path``, there or in place of one."""
+    reason: str | None = None
+    try:
+        if path.is_dir():
+            reason = "Is a directory"
+        elif path.exists():
+            reason = None if os.access(path, os.W_OK) else "Permission denied"
+        else:
+            os.rmdir(tempfile.mkdtemp(prefix=_partial(path), dir=path.absolute().parent))
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise UserError(f"{path}: cannot be written there ({reason}); {mend}")
 
 
 def nearest_parent(path: Path) -> Path:
-    """Return the closest ancestor of ``path`` that exists."""
+    """Return the closest ancestor of ``path`` that exists, if only as a link to nowhere."""
     parent = path.absolute().parent
-    while not parent.exists():
+    while not os.path.lexists(parent):
         parent = parent.parent
     return parent
+
+
+def _partial(out: Path) -> str:
+    """How the names of unfinished folders beside ``out`` begin."""
+    return f".{out.absolute().name}.partial-"
 
 
 @contextmanager
@@ -76,7 +112,7 @@ def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
     out = out.absolute()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+        work = Path(tempfile.mkdtemp(prefix=_partial(out), dir=out.parent))
     except OSError as error:
         raise UserError(f"{out.parent}: {error.strerror}; choose another output path") from error
     try:
@@ -98,7 +134,11 @@ def put_in_place(work: Path, out: Path, *, force: bool) -> None:
     aside = None
     if force and out.exists():
         aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.replaced-", dir=out.parent))
-        os.rename(out, aside / "old")
+        try:
+            os.rename(out, aside / "old")
+        except OSError as error:
+            aside.rmdir()
+            raise UserError(f"{out}: {error.strerror}; choose another output path") from error
     try:
         os.rename(work, out)
     except OSError as error:

@@ -1,29 +1,66 @@
 """The report as a page: one HTML file that carries everything it shows and loads nothing.
 
 It is made from the report's dict alone, so it cannot say anything else than ``fp16_report.json``. The order is that of
-a reader: the verdict in a sentence, three figures, a picture, then the tables. Names come from other people's files,
-so all text goes through Jinja2's autoescape. The site table may have thousands of rows: it travels as JSON and is drawn
-by a small script, with the tightest rows in the HTML for readers without scripts. A content policy in the page forbids
-every request. The picture's colours are CSS variables, so that it follows light and dark like the text around it.
+a reader: the verdict in a sentence, a few figures, the pictures (what rescaling did, and the certificate's bracket of
+every layer), then the tables. Names come from other people's files, so all text goes through Jinja2's autoescape. The
+site table may have thousands of rows: it travels as JSON and is drawn by a small script, with the tightest rows in the
+HTML for readers without scripts. A content policy in the page forbids every request. How numbers are rounded is in
+``display``, how pictures are drawn in ``pictures``.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
-import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from .numerics import FP16_MAX, headroom_bits
+from .display import (
+    bound_magnitude,
+    counted,
+    excess,
+    headroom,
+    headroom_in_words,
+    headroom_left,
+    infinite,
+    known,
+    listed,
+    magnitude,
+    percent,
+    power,
+    rounded_down,
+    rounded_up,
+    scientific,
+    shown_bound,
+    signed,
+    significant_bits,
+    times,
+)
+from .numerics import FP16_MAX
+from .pictures import BRACKETS, SERIES, bracket_pictures, pictures
+from .proof import (
+    BF16_BITS,
+    MOST_UNCERTIFIED,
+    UNCERTIFIED_SHOWN,
+    attack_breaks,
+    bound_rows,
+    bounds_by_name,
+    coverage,
+    found_by,
+    is_proven,
+    least_precise,
+    precision_tables,
+    sunk_rows,
+    uncertified_rows,
+)
 
 MOST_SITE_BYTES = 1_500_000
 """Of the site table's JSON; beyond it the sites with most headroom are left out, so that the page stays under 2 MB."""
@@ -34,14 +71,11 @@ ROWS_WITHOUT_SCRIPT = 60
 MOST_UNSAFE = 12
 """Broken sites listed with their remedy; most others only pass on what broke before, and are in the site table."""
 
+MOST_FIGURES = 4
+"""Figures of the headline, so that they stand in one row."""
+
 LARGEST = 6
 """Signals named below the picture."""
-
-_OVERFLOWED_BITS = headroom_bits(65536.0)
-"""Headroom that the audit writes for an overflow."""
-
-_ALL_BITS = 39.0
-"""More headroom than this is all that fp16 has."""
 
 _KINDS = {"value": "values", "neuron": "neurons", "query_key": "queries and keys"}
 """Ends of signal names, and what to call them; every other signal that a plan moves is the output of a norm."""
@@ -54,18 +88,37 @@ def write_page(path: Path, report: Mapping[str, Any]) -> None:
 
 def render(report: Mapping[str, Any]) -> str:
     """Return the page; parts that the report lacks (an audit has no plan, a replayed plan no signals) are left out."""
-    plan, regimes = report.get("plan"), report.get("regimes") or {}
-    data = site_data(regimes)
+    plan, regimes, certificate = report.get("plan"), report.get("regimes") or {}, report.get("certificate")
+    data = site_data(report)
+    unproven = uncertified_rows(report)
+    covers, leaves = coverage(report)
     template = environment().get_template("report.html.jinja")
     return template.render(
         report=report,
         title=source_name(report),
         safe=report.get("verdict") == "safe",
+        proven=is_proven(report),
         sentence=verdict_sentence(report),
         figures=figures(report),
         pictures=pictures(report.get("signals") or ()),
         series=SERIES,
         largest=largest_signals(report.get("signals") or ()),
+        certificate=certificate,
+        brackets=bracket_pictures(certificate) if certificate else (),
+        bracket_series=BRACKETS,
+        bounds=bound_rows(certificate) if certificate else (),
+        found_by=found_by(report),
+        overflowed=any(is_overflow(site["observed"]) for site in certificate["sites"]) if certificate else False,
+        covers=covers,
+        leaves=leaves,
+        unproven=unproven[:UNCERTIFIED_SHOWN],
+        more_unproven=unproven[UNCERTIFIED_SHOWN:MOST_UNCERTIFIED],
+        one_reason=len({(site["reason"], site["remedy"]) for site in unproven}) == 1,
+        hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED),
+        precision=precision_tables(report),
+        least_precise=least_precise(report),
+        bf16_bits=BF16_BITS,
+        sunk=sunk_rows(regimes),
         regimes=regime_rows(regimes),
         unsafe=unsafe_rows(report),
         plan=plan,
@@ -74,9 +127,10 @@ def render(report: Mapping[str, Any]) -> str:
         histograms=histograms(plan.get("exponents") or {}) if plan else (),
         fidelity=fidelity_rows(report.get("fidelity")),
         weights=weight_rows(report.get("weights")),
-        sites=site_rows(regimes, ROWS_WITHOUT_SCRIPT),
+        sites=site_rows(report, ROWS_WITHOUT_SCRIPT),
+        columns=[(i, *COLUMNS[i]) for i in data["columns"]],
         site_data=data,
-        hidden_sites=sum(len(r["sites"]) for r in regimes.values()) - len(data["rows"]),
+        hidden_sites=all_sites(report) - len(data["rows"]),
         hashes=hash_rows(report),
     )
 
@@ -90,76 +144,23 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"magnitude": magnitude, "bits": bits, "breakable": breakable}
+    made.filters |= {
+        "magnitude": magnitude,
+        "bound": bound_magnitude,
+        "bits": headroom,
+        "significant": significant_bits,
+        "times": times,
+        "found": found_magnitude,
+        "over": excess,
+        "over2": partial(excess, decimals=2),
+        "breakable": breakable,
+    }
     return made
 
 
 def breakable(name: object) -> Markup:
-    """Return a dotted name, escaped, that may wrap behind its dots."""
-    return Markup(str(escape(str(name))).replace(".", ".<wbr>"))
-
-
-# --- numbers -------------------------------------------------------------------------------------------------------
-
-
-def infinite(value: float) -> bool:
-    """Return whether a number is infinite, also as JSON has it: ± the largest double."""
-    return math.isinf(value) or abs(value) >= sys.float_info.max
-
-
-def magnitude(value: float | None) -> str:
-    """Return a magnitude with four digits, three where it needs a power of ten."""
-    if value is None or math.isnan(value):
-        return "NaN"
-    if infinite(value):
-        return "∞"
-    if 1000 <= abs(value) < 1e7:
-        return f"{value:,.0f}"
-    return f"{value:.4g}" if 0.01 <= abs(value) < 1000 else scientific(value)
-
-
-def bits(value: float | None) -> str:
-    """Return headroom in bits with one decimal, rounded down; "none" after an overflow, "–" where there is no limit."""
-    if value is None or math.isnan(value):
-        return "–"
-    if value <= _OVERFLOWED_BITS:
-        return "none"
-    return "all" if value > _ALL_BITS else f"{math.floor(value * 10) / 10:.1f}"
-
-
-def scientific(value: float | None) -> str:
-    """Return an error with three digits, "∞" for what is infinite or was too large to say."""
-    if value is None or math.isnan(value) or infinite(value):
-        return "∞"
-    if value == 0 or 0.01 <= abs(value) < 1000:
-        return f"{value:.3g}"
-    digits, exponent = f"{value:.2e}".split("e")
-    return f"{digits}×10{superscript(int(exponent))}"
-
-
-def percent(fraction: float) -> str:
-    """Return a share in percent with at most four decimals, rounded down so that only 1 gives 100%."""
-    return f"{math.floor(fraction * 1e6) / 1e4:.4f}".rstrip("0").rstrip(".") + "%"
-
-
-def power(exponent: int) -> str:
-    """Return 2 with a superscript exponent."""
-    return "2" + superscript(exponent)
-
-
-def superscript(exponent: int) -> str:
-    """Return an integer in superscript."""
-    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as prose: "a", "a and b", "a, b and c"."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def signed(exponent: int) -> str:
-    """Return an integer with its sign, a true minus."""
-    return f"{exponent:+d}".replace("-", "−") if exponent else "0"
+    """Return text, escaped, whose dotted names may wrap behind their dots, but not numbers."""
+    return Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(str(name)))))
 
 
 # --- verdict and figures -------------------------------------------------------------------------------------------
@@ -190,17 +191,23 @@ def verdict_sentence(report: Mapping[str, Any]) -> str:
     regimes, broken = report.get("regimes") or {}, broken_regimes(report)
     if report.get("verdict") == "safe":
         beginning = "Safe in fp16"
-        if report.get("proof") == "certified":
+        if is_proven(report):
             beginning += " for every input, by bounds from the weights"
         if not regimes:
             return f"{beginning}; nothing was run."
         kept = min(r["headroom_bits"] for r in regimes.values())
         return (
             f"{beginning}: nothing overflowed or saturated in {listed(list(regimes))},"
-            f" and the tightest place keeps {bits(kept)} bits of headroom."
+            f" and the tightest place keeps {headroom_left(kept)}."
         )
     if not broken:
-        return "Unsafe in fp16: nothing overflowed in what was run, but see below what passes its limit."
+        if (site := attack_breaks(report)) is not None:
+            steps = counted(report["attack"]["steps"], "gradient step")
+            return f"Unsafe in fp16: {steps} found an input that overflows {site['name']}."
+        ran = "nothing overflowed in what was run" if regimes else "nothing was run"
+        over = len(uncertified_rows(report))
+        why = f"bounds pass the limit at {counted(over, 'place')}" if over and not regimes else ""
+        return f"Unsafe in fp16: {ran}, but {why or 'see below what passes its limit'}."
     nonfinite, saturated = (max(regimes[b][key] for b in broken) for key in ("nonfinite", "saturated"))
     what = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
     first = first_broken(regimes[broken[0]])
@@ -220,23 +227,32 @@ def broken_sites(regime: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def figures(report: Mapping[str, Any]) -> list[Figure]:
-    """Return the three figures of the headline, fewer where the report lacks them."""
+    """Return the figures of the headline, up to four, fewer where the report lacks them."""
     regimes, result = report.get("regimes") or {}, []
     if regimes:
         name = "half" if "half" in regimes else min(regimes, key=lambda n: regimes[n]["headroom_bits"])
         regime = regimes[name]
-        kept = bits(regime["headroom_bits"])
+        kept = headroom(regime["headroom_bits"])
         place = first_broken(regime) or next((s["name"] for s in regime["sites"] if s["headroom_bits"] is not None), "")
         reached = "overflow" if kept == "none" else f"max |x| {magnitude(regime['amax'])} of 65504"
-        value = kept if kept in ("none", "all", "–") else f"{kept} bits"
+        value = headroom_in_words(regime["headroom_bits"])
         result.append(Figure(f"headroom in {name}", value, f"{reached} at {place}" if place else reached))
-    certificate = report.get("certificate")
+    attack, certificate = report.get("attack"), report.get("certificate")
+    if attack and attack["sites"]:
+        worst = min(attack["sites"], key=lambda site: site["headroom_bits"])
+        reached = f"max |x| {site_magnitude(worst['worst'])} at {worst['name']}"
+        note = f"{reached}, the worst of {counted(attack['steps'], 'gradient step')}"
+        result.append(Figure("headroom under attack", headroom_in_words(attack["worst_headroom_bits"]), note))
     if certificate and certificate["holds"]:
-        note = f"of up to {certificate['max_length']:,} positions, by bounds at {len(certificate['sites'])} places"
-        result.append(Figure("headroom for any input", f"{bits(certificate['headroom_bits'])} bits", note))
+        places = counted(len(certificate["sites"]), "place")
+        note = f"of up to {counted(certificate['max_length'], 'position')}, by bounds at {places}"
+        result.append(Figure("headroom for any input", headroom_in_words(certificate["headroom_bits"]), note))
     elif certificate:
-        over = [site["name"] for site in certificate["sites"] if not site["holds"]]
-        result.append(Figure("not proven for every input", f"{len(over)} places", f"the first is {over[0]}"))
+        unproven = uncertified_rows(report)
+        note = (
+            f"of {len(certificate['sites']):,}, the furthest over its limit: {unproven[0]['name']}" if unproven else ""
+        )
+        result.append(Figure("not proven for every input", counted(len(unproven), "place"), note))
     close, weights = report.get("fidelity"), report.get("weights")
     if close:
         result.append(Figure("fp16 against bf16", *closeness(close)))
@@ -244,7 +260,9 @@ def figures(report: Mapping[str, Any]) -> list[Figure]:
         note = f"of {weights['elements']:,}; {weights['flushed_to_zero']:,} became 0"
         result.append(Figure("weights carried over bit for bit", percent(weights["lossless_fraction"]), note))
     if not close and not weights and regimes:
-        for key, name in (("nonfinite", "not finite"), ("saturated", "saturated")):
+        # Beside an attack's figures there is room for one of these.
+        kinds = (("nonfinite", "not finite"), ("saturated", "saturated"))
+        for key, name in kinds[: max(1, MOST_FIGURES - len(result))]:
             worst = max(regimes, key=lambda n: regimes[n][key])
             count = regimes[worst][key]
             note = f"most in {worst}; what is so by design is not counted" if count else f"in {listed(list(regimes))}"
@@ -267,169 +285,22 @@ def closeness(close: Mapping[str, Any]) -> tuple[str, str]:
     return (f"{ratio:.3g}× closer" if ratio >= 1 else f"{fp16 / max(bf16, 1e-300):.3g}× further off"), note
 
 
-def known(value: float | None) -> float | None:
-    """Return a number, None for one that is missing, NaN or infinite."""
-    return None if value is None or math.isnan(value) or infinite(value) else value
-
-
 def site_magnitude(amax: float | None) -> str:
     """Return the largest value of an fp16 site; what is beyond fp16 has overflowed."""
-    if amax is None or math.isnan(amax) or amax > FP16_MAX:
-        return "overflow"
-    return magnitude(amax)
+    return "overflow" if amax is None or is_overflow(amax) else magnitude(amax)
 
 
-# --- the picture ---------------------------------------------------------------------------------------------------
+def found_magnitude(found: float | None) -> str:
+    """Return the worst value found at a site of the certificate, "–" where none was looked for."""
+    return "–" if found is None else site_magnitude(found)
 
 
-@dataclass(frozen=True)
-class Series:
-    """A line of the picture: its name, its CSS class, and how it is drawn where colours fail."""
-
-    name: str
-    css: str
-    marker: str
-    placeholder: str
+def is_overflow(found: float | None) -> bool:
+    """Return whether a value is beyond fp16, NaN included."""
+    return found is not None and not found <= FP16_MAX
 
 
-STREAM = Series("residual stream, at each norm", "stream", "o", "#000004")
-ATTENTION = Series("attention's output (o, out_proj)", "attention", "D", "#000008")
-FEED_FORWARD = Series("feed-forward's output (wo, fc2)", "added", "s", "#000005")
-PRODUCT = Series("its neurons or gated product, into wo or fc2", "product", "^", "#000006")
-SERIES = (STREAM, ATTENTION, FEED_FORWARD, PRODUCT)
-
-_INK, _GRID, _LIMIT, _PAPER = "#000001", "#000002", "#000003", "#000007"
-_VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s.placeholder: s.css for s in SERIES}
-_BLOCK = re.compile(r"(?:^|\.)(?:block|layers)\.(\d+)\.")
-_STACK = re.compile(r"(?:^|\.)(encoder|decoder)\.")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One observed signal in the picture: x in blocks from the bottom of its stack, max |x| before and after."""
-
-    series: Series
-    x: float
-    before: float
-    after: float
-
-
-@dataclass(frozen=True)
-class Picture:
-    """The picture of one stack: its name, the SVG, and what it shows in words."""
-
-    stack: str
-    svg: Markup
-    words: str
-
-
-def pictures(signals: Sequence[Mapping[str, Any]]) -> list[Picture]:
-    """Return a picture of each stack that has signals: max |x| before and after on a log2 axis against 65504."""
-    stacks = {name: points(signals, name) for name in ("encoder", "decoder")}
-    values = [v for ps in stacks.values() for p in ps for v in (p.before, p.after)]
-    if not values:
-        return []
-    low = min(0, math.floor(math.log2(min(values))))
-    high = max(18, math.ceil(math.log2(max(values))) + 1)
-    return [Picture(name, draw(ps, name, low, high), in_words(ps, name)) for name, ps in stacks.items() if ps]
-
-
-def points(signals: Sequence[Mapping[str, Any]], stack: str) -> list[Point]:
-    """Return the points of one stack: norm inputs, sublayer outputs and neurons, spread evenly within their block.
-
-    A norm begins a sublayer, the output that follows in the report's order ends it. Zeros and infinite values have no
-    place on a log axis and are left out.
-    """
-    found = [s for s in signals if (m := _STACK.search(s["module"])) and m[1] == stack]
-    place: dict[tuple[str, str], tuple[int, int]] = {}
-    sublayers: Counter[int] = Counter()
-    for s in found:
-        block = _BLOCK.search(s["module"])
-        if s["kind"] == "residual" and block is not None:
-            number = int(block[1])
-            sublayers[number] += s["side"] == "input"
-            place[s["module"], s["side"]] = (number, max(0, sublayers[number] - 1))
-    end = max(sublayers, default=-1) + 1
-    result = []
-    for s in found:
-        written = place.get((s["module"], s["side"] if s["kind"] == "residual" else "output"))
-        if s["kind"] == "residual" and s["side"] == "input":
-            series, x = STREAM, float(end) if written is None else at(written, sublayers)
-        elif written is not None and s["kind"] == "residual":
-            series = FEED_FORWARD if s["module"].endswith((".wo", ".fc2")) else ATTENTION
-            x = at(written, sublayers)
-        elif written is not None and s["kind"] == "neuron" and s["side"] == "input":
-            series, x = PRODUCT, at(written, sublayers)
-        else:
-            continue
-        before, after = known(s["before"]), known(s["after"])
-        if before and after:
-            result.append(Point(series, x, before, after))
-    return sorted(result, key=lambda p: p.x)
-
-
-def at(place: tuple[int, int], sublayers: Mapping[int, int]) -> float:
-    """Return the x of a sublayer: its block plus its share of it."""
-    block, number = place
-    return block + number / max(1, sublayers[block])
-
-
-def in_words(found: Iterable[Point], stack: str) -> str:
-    """Return what a picture shows in a sentence."""
-    before, after = max(p.before for p in found), max(p.after for p in found)
-    return f"{stack}: the largest value is {magnitude(before)} before and {magnitude(after)} after; the limit is 65504"
-
-
-def draw(found: Sequence[Point], stack: str, low: int, high: int) -> Markup:
-    """Return the SVG of one stack; ``low`` and ``high`` are the ends of the axis as powers of two."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure as Canvas
-    from matplotlib.ticker import MaxNLocator, MultipleLocator
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": stack, "font.size": 9}):
-        canvas = Canvas(figsize=(5.2, 3.5), layout="constrained")
-        axes = canvas.add_subplot(facecolor="none")
-        canvas.patch.set_visible(False)
-        axes.axhspan(math.log2(FP16_MAX), high, color=_LIMIT, alpha=0.1, linewidth=0)
-        axes.axhline(math.log2(FP16_MAX), color=_LIMIT, linewidth=1.4)
-        for series in SERIES:
-            mine = [p for p in found if p.series is series]
-            x = [p.x for p in mine]
-            look: dict[str, Any] = {
-                "color": series.placeholder,
-                "marker": series.marker,
-                "markersize": 3.6 if len(mine) < 20 else 2.4,
-            }
-            axes.plot(x, [math.log2(p.before) for p in mine], "--", linewidth=0.9, markerfacecolor=_PAPER, **look)
-            axes.plot(x, [math.log2(p.after) for p in mine], "-", linewidth=1.5, **look)
-        axes.set_ylim(low, high)
-        axes.yaxis.set_major_locator(MultipleLocator(4 if high - low > 14 else 2))
-        axes.yaxis.set_major_formatter(lambda value, _: "65504" if value == 16 else power(round(value)))
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, min_n_ticks=1))
-        axes.grid(axis="y", color=_GRID, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.set_xlabel(f"{stack} block", color=_INK)
-        axes.set_ylabel("max |x|", color=_INK)
-        axes.tick_params(colors=_INK, length=0)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side == "bottom")
-            spine.set_color(_GRID)
-        target = io.StringIO()
-        canvas.savefig(target, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return themed(target.getvalue(), in_words(found, stack))
-
-
-def themed(svg: str, words: str) -> Markup:
-    """Return an SVG of matplotlib for use inside HTML: colours as CSS variables, sized by the page, described."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    for placeholder, variable in _VARIABLES.items():
-        svg = svg.replace(placeholder, f"var(--{variable})")
-    svg = re.sub(r'^<svg[^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1 %s>", svg, count=1, flags=re.DOTALL)
-    label = Markup('role="img" aria-label="{}" xmlns="{}" xmlns:xlink="{}"').format(
-        words, "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-    )
-    return Markup(svg.replace("%s", str(label), 1))
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def largest_signals(signals: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -440,8 +311,6 @@ def largest_signals(signals: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
         for s in ranked[:LARGEST]
     ]
 
-
-# --- tables --------------------------------------------------------------------------------------------------------
 
 REGIMES = {
     "stock": "as from_pretrained(dtype=torch.float16) loads it",
@@ -464,7 +333,7 @@ def regime_rows(regimes: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "saturated": regime["saturated"],
                 "logits": regime.get("nonfinite_logits", 0),
                 "amax": site_magnitude(regime["amax"]),
-                "bits": bits(regime["headroom_bits"]),
+                "bits": headroom(regime["headroom_bits"]),
                 "tightest": first_broken(regime) or tightest,
                 "sites": len(regime["sites"]),
             }
@@ -605,60 +474,125 @@ def weight_rows(weights: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     ]
 
 
-def site_rows(regimes: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the tightest sites of the regime shown first, as the script would show them."""
-    if not regimes:
-        return []
-    name = "half" if "half" in regimes else next(iter(regimes))
-    return [
-        dict(site) | {"regime": name, "max": site_magnitude(site["amax"]) if site["limit"] else magnitude(site["amax"])}
-        for site in regimes[name]["sites"][:count]
-    ]
+COLUMNS = (
+    ("operation", ""),
+    ("regime", ""),
+    ("max |x|", "n"),
+    ("headroom, bits", "n"),
+    ("non-finite", "n"),
+    ("saturated", "n"),
+    ("limit", "n"),
+    ("dtype", ""),
+    ("by design", ""),
+    ("bound", "n"),
+    ("bound / worst found", "n"),
+)
+"""Heading and class of what a row of the site table holds, in the order of ``compact``."""
+
+_MEASURED = (0, 1, 2, 3, 4, 5, 7)
+_PROVEN = (0, 1, 2, 3, 9, 10, 4, 5, 7)
+_ONLY_PROVEN = (0, 3, 9, 6)
 
 
-def site_data(regimes: Mapping[str, Any]) -> dict[str, Any]:
+def all_sites(report: Mapping[str, Any]) -> int:
+    """Return how many rows the site table would have without a limit to its size."""
+    return sum(len(entry["sites"]) for entry in tables(report).values())
+
+
+def tables(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the regimes with their sites; where nothing was run, the certificate's sites under the name ""."""
+    regimes = report.get("regimes") or {}
+    if regimes or not report.get("certificate"):
+        return regimes
+    empty = {"amax": None, "nonfinite": 0, "saturated": 0, "benign": None}
+    return {"": {"sites": [row | empty for row in bound_rows(report["certificate"], None)]}}
+
+
+def site_rows(report: Mapping[str, Any], count: int) -> list[list[dict[str, str]]]:
+    """Return the tightest sites of the regime shown first, cell by cell, as the script would draw them."""
+    data = site_data(report)
+    strings = data["strings"]
+    shown = [row for row in data["rows"] if row[1] is None or strings[row[1]] == data["shown"]]
+    return [[cell(row, i, strings) for i in data["columns"]] for row in shown[:count]]
+
+
+def cell(row: Sequence[Any], column: int, strings: Sequence[str]) -> dict[str, str]:
+    """Return one cell of the site table: its text, label and class; the first has the reason why it is benign too."""
+    value = row[column]
+    if column in (0, 1, 7, 8):
+        text = "" if value is None else strings[value]
+    elif column == 2:
+        text = site_magnitude(value) if row[6] is not None else magnitude(value)
+    elif column in (4, 5):
+        text = f"{value:,}"
+    else:
+        text = headroom(value) if column == 3 else "–" if value is None else magnitude(value)
+    label, kind = COLUMNS[column]
+    reason = "" if column or row[8] is None else strings[row[8]]
+    broken = "broken" if row[4] or row[5] else ""
+    return {"text": text, "label": label, "class": kind, "benign": reason, "broken": broken}
+
+
+def site_data(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sites for the script: all, or the tightest of each regime as far as there is room."""
-    most = max((len(r["sites"]) for r in regimes.values()), default=0)
-    while len(json.dumps(data := compact(regimes, most))) > MOST_SITE_BYTES:
+    most = max((len(r["sites"]) for r in tables(report).values()), default=0)
+    while len(json.dumps(data := compact(report, most))) > MOST_SITE_BYTES:
         most = most * 3 // 4
     return data
 
 
-def compact(regimes: Mapping[str, Any], most: int) -> dict[str, Any]:
+def compact(report: Mapping[str, Any], most: int) -> dict[str, Any]:
     """Return up to ``most`` sites of each regime in compact form: strings once, rows of numbers that point at them.
 
-    A row: name, regime, max |x|, headroom, non-finite, saturated, limit, dtype, reason why benign. Infinite numbers
-    become ±1e308, NaN null, since JSON has neither.
+    A row: name, regime, max |x|, headroom, non-finite, saturated, limit, dtype, reason why benign, bound, bound over
+    the worst found. Infinite numbers become ±1e308, NaN null, since JSON has neither. ``columns``: those to show.
     """
     strings: dict[str, int] = {}
+    found, bounds = tables(report), bounds_by_name(report)
 
     def pointer(text: str | None) -> int | None:
-        return None if text is None else strings.setdefault(str(text), len(strings))
+        return None if not text else strings.setdefault(str(text), len(strings))
 
-    rows = [
-        [
-            pointer(site["name"]),
-            pointer(name),
-            number(site["amax"]),
-            number(site["headroom_bits"]),
-            site["nonfinite"],
-            site["saturated"],
-            number(site["limit"]),
-            pointer(site.get("dtype")),
-            pointer(site["benign"] or None),
-        ]
-        for name, regime in regimes.items()
-        for site in regime["sites"][:most]
-    ]
-    shown = "half" if "half" in regimes else next(iter(regimes), "")
-    return {"strings": list(strings), "rows": rows, "regimes": list(regimes), "shown": shown}
+    rows = []
+    for name, regime in found.items():
+        for site in regime["sites"][:most]:
+            # What a regime computes in fp32 has no limit of fp16, and no bound is needed there.
+            bound, ratio = bounds.get(site["name"], (None, None)) if site["limit"] is not None else (None, None)
+            rows.append(
+                [
+                    pointer(site["name"]),
+                    pointer(name),
+                    number(site["amax"]),
+                    lower(site["headroom_bits"]),
+                    site["nonfinite"],
+                    site["saturated"],
+                    number(site["limit"]),
+                    pointer(site.get("dtype")),
+                    pointer(site["benign"]),
+                    number(bound) if bound is None or infinite(bound) else shown_bound(bound),
+                    None if ratio is None else rounded_up(ratio, 3),
+                ]
+            )
+    measured = [name for name in found if name]
+    columns = _ONLY_PROVEN if found and not measured else _PROVEN if bounds else _MEASURED
+    shown = "half" if "half" in measured else next(iter(measured), "")
+    return {"strings": list(strings), "rows": rows, "regimes": measured, "shown": shown, "columns": columns}
 
 
 def number(value: float | None) -> float | None:
-    """Return a number in five digits that JSON can hold."""
+    """Return a number that JSON can hold with the digits that ``magnitude`` shows, which scripts round otherwise."""
     if value is None or math.isnan(value):
         return None
-    return math.copysign(1e308, value) if infinite(value) else float(f"{value:.5g}")
+    if infinite(value):
+        return math.copysign(1e308, value)
+    if 1000 <= abs(value) < 1e7:
+        return float(round(value))
+    return float(f"{value:.4g}" if 0.01 <= abs(value) < 1000 else f"{value:.2e}")
+
+
+def lower(value: float | None) -> float | None:
+    """Return headroom in four decimals, rounded down, that JSON can hold."""
+    return number(value) if value is None or math.isnan(value) or infinite(value) else rounded_down(value, 4)
 
 
 def hash_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:

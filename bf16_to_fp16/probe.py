@@ -7,10 +7,9 @@ the checkpoint's own tokenizer makes the batches. Everything is seeded, so that 
 the same tokens.
 """
 
-import csv
-import json
+import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import UserError
+from .textfiles import first_line, texts
 
 IGNORED_LABEL = -100
 """The label that stock losses leave out."""
@@ -26,7 +26,16 @@ IGNORED_LABEL = -100
 _LOGIT_BUDGET = 2**27
 """Most logits of one batch (half a gigabyte in fp32): large vocabularies get fewer rows."""
 
-_TEXT_COLUMNS = ("input", "text")
+RANDOM, LONG, REPEATED, PADDED, SWEEP, GENERATE, DATA = KINDS = (
+    "random ids",
+    "long",
+    "repeated",
+    "padded",
+    "vocabulary sweep",
+    "generate",
+    "data",
+)
+"""What a batch is there for; the report lists the batches by it."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "tokenizer.model", "vocab.json")
 
@@ -37,7 +46,7 @@ class Batch:
 
     The decoder's fields are None for an encoder-only model. ``head`` false leaves the logits out (a vocabulary
     of 250,000 swept with them would cost its square); ``generate`` asks for beam search from the encoder's ids
-    instead of a forward.
+    instead of a forward. ``kind`` is one of ``KINDS``, "given" for a batch that was made elsewhere.
     """
 
     description: str
@@ -47,6 +56,7 @@ class Batch:
     decoder_attention_mask: Tensor | None = None
     head: bool = True
     generate: bool = False
+    kind: str = "given"
 
     def labels(self) -> Tensor:
         """Return what each decoder position should predict, int64 of the decoder's shape: the next id, or -100."""
@@ -74,12 +84,62 @@ def batches(
     data: a path ending in .jsonl, .json, .csv, .parquet or .txt, else the id of a dataset on the Hub; examples,
     length: caps, in examples and tokens. Raises ``UserError`` for data or a tokenizer that cannot be used.
     """
-    length = min(length, _longest(config))
+    length = min(length, longest_sequence(config))
     if data is None:
         return _probe(config, seed, length)
     if source is None:
         raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
     return _tokenised(config, source, data, seed, examples, length)
+
+
+def gather(config: Any, folder: Path, data: str | None, *, seed: int = 0) -> list[Batch]:
+    """Return what an audit runs on: the built-in probe, which reaches the whole vocabulary, and ``data`` where given.
+
+    Arguments and errors are those of ``batches``.
+    """
+    inputs = batches(config, None, None, seed=seed)
+    return inputs if data is None else inputs + batches(config, folder, data, seed=seed)
+
+
+def describe(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
+    """Return the report's ``inputs``, from which the same can be run again and be told from anything else.
+
+    ``batches``: in their order, each run of one kind as one entry: kind, number of batches, rows of them all, and the
+    longest encoder and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the
+    name of a dataset of the Hub, and how many rows of it were drawn; None without data. ``sha256``: of all ids and
+    masks.
+    """
+    digest = hashlib.sha256()
+    entries: list[dict[str, Any]] = []
+    for batch in inputs:
+        for tensor in (
+            batch.input_ids,
+            batch.attention_mask,
+            batch.decoder_input_ids,
+            batch.decoder_attention_mask,
+        ):
+            shape = None if tensor is None else tuple(tensor.shape)
+            digest.update(repr(shape).encode())
+            if tensor is not None:
+                digest.update(tensor.cpu().contiguous().numpy().astype("<i8").tobytes())
+        rows, encoder = batch.input_ids.shape
+        decoder = None if batch.decoder_input_ids is None else batch.decoder_input_ids.shape[1]
+        if entries and entries[-1]["kind"] == batch.kind:
+            last = entries[-1]
+            last["batches"] += 1
+            last["rows"] += rows
+            last["encoder"] = max(last["encoder"], encoder)
+            last["decoder"] = decoder if last["decoder"] is None else max(last["decoder"], decoder or 0)
+        else:
+            entries.append({"kind": batch.kind, "batches": 1, "rows": rows, "encoder": encoder, "decoder": decoder})
+    drawn = sum(entry["rows"] for entry in entries if entry["kind"] == DATA)
+    shown = data if data is None or not Path(data).exists() else Path(data).name
+    return {
+        "seed": seed,
+        "data": None if data is None else {"name": shown, "rows": drawn},
+        "batches": entries,
+        "sha256": digest.hexdigest(),
+    }
 
 
 def run(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
@@ -141,7 +201,8 @@ def has_decoder(config: Any) -> bool:
     return bool(config.is_encoder_decoder) and not encoders
 
 
-def _longest(config: Any) -> int:
+def longest_sequence(config: Any) -> int:
+    """Return the most positions that a model of ``config`` has; 2³⁰ where nothing bounds them."""
     positions = getattr(config, "max_position_embeddings", None)
     return int(positions) if positions else 2**30
 
@@ -166,9 +227,9 @@ def _probe(config: Any, seed: int, length: int) -> list[Batch]:
     def ids(rows: int, columns: int) -> Tensor:
         return torch.randint(0, vocabulary, (rows, min(columns, length)), generator=generator)
 
-    def batch(description: str, encoder: Tensor, decoder: Tensor, **extra: Any) -> Batch:
+    def batch(kind: str, description: str, encoder: Tensor, decoder: Tensor) -> Batch:
         if not decodes:
-            return Batch(description, encoder, torch.ones_like(encoder), head=False)
+            return Batch(description, encoder, torch.ones_like(encoder), head=False, kind=kind)
         started = decoder.clone()
         started[:, 0] = _start(config)
         return Batch(
@@ -177,14 +238,14 @@ def _probe(config: Any, seed: int, length: int) -> list[Batch]:
             torch.ones_like(encoder),
             started,
             torch.ones_like(started),
-            **extra,
+            kind=kind,
         )
 
     repeated = ids(2, 1).repeat(1, min(128, length))
     made = [
-        batch("random ids", ids(4, 64), ids(4, 32)),
-        batch(f"one sequence of {length} tokens", ids(1, length), ids(1, min(length, 128))),
-        batch("one token repeated", repeated, repeated[:, :64]),
+        batch(RANDOM, "random ids", ids(4, 64), ids(4, 32)),
+        batch(LONG, f"one sequence of {length} tokens", ids(1, length), ids(1, min(length, 128))),
+        batch(REPEATED, "one token repeated", repeated, repeated[:, :64]),
         _padded(config, [ids(1, n)[0] for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
     ]
     made += _sweep(config, vocabulary, min(length, 128))
@@ -212,18 +273,19 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
             mask = torch.ones_like(encoder)
             name = f"vocabulary {int(part[0])} to {int(part[-1])}"
             made.append(
-                Batch(name, encoder, mask, other, mask, head=head)
+                Batch(name, encoder, mask, other, mask, head=head, kind=SWEEP)
                 if decodes
-                else Batch(name, encoder, mask, head=False)
+                else Batch(name, encoder, mask, head=False, kind=SWEEP)
             )
     return made
 
 
 def _generation(batch: Batch) -> Batch:
-    return Batch("generate with cache and beams", batch.input_ids, batch.attention_mask, generate=True)
+    return Batch("generate with cache and beams", batch.input_ids, batch.attention_mask, generate=True, kind=GENERATE)
 
 
-def _stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
+def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
+    """Return ids and 0/1 mask, int64 [rows, longest], of one-dimensional ``rows`` filled up with ``padding``."""
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), padding, dtype=torch.int64)
     mask = torch.zeros((len(rows), longest), dtype=torch.int64)
@@ -238,20 +300,21 @@ def _padded(
     encoder: Sequence[Tensor],
     decoder: Sequence[Tensor],
     description: str = "padded, mixed lengths",
+    kind: str = PADDED,
 ) -> Batch:
-    ids, mask = _stack(encoder, _pad(config))
+    ids, mask = stack(encoder, _pad(config))
     if not has_decoder(config):
-        return Batch(description, ids, mask, head=False)
+        return Batch(description, ids, mask, head=False, kind=kind)
     start = torch.tensor([_start(config)])
     shifted = [torch.cat([start, row[:-1]]) for row in decoder]
-    return Batch(description, ids, mask, *_stack(shifted, _pad(config)))
+    return Batch(description, ids, mask, *stack(shifted, _pad(config)), kind=kind)
 
 
 def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, length: int) -> list[Batch]:
-    chosen = _sample(_texts(data), examples, random.Random(seed))
+    chosen = _sample(texts(data), examples, random.Random(seed))
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")
-    tokenizer = _tokenizer(source)
+    tokenizer = load_tokenizer(source)
     vocabulary = int(config.vocab_size)
     generator = torch.Generator().manual_seed(seed)
 
@@ -281,6 +344,7 @@ def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, l
             [text for text, _ in pairs[i : i + rows]],
             [target for _, target in pairs[i : i + rows]],
             f"{Path(data).name}, batch {i // rows + 1}",
+            DATA,
         )
         for i in range(0, len(pairs), rows)
     ]
@@ -289,139 +353,27 @@ def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, l
     return made
 
 
-def _tokenizer(source: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in ``folder``; nothing is fetched. Raises UserError where there is none or it is damaged."""
     from transformers import AutoTokenizer
 
-    if not any((source / name).is_file() for name in _TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
-        raise UserError(f"{source}: no tokenizer files; put the tokenizer there or leave the data out")
+        raise UserError(f"{folder}: no tokenizer files, and text needs them; put the original's tokenizer there")
     try:
-        return AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises many kinds, from OSError to TypeError
-        reason = str(error).strip().splitlines()
         raise UserError(
-            f"{source}: no usable tokenizer ({reason[0] if reason else type(error).__name__});"
-            " put the tokenizer's files there or leave the data out"
+            f"{folder}: no usable tokenizer ({first_line(error)}); put the original's tokenizer there"
         ) from error
 
 
-def _sample(texts: Iterable[tuple[str, str | None]], count: int, chance: random.Random) -> list[tuple[str, str | None]]:
+def _sample(items: Iterable[tuple[str, str | None]], count: int, chance: random.Random) -> list[tuple[str, str | None]]:
     """A uniform sample of at most ``count`` in one pass (Vitter's algorithm R), so that a large file is never held."""
     kept: list[tuple[str, str | None]] = []
-    for seen, item in enumerate(texts):
+    for seen, item in enumerate(items):
         if len(kept) < count:
             kept.append(item)
         elif (place := chance.randrange(seen + 1)) < count:
             kept[place] = item
     return kept
-
-
-def _texts(data: str) -> Iterator[tuple[str, str | None]]:
-    path = Path(data)
-    readers = {
-        ".jsonl": _jsonl,
-        ".json": _jsonl,
-        ".csv": _csv,
-        ".parquet": _parquet,
-        ".txt": _lines,
-    }
-    reader = readers.get(path.suffix.lower())
-    if reader is None and not path.exists() and not path.is_absolute() and path.suffix == "":
-        yield from _columns(data, _hub(data))
-        return
-    if not path.is_file():
-        raise UserError(f"{data}: no such file; give an existing .jsonl, .csv, .parquet or .txt")
-    if reader is None:
-        raise UserError(f"{data}: unknown kind of file {path.suffix!r}; use .jsonl, .csv, .parquet or .txt")
-    try:
-        if reader is _lines:
-            yield from ((line, None) for line in _lines(path))
-        else:
-            yield from _columns(data, reader(path))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{data}: not UTF-8 at byte {error.start}; convert it to UTF-8") from error
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
-                yield line.strip()
-
-
-def _jsonl(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{path}: line {number} is not JSON ({error.msg}); put one object on each line"
-                ) from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path}: line {number} is not an object; put one object on each line")
-            yield row
-
-
-def _csv(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8", newline="") as file:
-        try:
-            yield from csv.DictReader(file)
-        except csv.Error as error:
-            raise UserError(f"{path}: not CSV ({error}); give a comma-separated file with a header") from error
-
-
-def _parquet(path: Path) -> Iterator[Any]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path}: Parquet needs pyarrow; run `pip install pyarrow`") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for part in file.iter_batches(batch_size=256):
-                yield from part.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}); write it again"
-        ) from error
-
-
-def _hub(name: str) -> Iterator[Any]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(f"{name}: a Hub dataset needs `pip install datasets`; or give a local file") from error
-    try:
-        splits = datasets.load_dataset(name, streaming=True)
-        rows = splits[next(iter(splits))]
-        for number, row in enumerate(rows):
-            if number == 4096:
-                return
-            yield row
-    except Exception as error:  # the Hub and its readers raise many kinds
-        reason = str(error).strip().splitlines()
-        raise UserError(
-            f"{name}: neither a file here nor a readable dataset of the Hub"
-            f" ({reason[0] if reason else type(error).__name__}); check the name or give a local file"
-        ) from error
-
-
-def _columns(data: str, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str | None]]:
-    column: str | None = None
-    for row in rows:
-        if column is None:
-            strings = [name for name, value in row.items() if isinstance(value, str)]
-            known = [name for name in _TEXT_COLUMNS if name in strings]
-            others = [name for name in strings if name != "target"]
-            if not known and not others:
-                names = ", ".join(map(str, row)) or "none"
-                raise UserError(
-                    f"{data}: no column of strings among {names}; put text into one named `input` or `text`"
-                )
-            column = (known or others)[0]
-        text, target = row.get(column), row.get("target")
-        if not isinstance(text, str):
-            raise UserError(f"{data}: column {column!r} holds something that is not text; make every row a string")
-        yield text, target if isinstance(target, str) else None

@@ -15,6 +15,7 @@ start at the folder in which the command runs, as they do on the command line.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -102,6 +103,9 @@ class Optimizer(Section):
 
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
     epsilon: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    relative: bool = Field(
+        default=False, description="learning rate in units of each tensor's median magnitude at the start"
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled decay per unit of learning rate")
     clip_norm: float = Field(default=1.0, gt=0, description="largest norm of the whole gradient")
     weights: Precision = Field(default="fp32", description="dtype of the weights that the optimizer changes")
@@ -158,8 +162,17 @@ class Penalty(Section):
     )
     headroom_bits: float = Field(default=1.0, ge=0, lt=24, description="bits that every site keeps below its limit")
     train_mode: bool = Field(default=False, description="targets that hold with dropout and in the backward pass")
+    probe: bool = Field(
+        default=True, description="also hold what random, long and repeated ids reach, which the audit runs as well"
+    )
     dual_step: float = Field(default=0.05, gt=0, description="step of the dual ascent on each site's weight")
     weight: float | None = Field(default=None, ge=0, description="a fixed weight instead of the dual ascent")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Penalty:
+        if self.form in ("mean-square", "lp") and self.weight is None:
+            raise ValueError(f"form {self.form} has no target to rise to; give a weight")
+        return self
 
 
 class Distillation(Section):
@@ -223,6 +236,9 @@ class Stability(Section):
     overflow_stop: Positive = Field(
         default=20, description="overflows in a row after which the loss scale has collapsed"
     )
+    stuck_stop: Positive = Field(
+        default=1000, description="steps without progress after which the penalty will not come down"
+    )
     loss_scale: float = Field(default=65536.0, gt=0, description="first loss scale of fp16")
     loss_scale_window: Positive = Field(
         default=2000, description="steps without overflow after which the scale doubles"
@@ -240,8 +256,8 @@ class Recipe(Section):
     )
     rescale: bool = Field(default=True, description="rescale exactly before the first step")
     precision: tuple[Precision, ...] = Field(default=("fp16",), strict=False, description="of the run, in order")
-    attention: Literal["sdpa", "eager", "scaled"] = Field(
-        default="sdpa", description="attention of the run; scaled: √scale in q, k"
+    attention: Literal["eager", "scaled", "sdpa"] = Field(
+        default="eager", description="attention of the run; scaled: √scale in q, k; sdpa: fused, hides its scores"
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
     compile: bool = Field(default=False, description="torch.compile the model")
@@ -480,6 +496,21 @@ def _keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple
         yield (*above, name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _keys(field.annotation, (*above, name))
+
+
+def keys() -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, default as YAML, meaning) of every setting, in the order of a recipe."""
+    for place in _keys(Recipe):
+        field = _field(place)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            continue
+        default = "(needed)" if field.is_required() else json.dumps(_plain(field.default), ensure_ascii=False)
+        choices = f" ({', '.join(_choices(place))})" if _choices(place) else ""
+        yield ".".join(place), default, (field.description or "") + choices
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _field(place: Sequence[str]) -> Any:

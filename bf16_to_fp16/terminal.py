@@ -11,7 +11,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .numerics import FP16_MAX, headroom_bits
+from .display import (
+    counted,
+    excess,
+    headroom_in_words,
+    headroom_left,
+    infinite,
+    percent,
+    rounded_down,
+    rounded_up,
+    significant_bits,
+    tightness,
+    times,
+)
+from .numerics import FP16_MAX
+from .proof import least_precise
 
 WORST_SITES = 6
 PLAIN_WIDTH = 120
@@ -30,6 +44,7 @@ def print_conversion(report: Mapping[str, Any], out: Path) -> None:
     print_proof(screen, report)
     if report["regimes"]:
         screen.print(regime_table(report["regimes"]))
+        print_underflow(screen, report["regimes"])
     screen.print(figure_table(report))
     print_unsafe(screen, report)
     print_unproven(screen, report)
@@ -41,10 +56,22 @@ def print_audit(report: Mapping[str, Any]) -> None:
     screen = console()
     print_verdict(screen, report)
     screen.print(regime_table(report["regimes"]))
+    print_underflow(screen, report["regimes"])
     for name, regime in report["regimes"].items():
         screen.print(site_table(name, regime["sites"][:WORST_SITES]))
     if "attack" in report:
         print_attack(screen, report)
+
+
+def print_underflow(screen: Console, regimes: Mapping[str, Any]) -> None:
+    """Print the signals that lie below fp16's smallest normal number as a whole."""
+    for name, regime in regimes.items():
+        if sunk := [site["name"] for site in regime.get("underflow", ())]:
+            screen.print(
+                f"{name}: {len(sunk)} signals lie below fp16's smallest normal number (6.1e-05) as a whole and keep few"
+                f" bits: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}",
+                markup=False,
+            )
 
 
 def print_attack(screen: Console, report: Mapping[str, Any]) -> None:
@@ -52,8 +79,8 @@ def print_attack(screen: Console, report: Mapping[str, Any]) -> None:
     attack = report["attack"]
     bounds = {site["name"]: site for site in report["certificate"]["sites"]}
     screen.print(
-        f"the worst input that {attack['steps']} gradient steps found leaves"
-        f" {attack['worst_headroom_bits']:.1f} bits of headroom"
+        f"the worst input that {counted(attack['steps'], 'gradient step')} found leaves"
+        f" {headroom_left(attack['worst_headroom_bits'])}"
     )
     table = Table(
         "site", "random", "found", "bound", "limit", "bound / found", title="worst found", title_justify="left"
@@ -64,11 +91,11 @@ def print_attack(screen: Console, report: Mapping[str, Any]) -> None:
         top = bounds[site["name"]]["bound"]
         table.add_row(
             site["name"],
-            bound_of(site["random"]),
-            bound_of(site["worst"]),
+            magnitude(site["random"]),
+            magnitude(site["worst"]),
             bound_of(top),
-            f"{site['limit']:,.4g}",
-            f"{top / site['worst']:.1f}" if 0 < site["worst"] < math.inf else "-",
+            plain(site["limit"]),
+            times(tightness(top, site["worst"])).replace("–", "-"),
         )
     screen.print(table)
 
@@ -91,14 +118,13 @@ def print_certificate(report: Mapping[str, Any]) -> None:
     for column in table.columns[2:]:
         column.justify = "right"
     for site in shown:
-        room = site["headroom_bits"]
         table.add_row(
             site["name"],
             site["kind"],
             bound_of(site["bound"]),
             bound_of(site["partial"]),
-            f"{site['limit']:,.4g}",
-            f"{room:.1f} bits" if room > -1000 else "none",
+            plain(site["limit"]),
+            over_or_left(site["headroom_bits"]),
         )
     screen.print(table)
     if len(over) > len(shown):
@@ -106,15 +132,25 @@ def print_certificate(report: Mapping[str, Any]) -> None:
 
 
 def bound_of(value: float) -> str:
-    """Return a bound with four digits; unlike a measured value it may lie beyond fp16."""
-    return f"{value:,.4g}" if math.isfinite(value) else "none"
+    """Return a bound with four digits, rounded up; unlike a measured value it may lie beyond fp16."""
+    return "none" if math.isnan(value) or infinite(value) else plain(rounded_up(value, 4))
+
+
+def plain(value: float) -> str:
+    """Return a number with four digits, whole where it is under ten million, so that 65504 is not taken for 65500."""
+    return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:,.4g}"
+
+
+def over_or_left(bits: float) -> str:
+    """Return headroom by a bound; how far a bound is over its limit is said as well, with a minus."""
+    return headroom_in_words(bits) if bits >= 0 or infinite(bits) else f"{rounded_down(bits, 1):.1f} bits"
 
 
 def proof_sentence(certificate: Mapping[str, Any]) -> str:
     """Return what a certificate that holds says."""
     return (
         f"no input of up to {certificate['max_length']:,} positions can overflow;"
-        f" {certificate['headroom_bits']:.1f} bits of headroom at the tightest of {len(certificate['sites'])} bounds"
+        f" {headroom_left(certificate['headroom_bits'])} at the tightest of {len(certificate['sites'])} bounds"
     )
 
 
@@ -123,7 +159,7 @@ def print_proof(screen: Console, report: Mapping[str, Any]) -> None:
     certificate = report["certificate"]
     if certificate["holds"]:
         cost = certificate.get("cost_bits")
-        price = "" if cost is None else f"; the proof costs {cost:.2f} bits of precision"
+        price = "" if cost is None else f"; the proof costs {excess(cost, 2)} bits of precision"
         screen.print(f"[bold green]certified[/]: {proof_sentence(certificate)}{price}")
     else:
         over = sum(not site["holds"] for site in certificate["sites"])
@@ -157,10 +193,9 @@ def print_verdict(screen: Console, report: Mapping[str, Any]) -> None:
     if report["verdict"] == "safe" and not report["regimes"]:
         screen.print("[bold green]safe[/]: by its certificate; nothing was run")
     elif report["verdict"] == "safe":
-        bits = min((r["headroom_bits"] for r in report["regimes"].values()), default=math.inf)
+        kept = min((r["headroom_bits"] for r in report["regimes"].values()), default=math.inf)
         screen.print(
-            f"[bold green]safe[/]: no overflow and no saturation observed; {bits:.1f} bits of headroom"
-            " at the tightest site"
+            f"[bold green]safe[/]: no overflow and no saturation observed; {headroom_left(kept)} at the tightest site"
         )
     else:
         broken = [name for name, r in report["regimes"].items() if r["nonfinite"] or r["saturated"]]
@@ -180,7 +215,7 @@ def regime_table(regimes: Mapping[str, Any]) -> Table:
             f"{regime['nonfinite']:,}",
             f"{regime['saturated']:,}",
             magnitude(regime["amax"]),
-            bits(regime["headroom_bits"]),
+            headroom_in_words(regime["headroom_bits"]),
             tightest,
         )
     return table
@@ -204,7 +239,7 @@ def site_table(title: str, sites: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             site["name"],
             magnitude(site["amax"]),
-            "-" if site["headroom_bits"] is None else bits(site["headroom_bits"]),
+            "-" if site["headroom_bits"] is None else headroom_in_words(site["headroom_bits"]),
             f"{site['nonfinite']:,}",
             f"{site['saturated']:,}",
             site["benign"] or "",
@@ -221,8 +256,11 @@ def figure_table(report: Mapping[str, Any]) -> Table:
         table.add_row(f"{measure}, source in bf16", error_of(close["kl_bf16"]))
         row = f"{error_of(close['kl_fp16'])}{ratio(close['kl_bf16'], close['kl_fp16'])}"
         table.add_row(f"{measure}, output in fp16", row)
-    table.add_row("weights carried over exactly", f"{100 * weights['lossless_fraction']:.4f}%")
+    table.add_row("weights carried over exactly", percent(weights["lossless_fraction"]))
     table.add_row("weights flushed to zero", f"{weights['flushed_to_zero']:,}")
+    if (worst := least_precise(report)) is not None:
+        kept = significant_bits(worst["bits"])
+        table.add_row("significant bits kept by the residual stream", f"{kept} of 11" + at_norm(kept, worst["module"]))
     table.add_row("residual stream scaled by", f"2^{plan['residual_exponent']}")
     if moved := moved_channels(report):
         table.add_row("channels moved", ", ".join(moved))
@@ -232,6 +270,11 @@ def figure_table(report: Mapping[str, Any]) -> Table:
         row = f"predicted {divergence(drift['predicted_kl'])}, measured {divergence(drift['measured_kl'])}"
         table.add_row("drift of LayerNorm's eps, KL", row)
     return table
+
+
+def at_norm(kept: str, module: str) -> str:
+    """Return where the fewest bits are kept; nothing where all are."""
+    return "" if kept == "11" else f" at {module}"
 
 
 def error_of(value: float | None) -> str:
@@ -267,7 +310,7 @@ def print_unsafe(screen: Console, report: Mapping[str, Any]) -> None:
     """Print what no exponent can hold, and the remedy."""
     for violation in report.get("unsafe", ())[:WORST_SITES]:
         screen.print(
-            f"over its limit with margin: {violation['signal']} by {violation['excess_bits']:.1f} bits;"
+            f"over its limit with margin: {violation['signal']} by {excess(violation['excess_bits'])} bits;"
             f" {violation['remedy']}",
             markup=False,
         )
@@ -307,11 +350,4 @@ def print_families(rows: Iterable[Mapping[str, Any]]) -> None:
 
 def magnitude(value: float) -> str:
     """Return a magnitude with four digits; ≥ 65536 for what overflowed."""
-    return "overflow" if not math.isfinite(value) or value > FP16_MAX else f"{value:,.4g}"
-
-
-def bits(value: float) -> str:
-    """Return headroom in bits with one decimal; "none" for what overflowed."""
-    if value <= headroom_bits(2.0**16):
-        return "none"
-    return "all" if value > 39 else f"{value:.1f} bits"
+    return plain(value) if value <= FP16_MAX else "overflow"

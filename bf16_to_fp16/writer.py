@@ -5,9 +5,9 @@ depend on the checkpoint's size. A few threads take pieces in order; hashing, wh
 happens in turns while other threads convert. The bytes written do not depend on the number of threads.
 
 What makes it nearly as fast as copying is that a piece stays in the processor's cache for all passes over it, and
-that counting needs few of them: bf16 has 8 significant bits and fp16 11, so a bf16 weight that ends up as a *normal*
-fp16 number is carried over exactly, and only those that do not are looked at one by one. Names of files and their
-index are those of transformers. Format: https://github.com/huggingface/safetensors#format
+that counting needs few of them: bf16 has 8 significant bits and fp16 11, so a bf16 weight that ends up above 2⁻¹⁷ (an
+eighth of fp16's smallest normal number) is carried over exactly, and only those below are looked at one by one. Names
+of files and their index are those of transformers. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ LARGEST_EXPONENT = 500
 
 FP16_NORMAL, FP16_INF = 0x0400, 0x7C00
 """Bits of fp16's smallest normal number and of its infinity, without sign."""
+
+INEXACT = 0x0080
+"""Bits of 2⁻¹⁷, the largest fp16 number that a bf16 value can become by rounding: from 2⁻¹⁷ on the last of its 8
+significant bits is worth at least 2⁻²⁴, fp16's smallest step."""
 
 FLUSH_SECONDS = 0.25
 """Seconds between two flushes."""
@@ -413,9 +417,9 @@ def convert(source: torch.Tensor, piece: Piece, scratch: Scratch) -> tuple[torch
 
 
 def is_narrow(write: Write, scale: Scale, source: torch.dtype) -> bool:
-    """Return whether only results that are not normal can be inexact: bf16 under powers of two.
+    """Return whether only results up to 2⁻¹⁷ can be inexact: bf16 under powers of two.
 
-    Not so for fp16 sources, which may be rounded up to the smallest normal number.
+    Not so for fp16 sources, whose 11 bits reach further down.
     """
     return scale.single and source == torch.bfloat16 and write.gain == 1.0
 
@@ -480,15 +484,16 @@ def count(wanted: Array, written: Array, zero: Array, tiny: float) -> TensorStat
 
 
 def count_narrow(values: torch.Tensor, output: torch.Tensor, zero: Zeros, scratch: Scratch) -> TensorStats:
-    """Return what ``count`` does, for bf16 values under powers of two: a normal result is exact, look at the rest."""
+    """Return what ``count`` does, for bf16 values under powers of two, looking only at results that may be inexact."""
     elements = output.numel()
     bits = output.view(torch.int16).numpy()
     magnitude = np.bitwise_and(bits, 0x7FFF, out=scratch.magnitude[:elements])
     top = int(magnitude.max())
-    small = np.less(magnitude, FP16_NORMAL, out=scratch.mask[:elements])
-    places = np.flatnonzero(small)
+    mask = scratch.mask[:elements]
+    places = np.flatnonzero(np.less_equal(magnitude, INEXACT, out=mask))
     if 4 * places.size > elements:
         return count(values.numpy(), output.float().numpy(), zero.everywhere(), FP16_TINY)
+    normal = int(np.count_nonzero(np.greater_equal(magnitude, FP16_NORMAL, out=mask)))
     nonfinite = int(np.count_nonzero(magnitude >= FP16_INF)) if top >= FP16_INF else 0
     written = output.numpy()[places].astype(np.float32)
     nought = zero.at(places)
@@ -497,7 +502,7 @@ def count_narrow(values: torch.Tensor, output: torch.Tensor, zero: Zeros, scratc
     return TensorStats(
         elements=elements,
         lossless=elements - nonfinite - int(np.count_nonzero(lossy)),
-        normal=elements - nonfinite - places.size,
+        normal=normal - nonfinite,
         flushed_to_zero=int(np.count_nonzero(flushed)),
         nonfinite=nonfinite,
         amax=float(np.array(top, np.uint16).view(np.float16)),

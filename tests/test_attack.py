@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import tiny
 import torch
 
-from bf16_to_fp16.attack import _Adversary, attack
+from bf16_to_fp16.attack import _Adversary, _Elite, _Inputs, attack, deal
 from bf16_to_fp16.auditing import load
 from bf16_to_fp16.certificate import bound, served
 from bf16_to_fp16.checkpoint import open_checkpoint
@@ -64,7 +65,11 @@ def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str) -> None:
     for found in result.found:
         top = certificate.at(found.name)
         assert top is not None, found.name
-        assert found.worst <= top, found
+        assert found.worst <= found.covered <= top, found
+    # The mask's own add runs in the encoder and in the attention to it.
+    pegasus = kind == "pegasus"
+    adds = [f.name for f in result.found if f.name.endswith("attn:add" if pegasus else "Attention:add#2")]
+    assert any("encoder." in n for n in adds)
 
 
 def test_tokens_are_found_that_random_inputs_miss() -> None:
@@ -98,11 +103,45 @@ def test_mixtures_stay_in_the_hull_of_the_table() -> None:
     model = tiny.build("t5", 0, factor=1.0).requires_grad_(False)
     adversary = _Adversary(model, resolve(ModelTensors(model)), 0, 6)
     sites = ["encoder.block.0.layer.0:add"] * 5
-    found = adversary.in_hull(sites, adversary.draw(5), 6, lambda: None)
+    found = adversary.in_hull(sites, adversary.embed(adversary.draw(5)), 6, lambda: None)
     table = model.shared.weight
     assert found.decoder is not None
     for side in (found.encoder, found.decoder):
         assert bool((side <= table.amax(0) + 1e-5).all()) and bool((side >= table.amin(0) - 1e-5).all())
+
+
+def test_free_embeddings_are_no_larger_than_the_table_and_go_beyond_its_hull() -> None:
+    model = tiny.build("pegasus", 0, factor=1.0).requires_grad_(False)
+    adversary = _Adversary(model, resolve(ModelTensors(model)), 0, 6)
+    goals = ["model.encoder.layers.0.self_attn.k_proj"] * 5
+    start = adversary.embed(adversary.draw(5))
+    found = adversary.in_box(goals, start, 30, lambda: None)
+    table = model.get_input_embeddings().weight
+    for side in (found.encoder, found.decoder):
+        assert side is not None
+        assert bool((side.abs() <= table.abs().amax(0)).all())
+        assert bool((side.norm(dim=-1) <= table.norm(dim=1).max()).all())
+    # Every mixture of rows lies below the rows' largest product with a direction.
+    direction = found.encoder - table.mean(0)
+    beyond = (found.encoder * direction).sum(-1) > (direction @ table.t()).amax(-1)
+    assert bool(beyond.any())
+    assert bool((adversary.reached(found, goals) > adversary.reached(start, goals)).all())
+
+
+def test_rows_go_to_the_widest_brackets() -> None:
+    dealt = deal({"closed": 0.0, "wide": 4.0, "narrow": 1.0, "middle": 2.0}, 7)
+    assert {goal: dealt.count(goal) for goal in dealt} == {"wide": 4, "middle": 2, "narrow": 1}
+    assert deal({"closed": 0.0}, 3) == []
+
+
+def test_the_best_inputs_of_a_goal_may_come_from_any_row() -> None:
+    elite = _Elite()
+    x = _Inputs(torch.arange(4.0)[:, None], None)
+    elite.offer(x, {"a": torch.tensor([1.0, 5.0, 3.0, 2.0]), "b": torch.tensor([9.0, math.nan, 0.0, 1.0])})
+    elite.offer(_Inputs(x.encoder + 10, None), {"a": torch.tensor([5.0, 4.0, 0.0, 0.0]), "b": torch.zeros(4)})
+    # 5 again is taken for the same input; NaN is past every limit.
+    assert elite.starts(["a", "b", "a", "a", "a", "b"]).encoder.flatten().tolist() == [1, 1, 11, 2, 1, 0]
+    assert elite.best("a") == 5 and elite.best("b") == math.inf
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)

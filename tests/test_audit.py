@@ -14,6 +14,7 @@ from bf16_to_fp16.auditing import (
     RegimeResult,
     SiteResult,
     _merge,
+    _signals,
     audit_folder,
     audit_model,
     load,
@@ -55,6 +56,7 @@ def test_a_model_that_fits_is_safe_in_every_regime(kind: str, tmp_path: Path) ->
         assert result.headroom_bits > 5
         assert result.nonfinite_logits == 0
         assert any(s.benign == MASK_REASON for s in result.sites)
+        assert result.underflow == ()
 
 
 def test_an_overflow_that_the_clamp_hides_is_named_in_half_alone(tmp_path: Path) -> None:
@@ -111,6 +113,80 @@ def test_totals_are_those_of_the_sites_and_the_tightest_comes_first(tmp_path: Pa
     assert bits == sorted(bits)
     assert bits[0] == half.headroom_bits
     assert len({s.name for s in half.sites}) == len(half.sites)
+
+
+FEED_FORWARD = "encoder.block.1.layer.1.DenseReluDense"
+
+
+def test_signals_sunk_below_the_smallest_normal_number_are_named_and_do_not_move_the_verdict(tmp_path: Path) -> None:
+    def sink(model: Any) -> None:
+        model.get_submodule(FEED_FORWARD).wi_1.weight *= 1e-6
+
+    results = audit_folder(saved("gated", tmp_path, sink))
+    assert verdict(results) == "safe"
+    for regime, names in {
+        "half": {"wi_1", "wo", ":mul"},
+        "amp": {"wi_1", "wo", ":mul"},
+        "stock": {"wi_1", ":mul"},  # wo is fp32 there
+    }.items():
+        expected = {FEED_FORWARD + (name if name.startswith(":") else f".{name}") for name in names}
+        assert {s.name for s in results[regime].underflow} == expected
+        assert all(0 < s.amax < 2.0**-14 for s in results[regime].underflow)
+    entry = json.loads(json.dumps(results["half"].to_json(), allow_nan=False))["underflow"]
+    assert {s["name"]: s["amax"] for s in entry} == {s.name: s.amax for s in results["half"].underflow}
+
+
+def test_a_signal_that_is_zero_is_named_only_where_fp32_has_one(tmp_path: Path) -> None:
+    def sink(model: Any) -> None:
+        model.get_submodule(FEED_FORWARD).wi_1.weight *= 1e-9  # zero in fp16
+        model.encoder.block[2].layer[1].DenseReluDense.wi_1.weight.zero_()
+
+    half = audit_folder(saved("gated", tmp_path, sink), regimes=("half",))["half"]
+    silent = {s.name for s in half.sites if s.amax == 0 and "constant" not in s.name}
+    assert "encoder.block.2.layer.1.DenseReluDense.wi_1" in silent
+    assert {s.name for s in half.underflow} == {f"{FEED_FORWARD}{part}" for part in (".wi_1", ":mul", ".wo")}
+    assert all(s.amax == 0 for s in half.underflow)
+
+
+def test_what_is_small_by_nature_is_not_taken_for_a_sunken_signal(tmp_path: Path) -> None:
+    """Scores, position biases, the cube inside gelu_new, and gradients."""
+
+    def small(model: Any) -> None:
+        attention = model.encoder.block[0].layer[0].SelfAttention
+        attention.q.weight *= 2e-3
+        attention.k.weight *= 2e-3
+        attention.relative_attention_bias.weight *= 1e-5
+        model.get_submodule(FEED_FORWARD).wi_0.weight *= 2e-3
+
+    folder = saved("gated", tmp_path, small)
+    half = audit_folder(folder, regimes=("half",), train_mode=True)["half"]
+    tiny_sites = {s.name for s in half.sites if 0 < s.amax < 2.0**-14}
+    assert {
+        "encoder.block.0.layer.0.SelfAttention:scores",
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias:embedding",
+        f"{FEED_FORWARD}.act:pow",
+    } <= tiny_sites
+    assert any(":grad" in name for name in tiny_sites)
+    assert half.underflow == ()
+
+
+def test_statistics_copies_and_masks_are_no_signals() -> None:
+    names = [
+        "model.encoder.layer_norm:layer_norm",
+        "model.encoder.layer_norm:layer_norm.1",
+        "model.encoder.layer_norm:layer_norm.2",
+        "model.encoder.layers.0.self_attn.k_proj",
+        "model.encoder.layers.0.self_attn.k_proj:to",
+        "model.encoder.layers.0.self_attn:clone#2",
+        "model.encoder.layers.0.self_attn:scores",
+        "model.encoder.layers.0.self_attn:mul",
+        "model.encoder.layers.0.self_attn:context",
+        "model.encoder.layers.0:add#2",
+        "model.encoder.layers.0.fc2:grad",
+        "model.encoder:constant add",
+    ]
+    sites = [SiteResult(name, 1e-6, FP16_MAX, 30.0, 0, 0, None, "float16") for name in names]
+    assert [s.name for s in _signals(sites)] == [names[i] for i in (0, 3, 8, 9)]
 
 
 def test_the_report_entry_is_strict_json_with_the_promised_keys(tmp_path: Path) -> None:

@@ -159,3 +159,56 @@ def test_the_usage_brings_the_tokenizer_where_there_is_one(tmp_path: Path) -> No
     text = card(tmp_path, fakes.conversion()).text
     assert "AutoTokenizer.from_pretrained(folder)" in text and '"input_ids"' not in text
     compile(text.split("```python\n")[1].split("```")[0], "usage", "exec")
+
+
+CERTIFIED = {
+    "holds": True,
+    "headroom_bits": 0.2999,
+    "max_length": 512,
+    "splits": 8,
+    "train_mode": False,
+    "sites": [
+        {
+            "name": "encoder.block.0.layer.0:add",
+            "kind": "residual",
+            "bound": 53_200.1,
+            "partial": 53_200.1,
+            "limit": 65504.0,
+            "headroom_bits": 0.2999,
+            "observed": 20_000.0,
+            "holds": True,
+        }
+    ],
+}
+
+
+def test_a_certificate_says_what_it_covers_and_what_it_does_not(tmp_path: Path) -> None:
+    report = fakes.conversion() | {"certificate": CERTIFIED, "uncertified": [], "proof": "certified"}
+    text = card(tmp_path, report).text
+    proven, leaves = text.split("## What is proven")[1].split("They say nothing about")
+    assert "No input can make any operation overflow" in proven and "every input of up to 512 positions" in proven
+    assert "(`--target train`)" in leaves and "**0.2 bits**" in text
+    (tmp_path / "other").mkdir()
+    assert "## What is proven" not in card(tmp_path / "other", fakes.conversion()).text
+
+
+def test_what_is_not_certified_is_listed_in_the_card(tmp_path: Path) -> None:
+    unproven = [
+        {"name": f"place|{i}", "bound": 90_000.2, "limit": 65504.0, "excess_bits": 0.4583}
+        | {"reason": f"reason {i}", "remedy": f"remedy|{i}"}
+        for i in range(8)
+    ]
+    report = fakes.conversion() | {"certificate": CERTIFIED | {"holds": False}, "uncertified": unproven}
+    text = card(tmp_path, report).text
+    assert "8 of 1 bounds are over their limit" in text and "The other 2 are in `fp16_report.json`." in text
+    rows = re.findall(r"^\| `place.*$", text, re.MULTILINE)
+    assert len(rows) == 6 and rows[0] == "| `place\\|0` | 90,001 | 65,504 | 0.5 | reason 0 | remedy\\|0 |"
+    assert "No input can make any operation overflow" not in text
+
+
+def test_the_card_says_the_least_precision_rounded_down(tmp_path: Path) -> None:
+    precision = [{"module": "encoder.final_layer_norm", "bits": 11.0}, {"module": "a.layer_norm", "bits": 9.4999}]
+    assert (
+        "keeps at least 9.49 wherever a norm reads it"
+        in card(tmp_path, fakes.conversion() | {"precision": precision}).text
+    )

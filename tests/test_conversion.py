@@ -799,6 +799,54 @@ def test_a_report_that_cannot_be_written_is_known_before_the_work(
     assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize("out", ["file", "file/out", "/proc/out", "link/out", "."])
+def test_a_place_without_room_for_the_output_is_known_before_the_work(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("source", "converted"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "fp16_report.json").write_text("{}")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bf16_to_fp16.conversion.open_checkpoint", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr("bf16_to_fp16.conversion.read_plan", lambda *_: pytest.fail("work was done"))
+    for arguments in (["convert", "someone/model"], ["undo", "converted"]):
+        assert cli.main([*arguments, out, "--force"]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and printed.out == ""
+        assert "choose another output path" in printed.err
+    assert {p.name for p in tmp_path.iterdir()} == {"source", "converted", "file", "link"}
+
+
+def test_the_report_lists_the_inputs_from_which_the_audit_can_be_repeated(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(source)
+    data = tmp_path / "texts.txt"
+    data.write_text("!!\n!\n")
+    report = convert(source, tmp_path / "out", data=str(data), seed=7).report
+    inputs = report["inputs"]
+    assert inputs["seed"] == 7 and inputs["data"] == {"name": "texts.txt", "rows": 2}
+    assert [entry["kind"] for entry in inputs["batches"]] == [
+        "random ids",
+        "long",
+        "repeated",
+        "padded",
+        "vocabulary sweep",
+        "data",
+    ]
+    assert str(tmp_path) not in json.dumps(inputs)
+    assert report["command"].endswith("--data texts.txt --seed 7")
+    # The same inputs, from what the report says, give the same figures.
+    again = audit(tmp_path / "out", data=str(data), seed=inputs["seed"])
+    assert again["inputs"] == inputs and again["regimes"] == report["regimes"]
+    assert audit(tmp_path / "out", regimes=("half",), seed=8)["inputs"]["sha256"] != inputs["sha256"]
+    assert convert(source, tmp_path / "blind", run_model=False).report["inputs"] is None
+
+
 def test_undo_brings_the_sources_card_back_and_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
     for card in (None, "the publisher's words"):
@@ -818,6 +866,11 @@ def test_the_command_in_the_report_names_no_folders_of_this_machine(tmp_path: Pa
     source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
     report = convert(source, tmp_path / "out", target="norm-safe", margin_bits=2).report
     assert report["command"] == "bf16-to-fp16 convert source out --target norm-safe --margin 2"
+    report = convert(source, tmp_path / "other", seed=3, max_length=64, max_shard_size=10**6, run_model=False).report
+    assert (
+        report["command"]
+        == "bf16-to-fp16 convert source other --no-audit --max-shard-size 1000000B --seed 3 --max-length 64"
+    )
 
 
 def test_rescaling_a_model_in_16_bits_is_refused() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import tomllib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ import torch
 
 from bf16_to_fp16 import __version__, cli
 from bf16_to_fp16.auditing import load
+from bf16_to_fp16.environment import SCHEMA
 from bf16_to_fp16.probe import batches, run
 
 DEMOS = ("t5-gated-bytes", "pegasus-bytes")
+ROOT = Path(__file__).parent.parent
 DATA = Path(str(files("bf16_to_fp16") / "demo_data"))
 
 
@@ -141,6 +145,110 @@ def test_wrong_usage_is_one_line_and_status_2(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+
+
+INTERRUPTED_WHILE_IMPORTING = """
+import os, runpy, signal, sys, time, tomllib
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+            except KeyboardInterrupt:
+                if {swallowed}:
+                    raise ImportError("cannot load module more than once per process")
+                raise
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["bf16-to-fp16", "audit", {source!r}]
+if {script!r}:
+    module, function = {script!r}.split(":")
+    sys.exit(getattr(__import__(module, fromlist=[function]), function)())
+runpy.run_module("bf16_to_fp16", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "module", "swallowed"),
+    [
+        ("module", "click", False),
+        ("script", "click", False),
+        ("script", "bf16_to_fp16.cli", False),
+        ("module", "numpy", True),  # its compiled part, interrupted, says ImportError
+        ("script", "torch", False),
+        ("module", "transformers.models.t5.modeling_t5", False),
+    ],
+)
+def test_an_interrupt_while_importing_ends_quietly_with_status_130(
+    entry: str, module: str, swallowed: bool, tmp_path: Path
+) -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["bf16-to-fp16"]
+    code = INTERRUPTED_WHILE_IMPORTING.format(
+        module=module,
+        swallowed=swallowed,
+        source=str(DATA / DEMOS[0]),
+        script=declared if entry == "script" else "",
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130
+    assert [line for line in done.stderr.splitlines() if line and "Auditing" not in line] == ["interrupted"]
+    assert done.stdout == ""
+
+
+def test_a_caller_of_the_command_line_keeps_its_own_handler_of_interrupts(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for handler in (signal.default_int_handler, signal.SIG_IGN):
+            signal.signal(signal.SIGINT, handler)
+            assert cli.main(["families"]) == 0
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_error_that_no_interrupt_caused_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bf16_to_fp16.terminal.print_families", lambda rows: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["families"])
+
+
+@pytest.mark.parametrize("name", ["audit", "convert"])
+def test_a_dataset_out_of_reach_is_one_line_and_status_2(name: str, tmp_path: Path) -> None:
+    out = ["out"] if name == "convert" else []
+    done = command(name, str(DATA / DEMOS[0]), *out, "--data", "some/dataset", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: some/dataset: ") and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["file", "file/out", "/proc/out"])
+def test_a_demo_that_has_no_place_says_so_before_any_work(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr("bf16_to_fp16.demo.audit", lambda *_, **__: pytest.fail("work was done"))
+    assert cli.main(["demo", "--out", out]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and printed.out == ""
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_every_json_names_the_version_of_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(tiny.save(tiny.build("t5-encoder"), tmp_path / "source"))
+    out, back = str(tmp_path / "out"), str(tmp_path / "back")
+    for arguments in (
+        ["families"],
+        ["convert", source, out, "--dry-run"],
+        ["convert", source, out, "--no-audit"],
+        ["certify", out],
+        ["undo", out, back],
+    ):
+        capsys.readouterr()
+        assert cli.main([*arguments, "--json", "-"]) == 0
+        assert json.loads(capsys.readouterr().out)["schema"] == SCHEMA
 
 
 def test_json_goes_to_standard_output_alone(tmp_path: Path) -> None:

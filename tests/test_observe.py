@@ -1,5 +1,6 @@
 """The observer sees every operation, tells design from overflow, and leaves no trace."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from bf16_to_fp16.numerics import GELU_CUBE_BACKWARD_LIMIT
-from bf16_to_fp16.observe import CUBE_REASON, MASK_REASON, Site, SiteObserver, observe_ranges
+from bf16_to_fp16.observe import CUBE_REASON, MASK_REASON, FastProducts, Site, SiteObserver, observe_ranges
 from bf16_to_fp16.probe import Batch, batches, run
 
 
@@ -398,6 +399,77 @@ def test_native_products_run_where_fast_ones_are_switched_off() -> None:
     with torch.no_grad(), SiteObserver(module, fast_products=False):
         observed = module(x)
     assert torch.equal(observed, module(x))
+
+
+class Kernels(TorchDispatchMode):
+    """Dtypes of the operands of the matrix products that really run: entered before another mode, it is below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket._qualified_op_name.split("::")[1] in ("mm", "bmm", "addmm", "baddbmm"):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def forward_and_gradients(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    operands = [t.detach().clone().requires_grad_() for t in (x, w, b)]
+    out = Products()(*operands)
+    sum((y * y.detach().sign()).sum() for y in out).backward()
+    return [*out, *(t.grad for t in operands if t.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fast_products_run_in_fp32_forward_and_backward_and_equal_native_ones(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    # Sums of small integers: exact in fp32, so that any order gives the same.
+    x, w, b = (torch.randint(-2, 3, shape).to(dtype) for shape in ((64, 32), (48, 32), (48,)))
+    with Kernels() as kernels:
+        native = forward_and_gradients(x, w, b)
+    assert set(kernels.dtypes) == {dtype}
+    with Kernels() as kernels, FastProducts():
+        fast = forward_and_gradients(x, w, b)
+    assert set(kernels.dtypes) == {torch.float32}
+    assert len(kernels.dtypes) >= 3 * 3
+    assert len(fast) == 6
+    for a, c in zip(native, fast, strict=True):
+        assert a.dtype == c.dtype == dtype
+        assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fast_products_in_autocast_training_stay_within_a_rounding_of_native_ones(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48))
+    x = torch.randn(32, 64)
+    results = []
+    for fast in (False, True):
+        with FastProducts() if fast else nullcontext(), torch.autocast("cpu", dtype):
+            y = model(x)
+            y.float().square().mean().backward()
+        assert y.dtype == dtype
+        results.append([y, *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    for native, fast in zip(*results, strict=True):
+        assert native is not None
+        assert fast is not None
+        assert float((native.float() - fast.float()).abs().max()) <= 2**-7 * float(native.float().abs().max())
+
+
+def test_fast_products_leave_fp32_and_products_into_given_memory_alone() -> None:
+    x = torch.randn(8, 8)
+    out = torch.empty(8, 8, dtype=torch.float16)
+    with FastProducts():
+        assert torch.equal(x @ x, torch.mm(x, x))
+        torch.mm(x.half(), x.half(), out=out)
+        with SiteObserver(nn.Identity()):
+            torch.mm(x.half(), x.half(), out=out)
+    assert float((out.float() - x @ x).abs().max()) < 0.1
+    with FastProducts():
+        exact = x.half() @ x.half()
+    assert torch.equal(exact, (x.half().float() @ x.half().float()).half())
 
 
 def test_ranges_are_those_of_the_tensors_and_padding_counts() -> None:

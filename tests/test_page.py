@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,22 @@ from typing import Any
 import fakes
 import pytest
 
+from bf16_to_fp16.card import text as card_text
+from bf16_to_fp16.checkpoint import Checkpoint
+from bf16_to_fp16.display import (
+    bound_magnitude,
+    excess,
+    headroom,
+    magnitude,
+    percent,
+    significant_bits,
+    tightness,
+    times,
+)
 from bf16_to_fp16.folder import finite
-from bf16_to_fp16.page import bits, figures, magnitude, percent, render, verdict_sentence, write_page
+from bf16_to_fp16.page import figures, render, verdict_sentence, write_page
+from bf16_to_fp16.pictures import bracket_pictures, brackets
+from bf16_to_fp16.terminal import print_conversion
 
 HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;{{ 7*7 }}"
 VOID = {"wbr", "meta", "link", "input", "br", "hr", "img", "path", "use"}
@@ -229,6 +244,407 @@ def test_exponents_are_counted_by_kind() -> None:
 
 def test_numbers_never_flatter() -> None:
     assert percent(1.0) == "100%" and percent(0.99999999) == "99.9999%" and percent(0.5) == "50%"
-    assert bits(0.999) == "0.9" and bits(math.log2(65504 / 65536)) == "none" and bits(0.0) == "0.0"
-    assert bits(None) == "–" and bits(math.inf) == "all" and bits(-math.inf) == "none"
+    assert headroom(0.999) == "0.9" and headroom(math.log2(65504 / 65536)) == "none" and headroom(0.0) == "0.0"
+    assert headroom(None) == "–" and headroom(math.inf) == "all" and headroom(-math.inf) == "none"
     assert magnitude(math.inf) == magnitude(sys.float_info.max) == "∞"
+
+
+# --- the certificate -------------------------------------------------------------------------------------------------
+
+GROWTH = {"SelfAttention:scores": 0.02, "SelfAttention.o": 0.2, "DenseReluDense:mul": 0.5, "DenseReluDense.wo": 0.7}
+KINDS = {"SelfAttention:scores": "scores", "DenseReluDense:mul": "product"}
+
+
+def bound(name: str, kind: str, value: float, found: float | None = None, **changes: Any) -> dict[str, Any]:
+    """Return one site of a certificate."""
+    entry: dict[str, Any] = {
+        "name": name,
+        "kind": kind,
+        "bound": value,
+        "partial": value,
+        "limit": 65504.0,
+        "observed": found,
+    }
+    entry |= changes
+    largest = max(entry["bound"], entry["partial"])
+    return entry | {"headroom_bits": math.log2(entry["limit"] / largest), "holds": largest <= entry["limit"]}
+
+
+def certificate(*, blocks: int = 3, top: float = 60_000.3, found: bool = True) -> dict[str, Any]:
+    """Return the certificate of a model of ``fakes``, whose last residual is bounded by ``top``."""
+    sites = []
+    for stack in ("encoder", "decoder"):
+        for i in range(blocks):
+            level = top * 2.0 ** (i + 1 - blocks)
+            for j, names in enumerate((("SelfAttention:scores", "SelfAttention.o"), tuple(GROWTH)[2:])):
+                for name in names:
+                    value = level * GROWTH[name]
+                    site = f"{stack}.block.{i}.layer.{j}.{name}"
+                    sites.append(bound(site, KINDS.get(name, "output"), value, value / 3 if found else None))
+                top_here = level if j else 0.9 * level
+                place = f"{stack}.block.{i}.layer.{j}:add"
+                sites.append(bound(place, "residual", top_here, top_here / 2 if found else None))
+    sites.append(bound("lm_head", "logits", 123.4, 61.7 if found else None))
+    return {
+        "holds": all(site["holds"] for site in sites),
+        "headroom_bits": min(site["headroom_bits"] for site in sites),
+        "max_length": 32768,
+        "splits": 8,
+        "train_mode": False,
+        "cost_bits": 0.0,
+        "sites": sites,
+    }
+
+
+def certified(**options: Any) -> dict[str, Any]:
+    """Return the report of a conversion with a certificate and its precision."""
+    made = certificate(**options)
+    precision = [
+        {"module": f"{stack}.{place}layer_norm", "bits": 10.999 - 0.25 * k}
+        for stack, norms in (("encoder", 2), ("decoder", 3))
+        for k, place in enumerate(["final_", *(f"block.{i}.layer.{j}." for i in range(2) for j in range(norms))])
+    ]
+    over = sorted((s for s in made["sites"] if not s["holds"]), key=lambda s: s["headroom_bits"])
+    uncertified = [
+        {"name": s["name"], "bound": s["bound"], "limit": s["limit"], "excess_bits": -s["headroom_bits"]}
+        | {"reason": f"reason {i}", "remedy": f"remedy {i}"}
+        for i, s in enumerate(over)
+    ]
+    proof = "certified" if made["holds"] else "observed"
+    report = fakes.conversion(blocks=options.get("blocks", 3)) | {"certificate": made, "proof": proof}
+    return report | {"precision": precision, "uncertified": uncertified, "signals": []}
+
+
+def attacked(*, broken: bool = False) -> dict[str, Any]:
+    """Return the report of an audit with an attack: nothing breaks in what was run, ``broken`` under the attack."""
+    report, made = fakes.conversion(blocks=3), certificate()
+    sites = [
+        {"name": s["name"], "worst": s["observed"], "random": s["observed"] / 2, "limit": s["limit"]}
+        | {"headroom_bits": math.log2(s["limit"] / s["observed"])}
+        for s in made["sites"]
+    ]
+    if broken:
+        sites[0] |= {"worst": math.inf, "headroom_bits": -math.inf}
+    least = min(site["headroom_bits"] for site in sites)
+    attack = {"steps": 20, "seed": 0, "worst_headroom_bits": least, "median_gain": 2.0, "sites": sites}
+    for key in ("plan", "weights", "fidelity", "signals", "unsafe", "output", "command"):
+        del report[key]
+    return report | {"certificate": made, "attack": attack, "verdict": "unsafe" if broken else "safe"}
+
+
+def table(html: str, name: str) -> list[list[str]]:
+    """Return the text of the cells of a table by its id, or by a heading in it; the first row is the headings."""
+    found = [t for t in re.findall(r"<table.*?</table>", html, re.DOTALL) if name in t]
+    return [
+        [unescape(re.sub(r"<[^>]*>", "", c)) for c in re.findall(r"<t[hd][ >].*?</t[hd]>", row, re.DOTALL)]
+        for row in re.findall(r"<tr.*?</tr>", found[0], re.DOTALL)
+    ]
+
+
+def test_the_tightest_bounds_are_those_of_the_report() -> None:
+    report = certified()
+    shown = table(render(report), 'id="bounds"')
+    tightest = sorted(report["certificate"]["sites"], key=lambda s: s["headroom_bits"])[:8]
+    assert shown[0][:5] == ["operation", "what", "worst found", "bound", "bound / worst found"]
+    assert [row[0] for row in shown[1:]] == [s["name"] for s in tightest]
+    for row, site in zip(shown[1:], tightest, strict=True):
+        assert float(row[3].replace(",", "")) - site["bound"] == pytest.approx(0.5, abs=0.5)
+        assert float(row[4]) - site["bound"] / site["observed"] == pytest.approx(0.005, abs=0.005001)
+        assert row[2] == magnitude(site["observed"]) and row[7] == headroom(site["headroom_bits"])
+    assert shown[1][2:5] == ["30,000", "60,001", "2"]
+
+
+def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
+    report = certified()
+    found = brackets(report["certificate"]["sites"], "encoder")
+    assert len(found) == 3 * 5
+    stream = {b.block: b for b in found if b.series.css == "stream"}
+    assert (stream[2].found, stream[2].bound) == (60_000.3 / 2, 60_000.3)
+    assert {b.series.css for b in found} == {"stream", "attention", "added", "product", "scores"}
+    logits = [b for b in brackets(report["certificate"]["sites"], "decoder") if b.block is None]
+    assert [(b.found, b.bound) for b in logits] == [(61.7, 123.4)]
+    labels = [a.get("aria-label") or "" for t, a in Page(render(report)).tags if t == "svg"]
+    assert labels[0] == (
+        "encoder: the largest value found is 30,000, the largest bound is 60,001; the limit is 65504"
+    ) and labels[1].startswith("decoder: the largest value found is 30,000")
+
+
+def test_pegasus_and_ungated_models_have_their_brackets() -> None:
+    sites = [
+        bound("model.encoder.layers.1:add", "residual", 8.0, 4.0),
+        bound("model.encoder.layers.1.self_attn.out_proj", "output", 5.0, 4.0, partial=7.0),
+        bound("model.encoder.layers.1.fc2", "output", 6.0, 4.0),
+        bound("model.encoder.layers.1.activation_fn:relu", "activation", 7.0, 4.0),
+        bound("model.encoder:add", "residual", 9.0, 4.0),
+    ]
+    found = {b.series.css: b for b in brackets(sites, "encoder")}
+    assert {css: (b.block, b.bound) for css, b in found.items()} == {
+        "stream": (1, 8.0),
+        "attention": (1, 5.0),
+        "added": (1, 6.0),
+        "product": (1, 7.0),
+    }
+    assert found["attention"].partial == 7.0 and brackets(sites, "decoder") == []
+
+
+def test_a_bracket_lies_between_the_worst_found_and_the_bound_on_a_log2_axis() -> None:
+    def heights(found: float, top: float) -> list[float]:
+        made = certificate(blocks=1) | {"sites": [bound("encoder.block.0.layer.0:add", "residual", top, found)]}
+        svg = str(bracket_pictures(made)[0].svg)
+        # Paths in the colour of the stream from one point to another are its brackets.
+        paths = re.findall(r'd="M [\d.]+ ([\d.]+) \nL [\d.]+ ([\d.]+) \n" clip-path="[^"]*" style="[^"]*--stream', svg)
+        assert len(paths) == 1
+        return sorted(float(y) for y in paths[0])
+
+    high, low = heights(16.0, 4096.0)
+    top = heights(1024.0, 4096.0)
+    assert top[0] == high and high < top[1] < low
+    assert (low - high) / (top[1] - high) == pytest.approx(8 / 2, rel=1e-3)
+
+
+def test_an_overflow_that_was_found_is_a_cross_where_the_bound_allows_it() -> None:
+    def crosses(top: float) -> int:
+        made = certificate(blocks=1) | {"sites": [bound("encoder.block.0.layer.0:add", "residual", top, 65536.0)]}
+        return str(bracket_pictures(made)[0].svg).count("stroke: var(--limit); stroke-width: 1.3")
+
+    assert crosses(1e6) > 0 and crosses(100.0) == 0
+    report = certified(top=1e6)
+    assert "crosses: an overflow" not in Page(render(certified())).text
+    report["certificate"]["sites"][0]["observed"] = math.inf
+    assert "crosses: an overflow" in Page(render(report)).text
+
+
+def test_the_site_table_has_bound_and_tightness_of_every_site_that_has_one() -> None:
+    report = certified()
+    html = render(report)
+    data = Page(html).data
+    bounds = {s["name"]: s for s in report["certificate"]["sites"]}
+    assert data["columns"] == [0, 1, 2, 3, 9, 10, 4, 5, 7]
+    for row in data["rows"]:
+        site = bounds.get(data["strings"][row[0]])
+        if site is None:
+            assert row[9:] == [None, None]
+        else:
+            assert 0 <= row[9] - site["bound"] <= max(1.0, site["bound"] / 1000) and row[9] >= site["bound"]
+            assert row[10] == pytest.approx(site["bound"] / site["observed"], rel=0.01)
+    shown = table(html, 'id="site-table"')
+    assert shown[0] == [
+        "operation",
+        "regime",
+        "max |x|",
+        "headroom, bits",
+        "bound",
+        "bound / worst found",
+        "non-finite",
+        "saturated",
+        "dtype",
+    ]
+    for row in shown[1:]:
+        site = bounds.get(row[0])
+        assert row[4:6] == (["–", "–"] if site is None else [bound_magnitude(site["bound"]), row[5]])
+    assert sum(row[0] in bounds for row in shown) > 20
+
+
+def test_a_fp32_value_needs_no_bound() -> None:
+    report = certified()
+    for site in report["regimes"]["amp"]["sites"]:
+        site |= {"limit": None, "headroom_bits": None}
+    data = Page(render(report)).data
+    amp = data["strings"].index("amp")
+    assert {(row[9], row[10]) for row in data["rows"] if row[1] == amp} == {(None, None)}
+    assert any(row[9] for row in data["rows"] if row[1] != amp)
+
+
+def test_what_is_not_certified_is_listed_with_reason_and_remedy() -> None:
+    report = certified(top=900_000.0)
+    assert not report["certificate"]["holds"]
+    html = render(report)
+    shown = table(html, 'id="unproven"')
+    assert shown[0] == ["operation", "bound", "limit", "bits over", "reason", "remedy"] and len(shown) == 13
+    for row, site in zip(shown[1:], report["uncertified"], strict=False):
+        assert row == [site["name"], bound_magnitude(site["bound"]), "65,504", row[3], site["reason"], site["remedy"]]
+        assert site["excess_bits"] <= float(row[3]) < site["excess_bits"] + 0.1001
+    words, rest = Page(html).text, len(report["uncertified"]) - 12
+    assert f"{rest} more" in words and all(site["remedy"] in words for site in report["uncertified"])
+    assert f"Not proven: {rest + 12} of 37 places" in words and "not certified" in words
+    assert (
+        figures(report)[1].value == f"{rest + 12} places"
+        and report["uncertified"][0]["name"] in figures(report)[1].note
+    )
+    assert "Not proven" not in Page(render(certified())).text
+
+
+def test_one_reason_for_all_is_said_once_and_very_many_sites_are_cut() -> None:
+    report = certified(top=900_000.0)
+    report["uncertified"] = [
+        report["uncertified"][0] | {"name": f"place {i}", "reason": "too wide", "remedy": "finetune"}
+        for i in range(450)
+    ]
+    text = Page(render(report)).text
+    assert text.count("too wide") == 1 and "Why: too wide. What helps: finetune." in text
+    assert "place 399" in text and "place 400" not in text and "50 more are in the JSON report only" in text
+
+
+def test_what_the_proof_covers_follows_its_arithmetic() -> None:
+    report = certified()
+    text = Page(render(report)).text
+    covers, leaves = text.split("It covers")[1].split("It does not cover")
+    assert "up to 32,768 positions" in covers and "up to 8 partial sums" in covers
+    assert "dropout (--target train)" not in covers and "with dropout ( --target train )" in leaves
+    assert "--target norm-safe" in leaves and "the backward pass" in leaves
+    report["certificate"] |= {"train_mode": True, "max_length": 512, "splits": 1}
+    report["certificate"]["sites"].append(bound("encoder.x (sum of squares)", "squares", 100.0))
+    covers, leaves = Page(render(report)).text.split("It covers")[1].split("It does not cover")
+    assert "up to 512 positions" in covers and "up to 1 partial sum " in covers
+    assert "dropout at the config's rates" in covers and "squares of the residual stream" in covers
+    assert "--target" not in leaves.split("The ways people run it")[0]
+
+
+def test_precision_is_shown_for_every_norm() -> None:
+    report = certified()
+    html = render(report)
+    for stack, norms in (("encoder", 2), ("decoder", 3)):
+        shown = table(html, f"<th>{stack} block</th>")
+        kept = {row["module"]: significant_bits(row["bits"]) for row in report["precision"]}
+        assert [row[0] for row in shown[1:]] == ["0", "1", "final norm"]
+        for i in range(2):
+            assert shown[1 + i][1:] == [kept[f"{stack}.block.{i}.layer.{j}.layer_norm"] for j in range(norms)]
+        assert shown[3][1] == "10.99"
+    text = Page(html).text
+    assert "at least 9.49 where each norm reads it, the fewest at decoder. block. 1. layer. 2. layer_norm" in text
+    for row in report["precision"]:
+        row["bits"] = 11 - 1e-12
+    assert "keeps all 11 where each norm reads it" in Page(render(report)).text
+
+
+def test_signals_under_the_normal_numbers_are_named() -> None:
+    report = fakes.conversion()
+    assert "smallest normal number" not in Page(render(report)).text
+    report["regimes"]["half"]["underflow"] = [{"name": "encoder.block.0.layer.0.SelfAttention.q", "amax": 2.0**-15}]
+    html = render(report)
+    assert table(html, "smallest normal number")[1:] == [
+        ["encoder.block.0.layer.0.SelfAttention.q", "half", "3.05×10⁻⁵"]
+    ]
+
+
+def test_an_attack_has_its_figure_and_what_it_found() -> None:
+    report = attacked()
+    page = Page(render(report))
+    assert page.sections == ["certificate", "regimes", "sites", "provenance"]
+    assert [f.name for f in figures(report)] == [
+        "headroom in half",
+        "headroom under attack",
+        "headroom for any input",
+        "values not finite",
+    ]
+    assert figures(report)[1].value == "1.1 bits" and "20 gradient steps" in figures(report)[1].note
+    assert "worst found by 20 steps of gradient search and the probe" in page.text
+    assert "other inputs may reach further" not in page.text
+
+
+def test_an_attack_that_breaks_what_ran_clean_says_where() -> None:
+    report = attacked(broken=True)
+    name = report["attack"]["sites"][0]["name"]
+    assert verdict_sentence(report) == f"Unsafe in fp16: 20 gradient steps found an input that overflows {name}."
+    assert figures(report)[1].value == "none" and "overflow" in figures(report)[1].note
+
+
+def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
+    report = certified(found=False) | {"regimes": {}, "fidelity": None, "signals": [], "precision": []}
+    page = Page(render(report))
+    assert page.open == [] and page.sections == ["certificate", "plan", "fidelity", "sites", "provenance"]
+    assert verdict_sentence(report) == "Safe in fp16 for every input, by bounds from the weights; nothing was run."
+    assert page.data["columns"] == [0, 3, 9, 6] and len(page.data["rows"]) == len(report["certificate"]["sites"])
+    shown = table(render(report), 'id="site-table"')
+    assert shown[1] == ["encoder.block.2.layer.1:add", "0.1", "60,001", "65,504"]
+    assert "worst found" not in page.text and "Nothing was run" in page.text
+    unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
+    assert verdict_sentence(unsafe) == (
+        f"Unsafe in fp16: nothing was run, but bounds pass the limit at {len(unsafe['uncertified'])} places."
+    )
+
+
+def test_a_deep_models_brackets_take_the_width_of_the_page() -> None:
+    sizes = {}
+    for blocks in (12, 24):
+        made = bracket_pictures(certificate(blocks=blocks))
+        assert [p.wide for p in made] == [blocks == 24] * 2
+        box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', str(made[0].svg))
+        assert box is not None
+        sizes[blocks] = (float(box[1]), float(box[2]))
+    assert sizes[24][0] == 2 * sizes[12][0] and sizes[24][1] == sizes[12][1]
+
+
+def test_hostile_names_in_a_certificate_stay_text() -> None:
+    report = certified(top=1e6)
+    report["certificate"]["sites"][0] |= {"name": HOSTILE, "kind": HOSTILE}
+    report["uncertified"][0] |= {"name": HOSTILE, "reason": HOSTILE, "remedy": HOSTILE}
+    report["precision"].append({"module": f"encoder.{HOSTILE}", "bits": 1.0})
+    report["regimes"]["half"]["underflow"] = [{"name": HOSTILE, "amax": 1e-5}]
+    html = render(report)
+    page = Page(html)
+    assert page.open == [] and sum(tag == "script" for tag, _ in page.tags) == 2
+    assert not any(tag == "img" for tag, _ in page.tags) and requests(html) == []
+
+
+def test_an_infinite_bound_looks_the_same_in_memory_and_from_json() -> None:
+    report = certified(top=1e6)
+    report["certificate"]["sites"][0] |= {"bound": math.inf, "partial": math.inf, "headroom_bits": -math.inf}
+    report["uncertified"][0] |= {"bound": math.inf, "excess_bits": math.inf}
+    stored: Any = finite(report)
+    assert Page(render(report)).text == Page(render(stored)).text and "∞" in Page(render(stored)).text
+
+
+# --- rounding --------------------------------------------------------------------------------------------------------
+
+
+def test_headroom_and_shares_are_rounded_down_bounds_up() -> None:
+    assert [headroom(x) for x in (1.79999999, 0.2508, 0.3, 0.0, -1e-9, 38.96)] == [
+        "1.7",
+        "0.2",
+        "0.3",
+        "0.0",
+        "none",
+        "38.9",
+    ]
+    assert all(percent(i / 100) == f"{i}%" for i in range(101))
+    assert percent(1 - 2**-53) == "99.9999%" and percent(0.99999871) == "99.9998%"
+    assert bound_magnitude(65503.2) == "65,504" and bound_magnitude(11.3191) == "11.32" and times(1.0301) == "1.04"
+    assert bound_magnitude(1.2341e9) == "1.24×10⁹" and bound_magnitude(0.00123456) == "1.24×10⁻³"
+    assert significant_bits(10.997) == "10.99" and significant_bits(11 - 1e-9) == "11"
+    assert excess(2.31) == "2.4" and excess(0.0, 2) == "0.00" and excess(1e-5, 2) == "0.01"
+    assert tightness(8.0, 2.0) == 4 and tightness(8.0, 65536.0) is None and tightness(8.0, None) is None
+
+
+def test_terminal_page_and_card_say_the_same_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = certified()
+    report["certificate"] |= {"headroom_bits": 0.2999}
+    for regime in report["regimes"].values():
+        regime["headroom_bits"] = 1.7999999
+    report["weights"]["lossless_fraction"] = 0.99999899
+    print_conversion(report, tmp_path)
+    terminal = " ".join(capsys.readouterr().out.split())
+    source = Checkpoint(
+        tmp_path, "someone/model", None, {"architectures": ["T5ForConditionalGeneration"]}, {}, (), None
+    )
+    for view in (terminal, Page(render(report)).text, card_text(source, report, licensed=False)):
+        for right, wrong in (
+            ("1.7 bits", "1.8 bits"),
+            ("0.2 bits", "0.3 bits"),
+            ("99.9998%", "99.9999%"),
+            ("9.49", "9.5 "),
+        ):
+            assert right in view and wrong not in view
+
+
+def test_the_script_gets_numbers_that_it_cannot_round_otherwise_than_the_page() -> None:
+    report = fakes.conversion(blocks=3)
+    first, second = report["regimes"]["half"]["sites"][:2]
+    first |= {"headroom_bits": 1.9999999, "amax": 12_344.5}
+    second["amax"] = 369.25
+    html = render(report)
+    data = Page(html).data
+    rows = [row for row in data["rows"] if row[1] == data["strings"].index("half")]
+    assert rows[0][2:4] == [12_344, 1.9999] and rows[1][2] == 369.2
+    shown = table(html, 'id="site-table"')
+    assert shown[1][2:4] == ["12,344", "1.9"] and shown[2][2] == "369.2"

@@ -8,8 +8,9 @@ import pytest
 import tiny
 import torch
 
+from bf16_to_fp16 import textfiles
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.probe import IGNORED_LABEL, Batch, batches, run
+from bf16_to_fp16.probe import IGNORED_LABEL, Batch, batches, describe, gather, run
 
 TEXTS = ["the cat sat", "a dog ran far away", "the dog sat", "it rained"]
 
@@ -200,15 +201,96 @@ def test_unusable_data_is_one_line_that_names_the_file(
     assert "\n" not in message
 
 
-def test_a_dataset_that_the_hub_does_not_give_is_one_line(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def offline() -> tuple[bool, bool]:
     import datasets
     import huggingface_hub
 
-    for module in (datasets.config, huggingface_hub.constants):
-        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)  # else it tries again for twenty seconds
-    with pytest.raises(UserError, match="no-such/dataset: neither a file here nor a readable dataset") as raised:
+    return datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+def test_a_hub_out_of_reach_is_asked_once_and_is_one_line(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing listens at the tests' endpoint. The loader alone would try again, and sleep, for 23 seconds.
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits to try again"))
+    with pytest.raises(UserError, match="no-such/dataset: neither a file here nor, the Hub being out of") as raised:
         batches(config_of("t5"), source, "no-such/dataset")
     assert "\n" not in str(raised.value)
+    assert offline() == (False, False)
+
+
+def test_a_dataset_in_the_cache_serves_where_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    seen = []
+
+    def load(name: str, streaming: bool) -> Any:
+        seen.append(offline())
+        return {"train": [{"text": text} for text in TEXTS]}
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert list(textfiles.texts("org/name")) == [(text, None) for text in TEXTS]
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
+    assert list(textfiles.texts("org/name")) == [(text, None) for text in TEXTS]
+    assert seen == [(True, True), (False, False)]
+    assert offline() == (False, False)
+
+
+def test_a_dataset_that_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load(name: str, streaming: bool) -> Any:
+        raise ValueError("no split\nat all")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(UserError, match=r"org/name: neither .* readable dataset of the Hub \(no split\); check"):
+        list(textfiles.texts("org/name"))
+
+
+def test_the_inputs_are_listed_by_kind_with_their_shapes() -> None:
+    made = batches(config_of("t5", vocab_size=5000), None, None)
+    listed = describe(made, seed=0)
+    assert listed["seed"] == 0 and listed["data"] is None
+    assert [tuple(entry.values()) for entry in listed["batches"]] == [
+        ("random ids", 1, 4, 64, 32),
+        ("long", 1, 1, 512, 128),
+        ("repeated", 1, 2, 128, 64),
+        ("padded", 1, 4, 48, 24),
+        ("vocabulary sweep", 6, 40, 128, 128),
+        ("generate", 1, 4, 48, None),
+    ]
+    assert list(listed["batches"][0]) == ["kind", "batches", "rows", "encoder", "decoder"]
+    assert sum(len(b.input_ids) for b in made) == sum(entry["rows"] for entry in listed["batches"])
+    encoder = describe(batches(config_of("t5-encoder"), None, None), seed=0)
+    assert {entry["decoder"] for entry in encoder["batches"]} == {None}
+
+
+def test_the_inputs_digest_tells_the_same_tokens_from_others(source: Path, tmp_path: Path) -> None:
+    config = config_of("t5")
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS))
+
+    def digest(seed: int = 0, data: str | None = None) -> str:
+        return str(describe(gather(config, source, data, seed=seed), seed=seed, data=data)["sha256"])
+
+    assert digest() == digest()
+    assert digest(data=str(path)) == digest(data=str(path))
+    assert len({digest(), digest(seed=1), digest(data=str(path))}) == 3
+    first = digest(data=str(path))
+    path.write_text("\n".join([*TEXTS[1:], "cat"]))
+    assert digest(data=str(path)) != first
+    one, other = batches(config, None, None)[:1], batches(config, None, None)[:1]
+    other[0].attention_mask[0, -1] = 0
+    assert describe(one, seed=0)["sha256"] != describe(other, seed=0)["sha256"]
+
+
+def test_of_data_the_inputs_name_the_file_without_its_folder_and_the_rows(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS))
+    listed = describe(batches(config_of("t5"), source, str(path)), seed=3, data=str(path))
+    assert listed["data"] == {"name": "texts.txt", "rows": 4}
+    assert [entry["kind"] for entry in listed["batches"]] == ["data", "generate"]
+    assert str(tmp_path) not in json.dumps(listed)
+    assert describe([], seed=0, data="org/name")["data"] == {"name": "org/name", "rows": 0}
 
 
 def test_text_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:

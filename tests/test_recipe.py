@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.recipe import Data, Recipe, Schedule, nearest_key, parse_recipe, read_recipe
+from bf16_to_fp16.recipe import Data, Recipe, Schedule, keys, nearest_key, parse_recipe, read_recipe
 
 FIVE_LINES = """\
 source: org/model
@@ -237,3 +237,27 @@ def test_sections_can_be_made_in_python() -> None:
     recipe = Recipe(source="a", out="b", data=Data(path="c"), precision=("bf16", "fp16"))
     tree: dict[str, Any] = {"source": "a", "out": "b", "data": {"path": "c"}, "precision": ["bf16", "fp16"]}
     assert parse_recipe(tree) == recipe
+
+
+def test_a_form_without_a_target_needs_a_weight() -> None:
+    tree = {"source": "s", "out": "o", "data": {"path": "p"}, "penalty": {"form": "lp"}}
+    with pytest.raises(UserError, match="form lp has no target to rise to; give a weight"):
+        parse_recipe(tree)
+    assert parse_recipe(tree | {"penalty": {"form": "lp", "weight": 0.1}}).penalty.weight == 0.1
+
+
+def test_the_list_of_keys_has_every_key_with_its_default() -> None:
+    listed = {key: default for key, default, _ in keys()}
+    recipe = parse_recipe({"source": "s", "out": "o", "data": {"path": "p"}})
+
+    def flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+        return found
+
+    settings = flat(recipe.describe())
+    assert set(listed) == set(settings)
+    needed = {"source", "out", "data.path"}
+    assert {key for key, default in listed.items() if default == "(needed)"} == needed
+    assert all(json.loads(listed[key]) == value for key, value in settings.items() if key not in needed)

@@ -118,6 +118,17 @@ def test_every_16_bit_value_under_every_exponent_is_rounded_correctly(tmp_path: 
         assert stats.nonfinite == np.count_nonzero(~np.isfinite(got))
 
 
+@pytest.mark.parametrize("exponent", [-4, 0, 9])
+def test_every_small_value_among_large_ones_is_counted_as_if_each_was_looked_at(tmp_path: Path, exponent: int) -> None:
+    finite = EVERY_BF16[EVERY_BF16.abs() < 60]
+    source = torch.cat([finite, torch.ones(4 * finite.numel(), dtype=torch.bfloat16)])
+    write = Write("w", tuple(source.shape), "w", exponent=exponent)
+    stored, result = written(checkpoint_of(tmp_path / "in", {"w": source}), [write], tmp_path / "out")
+    wanted = reference(source, write)
+    assert_bits(stored["w"], wanted)
+    assert_stats(result.stats["w"], brute_force(source, wanted, stored["w"]))
+
+
 @pytest.mark.parametrize("exponent", [-400, -200, -127, -126, -101, -100, 0, 100, 101, 120, 127, 150, 165, 400])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_exponents_beyond_one_fp32_factor_lose_nothing_not_even_of_subnormal_values(

@@ -1,0 +1,143 @@
+"""Mixed precision that is what it says: autocast and a loss scale that reacts, on a GPU and on a CPU.
+
+Libraries take ``fp16`` on a CPU and quietly train in fp32: no autocast, no scaler. Here both are explicit; on a CPU
+the 16-bit products, whose native kernels are up to fifty times slower in a backward's layouts, are computed in fp32
+from the same operands and rounded once. Where DeepSpeed runs the step it has its own of both.
+
+The loss scale is not torch's GradScaler for three reasons: that one looks at the gradients that its own process holds,
+so that processes with parts of a model can disagree; it refuses gradients in fp16; and it falls to 0.0 without a word.
+Here the norm of the whole gradient decides, which every process knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from .observe import FastProducts
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class LossScale:
+    """A factor on the loss that keeps gradients above fp16's subnormals: it halves at an overflow and doubles after
+    ``window`` steps without one (Micikevicius et al., arXiv:1710.03740).
+
+    ``overflows``: how many came one after the other; ``calm``: steps since the last one or the last doubling.
+    """
+
+    scale: float
+    window: int
+    calm: int = 0
+    overflows: int = 0
+
+    MOST = 2.0**24
+
+    def update(self, *, overflowed: bool) -> None:
+        """Take note of one step."""
+        self.overflows = self.overflows + 1 if overflowed else 0
+        self.calm = 0 if overflowed else self.calm + 1
+        if overflowed:
+            self.scale /= 2
+        elif self.calm == self.window:
+            self.scale, self.calm = min(self.scale * 2, self.MOST), 0
+
+
+class WidePowers(TorchFunctionMode):
+    """Context manager under which powers of fp16 tensors are computed in fp32, as CUDA's autocast does and the CPU's
+    does not: there the derivative of the cube in ``gelu_new`` is inf beyond 147.8, and its gradient NaN."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _POWERS and isinstance(args[0], Tensor) and args[0].dtype == torch.float16:
+            args = (args[0].float(), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+_POWERS = {torch.pow, Tensor.pow, Tensor.__pow__, torch.square, Tensor.square}
+
+
+class Amp:
+    """The precision of a run: ``fp16`` (autocast and loss scale), ``bf16`` (autocast) or ``fp32``.
+
+    loss_scale: the first one; window: steps without overflow after which it doubles. Weights and gradients are those of
+    the optimizer; only what the forward and backward compute is narrow.
+    """
+
+    def __init__(
+        self, precision: str, device: torch.device, *, loss_scale: float, window: int, recomputes: bool = False
+    ) -> None:
+        """Set up; nothing is changed globally.
+
+        recomputes: forwards run again inside the backward, where the mode that widens powers cannot follow.
+        """
+        self.recomputes = recomputes
+        self.precision, self.device = precision, device
+        self.dtype = DTYPES[precision]
+        self.loss_scale = LossScale(loss_scale, window) if precision == "fp16" else None
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Cover forward and backward: on a CPU with the fast products, and with powers of fp16 tensors in fp32."""
+        on_cpu = self.device.type == "cpu"
+        fast: AbstractContextManager[Any] = nullcontext()
+        powers: AbstractContextManager[Any] = nullcontext()
+        if on_cpu and self.dtype != torch.float32:
+            fast = FastProducts()
+        if on_cpu and self.dtype == torch.float16 and not self.recomputes:
+            powers = WidePowers()
+        with fast, powers:
+            yield
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Cover a forward: autocast, unless fp32."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss, 1 where there is none."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def finish(self, parameters: Iterable[nn.Parameter], clip_norm: float) -> float:
+        """Divide the gradients by the loss scale, clip them to ``clip_norm``, move the scale, and return the norm that
+        the unscaled gradient had.
+
+        An infinite or NaN norm is an overflow: the gradients are then worth nothing and are left as they are.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = total_norm(gradients) / self.scale
+        finite = norm < float("inf")  # False for NaN
+        if finite:
+            factor = min(1.0, clip_norm / max(norm, 1e-30)) / self.scale
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed=not finite)
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the precision and the loss scale's state."""
+        return {"precision": self.precision, "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the loss scale that ``state_dict`` of the same precision gave."""
+        if self.loss_scale is not None:
+            self.loss_scale = LossScale(**state["loss_scale"])
+
+
+def total_norm(tensors: list[Tensor]) -> float:
+    """Return the Euclidean norm of all elements together, in fp32; of DTensors the norm of the whole ones."""
+    if not tensors:
+        return 0.0
+    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return float(torch.linalg.vector_norm(torch.stack([norm.to(whole[0].device) for norm in whole])))

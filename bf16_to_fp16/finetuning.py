@@ -1,0 +1,386 @@
+"""From a recipe to an fp16-safe checkpoint, for what rescaling cannot reach.
+
+Rescale exactly, train the fp32 result under the precision it will meet with a penalty on what still passes its limits
+and the original as teacher, then convert what was trained: rescale again, certify, audit, and write the same folder as
+``convert`` does. The rescaled start is a checkpoint on the disk like any other, so that stock code loads it, head
+separated and eps scaled, and a continued run begins from the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from .amp import DTYPES, Amp
+from .attention import SCALED, register
+from .auditing import load, load_config
+from .checkpoint import Checkpoint, open_checkpoint
+from .conversion import (
+    Conversion,
+    best_plan,
+    bound_source,
+    convert,
+    drift_is_bearable,
+    gather,
+    observe_source,
+    tokenizer_beside,
+)
+from .corpus import open_corpus
+from .distillation import Teacher, arguments
+from .errors import UserError
+from .families import resolve
+from .folder import carry_over, check_out, put_in_place, staged, write_json
+from .observe import SiteObserver
+from .planner import MARGIN_BITS
+from .recipe import Recipe, parse_recipe, read_recipe
+from .rescaling import Plan, edited_config, writes
+from .runlog import RunLog
+from .runstate import RunFolder
+from .talk import Talk
+from .training import Outcome, Trainer, refuse_other_recipe
+from .writer import write_fp16
+
+START, TRAINED = "start", "trained"
+
+
+def finetune(
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    *,
+    force: bool = False,
+    overrides: tuple[str, ...] = (),
+    talk: Talk | None = None,
+    name: str = "recipe",
+) -> Conversion | None:
+    """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
+    first.
+
+    recipe: a Recipe, a mapping, or the path of a YAML file, in which ``overrides`` (``schedule.steps=200``) are put in
+    place. force: replace an existing output. name: of the recipe in the report, by default its file's. Continues a run
+    that its folder holds. Raises UserError for a recipe, a source or data that cannot be used, for a start that is not
+    finite in the recipe's precision, and for a run that cannot succeed.
+    """
+    if isinstance(recipe, (str, Path)):
+        name, recipe = Path(recipe).name, read_recipe(recipe, overrides)
+    elif not isinstance(recipe, Recipe):
+        recipe = parse_recipe(recipe)
+    out = Path(recipe.out)
+    refuse_what_does_not_go(recipe)
+    check_out(out, force=force)  # before a download
+    checkpoint = open_checkpoint(recipe.source, recipe.subfolder)
+    check_out(out, checkpoint.folder, force=force)
+    run = train(recipe, checkpoint, talk=talk)
+    if run.weights is None:
+        return None
+    talk = talk or Talk(quiet=True)
+    trained = run.folder / TRAINED
+    write_trained(run.folder / START, run.weights, trained)
+    result = convert(
+        trained,
+        out,
+        target=recipe.target,
+        force=force,
+        talk=talk,
+        command=f"bf16-to-fp16 finetune {name}",
+        lineage=lineage_of(checkpoint, recipe, run),
+        original=checkpoint,
+    )
+    shutil.rmtree(trained, ignore_errors=True)
+    return result
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended: its folder, what it did, on which data and how many processes, and the trained fp32
+    weights (None on every process but the first)."""
+
+    folder: Path
+    outcome: Outcome
+    data: Mapping[str, Any]
+    processes: int
+    weights: Mapping[str, torch.Tensor] | None
+
+
+def train(recipe: Recipe, checkpoint: Checkpoint, *, talk: Talk | None = None) -> Run:
+    """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
+
+    Raises UserError as ``finetune`` does.
+    """
+    resolve(checkpoint)
+    folder = run_folder(recipe)
+    refuse_a_foreign_run(folder, recipe)
+    tokenizer = tokenizer_beside(checkpoint, recipe.subfolder)
+    corpus = open_corpus(
+        recipe.data,
+        tokenizer if tokenizer is not None and tokenizer.is_dir() else checkpoint.folder,
+        load_config(checkpoint.folder),
+        seed=recipe.data_seed,
+    )
+    accelerator = make_accelerator(recipe)
+    main = accelerator.is_main_process
+    talk = (talk or Talk(quiet=True)) if main else Talk(quiet=True)
+    start = folder / START
+    if main and not (start / "config.json").is_file():
+        write_start(checkpoint, recipe, start, talk)
+    accelerator.wait_for_everyone()
+    student = load(start, torch.float32, attention=attention_of(recipe))
+    if not RunFolder(folder, 1).steps():
+        refuse_a_start_that_overflows(student, recipe, corpus.stream(), accelerator.device, talk)
+    trainer = Trainer(
+        recipe,
+        student,
+        make_teacher(checkpoint, recipe, accelerator.device),
+        corpus,
+        folder,
+        accelerator,
+        talk=talk,
+        log=open_log(recipe, folder) if main else None,
+    )
+    outcome = trainer.train()
+    weights = trainer.weights()
+    # All are done with each other: a process that ends with its group's threads running may be aborted.
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, weights if main else None)
+
+
+def convert_or_finetune(
+    recipe: str | Path,
+    source: str | Path,
+    out: str | Path,
+    *,
+    target: str = "half",
+    subfolder: str | None = None,
+    force: bool = False,
+    talk: Talk | None = None,
+    **options: Any,
+) -> Conversion:
+    """Convert ``source``; where rescaling alone leaves it unsafe, finetune it by ``recipe`` instead, and return what
+    became of it.
+
+    recipe: a YAML file, whose source, out, subfolder and target are those given here. options: as ``convert`` takes
+    them. Only a safe result of either, or the finetune's, appears at ``out``.
+    """
+    out, talk = Path(out), talk or Talk(quiet=True)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("convert runs in one process; under a launcher use finetune")
+    given: dict[str, Any] = {"source": str(source), "out": str(out), "target": target, "subfolder": subfolder}
+    # A JSON string is a YAML string, whatever is in it.
+    chosen = read_recipe(recipe, [f"{key}={json.dumps(value)}" for key, value in given.items()])
+    refuse_what_does_not_go(chosen)
+    check_out(out, force=force)
+    checkpoint = open_checkpoint(source, subfolder)
+    check_out(out, checkpoint.folder, force=force)
+    refuse_a_foreign_run(run_folder(chosen), chosen)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.rescaled-", dir=out.absolute().parent) as scratch:
+        work = Path(scratch) / out.name
+        result = convert(source, work, target=target, subfolder=subfolder, talk=talk, **options)
+        if result.safe:
+            put_in_place(work, out.absolute(), force=force)
+            return replace(result, out=out)
+    worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
+    talk.say(f"Rescaling alone leaves it unsafe{f' ({worst})' if worst else ''}: finetuning")
+    finetuned = finetune(chosen, force=force, talk=talk, name=Path(recipe).name)
+    assert finetuned is not None  # the only process is the first one
+    return finetuned
+
+
+def refuse_what_does_not_go(recipe: Recipe) -> None:
+    """Raise UserError for settings that are each right and do not go together."""
+    if recipe.compile and recipe.penalty.form != "none":
+        raise UserError(
+            "compile hides the operations that the penalty looks at; set compile: false, or penalty.form: none"
+        )
+    if recipe.compile and "fp32" not in recipe.precision and (recipe.device == "cpu" or not torch.cuda.is_available()):
+        raise UserError("compile on a CPU goes with precision: fp32 alone; set that, or compile: false")
+    if recipe.penalty.form != "none" and recipe.attention == "sdpa":
+        raise UserError("attention sdpa hides its scores from the penalty; set attention: eager, or penalty.form: none")
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda and there is none here; set device: auto, or cpu")
+
+
+def run_folder(recipe: Recipe) -> Path:
+    """Return the folder of the run's states: as asked, else beside the output."""
+    out = Path(recipe.out)
+    return Path(recipe.checkpointing.folder) if recipe.checkpointing.folder else out.with_name(f"{out.name}.run")
+
+
+def refuse_a_foreign_run(folder: Path, recipe: Recipe) -> None:
+    """Raise UserError where ``folder`` holds something else than a run of this recipe, before anything is loaded."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give another checkpointing.folder")
+    states = RunFolder(folder, 1)
+    if states.steps():
+        from .runstate import read_state
+
+        last = states.of(states.steps()[-1])
+        refuse_other_recipe(read_state(last)["recipe"], recipe, last)
+    elif any(entry.name != START and not entry.name.startswith(".") for entry in folder.iterdir()):
+        names = {entry.name for entry in folder.iterdir()} - {START, "log.jsonl", "teacher", "wandb", TRAINED}
+        if any(not name.startswith(".") for name in names):
+            raise UserError(f"{folder} holds other files; give an empty or new checkpointing.folder")
+
+
+def make_accelerator(recipe: Recipe) -> Any:
+    """Return the accelerator of this process: its precision is "no", since autocast and loss scale are ours."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    on_cpu = recipe.device == "cpu" or not torch.cuda.is_available()
+    engine = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true")
+    wanted = int(os.environ.get("WORLD_SIZE", "1"))
+    # Given to a single process it would look for a group that nobody made.
+    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timedelta(hours=2))
+    # Whatever the launcher says: fp16 on a CPU would otherwise quietly be fp32, and elsewhere be applied twice.
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    # The recipe decides, whatever a launcher's configuration says.
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(recipe.data.gradient_accumulation)
+    if engine and on_cpu:
+        import deepspeed.ops
+
+        # A module that it would first compile, with a compiler that may be missing, and announce among data; gloo does.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # With DeepSpeed cpu=True would quietly turn it off.
+    device = {} if engine else {"cpu": on_cpu}
+    accelerator = Accelerator(
+        mixed_precision="no",
+        gradient_accumulation_steps=recipe.data.gradient_accumulation,
+        kwargs_handlers=[group] if wanted > 1 or engine else [],
+        **device,
+    )
+    if engine:
+        # Under ZeRO-3 stock loading would else cut every model into parts, the teacher's and the audited one's too, and
+        # wait for processes that load nothing.
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+    if accelerator.num_processes != wanted:
+        raise UserError(
+            f"{wanted} processes were launched and each believes to be one of {accelerator.num_processes};"
+            " launch with `accelerate launch --multi_gpu` or a configuration from launch/"
+        )
+    return accelerator
+
+
+def attention_of(recipe: Recipe) -> str:
+    """Return the name under which transformers knows the recipe's attention, after making it known."""
+    if recipe.attention == SCALED:
+        register()
+    return recipe.attention
+
+
+def make_teacher(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -> Teacher | None:
+    """Return the frozen original in its own precision, or in the one asked for; None where nothing is distilled."""
+    encoder = str(checkpoint.config.get("architectures", [""])[0]).endswith("EncoderModel")
+    if recipe.distillation.weight == 0 and not encoder:
+        return None
+    wanted = recipe.distillation.teacher
+    kept = {tensor.dtype for tensor in checkpoint.tensors.values()}
+    stored = torch.bfloat16 if kept == {"BF16"} and device.type != "cpu" else torch.float32
+    dtype = stored if wanted == "source" else DTYPES[wanted]
+    return Teacher(
+        load(checkpoint.folder, dtype, attention="sdpa"), device, temperature=recipe.distillation.temperature
+    )
+
+
+def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, talk: Talk) -> None:
+    """Write the checkpoint that training begins with: the source in fp32, rescaled as far as that goes."""
+    layout = resolve(checkpoint)
+    plan = Plan(family=layout.family.name)
+    if recipe.rescale:
+        inputs = gather(checkpoint, None, recipe.seed)
+        bounds = bound_source(checkpoint, recipe.target, recipe.data.input_length, talk)
+        ranges = observe_source(checkpoint, inputs, talk)
+        bearable = drift_is_bearable(checkpoint, inputs, talk)
+        layout, planned = best_plan(checkpoint, layout, ranges, recipe.target, MARGIN_BITS, bounds, talk, bearable)
+        plan = planned.plan
+    with staged(start, force=True) as work:
+        tensors = [write.as_dtype("F32") for write in writes(layout, plan)]
+        with talk.step(
+            f"Writing {len(tensors)} rescaled tensors in fp32" if recipe.rescale else "Copying in fp32"
+        ) as a:
+            write_fp16(checkpoint, tensors, work, progress=a)
+        config = dict(edited_config(layout, plan))
+        for key in ("dtype", "torch_dtype"):
+            if key in config:
+                config[key] = "float32"
+        write_json(work / "config.json", config)
+        carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, recipe.subfolder))
+
+
+def refuse_a_start_that_overflows(
+    student: Any, recipe: Recipe, batches: Any, device: torch.device, talk: Talk, passes: int = 4
+) -> None:
+    """Raise UserError unless a few batches go through the model in the recipe's first precision with every activation
+    finite, and RuntimeError where its linears do not really compute in that precision.
+
+    A penalty on an infinity has no gradient.
+    """
+    precision = recipe.precision[0]
+    amp = Amp(precision, device, loss_scale=1.0, window=1)
+    student.to(device).eval()
+    with talk.step(f"Checking that the start is finite in {precision}"), torch.no_grad():
+        observer = SiteObserver(student)
+        for _ in range(passes):
+            with observer, amp.forward():
+                student(**arguments(student, next(batches), device))
+    linears = {path for path, module in student.named_modules() if isinstance(module, torch.nn.Linear)}
+    narrow = [site for site in observer.sites() if site.name in linears]
+    if not any(site.dtype == amp.dtype for site in narrow):
+        raise RuntimeError(f"the linears do not compute in {precision}")
+    broken = sorted((s for s in observer.sites() if s.nonfinite and s.limit is not None), key=lambda s: s.order)
+    if broken:
+        raise UserError(
+            f"{broken[0].name} is not finite in {precision} before the first step, and a penalty on it has no gradient;"
+            + (" set precision: [bf16, fp16]" if recipe.rescale else " set rescale: true, or precision: [bf16, fp16]")
+        )
+
+
+def open_log(recipe: Recipe, folder: Path) -> RunLog:
+    """Return the run's log."""
+    path = folder / "log.jsonl" if recipe.logging.local else None
+    return RunLog(path, recipe.logging.wandb, folder, Path(recipe.out).name, recipe.describe())
+
+
+def write_trained(start: Path, weights: Mapping[str, torch.Tensor], trained: Path) -> None:
+    """Write the trained weights in fp32 as a checkpoint under the names of ``start``, whole or not at all."""
+    checkpoint = open_checkpoint(start)
+    names = {tensor.source for tensor in resolve(checkpoint).tensors.values() if tensor.source is not None}
+    with staged(trained, force=True) as work:
+        tensors = {}
+        for name in sorted(names):
+            value = weights.get(name)
+            tensors[name] = (checkpoint.read(name) if value is None else value).float().contiguous()
+        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+        shutil.copyfile(start / "config.json", work / "config.json")
+        carry_over(start, work)
+
+
+def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> dict[str, Any]:
+    """Return what the report says of the run: the original, the recipe, the data and what happened."""
+    settings = recipe.describe()
+    # A report is published; of local paths only the last part says anything to others.
+    for section, key in ((settings, "source"), (settings, "out"), (settings["data"], "path")):
+        if Path(str(section[key])).exists() or key == "out":
+            section[key] = Path(str(section[key])).name
+    settings["checkpointing"]["folder"] = None
+    shown = {key: Path(str(value)).name if key == "path" else value for key, value in run.data.items()}
+    return {
+        "source": {
+            "path": checkpoint.source,
+            "revision": checkpoint.revision,
+            "sha256": {file.name: checkpoint.sha256(file) for file in checkpoint.weight_files},
+        },
+        "finetune": {"recipe": settings, "data": shown, "processes": run.processes, **run.outcome.to_json()},
+    }

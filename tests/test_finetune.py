@@ -1,0 +1,176 @@
+"""From a recipe to a converted checkpoint: what appears, what is refused, and what a killed run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from test_training import TEXT, tiny_model
+
+from bf16_to_fp16.auditing import load
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.conversion import undo
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning import finetune
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source")
+    tiny_model(dropout=0.1).to(torch.bfloat16).save_pretrained(path)
+    transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(path)
+    (path / "text.txt").write_text("".join(f"{TEXT}{i}\n" for i in range(60)))
+    return path
+
+
+def written(origin: Path, folder: Path, **changes: Any) -> Path:
+    """A recipe's file in ``folder``, whose output is ``folder/out``."""
+    tree: dict[str, Any] = {
+        "source": str(origin),
+        "out": str(folder / "out"),
+        "device": "cpu",
+        "data": {
+            "path": str(origin / "text.txt"),
+            "first_sentinel": 383,
+            "input_length": 48,
+            "target_length": 24,
+            "batch_size": 4,
+            "held_out": 0.1,
+        },
+        "schedule": {"steps": 6, "learning_rate": 0.003, "warmup": 2},
+        "checkpointing": {"every": 2},
+        "evaluation": {"every": 100},
+        "logging": {"every": 1},
+    }
+    for key, value in changes.items():
+        tree[key] = {**tree[key], **value} if isinstance(value, dict) and key in tree else value
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert main([str(a) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and captured.out == ""
+    return lines[0]
+
+
+def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path, tmp_path: Path) -> None:
+    result = finetune(written(source, tmp_path))
+    assert result is not None and result.safe
+    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+    assert report["command"] == "bf16-to-fp16 finetune recipe.yaml"
+    assert report["source"]["path"].endswith(source.name) and list(report["source"]["sha256"]) == ["model.safetensors"]
+    run = report["finetune"]
+    assert run["steps"] == 6 and run["processes"] == 1 and [e["step"] for e in run["evaluations"]] == [0, 6]
+    assert run["recipe"]["source"] == source.name and run["data"]["objective"] == "span-corruption"
+    assert str(tmp_path) not in json.dumps(run) and run["fidelity"]["kl_fp16"] > report["fidelity"]["kl_fp16"]
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", dtype=torch.float16)
+    assert {p.dtype for name, p in model.named_parameters() if not name.endswith("wo.weight")} == {torch.float16}
+    assert not (tmp_path / "out.run" / "trained").exists()
+    original, trained = (load(folder, torch.float32) for folder in (source, tmp_path / "out"))
+    batch = {"input_ids": torch.arange(5, 25)[None], "decoder_input_ids": torch.arange(4)[None]}
+    with torch.no_grad():
+        difference = (original(**batch).logits - trained(**batch).logits).abs().max()
+    assert 1e-3 < float(difference) < 5
+    assert undo(tmp_path / "out", tmp_path / "back").is_dir()
+
+
+def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(source: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e5)
+        model.encoder.block[1].layer[1].DenseReluDense.wi_1.weight.mul_(1e3)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "model")
+    recipe = written(source, tmp_path, source=str(tmp_path / "model"), rescale=False)
+    with pytest.raises(UserError, match=r"encoder.block.1.layer.1.DenseReluDense.wo is not finite in fp16 before") as e:
+        finetune(recipe)
+    assert "set rescale: true, or precision: [bf16, fp16]" in str(e.value)
+    assert not (tmp_path / "out").exists()
+    start = load(tmp_path / "out.run" / "start", torch.float32)
+    for name, tensor in load(tmp_path / "model", torch.float32).state_dict().items():
+        assert torch.equal(tensor, start.state_dict()[name]), name
+    result = finetune(recipe, overrides=("rescale=true", "checkpointing.folder=" + str(tmp_path / "other")))
+    assert result is not None and result.safe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["penalty.headroom=3"], "unknown key penalty.headroom; did you mean penalty.headroom_bits?"),
+        (["compile=true"], "compile hides the operations"),
+        (["attention=sdpa"], "attention sdpa hides its scores"),
+        (["device=cuda"], "device is cuda and there is none here"),
+        (["out={source}"], "exists; choose another output path"),
+        (["source=nowhere"], "nowhere is not a folder here"),
+        (["data.path=nowhere.txt"], "nowhere.txt"),
+        (["checkpointing.folder={source}"], "holds other files; give an empty or new checkpointing.folder"),
+        (["optimizer.moments=8bit"], "torchao"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_at_out(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], wanted: str
+) -> None:
+    if torch.cuda.is_available() and overrides == ["device=cuda"]:
+        pytest.skip("there is one")
+    arguments = [part for o in overrides for part in ("--set", o.format(source=source))]
+    assert wanted in error_of(capsys, "finetune", written(source, tmp_path), *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(source: Path, tmp_path: Path) -> None:
+    """kill -9 at whatever moment; the same files as of a run that was never stopped."""
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "whole").mkdir()
+    whole = written(source, tmp_path / "whole", schedule={"steps": 40})
+    cut = written(source, tmp_path / "cut", schedule={"steps": 40})
+    assert finetune(whole) is not None
+    command = [sys.executable, "-m", "bf16_to_fp16", "finetune", str(cut)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    states = tmp_path / "cut" / "out.run"
+    for _ in range(3000):
+        if list(states.glob("step-0000001*")):
+            break
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "cut" / "out").exists()
+    assert not list(states.glob("step-00000040"))
+    assert finetune(cut) is not None
+    for name in ("out/model.safetensors", "out.run/log.jsonl", "out/config.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+def test_convert_finetunes_only_what_rescaling_leaves_unsafe(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = yaml.safe_load(written(source, tmp_path).read_text())
+    del tree["source"], tree["out"]
+    recipe = tmp_path / "short.yaml"
+    recipe.write_text(yaml.safe_dump(tree))
+    assert main(["convert", str(source), str(tmp_path / "safe"), "--finetune", str(recipe)]) == 0
+    report = json.loads((tmp_path / "safe" / "fp16_report.json").read_text())
+    assert "finetune" not in report and not (tmp_path / "safe.run").exists()
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    capsys.readouterr()
+    wanted = "leave out either --finetune or --dry-run"
+    assert wanted in error_of(capsys, "convert", source, tmp_path / "x", "--finetune", recipe, "--dry-run")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("data: {path: none.txt}\nschedul: {}\n")
+    assert "unknown key schedul" in error_of(capsys, "convert", source, tmp_path / "x", "--finetune", bad)
+    assert not (tmp_path / "x").exists()

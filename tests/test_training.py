@@ -1,0 +1,633 @@
+"""The loop of a finetune: precision, losses, states, and what it does when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from bf16_to_fp16.amp import Amp, LossScale, total_norm
+from bf16_to_fp16.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.distillation import (
+    Teacher,
+    TopK,
+    TopStore,
+    arguments,
+    divergence,
+    divergence_from_top,
+    hidden_error,
+    task_loss,
+)
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning import make_accelerator
+from bf16_to_fp16.recipe import Recipe, Schedule, Wandb, parse_recipe
+from bf16_to_fp16.runlog import RunLog
+from bf16_to_fp16.runstate import RunFolder, read_state, write_state
+from bf16_to_fp16.training import Trainer, layer_of, learning_rate, scores
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from it "
+BAD = ord("Z") + 3
+"""ByT5's id of a letter that no text here has."""
+
+
+def tiny_model(seed: int = 0, dropout: float = 0.1) -> Any:
+    torch.manual_seed(seed)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=384,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            feed_forward_proj="gated-gelu",
+            decoder_start_token_id=0,
+            dropout_rate=dropout,
+        )
+    )
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source")
+    tiny_model().save_pretrained(path)
+    transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(path)
+    (path / "text.txt").write_text("".join(f"{TEXT}{i}\n" for i in range(120)))
+    return path
+
+
+def recipe_for(folder: Path, out: Path, **changes: Any) -> Recipe:
+    tree: dict[str, Any] = {
+        "source": str(folder),
+        "out": str(out),
+        "device": "cpu",
+        "data": {
+            "path": str(folder / "text.txt"),
+            "first_sentinel": 383,
+            "input_length": 48,
+            "target_length": 24,
+            "batch_size": 4,
+            "held_out": 0.1,
+        },
+        "schedule": {"steps": 8, "learning_rate": 0.003, "warmup": 2},
+        "penalty": {"form": "none"},
+        "checkpointing": {"every": 4},
+        "evaluation": {"every": 100, "generate": False},
+        "logging": {"every": 1},
+    }
+    for key, value in changes.items():
+        tree[key] = {**tree[key], **value} if isinstance(value, dict) and key in tree else value
+    return parse_recipe(tree)
+
+
+Damage = Callable[[int, TrainingBatch], TrainingBatch]
+
+
+def trainer_of(
+    recipe: Recipe, folder: Path, run: Path, model: Any = None, damage: Damage | None = None, seen: Any = None
+) -> Trainer:
+    """A trainer on the tiny model; ``damage`` changes the batch of a step of data; ``seen`` notes those steps."""
+    corpus = open_corpus(recipe.data, folder, tiny_model().config, seed=recipe.data_seed)
+    run.mkdir(exist_ok=True)
+    accelerator = make_accelerator(recipe)
+    teacher = None
+    if recipe.distillation.weight:
+        teacher = Teacher(tiny_model(), accelerator.device, temperature=recipe.distillation.temperature)
+    log = RunLog(run / "log.jsonl", recipe.logging.wandb, run, "run", {})
+    trainer = Trainer(recipe, model or tiny_model(), teacher, corpus, run, accelerator, log=log)
+    if damage is not None:
+        stream = trainer.stream
+        advance = type(stream).__next__
+
+        class Damaged(type(stream)):  # type: ignore[misc]
+            def __next__(self) -> TrainingBatch:
+                step = self.steps
+                if seen is not None:
+                    seen.append(step)
+                assert damage is not None
+                return damage(step, advance(self))
+
+        stream.__class__ = Damaged
+    return trainer
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in rows_of(run) if "loss" in row}
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_learning_rate_rises_linearly_and_then_keeps_its_shape() -> None:
+    def at(decay: str, step: int) -> float:
+        schedule = Schedule(steps=110, learning_rate=2.0, warmup=10, decay=decay)  # type: ignore[arg-type]
+        return learning_rate(schedule, step)
+
+    assert [at("linear", step) for step in (0, 4, 9, 10)] == [0.2, 1.0, 2.0, 2.0]
+    assert at("constant", 109) == 2.0
+    assert at("linear", 60) == pytest.approx(1.0) and at("linear", 109) == pytest.approx(0.02)
+    assert at("cosine", 60) == pytest.approx(1.0) and at("cosine", 35) == pytest.approx(1 + math.cos(math.pi / 4))
+
+
+def test_loss_scale_halves_at_an_overflow_and_doubles_after_a_calm_window() -> None:
+    scale = LossScale(8.0, window=3)
+    seen = []
+    for overflowed in (True, True, False, False, False, False, False, True, False):
+        scale.update(overflowed=overflowed)
+        seen.append((scale.scale, scale.overflows))
+    assert seen == [(4, 1), (2, 2), (2, 0), (2, 0), (4, 0), (4, 0), (4, 0), (2, 1), (2, 0)]
+    highest = LossScale(2.0**24, window=1)
+    highest.update(overflowed=False)
+    assert highest.scale == 2.0**24
+
+
+def test_gradients_are_unscaled_and_clipped_and_an_overflow_leaves_them() -> None:
+    amp = Amp("fp16", torch.device("cpu"), loss_scale=1024.0, window=10)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0]) * 1024
+    assert amp.finish([weight], clip_norm=1.0) == pytest.approx(5.0)
+    assert torch.allclose(weight.grad, torch.tensor([0.6, 0.8]))
+    weight.grad = torch.tensor([3.0, 4.0]) * 1024
+    assert amp.finish([weight], clip_norm=100.0) == pytest.approx(5.0)
+    assert torch.equal(weight.grad, torch.tensor([3.0, 4.0]))
+    for bad in (math.inf, math.nan):
+        weight.grad = torch.tensor([bad, 1.0])
+        before = amp.scale
+        assert not amp.finish([weight], clip_norm=1.0) < math.inf
+        assert amp.scale == before / 2 and weight.grad[1] == 1.0
+    assert total_norm([]) == 0.0
+
+
+def test_amp_on_a_cpu_really_computes_in_fp16_forward_and_backward() -> None:
+    """Libraries quietly train in fp32 here: a product past 65504 shows which it is."""
+    linear = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(linear.weight, 300.0)
+    for precision, finite in (("fp16", False), ("bf16", True), ("fp32", True)):
+        amp = Amp(precision, torch.device("cpu"), loss_scale=4.0, window=1)
+        with amp.whole_step(), amp.forward():
+            out = linear(torch.full((1, 2), 200.0))
+        assert bool(torch.isfinite(out).all()) is finite
+        assert amp.scale == (4.0 if precision == "fp16" else 1.0)
+    amp = Amp("fp16", torch.device("cpu"), loss_scale=1.0, window=1)
+    x = torch.full((1, 2), 1.0, requires_grad=True)
+    with amp.whole_step():
+        with amp.forward():
+            out = linear(x)
+        (out.float() * 400).sum().backward()
+    assert x.grad is not None and not bool(torch.isfinite(x.grad).any())  # 300 * 400 in fp16
+    assert linear.weight.dtype == torch.float32 and linear.weight.grad is not None
+    assert linear.weight.grad.dtype == torch.float32
+
+
+def test_the_cube_of_a_gate_has_a_gradient_under_fp16_as_on_cuda() -> None:
+    """CUDA's autocast takes powers in fp32; a CPU's does not, and 3x² is inf beyond 147.8."""
+    x = torch.tensor([150.0, 1.0], requires_grad=True)
+    amp = Amp("fp16", torch.device("cpu"), loss_scale=1.0, window=1)
+    with amp.whole_step():
+        with amp.forward():
+            y = transformers.activations.NewGELUActivation()(x.half())
+        y.float().sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, torch.tensor([1.0, 1.083]), atol=2e-3)
+
+
+def test_a_relative_learning_rate_goes_with_each_tensor(folder: Path, tmp_path: Path) -> None:
+    """Multiplying a weight by a power of two multiplies its steps by the same."""
+    moved = []
+    for name, factor in (("plain", 1.0), ("scaled", 2.0**-6)):
+        model = tiny_model(dropout=0.0)
+        with torch.no_grad():
+            for block in model.encoder.block:
+                # Values are multiplied and outputs divided: the same function.
+                block.layer[0].SelfAttention.v.weight.mul_(factor)
+                block.layer[0].SelfAttention.o.weight.div_(factor)
+        before = model.encoder.block[0].layer[0].SelfAttention.v.weight.detach().clone()
+        recipe = recipe_for(
+            folder,
+            tmp_path / "out",
+            precision="fp32",
+            optimizer={"relative": True, "clip_norm": 1e9, "epsilon": 1e-30},
+            schedule={"steps": 3, "learning_rate": 0.01},
+        )
+        trainer = trainer_of(recipe, folder, tmp_path / name, model=model)
+        trainer.train()
+        after = trainer.weights()["encoder.block.0.layer.0.SelfAttention.v.weight"]
+        moved.append((after - before) / factor)
+        losses = losses_of(tmp_path / name)
+        moved.append(torch.tensor([losses[step] for step in (1, 2, 3)]))
+    assert torch.allclose(moved[0], moved[2], rtol=1e-2, atol=1e-6) and torch.allclose(moved[1], moved[3], rtol=1e-4)
+
+
+def test_divergence_is_the_sum_of_kl_times_the_squared_temperature() -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(5, 7), torch.randn(5, 7)
+    p, q = (teacher / 2).softmax(-1), (student / 2).softmax(-1)
+    wanted = float((p * (p / q).log()).sum()) * 4
+    assert float(divergence(student, teacher, 2.0)) == pytest.approx(wanted, rel=1e-5)
+    assert float(divergence(teacher, teacher, 2.0)) == pytest.approx(0.0, abs=1e-5)
+    everything = TopK(*(teacher / 2).log_softmax(-1).topk(7))
+    assert float(divergence_from_top(student, everything, 2.0)) == pytest.approx(wanted, rel=1e-3)
+    some = TopK(*(teacher / 2).log_softmax(-1).topk(3))
+    assert 0 < float(divergence_from_top(student, some, 2.0)) < wanted
+    assert float(divergence_from_top(teacher, some, 2.0)) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_the_gradient_of_both_losses_is_sound_where_they_agree_and_apart() -> None:
+    teacher = torch.randn(4, 9, dtype=torch.float64).float()
+    student = teacher.clone().requires_grad_()
+    divergence_from_top(student, TopK(*teacher.log_softmax(-1).topk(3)), 1.0).backward()
+    assert student.grad is not None and float(student.grad.abs().max()) < 1e-5
+    assert float(hidden_error(2 * teacher, teacher)) == pytest.approx(4.0)
+    logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, 2, -100], [0, -100, -100]])
+    wanted = -sum(float(logits[r, c].log_softmax(-1)[labels[r, c]]) for r, c in ((0, 0), (0, 1), (1, 0)))
+    assert float(task_loss(logits, labels)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_top_logits_come_back_from_the_disk_and_a_missing_step_is_said(tmp_path: Path) -> None:
+    store = TopStore(tmp_path, 0)
+    top = TopK(*torch.randn(3, 11).log_softmax(-1).topk(4))
+    store.write(2, [top])
+    back = store.read(2, 0, torch.device("cpu"))
+    assert torch.equal(back.ids, top.ids)
+    assert torch.allclose(back.log_probabilities, top.log_probabilities, atol=2e-3)
+    assert list(store.missing(4)) == [0, 1, 3]
+    with pytest.raises(UserError, match="step 1 of the teacher's logits is missing"):
+        store.read(1, 0, torch.device("cpu"))
+
+
+def test_states_are_whole_or_not_there_and_the_oldest_go(tmp_path: Path) -> None:
+    states = RunFolder(tmp_path / "run", keep=2)
+    assert states.steps() == []
+    for step in (4, 8, 12):
+        write_state(states.begin(step), {"step": step})
+        states.commit(step)
+    assert states.steps() == [8, 12]
+    states.begin(16)  # a crash before the rename
+    assert states.steps() == [8, 12]
+    assert read_state(states.of(12)) == {"step": 12}
+    (states.of(8) / "state.pt").write_bytes(b"no state")
+    with pytest.raises(UserError, match="cannot be read; remove"):
+        read_state(states.of(8))
+
+
+def test_a_state_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (marker.touch, ())
+
+    torch.save({"evil": Evil()}, tmp_path / "state.pt")
+    with pytest.raises(UserError):
+        read_state(tmp_path)
+    assert not marker.exists()
+
+
+def test_log_takes_back_what_came_after_a_step(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl", Wandb(), tmp_path, "run", {})
+    for step in range(5):
+        log.write(step, {"loss": math.inf if step == 1 else 0.5})
+    log.close()
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"step": 1, "lo')
+    log.rewind(2)
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
+    assert rows_of(tmp_path)[1]["loss"] > 1e300
+
+
+def test_layers_and_scores() -> None:
+    assert layer_of("encoder.block.3.layer.1:add#2") == "encoder.block.3"
+    assert layer_of("model.decoder.layers.0.fc1") == "model.decoder.layers.0"
+    assert layer_of("lm_head") == "lm_head"
+    assert scores([("a b c", "a b c")])["bleu"] >= 0
+    found = scores([("the cat sat on the mat", "the cat sat on the mat"), ("no", "yes")])
+    assert found["rouge1"] == pytest.approx(0.5) and found["rougeL"] == pytest.approx(0.5)
+
+
+# ---- the loop ------------------------------------------------------------------------------------------------------
+
+
+def test_training_learns_and_says_so(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 60, "learning_rate": 0.01},
+        distillation={"weight": 0.0},
+        evaluation={"every": 30, "generate": False},
+    )
+    outcome = trainer_of(recipe, folder, tmp_path / "run").train()
+    held = [row["held_out_loss"] for row in outcome.evaluations]
+    assert [row["step"] for row in outcome.evaluations] == [0, 30, 60]
+    assert held[2] < held[1] < held[0] - 1
+    assert outcome.steps == 60 and outcome.tokens > 60 * 4 * 20
+
+
+def test_distillation_alone_comes_back_to_the_teacher(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 60, "learning_rate": 0.01},
+        distillation={"weight": 1.0},
+        evaluation={"every": 60, "generate": False},
+    )
+    outcome = trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(seed=3)).train()
+    first, last = (row["held_out_divergence"] for row in outcome.evaluations)
+    assert last < first / 2
+
+
+def test_accumulated_passes_make_the_step_of_one_large_batch(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for name, size, passes in (("whole", 8, 1), ("parts", 2, 4)):
+        recipe = recipe_for(
+            folder, tmp_path / name, precision="fp32", data={"batch_size": size, "gradient_accumulation": passes}
+        )
+        trainer = trainer_of(recipe, folder, tmp_path / f"{name}.run", model=tiny_model(dropout=0.0))
+        trainer.train()
+        found.append((losses_of(tmp_path / f"{name}.run"), trainer.weights()))
+    (losses, weights), (other_losses, other_weights) = found
+    assert losses == pytest.approx(other_losses, rel=1e-4)
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, other_weights[name], atol=2e-4), name
+
+
+class Killed(BaseException):
+    """Stands for the end of the process, which no handler sees."""
+
+
+@pytest.mark.parametrize("penalty", ["none", "amax"])
+def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
+    folder: Path, tmp_path: Path, penalty: str
+) -> None:
+    recipe = recipe_for(
+        folder, tmp_path / "out", schedule={"steps": 10}, penalty={"form": penalty, "headroom_bits": 14.0}
+    )
+    whole = trainer_of(recipe, folder, tmp_path / "whole")
+    outcome = whole.train()
+
+    def kill(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step == 6:
+            raise Killed
+        return batch
+
+    with pytest.raises(Killed):
+        trainer_of(recipe, folder, tmp_path / "cut", damage=kill).train()
+    assert RunFolder(tmp_path / "cut", 3).steps() == [0, 4]
+    again = trainer_of(recipe, folder, tmp_path / "cut", model=tiny_model(seed=9))
+    assert again.train() == outcome
+    for name, tensor in whole.weights().items():
+        assert torch.equal(tensor, again.weights()[name]), name
+    assert (tmp_path / "cut" / "log.jsonl").read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
+    states = [load_file(tmp_path / run / "step-00000010" / "model.safetensors") for run in ("whole", "cut")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_run_of_another_recipe_is_not_continued(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out")
+    trainer_of(recipe, folder, tmp_path / "run").train()
+    other = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"learning_rate": 0.1})})
+    with pytest.raises(UserError, match="holds a run with another schedule; restore the recipe"):
+        trainer_of(other, folder, tmp_path / "run").train()
+    quieter = recipe.model_copy(update={"logging": recipe.logging.model_copy(update={"every": 7})})
+    assert trainer_of(quieter, folder, tmp_path / "run").train().steps == 8
+
+
+def test_a_bad_batch_is_skipped_counted_and_named(folder: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.shared.weight[BAD] = math.inf
+    bad: list[tuple[tuple[int, int], ...]] = []
+
+    def plant(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step not in (2, 5):
+            return batch
+        bad.append(batch.examples)
+        ids = batch.input_ids.clone()
+        ids[1, 3] = BAD
+        return replace(batch, input_ids=ids)
+
+    # The tied head would give inf logits for the letter in every batch.
+    model.lm_head.weight = torch.nn.Parameter(tiny_model().lm_head.weight.detach().clone())
+    recipe = recipe_for(folder, tmp_path / "out", evaluation={"every": 100}, data={"held_out": 0.0})
+    outcome = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=plant).train()
+    assert [row["step"] for row in outcome.skipped] == [3, 6]
+    assert [row["examples"] for row in outcome.skipped] == [[list(e) for e in examples] for examples in bad]
+    assert outcome.steps == 8
+    rows = {row["step"]: row for row in rows_of(tmp_path / "run")}
+    assert rows[3]["skipped_examples"] == outcome.skipped[0]["examples"] and rows[8]["skipped"] == 2
+    assert rows[8]["loss_scale"] == recipe.stability.loss_scale / 4
+    assert all(torch.isfinite(torch.tensor(row["loss"])) for step, row in rows.items() if step not in (3, 6))
+
+
+def spiking(model: Any, steps: set[int]) -> Damage:
+    """Labels that the model thinks least likely, in some steps of data."""
+
+    def plant(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step not in steps:
+            return batch
+        assert batch.labels is not None
+        with torch.no_grad():
+            least = model(**arguments(model, batch, torch.device("cpu"))).logits.argmin(-1)
+        return replace(batch, labels=torch.where(batch.labels >= 0, least, batch.labels))
+
+    return plant
+
+
+def spiky(folder: Path, out: Path, **stability: Any) -> Recipe:
+    return recipe_for(
+        folder,
+        out,
+        schedule={"steps": 60, "learning_rate": 0.01},
+        distillation={"weight": 0.0},
+        stability={"window": 16, **stability},
+        checkpointing={"every": 10},
+    )
+
+
+def test_a_spike_sends_the_run_back_past_the_batches_around_it(folder: Path, tmp_path: Path) -> None:
+    model, seen = tiny_model(), list[int]()
+    recipe = spiky(folder, tmp_path / "out", skip_batches=12)
+    plant = spiking(model, {42, 43, 44, 45})
+    outcome = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=plant, seen=seen).train()
+    (rewind,) = outcome.rewinds
+    assert rewind == {"spike": 43, "noticed": 43, "back_to": 40, "steps_of_data_left_out": 12}
+    # Steps 40 to 51 of the data are left out, of which 40 to 42 had been seen.
+    assert seen == [*range(43), *range(52, 72)]
+    losses = losses_of(tmp_path / "run")
+    assert outcome.steps == 60 and sorted(losses) == list(range(1, 61))
+    assert max(losses[step] for step in range(41, 61)) < losses[1]
+
+
+def test_spikes_send_a_run_back_only_so_often(folder: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    recipe = spiky(folder, tmp_path / "out", skip_batches=4, rewinds=1)
+    plant = spiking(model, {42, 55})
+    outcome = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=plant).train()
+    assert len(outcome.rewinds) == 1 and outcome.steps == 60
+
+
+def test_a_run_that_went_back_and_is_killed_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    recipe = spiky(folder, tmp_path / "out", skip_batches=4)
+    model = tiny_model()
+    whole = trainer_of(recipe, folder, tmp_path / "whole", model=model, damage=spiking(model, {42}))
+    outcome = whole.train()
+    assert len(outcome.rewinds) == 1
+    model = tiny_model()
+    plant = spiking(model, {42})
+
+    def kill(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step == 47:
+            raise Killed
+        return plant(step, batch)
+
+    with pytest.raises(Killed):
+        trainer_of(recipe, folder, tmp_path / "cut", model=model, damage=kill).train()
+    again = trainer_of(recipe, folder, tmp_path / "cut")
+    assert again.train() == outcome
+    assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in whole.weights().items())
+
+
+def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(folder: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e7)
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 60},
+        penalty={"form": "amax"},
+        stability={"overflow_stop": 5},
+        distillation={"weight": 0.0},
+    )
+    with pytest.raises(UserError, match=r"5 steps in a row overflow, down to a loss scale of 2048") as caught:
+        trainer_of(recipe, folder, tmp_path / "run", model=model).train()
+    assert "encoder.block.1.layer.1.DenseReluDense.wo" in str(caught.value) and "rescale" in str(caught.value)
+    assert RunFolder(tmp_path / "run", 3).steps()
+
+
+def test_a_penalty_that_does_not_come_down_stops_the_run_with_the_site(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 60, "learning_rate": 1e-12},
+        penalty={"form": "amax", "headroom_bits": 20.0},
+        stability={"stuck_stop": 6},
+        precision="fp32",
+    )
+    with pytest.raises(UserError, match=r"the penalty has not come down for 6 steps, worst at \S+ with .* is wanted"):
+        trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(dropout=0.0)).train()
+
+
+def test_bf16_turns_to_fp16_when_the_activations_fit(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 6, "bf16_steps": 3})
+    trainer_of(recipe, folder, tmp_path / "run").train()
+    assert [row["precision"] for row in rows_of(tmp_path / "run") if "precision" in row] == ["bf16"] * 3 + ["fp16"] * 3
+    recipe = recipe_for(
+        folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 24}, penalty={"form": "amax"}
+    )
+    trainer_of(recipe, folder, tmp_path / "fits").train()
+    kinds = [row["precision"] for row in rows_of(tmp_path / "fits") if "precision" in row]
+    assert kinds == ["bf16"] * 20 + ["fp16"] * 4
+
+
+def test_top_k_needs_no_teacher_in_the_loop(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for name, top in (("all", None), ("top", 384)):
+        recipe = recipe_for(folder, tmp_path / "out", distillation={"weight": 1.0, "top_k": top}, precision="fp32")
+        trainer = trainer_of(recipe, folder, tmp_path / name, model=tiny_model(seed=2))
+        trainer.train()
+        found.append(losses_of(tmp_path / name))
+    assert found[0] == pytest.approx(found[1], rel=2e-3)
+
+
+def test_gradient_checkpointing_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for name, on in (("plain", False), ("recomputed", True)):
+        recipe = recipe_for(
+            folder,
+            tmp_path / "out",
+            gradient_checkpointing=on,
+            precision="fp32",
+            penalty={"form": "amax", "headroom_bits": 14.0},
+        )
+        trainer = trainer_of(recipe, folder, tmp_path / name)
+        trainer.train()
+        found.append(trainer.weights())
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_a_wandb_run_is_written_offline_and_can_be_read(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    from bf16_to_fp16.losscurve import read_log
+
+    recipe = recipe_for(folder, tmp_path / "out", logging={"every": 1, "wandb": {"mode": "offline"}})
+    trainer_of(recipe, folder, tmp_path / "run").train()
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    losses = losses_of(tmp_path / "run")
+    for _ in range(100):  # its own process writes the file, and on a busy machine is behind
+        if file.read_bytes().count(b"loss_scale") >= len(losses):
+            break
+        time.sleep(0.1)
+    curve = read_log(file)
+    assert dict(zip(curve.steps, curve.losses, strict=True)) == pytest.approx(losses)
+
+
+def test_generated_texts_are_scored_where_the_data_have_targets(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({"input": f"{TEXT}{i}", "target": f"fox {i}"}) + "\n" for i in range(40)))
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        data={"path": str(data), "target_column": "target"},
+        evaluation={"every": 8, "generate": True, "max_new_tokens": 6},
+    )
+    outcome = trainer_of(recipe, folder, tmp_path / "run").train()
+    assert {"rouge1", "rouge2", "rougeL", "bleu"} <= set(outcome.evaluations[-1])
+
+
+def test_weights_kept_in_16_bits_train_with_stochastic_rounding(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        optimizer={"weights": "bf16", "rounding": "stochastic"},
+        precision=["fp32"],
+        schedule={"steps": 40, "learning_rate": 0.01},
+        distillation={"weight": 0.0},
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    trainer.train()
+    assert {tensor.dtype for tensor in trainer.weights().values()} == {torch.bfloat16}
+    losses = losses_of(tmp_path / "run")
+    assert losses[40] < losses[1] - 1
+
+
+def iterate(batches: list[TrainingBatch]) -> Iterator[TrainingBatch]:
+    yield from batches
+
+
+def test_arguments_shift_the_labels_as_the_model_does(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out")
+    corpus = open_corpus(recipe.data, folder, tiny_model().config)
+    batch, model = next(corpus.stream()), tiny_model().eval()
+    assert batch.labels is not None
+    with torch.no_grad():
+        stock = model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels, use_cache=False
+        )
+        mine = model(**arguments(model, batch, torch.device("cpu")))
+    assert torch.equal(stock.logits, mine.logits)
+    count = int((batch.labels != -100).sum())
+    assert float(task_loss(mine.logits, batch.labels)) / count == pytest.approx(float(stock.loss), rel=1e-5)
