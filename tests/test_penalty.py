@@ -699,6 +699,10 @@ def trained_on(rank: int, kind: str) -> dict[str, Any]:
         wrapper = nn.parallel.DistributedDataParallel(model)
     elif kind == "zero3":
         import deepspeed
+        import deepspeed.ops
+
+        # It would be compiled first; gloo does the same.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
         settings = {
             "train_micro_batch_size_per_gpu": 2,
