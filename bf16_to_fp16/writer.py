@@ -1,8 +1,8 @@
 """Streaming weights from a checkpoint into fp16 safetensors files, scaled by powers of two and counted on the way.
 
 One piece of a tensor at a time is read, scaled in fp32, rounded, counted and written, so the memory needed does not
-depend on the checkpoint's size. A few threads take pieces in order; hashing, which must see bytes in their order,
-happens in turns while other threads convert. The bytes written do not depend on the number of threads.
+depend on the checkpoint's size. Threads do one step each: reading and hashing, converting, writing, hashing what was
+written. The bytes written do not depend on their number.
 
 What makes it nearly as fast as copying is that a piece stays in the processor's cache for all passes over it, and
 that counting needs few of them: bf16 has 8 significant bits and fp16 11, so a bf16 weight that ends up above 2⁻¹⁷ (an
@@ -19,10 +19,12 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,9 @@ FP16_NORMAL, FP16_INF = 0x0400, 0x7C00
 INEXACT = 0x0080
 """Bits of 2⁻¹⁷, the largest fp16 number that a bf16 value can become by rounding: from 2⁻¹⁷ on the last of its 8
 significant bits is worth at least 2⁻²⁴, fp16's smallest step."""
+
+SLOTS = 4
+"""Pieces on their way besides one for each converting thread."""
 
 FLUSH_SECONDS = 0.25
 """Seconds between two flushes."""
@@ -141,13 +146,14 @@ def write_fp16(
     *,
     max_shard_size: int | None = None,
     hashes: bool = True,
-    threads: int = 2,
+    threads: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
     """Write tensors as safetensors into ``folder``: ``model.safetensors``, or shards and their index.
 
     max_shard_size: bytes of tensors in a shard, else a tensor goes to the shard that its source came from and one
-    without source to the last. progress: called with bytes done and in all, from any thread but one at a time.
+    without source to the last. progress: called with bytes done and in all, from one thread at a time. threads: that
+    convert, besides those that read, write and hash.
     Nothing is clamped: what is beyond fp16 becomes inf and is counted. Raises UserError for a full disk (before any
     work where the file system can reserve space) and errors of a disk; what was written is then removed.
     """
@@ -382,29 +388,22 @@ def pieces(checkpoint: Checkpoint, files: Sequence[OutFile]) -> Iterator[Piece]:
 
 
 class Scratch:
-    """The buffers of one thread, reused for every piece; pages that are never touched take no memory."""
+    """The buffers of one converting thread, reused for every piece; pages that are never touched take no memory."""
 
     def __init__(self) -> None:
-        self.source = torch.empty(ELEMENTS * 8, dtype=torch.uint8)
-        self.output = torch.empty(ELEMENTS * 4, dtype=torch.uint8)
         self.values = torch.empty(ELEMENTS, dtype=torch.float32)
         self.magnitude = np.empty(ELEMENTS, np.int16)
         self.mask = np.empty(ELEMENTS, np.bool_)
 
-    def source_of(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
-        """Return room for a piece's source values."""
-        return self.source[: piece.elements * dtype.itemsize].view(dtype)
 
-
-def convert(source: torch.Tensor, piece: Piece, scratch: Scratch) -> tuple[torch.Tensor, TensorStats]:
-    """Return the values to write for a piece, in ``scratch`` until the next call, and what became of them."""
+def convert(source: torch.Tensor, piece: Piece, output: torch.Tensor, scratch: Scratch) -> TensorStats:
+    """Fill ``output`` with the values to write for a piece and return what became of them."""
     write = piece.write
-    output = scratch.output[: piece.elements * write.dtype.itemsize].view(write.dtype)
     zero = Zeros(source)
     if not piece.scale.single:
         wide = general(source, piece)
         output.copy_(torch.from_numpy(wide))
-        return output, count(wide, output.double().numpy(), zero.everywhere(), torch.finfo(write.dtype).tiny)
+        return count(wide, output.double().numpy(), zero.everywhere(), torch.finfo(write.dtype).tiny)
     values = scratch.values[: piece.elements]
     values.copy_(source)
     if write.gain != 1.0:
@@ -412,8 +411,8 @@ def convert(source: torch.Tensor, piece: Piece, scratch: Scratch) -> tuple[torch
     scale(values, piece)
     output.copy_(values)
     if is_narrow(write, piece.scale, source.dtype):
-        return output, count_narrow(values, output, zero, scratch)
-    return output, count(values.numpy(), output.float().numpy(), zero.everywhere(), FP16_TINY)
+        return count_narrow(values, output, zero, scratch)
+    return count(values.numpy(), output.float().numpy(), zero.everywhere(), FP16_TINY)
 
 
 def is_narrow(write: Write, scale: Scale, source: torch.dtype) -> bool:
@@ -513,36 +512,32 @@ def count_narrow(values: torch.Tensor, output: torch.Tensor, zero: Zeros, scratc
 # --- the stream ----------------------------------------------------------------------------------------------------
 
 
-class Stopped(Exception):
-    """Another thread has failed; its exception is the one that counts."""
+@dataclass
+class Slot:
+    """The room for one piece on its way, and what is known of it; used again for a later piece."""
+
+    source: torch.Tensor
+    output: torch.Tensor
+    piece: Piece | None = None
+    converted: Future[TensorStats] | None = None
+
+    def output_of(self, piece: Piece) -> torch.Tensor:
+        """Return room for a piece's values as written."""
+        return self.output[: piece.elements * piece.write.dtype.itemsize].view(piece.write.dtype)
 
 
-class Turns:
-    """Lets threads pass one at a time in the order of their numbers."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self.condition = threading.Condition()
-        self.next = 0
-        self.stop = stop
-
-    @contextmanager
-    def turn(self, number: int) -> Iterator[None]:
-        """Wait until all lower numbers have passed; raise Stopped where that will not happen."""
-        with self.condition:
-            while self.next != number:
-                if self.stop.is_set():
-                    raise Stopped
-                # A thread that fails before its turn wakes nobody.
-                self.condition.wait(timeout=0.1)
-        yield
-        with self.condition:
-            self.next += 1
-            self.condition.notify_all()
+Line = SimpleQueue["Slot | None"]
+"""Slots in the order of their pieces; None when there are no more."""
 
 
 @dataclass
 class Stream:
-    """The state that threads share while they write: open files, hashes, counts."""
+    """The state that threads share while they write: open files, hashes, counts.
+
+    Slots go round: one thread reads pieces (and hashes them), a pool converts them, one thread writes them and one
+    hashes what was written, each in the order of the files. A piece changes hands three times, which matters: a thread
+    that is woken costs as much as hashing some kilobytes.
+    """
 
     checkpoint: Checkpoint
     files: Sequence[OutFile]
@@ -559,28 +554,37 @@ class Stream:
         self.outputs = {f.path: self.stack.enter_context(created(f.path, f.size)) for f in self.files}
         self.source_hashes = {p: RunningHash(d, p) for p, d in self.sources.items()}
         self.output_hashes = {p: RunningHash(d, p) for p, d in self.outputs.items()}
-        self.lock, self.writing = threading.Lock(), threading.Lock()
-        self.stop = threading.Event()
-        self.source_turns, self.output_turns = Turns(self.stop), Turns(self.stop)
+        self.lock, self.stop = threading.Lock(), threading.Event()
         self.pieces = pieces(self.checkpoint, self.files)
+        self.scratch = threading.local()
         self.done, self.total = 0, sum(f.size for f in self.files)
 
     def run(self, threads: int) -> None:
-        """Write everything with this many threads; raise the first exception of any of them once all have ended."""
+        """Write everything, converting in this many threads; raise the first exception once all threads have ended."""
         for file in self.files:
             with writing(file.path):
                 write_all(self.outputs[file.path], memoryview(file.header), 0)
             self.advance(len(file.header))
-        with one_torch_thread(), ThreadPoolExecutor(threads + 1, thread_name_prefix="write") as pool:
-            workers = [pool.submit(self.work) for _ in range(threads)]
+        free, read, written = Line(), Line(), Line()
+        for _ in range(SLOTS + threads):
+            free.put(Slot(room(8), room(4)))
+        with (
+            one_torch_thread(),
+            ThreadPoolExecutor(threads, thread_name_prefix="convert") as converters,
+            ThreadPoolExecutor(4, thread_name_prefix="write") as pool,
+        ):
+            stages = [
+                pool.submit(self.stage, free, partial(self.read, converters), read),
+                pool.submit(self.stage, read, self.write, written),
+                pool.submit(self.stage, written, self.account, free),
+            ]
             flusher = pool.submit(self.flush)
             try:
-                wait(workers, return_when=FIRST_EXCEPTION)
+                wait(stages)
             finally:
                 self.stop.set()
-        failures = [f.exception() for f in (*workers, flusher)]
-        for failure in sorted((f for f in failures if f is not None), key=lambda f: isinstance(f, Stopped)):
-            raise failure
+        for future in (*stages, flusher):
+            future.result()
 
     def flush(self) -> None:
         """Hand to the disk what has been written, so that it works at the same time and the last fsync finds little."""
@@ -593,46 +597,60 @@ class Stream:
             self.stop.set()
             raise
 
-    def work(self) -> None:
-        """Take pieces until there are none."""
-        scratch = Scratch()
+    def stage(self, line: Line, act: Callable[[Slot], bool], after: Line) -> None:
+        """Do one thing to every slot until there are no more or another thread fails."""
         try:
-            while not self.stop.is_set():
-                with self.lock:
-                    piece = next(self.pieces, None)
-                if piece is None:
-                    return
-                self.one(piece, scratch)
-            raise Stopped
+            while (slot := line.get()) is not None and not self.stop.is_set() and act(slot):
+                after.put(slot)
         except BaseException:
             self.stop.set()
             raise
+        finally:
+            after.put(None)
 
-    def one(self, piece: Piece, scratch: Scratch) -> None:
-        """Read, convert, count, hash and write one piece."""
+    def read(self, converters: ThreadPoolExecutor, slot: Slot) -> bool:
+        """Read the next piece and have it converted; return whether there was one."""
+        slot.piece = piece = next(self.pieces, None)
+        if piece is None:
+            return False
         if piece.info is not None:
-            source = scratch.source_of(piece, DTYPES[piece.info.dtype])
+            source = slot.source[: piece.elements * DTYPES[piece.info.dtype].itemsize].view(DTYPES[piece.info.dtype])
             offset = piece.info.offset + piece.begin * source.itemsize
             data = bytes_of(source)
             read_exactly(self.sources[piece.info.file], data, offset, piece.info.file)
+            slot.converted = converters.submit(self.convert, source, slot, piece)
+            if self.hashes:
+                self.source_hashes[piece.info.file].feed(data, offset)
         else:
             assert piece.write.data is not None
             source = piece.write.data.reshape(-1)[piece.begin : piece.begin + piece.elements]
+            slot.converted = converters.submit(self.convert, source, slot, piece)
+        return True
+
+    def convert(self, source: torch.Tensor, slot: Slot, piece: Piece) -> TensorStats:
+        """Convert a piece into its slot and return what became of it."""
+        if not hasattr(self.scratch, "own"):
+            self.scratch.own = Scratch()
+        return convert(source, piece, slot.output_of(piece), self.scratch.own)
+
+    def write(self, slot: Slot) -> bool:
+        """Write a piece once it is converted."""
+        piece = slot.piece
+        assert piece is not None and slot.converted is not None
+        stats = slot.converted.result()
+        with writing(piece.path):
+            write_all(self.outputs[piece.path], bytes_of(slot.output_of(piece)), piece.offset)
+        self.stats[piece.write.name] = self.stats[piece.write.name].plus(stats)
+        return True
+
+    def account(self, slot: Slot) -> bool:
+        """Hash what was written of a piece, and report progress."""
+        assert slot.piece is not None
+        result = bytes_of(slot.output_of(slot.piece))
         if self.hashes:
-            with self.source_turns.turn(piece.number):
-                if piece.info is not None:
-                    self.source_hashes[piece.info.file].feed(data, offset)
-        output, stats = convert(source, piece, scratch)
-        result = bytes_of(output)
-        # Threads that write to one file at once spin in the kernel for its lock; asleep here, they cost nothing.
-        with self.writing, writing(piece.path):
-            write_all(self.outputs[piece.path], result, piece.offset)
-        if self.hashes:
-            with self.output_turns.turn(piece.number):
-                self.output_hashes[piece.path].feed(result, piece.offset)
-        with self.lock:
-            self.stats[piece.write.name] = self.stats[piece.write.name].plus(stats)
-            self.advance(len(result))
+            self.output_hashes[slot.piece.path].feed(result, slot.piece.offset)
+        self.advance(len(result))
+        return True
 
     def advance(self, nbytes: int) -> None:
         """Report progress."""
@@ -655,6 +673,11 @@ class Stream:
         for running in self.source_hashes.values():
             running.catch_up(os.fstat(running.descriptor).st_size)
         return {str(p.relative_to(self.checkpoint.folder)): r.digest.hexdigest() for p, r in self.source_hashes.items()}
+
+
+def room(width: int) -> torch.Tensor:
+    """Return room for a piece's elements of up to this many bytes; pages that are never touched take no memory."""
+    return torch.empty(ELEMENTS * width, dtype=torch.uint8)
 
 
 @contextmanager
