@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: install demo test quality bench compat clean
+.PHONY: install demo test quality bench docs compat clean
 
 install: $(STAMP)
 
@@ -30,9 +30,13 @@ quality: install
 bench: install
 	for run in audit.py convert.py "certify.py --soundness 20"; do $(BIN)/python benchmarks/$$run || exit 1; done
 
+# The pages of docs/ as a site in site/; tests/test_docs.py checks its links.
+docs: install
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
+
 # .venv-compat: transformers 4.57 and CTranslate2, in which converted checkpoints must load as well.
 compat: install
 	$(BIN)/python tests/compat/make_env.py
 
 clean:
-	rm -rf .venv .venv-compat build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-compat build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -17,9 +17,15 @@ if TYPE_CHECKING:
     from .certificate import Certificate, certify
     from .conversion import Conversion, convert, rescale, undo
     from .finetuning import finetune
+    from .formats import advise_format
+    from .initialisation import advise_init
+    from .lossreport import advise_losses
     from .optimizer import AdamW
     from .penalty import ActivationPenalty
+    from .publishing import publish
     from .rescaling import Plan
+    from .updates import advise_updates
+    from .verifying import verify
 
 __version__ = "0.1.0"
 
@@ -30,26 +36,38 @@ __all__ = [
     "Conversion",
     "Plan",
     "UserError",
+    "advise_format",
+    "advise_init",
+    "advise_losses",
+    "advise_updates",
     "audit",
     "certify",
     "convert",
     "finetune",
+    "publish",
     "rescale",
     "undo",
+    "verify",
 ]
 
 _HOMES = {
     "ActivationPenalty": "penalty",
     "AdamW": "optimizer",
+    "advise_format": "formats",
+    "advise_init": "initialisation",
+    "advise_losses": "lossreport",
+    "advise_updates": "updates",
     "audit": "auditing",
     "certify": "certificate",
     "Certificate": "certificate",
     "convert": "conversion",
     "Conversion": "conversion",
     "finetune": "finetuning",
+    "publish": "publishing",
     "rescale": "conversion",
     "undo": "conversion",
     "Plan": "rescaling",
+    "verify": "verifying",
 }
 
 

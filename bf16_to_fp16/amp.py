@@ -11,7 +11,8 @@ Here the norm of the whole gradient decides, which every process knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,17 +33,23 @@ class LossScale:
     ``window`` steps without one (Micikevicius et al., arXiv:1710.03740).
 
     ``overflows``: how many came one after the other; ``calm``: steps since the last one or the last doubling.
+    ``settled``: a step has been taken. Until then the scale is looked for: the loop computes an overflowed step again
+    under the lower scale, and one that passed lowers it by ``SPARE`` more, since another batch's gradient is larger.
     """
 
     scale: float
     window: int
     calm: int = 0
     overflows: int = 0
+    settled: bool = False
 
     MOST = 2.0**24
+    SPARE = 4.0
 
     def update(self, *, overflowed: bool) -> None:
         """Take note of one step."""
+        if not overflowed and not self.settled:
+            self.scale, self.settled = self.scale / (self.SPARE if self.overflows else 1.0), True
         self.overflows = self.overflows + 1 if overflowed else 0
         self.calm = 0 if overflowed else self.calm + 1
         if overflowed:
@@ -84,6 +91,8 @@ class Amp:
         self.precision, self.device = precision, device
         self.dtype = DTYPES[precision]
         self.loss_scale = LossScale(loss_scale, window) if precision == "fp16" else None
+        self.counted_norm = 0.0
+        """What ``finish`` last compared with ``clip_norm``; not finite where the gradient was not."""
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -107,17 +116,29 @@ class Amp:
         """The factor on the loss, 1 where there is none."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def finish(self, parameters: Iterable[nn.Parameter], clip_norm: float) -> float:
+    def finish(
+        self, parameters: Iterable[nn.Parameter], clip_norm: float, units: Sequence[float] | None = None
+    ) -> float:
         """Divide the gradients by the loss scale, clip them to ``clip_norm``, move the scale, and return the norm that
         the unscaled gradient had.
 
-        An infinite or NaN norm is an overflow: the gradients are then worth nothing and are left as they are.
+        units: one for each parameter, by which its gradient counts in what is clipped: with the size of each tensor a
+        rescaled model is clipped as it would have been before. An infinite or NaN norm is an overflow: the gradients
+        are then worth nothing and are left as they are.
         """
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = total_norm(gradients) / self.scale
+        pairs = [
+            (p.grad, unit)
+            for p, unit in zip(parameters, itertools.repeat(1.0) if units is None else units, strict=False)
+            if p.grad is not None
+        ]
+        gradients = [gradient for gradient, _ in pairs]
+        norms = each_norm(gradients).cpu()
+        norm = float(torch.linalg.vector_norm(norms)) / self.scale
         finite = norm < float("inf")  # False for NaN
+        counted = norms * torch.tensor([unit for _, unit in pairs])
+        self.counted_norm = float(torch.linalg.vector_norm(counted)) / self.scale
         if finite:
-            factor = min(1.0, clip_norm / max(norm, 1e-30)) / self.scale
+            factor = min(1.0, clip_norm / max(self.counted_norm, 1e-30)) / self.scale
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
         if self.loss_scale is not None:
@@ -134,10 +155,10 @@ class Amp:
             self.loss_scale = LossScale(**state["loss_scale"])
 
 
-def total_norm(tensors: list[Tensor]) -> float:
-    """Return the Euclidean norm of all elements together, in fp32; of DTensors the norm of the whole ones."""
+def each_norm(tensors: list[Tensor]) -> Tensor:
+    """Return the Euclidean norm of each tensor, fp32 [tensors]; of a DTensor that of the whole one."""
     if not tensors:
-        return 0.0
+        return torch.zeros(0)
     norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return float(torch.linalg.vector_norm(torch.stack([norm.to(whole[0].device) for norm in whole])))
+    return torch.stack([norm.to(whole[0].device) for norm in whole])

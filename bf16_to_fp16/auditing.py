@@ -20,21 +20,30 @@ import torch
 from torch import Tensor, nn
 
 from . import probe
+from .attention import SCALED, register
 from .checkpoint import open_checkpoint
+from .display import listed
 from .environment import SCHEMA, environment
 from .errors import UserError
 from .families import resolve, stock_class
 from .numerics import FP16_MAX, FP16_STEP, FP16_TINY, headroom_bits
 from .observe import Site, SiteObserver
 from .probe import Batch
+from .proof import uncertified_rows
 from .talk import Talk
 
 REGIMES = ("stock", "amp", "half")
 ATTENTIONS = ("eager", "sdpa")
+"""Those that stock code runs; ``attention.SCALED`` can be asked for as well."""
 
 LOSS_SCALE = 2.0**10
 """Loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so that the scale
 itself never breaks pure half; dynamic scalers start at 2¹⁶ and settle lower."""
+
+REMEDY = "bf16-to-fp16 convert rescales what can be; what cannot, a finetune lowers"
+REMEDY_CONVERTED = (
+    "rescaling was not enough; finetune with the activation-magnitude penalty, or use a regime that is clean"
+)
 
 _OVERFLOWED = 65536.0
 _ALL_BITS = math.log2(FP16_MAX / FP16_STEP)
@@ -131,6 +140,7 @@ def audit(
     regimes: Sequence[str] = REGIMES,
     data: str | None = None,
     train_mode: bool = False,
+    attention: Sequence[str] = ATTENTIONS,
     attack_steps: int | None = None,
     subfolder: str | None = None,
     seed: int = 0,
@@ -140,8 +150,9 @@ def audit(
     environment.
 
     data: text to run on besides the built-in probe. train_mode: with dropout and the backward pass under a loss
-    scale. attack_steps: gradient steps that go after every site, whose findings stand beside the certificate's bounds.
-    Raises ``UserError`` for a source or data that cannot be used.
+    scale. attention: implementations, of ``ATTENTIONS`` and "scaled". attack_steps: gradient steps that go after every
+    site, whose findings stand beside the certificate's bounds. Raises ``UserError`` for a source or data that cannot be
+    used.
     """
     talk = talk or Talk(quiet=True)
     if attack_steps is not None and attack_steps < 1:
@@ -149,9 +160,16 @@ def audit(
     checkpoint = open_checkpoint(source, subfolder)
     layout = resolve(checkpoint)
     inputs = probe.gather(load_config(checkpoint.folder), checkpoint.folder, data, seed=seed)
-    with talk.step(f"Auditing {', '.join(regimes)}, eager and SDPA") as advance:
+    shown = ["SDPA" if name == "sdpa" else name for name in attention]
+    with talk.step(f"Auditing {', '.join(regimes)}, {listed(shown)}") as advance:
         results = audit_folder(
-            checkpoint.folder, regimes=regimes, inputs=inputs, train_mode=train_mode, progress=advance, seed=seed
+            checkpoint.folder,
+            regimes=regimes,
+            inputs=inputs,
+            train_mode=train_mode,
+            progress=advance,
+            attention=attention,
+            seed=seed,
         )
     searched: dict[str, Any] = {}
     if attack_steps is not None:
@@ -167,6 +185,7 @@ def audit(
         for site in results["half"].sites if "half" in results else ():
             seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
         searched = {"attack": adversary.to_json(), "certificate": certificate.to_json(seen)}
+        searched["uncertified"] = uncertified_rows(searched)
     broken = bool(searched) and searched["attack"]["worst_headroom_bits"] < 0
     return {
         "schema": SCHEMA,
@@ -174,16 +193,50 @@ def audit(
         "proof": "certified" if searched and searched["certificate"]["holds"] else "observed",
         "family": layout.family.name,
         "source": {
-            "path": checkpoint.source,
+            "path": checkpoint.name,
             "revision": checkpoint.revision,
             "sha256": {file.name: checkpoint.sha256(file) for file in checkpoint.weight_files},
         },
         "train_mode": train_mode,
+        "attention": list(attention),
         "inputs": probe.describe(inputs, seed=seed, data=data),
         "regimes": {name: result.to_json() for name, result in results.items()},
+        "unsafe": broken_sites(results, converted=is_converted(checkpoint.folder)),
         **searched,
         "environment": environment(),
     }
+
+
+def broken_sites(results: Mapping[str, RegimeResult], *, converted: bool = False) -> list[dict[str, Any]]:
+    """Return the sites that are non-finite or saturated other than by design, in the order they broke, each with its
+    regimes, the counts of the worst of them, the reason and the remedy.
+
+    converted: whether rescaling has been tried on these weights already.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for regime, result in results.items():
+        for site in result.sites:
+            if not site.nonfinite and not site.saturated:
+                continue
+            row = rows.setdefault(
+                site.name, {"signal": site.name, "regimes": [], "nonfinite": 0, "saturated": 0, "excess_bits": 0.0}
+            )
+            row["regimes"].append(regime)
+            row["nonfinite"] = max(row["nonfinite"], site.nonfinite)
+            row["saturated"] = max(row["saturated"], site.saturated)
+            bits = _plain_bits(-math.inf if site.headroom_bits is None else site.headroom_bits, FP16_MAX)
+            row["excess_bits"] = max(row["excess_bits"], -bits)
+    for row in rows.values():
+        kinds = ((row["nonfinite"], "inf or NaN"), (row["saturated"], "saturated"))
+        counts = " and ".join(f"{count:,} {kind}" for count, kind in kinds if count)
+        row["reason"] = f"values that are {counts} in {', '.join(row['regimes'])}"
+        row["remedy"] = REMEDY_CONVERTED if converted else REMEDY
+    return list(rows.values())
+
+
+def is_converted(folder: Path) -> bool:
+    """Return whether this program wrote the checkpoint in ``folder``."""
+    return (Path(folder) / "fp16_report.json").is_file()
 
 
 def verdict(results: Mapping[str, RegimeResult]) -> str:
@@ -212,6 +265,12 @@ def audit_folder(
     unknown = [regime for regime in regimes if regime not in REGIMES]
     if unknown:
         raise UserError(f"{unknown[0]}: no such regime; choose from {', '.join(REGIMES)}")
+    other = [name for name in attention if name not in (*ATTENTIONS, SCALED)]
+    if other or not attention:
+        named = other[0] if other else "none"
+        raise UserError(f"{named}: no such attention; choose from {', '.join((*ATTENTIONS, SCALED))}")
+    if SCALED in attention:
+        register()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = load_config(folder)
     if inputs is None:
@@ -291,13 +350,20 @@ def load_config(folder: Path) -> Any:
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"{folder}: no config.json; give the folder of a checkpoint")
     try:
-        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each field has its own validation, with exceptions of its own
         raise UserError(f"{folder}/config.json: {' '.join(str(error).split())}; mend the file") from error
     try:
         stock_class(config.to_dict())
     except UserError as error:
         raise UserError(f"{folder}/{error}") from None
+    for key in ("decoder_start_token_id", "pad_token_id"):
+        token = getattr(config, key, None)
+        if token is not None and not (isinstance(token, int) and 0 <= token < config.vocab_size):
+            raise UserError(
+                f"{folder}/config.json: {key} is {token!r}, not an id of the vocabulary of {config.vocab_size};"
+                " take it from the original config.json"
+            )
     return config
 
 

@@ -7,12 +7,12 @@ is not invented; where it names no licence, the text says so. The figures come f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData, metadata_load
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .checkpoint import Checkpoint
@@ -33,6 +33,14 @@ from .page import (
 from .proof import coverage, is_proven, least_precise, uncertified_rows
 
 TAGS = ("fp16", "bf16-to-fp16")
+
+UNSAFE = "> **Unsafe in fp16.**"
+"""How the text of an unsafe checkpoint's card begins."""
+
+FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n.*?\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
+
+LONGEST_PLAN = 200_000
+"""Characters of a plan that a card shows."""
 
 WO_STAYS_FP32 = ("t5", "mt5", "umt5")
 """Families whose stock classes list ``wo`` in ``_keep_in_fp32_modules``."""
@@ -55,18 +63,100 @@ def write_card(path: Path, checkpoint: Checkpoint, report: Mapping[str, Any]) ->
     verdict is the first line of the text.
     """
     inherited = front_matter(checkpoint.folder)
+    results = eval_results(checkpoint, report, inherited.get("pipeline_tag"))
     data = ModelCardData(
-        base_model=hub_id(checkpoint),
+        base_model=origin(checkpoint, report)[0],
         library_name="transformers",
         tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), *TAGS],
+        model_name=f"{source_name(report)} in fp16" if results else None,
+        eval_results=results or None,
         **inherited,
     )
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text(checkpoint, report, licensed='license' in inherited)}").save(path)
+    said = text(checkpoint, report, licensed="license" in inherited, languages="language" in inherited)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{said}").save(path)
 
 
-def hub_id(checkpoint: Checkpoint) -> str | None:
-    """Return the Hub id that a source was given by, None for a local folder."""
-    return None if checkpoint.revision is None else checkpoint.source.partition("@")[0]
+def warned(card: str, report: Mapping[str, Any]) -> str:
+    """Return a card whose text begins with the unsafe verdict of ``report``: as it is if it does so already."""
+    front = FRONT_MATTER.match(card)
+    head, body = (card[: front.end()], card[front.end() :]) if front else ("", card)
+    if body.lstrip().startswith(UNSAFE):
+        return card
+    sentence = prose(verdict_sentence(report).removeprefix("Unsafe in fp16: "))
+    return f"{head}\n{UNSAFE} {sentence} What is said below otherwise was measured before.\n\n{body.lstrip()}"
+
+
+def origin(checkpoint: Checkpoint, report: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the Hub id that a source was given by and its commit, None for a local folder; of a checkpoint that was
+    trained, those of the original."""
+    if "finetune" in report:
+        source = report["source"]
+        return (None, None) if source["revision"] is None else (source["path"].partition("@")[0], source["revision"])
+    return (None, None) if checkpoint.revision is None else (checkpoint.source.partition("@")[0], checkpoint.revision)
+
+
+def eval_results(checkpoint: Checkpoint, report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
+    """Return the fidelity figures as the Hub's ``model-index`` takes them; none where nothing finite was measured."""
+    close = report.get("fidelity") or {}
+    states = close.get("measure") != "kl"
+    measures = (
+        ("kl_fp16", "relative_squared_error", "relative squared error of the last states, fp16 against fp32")
+        if states
+        else ("kl_fp16", "kl_divergence", "KL(fp32 source ‖ fp16), nats per token"),
+        ("max_logit_error_fp16", "max_error", f"largest error of a {'state' if states else 'logit'}, fp16 to fp32"),
+        ("top1_fp16", "top1_agreement", "same best token as the fp32 source, share"),
+    )
+    data = within(report, "inputs", "data", "name")
+    return [
+        EvalResult(
+            task_type=task or ("feature-extraction" if states else "text2text-generation"),
+            dataset_type="probe" if data is None else "probe-and-text",
+            dataset_name="built-in probe of bf16_to_fp16" + ("" if data is None else f" and {oneline(data)}"),
+            metric_type=kind,
+            metric_name=name,
+            metric_value=float(close[key]),
+        )
+        for key, kind, name in measures
+        if close.get(key) is not None
+    ]
+
+
+def within(data: object, *keys: str) -> Any:
+    """Return what lies behind keys of nested mappings, None where one of them is not there."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
+
+
+def plan_in_full(plan: Mapping[str, Any]) -> str:
+    """Return a plan as YAML, channels by their exponents and those at 0 left out; empty where it is too long for a
+    card."""
+
+    def shown(exponent: int | Sequence[int]) -> object:
+        if isinstance(exponent, int):
+            return exponent
+        where: dict[int, list[int]] = {}
+        for channel, value in enumerate(exponent):
+            if value:
+                where.setdefault(value, []).append(channel)
+        moved: dict[str | int, object] = {value: runs(channels) for value, channels in sorted(where.items())}
+        return {"channels": len(exponent)} | moved
+
+    data = {key: value for key, value in plan.items() if key not in ("exponents", "notes")}
+    data["exponents"] = {name: shown(exponent) for name, exponent in plan["exponents"].items()}
+    written = str(yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True))
+    return written if len(written) <= LONGEST_PLAN else ""
+
+
+def runs(channels: Sequence[int]) -> str:
+    """Return ascending numbers as text, neighbours drawn together: "0-3, 7"."""
+    parts: list[list[int]] = []
+    for channel in channels:
+        if parts and channel == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], channel]
+        else:
+            parts.append([channel])
+    return ", ".join("-".join(map(str, part)) for part in parts)
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
@@ -75,6 +165,8 @@ def front_matter(folder: Path) -> dict[str, Any]:
     A model inside a diffusers pipeline has its card one folder up, beside ``model_index.json``.
     """
     card = folder / "README.md"
+    if not card.is_file() and (folder / "SOURCE_README.md").is_file():
+        card = folder / "SOURCE_README.md"
     if not card.is_file() and (folder.parent / "model_index.json").is_file():
         card = folder.parent / "README.md"
     try:
@@ -96,7 +188,7 @@ def front_matter(folder: Path) -> dict[str, Any]:
     return result
 
 
-def text(checkpoint: Checkpoint, report: Mapping[str, Any], *, licensed: bool) -> str:
+def text(checkpoint: Checkpoint, report: Mapping[str, Any], *, licensed: bool, languages: bool = True) -> str:
     """Return the Markdown of the card."""
     made = Environment(
         loader=PackageLoader("bf16_to_fp16"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -106,12 +198,17 @@ def text(checkpoint: Checkpoint, report: Mapping[str, Any], *, licensed: bool) -
     covers, leaves = coverage(report)
     architecture = str((checkpoint.config.get("architectures") or ["?"])[0])
     broken = broken_regimes(report)
+    hub_id, revision = origin(checkpoint, report)
+    recipe = within(report, "finetune", "recipe")
     return made.get_template("card.md.jinja").render(
         report=report,
         name=source_name(report),
-        hub_id=hub_id(checkpoint),
-        revision=checkpoint.revision,
+        hub_id=hub_id,
+        revision=revision,
         licensed=licensed,
+        languages=languages,
+        plan=plan_in_full(report["plan"]),
+        recipe=yaml.safe_dump(recipe, sort_keys=False, width=120, allow_unicode=True) if recipe else "",
         safe=report["verdict"] == "safe",
         sentence=verdict_sentence(report),
         remedy=unsafe_rows(report)["remedy"],

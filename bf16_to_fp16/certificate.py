@@ -38,6 +38,7 @@ from .families import resolve
 from .families.types import Attention, Ends, FeedForward, Layout, TensorSource, value
 from .numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, headroom_bits
 from .observe import ChannelRange, ModuleRange, NormRange, ScoreRange
+from .proof import uncertified_rows
 from .spectral import gram, largest_eigenvalue, working_dtype
 from .talk import Talk
 
@@ -311,7 +312,7 @@ def image(source: Normalised, weight: Tensor, bias: Tensor | None, arithmetic: A
         spread, computed = norms + magnitude * COMPUTED, magnitude * (COMPUTED - 1)
     if bias is not None:
         centre, added = centre + bias.double(), bias.double().abs()
-    incoming = source.relative * spread + against(weight.abs(), source.absolute) * COMPUTED
+    incoming = source.relative * spread + magnitudes(weight, source.absolute) * COMPUTED
     error = computed + incoming + arithmetic.gamma(weight.shape[1]) * (spread + incoming + added)
     exact = norms + centre.abs()
     error = error + 2 * arithmetic.unit * (exact + error) + arithmetic.floor
@@ -321,6 +322,18 @@ def image(source: Normalised, weight: Tensor, bias: Tensor | None, arithmetic: A
 def against(matrix: Tensor, vector: Tensor) -> Tensor:
     """Return matrix·vector with products and sums in fp64, a few rows at a time: fp64 [m]."""
     return torch.cat([part.double() @ vector.double() for part in chunks(matrix)])
+
+
+def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return an upper bound of |matrix|·vector for a vector of no negative entries: fp64 [m].
+
+    Summed in the matrix's dtype: where no term is negative, a sum of n rounded products is off by at most γ of n + 2
+    terms (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), besides what underflows.
+    """
+    limits, terms = torch.finfo(matrix.dtype), matrix.shape[1] + 2
+    top = vector.to(matrix.dtype)
+    sums = torch.cat([part.abs() @ top for part in chunks(matrix)]).double()
+    return sums * (1 + 2 * terms * limits.eps) + terms * limits.tiny
 
 
 def row_norms(matrix: Tensor) -> Tensor:
@@ -738,7 +751,8 @@ class _Walk:
         self.inner[f"{w.output}:input"] = largest(neurons.bound)
         # ‖W·x‖ ≤ Σ ‖column_i‖·|x_i|: one more row, of column lengths.
         columns = weight.float().norm(dim=0)[None].to(working_dtype(weight.numel())) * COMPUTED
-        length = float(neurons.rows(columns)[0] + neurons.row_errors(columns))
+        up, _ = neurons.rows(columns)
+        length = float(up + neurons.row_errors(columns, up))
         length += neurons.depth * float(columns.sum())
         length *= (1 + a.gamma(weight.shape[1])) * (1 + a.unit) ** 2
         if bias is not None:
@@ -768,7 +782,7 @@ class _Walk:
         out = weight.to(dtype)
         added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
         up, down = neurons.rows(out)
-        error = neurons.row_errors(out)
+        error = neurons.row_errors(out, torch.maximum(up, down))
 
         def whole(exact: Tensor, off: Tensor, extra: Tensor) -> Tensor:
             summed = (exact + off) * COMPUTED + extra
@@ -835,8 +849,8 @@ class _Neurons:
         """Return a tighter bound of |out · neurons| for one row."""
         raise NotImplementedError
 
-    def row_errors(self, out: Tensor) -> Tensor:
-        """Return what the rounding of the neurons adds to every row: fp64 [d]."""
+    def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
+        """Return what the rounding of the neurons adds to every row, given what ``rows`` bounds it by: fp64 [d]."""
         raise NotImplementedError
 
 
@@ -885,7 +899,7 @@ class _Gated(_Neurons):
             best = max(best, largest_eigenvalue(gram(u + sign[:, None] * w, values / 4)))
         return best * COMPUTED
 
-    def row_errors(self, out: Tensor) -> Tensor:
+    def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
         keep, dtype = self.keep, out.dtype
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
@@ -897,8 +911,7 @@ class _Gated(_Neurons):
             # Not all |x| are large at once: Σ x̂² ≤ λmax(Σ ûûᵀ) ≤ 2M.
             ball = root * (row_norms(a * gate_off.to(dtype)) + row_norms(a * other_off.to(dtype)))
             total.append(torch.minimum(plain, ball) * (1 + self.factor) + against(a, rest))
-        up, _ = self.rows(out)
-        return torch.cat(total) * COMPUTED + self.factor * up
+        return torch.cat(total) * COMPUTED + self.factor * exact
 
 
 class _Plain(_Neurons):
@@ -958,7 +971,7 @@ class _Plain(_Neurons):
             best = max(best, min(ball, (straight + ball) / 2) + float(rest))
         return best * COMPUTED
 
-    def row_errors(self, out: Tensor) -> Tensor:
+    def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
         return against(out.abs(), self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
@@ -1112,17 +1125,19 @@ def certify(
     layout = resolve(checkpoint)
     with talk.step("Bounding every signal") as advance:
         found = bound(layout, served(checkpoint, layout), Arithmetic(max_length), target=target, progress=advance)
+    described = {"certificate": found.to_json()}
     return {
         "schema": SCHEMA,
         "verdict": "safe" if found.holds else "unsafe",
         "proof": "certified" if found.holds else "observed",
         "family": layout.family.name,
         "source": {
-            "path": checkpoint.source,
+            "path": checkpoint.name,
             "revision": checkpoint.revision,
             "sha256": {file.name: checkpoint.sha256(file) for file in checkpoint.weight_files},
         },
         "target": target,
-        "certificate": found.to_json(),
+        **described,
+        "uncertified": uncertified_rows(described),
         "environment": environment(),
     }

@@ -21,7 +21,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,12 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")
 """Beginnings of the names of dtypes in which weights are only codes, meaningless without their scales."""
 
-LONGEST_HEADER = 100_000_000
-"""Bytes; the limit of the safetensors library."""
+LONGEST_HEADER = 8_000_000
+"""Bytes of a header, a config or an index. Some 50,000 tensors fit; parsed, the worst of so many bytes takes a few
+hundred MB, while the 100 MB that the safetensors library allows would take several GB."""
+
+MOST_AXES = 8
+"""Axes of a tensor. The product of a million sizes would take hours."""
 
 PIECE = 1 << 20
 """Bytes read at a time where a whole file is streamed."""
@@ -69,6 +73,9 @@ SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")
 """Patterns of what a Hub repository has besides weights."""
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+LONGEST_SHOWN = 120
+"""Characters of a name or value of a stranger's file that an error message repeats."""
 
 RESTORE = "fetch the file again from the original checkpoint"
 
@@ -100,6 +107,22 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     weight_files: tuple[Path, ...]
     index: dict[str, Any] | None
+    states: Mapping[Path, FileState] = field(default_factory=dict)
+
+    def refuse_changes(self) -> None:
+        """Raise UserError for a weight file that is not as it was when the checkpoint was opened.
+
+        Told by inode, size and times of the last change, so that no byte is read again; whatever writes to a file
+        changes them.
+        """
+        for file, before in self.states.items():
+            if state_of(file) != before:
+                raise UserError(f"{file} changed while it was read; wait until nothing writes to it and start again")
+
+    @property
+    def name(self) -> str:
+        """The source as a report may name it: a Hub id as typed, of a local folder only its own name."""
+        return self.source if self.revision is not None else own_name(self.source)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor in its own dtype and in memory of its own.
@@ -128,15 +151,20 @@ class Checkpoint:
         return running.digest.hexdigest()
 
 
-def open_checkpoint(source: str | Path, subfolder: str | None = None) -> Checkpoint:
+def own_name(path: str | Path) -> str:
+    """Return the last part of a local path, which says nothing of the machine that it lies on."""
+    return os.path.basename(os.path.abspath(os.path.expanduser(path))) or "checkpoint"
+
+
+def open_checkpoint(source: str | Path, subfolder: str | None = None, *, endpoint: str | None = None) -> Checkpoint:
     """Open the checkpoint in a local folder or, where no such folder exists, under a Hub id ``org/name[@revision]``.
 
-    subfolder: the model's folder below it, as in diffusers layouts. Raises UserError for anything that is not a
-    complete checkpoint with plain weights.
+    subfolder: the model's folder below it, as in diffusers layouts. endpoint: the Hub's address, by default the
+    environment's. Raises UserError for anything that is not a complete checkpoint with plain weights.
     """
     folder, revision = Path(source).expanduser(), None
     if not folder.exists() and looks_like_repo_id(str(source)):
-        folder, revision = download(str(source), subfolder)
+        folder, revision = download(str(source), subfolder, endpoint)
     elif not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {problem}; give the folder of a checkpoint or a Hub id like org/name")
@@ -144,10 +172,34 @@ def open_checkpoint(source: str | Path, subfolder: str | None = None) -> Checkpo
         folder = below(folder, subfolder)
     config = read_config(folder)
     files, index = weight_files(folder)
+    states = {file: state_of(file) for file in files}
     tensors = collect(files, index, folder)
     for info in tensors.values():
         refuse_quantised(info.dtype, info.name, info.file)
-    return Checkpoint(folder, str(source), revision, config, tensors, files, index)
+    return Checkpoint(folder, str(source), revision, config, tensors, files, index, states)
+
+
+FileState = tuple[int, int, int, int, int]
+"""Device, inode, size in bytes, and times in ns of the last change of the data and of anything."""
+
+
+def state_of(file: Path) -> FileState:
+    """Return what tells a file from itself after a change; raise UserError where it is gone."""
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def shown(value: object) -> str:
+    """Return a name or value from a stranger's file as an error message may repeat it, cut where it is long."""
+    return repr(clipped(value)) if isinstance(value, str) else clipped(repr(value))
+
+
+def clipped(text: str) -> str:
+    """Return a text, cut where it is too long for an error message."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------
@@ -231,7 +283,7 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {twice!r} comes twice")
+        raise ValueError(f"key {shown(twice)} comes twice")
     return result
 
 
@@ -244,19 +296,21 @@ def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
     """Return the JSON object in ``data``; raise UserError for anything else, duplicate keys and NaN included."""
     try:
         parsed = json.loads(data.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant)
+        if b"\\u" in data:  # half of a surrogate pair is valid JSON, but no text that could be written again
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        reason = str(error) or "nested too deeply"
+        reason = clipped(str(error)) or "nested too deeply"
         raise UserError(f"{file}: the {what} is not valid JSON ({reason}); {RESTORE}") from error
     if not isinstance(parsed, dict):
         raise UserError(f"{file}: the {what} is not a JSON object; {RESTORE}")
     return parsed
 
 
-def read_json(file: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in a file, read as ``parse_json`` does."""
+def read_json(file: Path, what: str, limit: int = LONGEST_HEADER) -> dict[str, Any]:
+    """Return the JSON object in a file of at most ``limit`` bytes, read as ``parse_json`` does."""
     with reading(file) as descriptor:
         size = regular_size(descriptor, file)
-        if size > LONGEST_HEADER:
+        if size > limit:
             raise UserError(f"{file}: {size} bytes are too many for a {what}; {RESTORE}")
         buffer = memoryview(bytearray(size))
         read_exactly(descriptor, buffer, 0, file)
@@ -301,7 +355,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 def refuse_quantised(dtype: str, name: str, file: Path) -> None:
     """Raise UserError for a dtype in which weights are only codes."""
     if dtype.startswith(QUANTISED):
-        raise UserError(f"{file}: tensor {name!r} is {dtype}, quantised; give the checkpoint it was quantised from")
+        raise UserError(
+            f"{file}: tensor {shown(name)} is {clipped(dtype)}, quantised; give the checkpoint it was quantised from"
+        )
 
 
 # --- which files ---------------------------------------------------------------------------------------------------
@@ -324,9 +380,12 @@ def contained(folder: Path, name: str) -> Path:
     """
     path = Path(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise UserError(f"{folder}: file name {name!r} leaves the folder; {RESTORE}")
-    inside = folder.resolve()
-    real = (folder / path).resolve()
+        raise UserError(f"{folder}: file name {shown(name)} leaves the folder; {RESTORE}")
+    try:
+        inside = folder.resolve()
+        real = (folder / path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name too long or not of text
+        raise UserError(f"{folder}: file name {shown(name)} cannot be followed; {RESTORE}") from error
     if real.is_relative_to(inside):
         return folder / path
     for snapshot in (inside, *inside.parents):
@@ -354,11 +413,13 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
         raise UserError(f"{folder / found}: no weight_map; {RESTORE}")
     for name, shard in placed.items():
         if not isinstance(shard, str):
-            raise UserError(f"{folder / found}: the place of tensor {name!r} is not a file name; {RESTORE}")
+            raise UserError(f"{folder / found}: the place of tensor {shown(name)} is not a file name; {RESTORE}")
     files = tuple(contained(folder, shard) for shard in sorted(set(placed.values())))
     for file in files:
-        if not file.exists():
-            raise UserError(f"{file} is missing, but {found} names it; fetch it from the original checkpoint")
+        if not os.path.exists(file):  # False for names that no file can have, too
+            raise UserError(
+                f"{folder / clipped(file.name)} is missing, but {found} names it; fetch it from the original checkpoint"
+            )
     return files, index
 
 
@@ -368,7 +429,7 @@ def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Pa
     for file in files:
         for name, info in (read_header if file.suffix == ".safetensors" else read_pickle)(file).items():
             if name in tensors:
-                raise UserError(f"{file}: tensor {name!r} is in {tensors[name].file.name} too; {RESTORE}")
+                raise UserError(f"{file}: tensor {shown(name)} is in {tensors[name].file.name} too; {RESTORE}")
             tensors[name] = info
     if not tensors:
         raise UserError(f"{files[0]}: no tensors in it; {RESTORE}")
@@ -376,11 +437,14 @@ def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Pa
         placed = index["weight_map"]
         for name, shard in placed.items():
             if name not in tensors or tensors[name].file != folder / shard:
-                raise UserError(f"{folder / shard}: tensor {name!r} is not in it, but the index says so; {RESTORE}")
+                raise UserError(
+                    f"{folder / shard}: tensor {shown(name)} is not in it, but the index says so; {RESTORE}"
+                )
         for name, info in tensors.items():
             if name not in placed:
                 raise UserError(
-                    f"{info.file}: tensor {name!r} is not in the index; fetch the index from the original checkpoint"
+                    f"{info.file}: tensor {shown(name)} is not in the index;"
+                    " fetch the index from the original checkpoint"
                 )
     return dict(sorted(tensors.items()))
 
@@ -400,10 +464,15 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         prefix = memoryview(bytearray(8))
         read_exactly(descriptor, prefix, 0, file)
         length = int.from_bytes(prefix, "little")
-        if length > min(size - 8, LONGEST_HEADER):
+        if length > size - 8:
             raise UserError(
                 f"{file}: a header of {length} bytes does not fit the file of {size};"
                 f" it is cut short or not safetensors, {RESTORE}"
+            )
+        if length > LONGEST_HEADER:
+            raise UserError(
+                f"{file}: a header of {length} bytes is longer than the {LONGEST_HEADER} that are read here;"
+                f" it is not a header of weights, {RESTORE}"
             )
         header = memoryview(bytearray(length))
         read_exactly(descriptor, header, 8, file)
@@ -416,7 +485,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
         if info.offset != end:
             kind = "overlaps the one before" if info.offset < end else "leaves a hole before it"
-            raise UserError(f"{file}: tensor {info.name!r} {kind}; {RESTORE}")
+            raise UserError(f"{file}: tensor {shown(info.name)} {kind}; {RESTORE}")
         end += info.nbytes
     if end != size:
         problem = "cut short" if end > size else "longer than its tensors"
@@ -428,25 +497,25 @@ def tensor_info(name: str, entry: object, file: Path, start: int) -> TensorInfo:
     """Return a header's entry as a TensorInfo, the data beginning at ``start``; raise UserError where it is wrong."""
 
     def refuse(problem: str) -> UserError:
-        return UserError(f"{file}: tensor {name!r} {problem}; {RESTORE}")
+        return UserError(f"{file}: tensor {shown(name)} {problem}; {RESTORE}")
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise refuse("does not have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not is_sizes(shape):
-        raise refuse(f"has the shape {shape!r}")
+    if not is_sizes(shape) or len(shape) > MOST_AXES:
+        raise refuse(f"has the shape {shown(shape)}")
     if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise refuse(f"has the offsets {offsets!r}")
+        raise refuse(f"has the offsets {shown(offsets)}")
     try:
         name.encode("utf-8")
     except UnicodeEncodeError as error:
         raise refuse("has a name that is not Unicode text") from error
     begin, end = offsets
     if not isinstance(dtype, str):
-        raise refuse(f"has the unknown dtype {dtype!r}")
+        raise refuse(f"has the unknown dtype {shown(dtype)}")
     refuse_quantised(dtype, name, file)
     if dtype not in DTYPES:
-        raise refuse(f"has the unknown dtype {dtype!r}")
+        raise refuse(f"has the unknown dtype {shown(dtype)}")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if nbytes != end - begin:
         raise refuse(f"needs {nbytes} bytes for {dtype} {shape} but has {end - begin}")
@@ -478,21 +547,23 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
         raise UserError(
             f"{file}: holds more than tensors, loading it could run code; {resave} where you trust it"
         ) from error
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError) as error:
+    except Exception as error:  # of what is in the file, its unpickler can raise any kind
         raise UserError(f"{file}: torch cannot read it; {RESTORE}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file}: holds a {type(content).__name__}, not a dict of tensors; {resave}")
     tensors = {}
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise UserError(f"{file}: entry {name!r} is not a tensor; {resave}")
+            raise UserError(f"{file}: entry {shown(name)} is not a tensor; {resave}")
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
         if dtype not in DTYPES or not tensor.is_contiguous() or tensor.is_sparse:
-            raise UserError(f"{file}: tensor {name!r} is {dtype} with strides, or of a kind unknown here; {resave}")
+            raise UserError(
+                f"{file}: tensor {shown(name)} is {dtype} with strides, or of a kind unknown here; {resave}"
+            )
         begin = int(getattr(tensor.untyped_storage(), "_checkpoint_offset", -1))
         skip, nbytes = int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize
         if nbytes and skip + nbytes > records.get(begin, -1):
-            raise UserError(f"{file}: tensor {name!r} lies outside its storage; {RESTORE}")
+            raise UserError(f"{file}: tensor {shown(name)} lies outside its storage; {RESTORE}")
         tensors[name] = TensorInfo(name, dtype, tuple(tensor.shape), file, begin + skip, nbytes)
     return tensors
 
@@ -505,6 +576,8 @@ def zip_records(file: Path) -> dict[int, int]:
             for record in archive.infolist():
                 if record.compress_type != zipfile.ZIP_STORED:
                     raise UserError(f"{file}: compressed; unpack and zip it again without compression, or {RESTORE}")
+                if record.filename.endswith((".pkl", "/byteorder")) and record.file_size > LONGEST_HEADER:
+                    raise UserError(f"{file}: {record.file_size} bytes are too many for a pickle of tensors; {RESTORE}")
                 if record.filename.endswith("/byteorder") and archive.read(record).decode() != sys.byteorder:
                     raise UserError(f"{file}: saved on a machine of another byte order; save it again on one like this")
                 raw.seek(record.header_offset + 26)
@@ -515,7 +588,8 @@ def zip_records(file: Path) -> dict[int, int]:
                     + int.from_bytes(lengths[:2], "little")
                     + int.from_bytes(lengths[2:], "little")
                 ] = record.file_size
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
+        # Zip files that are encrypted, of many disks or with impossible offsets raise the other kinds.
         raise UserError(
             f"{file}: cut short, or in torch's format of before 2020;"
             f" {RESTORE}, or load it with torch and save it with safetensors"
@@ -533,40 +607,25 @@ def looks_like_repo_id(source: str) -> bool:
     return REPO_ID.fullmatch(source.partition("@")[0]) is not None
 
 
-def download(source: str, subfolder: str | None) -> tuple[Path, str]:
+def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:
     """Fetch a Hub repository's small files and the weights that stock code would use; return the snapshot's folder
     and its commit.
 
-    Raises UserError where the repository, the revision, the permission or the network is missing.
+    Raises UserError where the repository, the revision, the permission, the network or the space is missing.
     """
-    from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
+
+    from .hub import reading_from
 
     repo, _, revision = source.partition("@")
     inside = f"{subfolder}/" if subfolder else ""
 
     def fetch(revision: str | None, *patterns: str) -> Path:
-        try:
-            return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
-        except hub.GatedRepoError as error:
-            raise UserError(f"{repo} is gated; accept its terms on its page and log in with `hf auth login`") from error
-        except hub.RepositoryNotFoundError as error:
-            raise UserError(
-                f"{repo} is neither a folder here nor a repository on the Hub that you may read;"
-                " check the name, or log in with `hf auth login`"
-            ) from error
-        except hub.RevisionNotFoundError as error:
-            raise UserError(f"{repo} has no revision {revision!r}; name a branch, a tag or a commit") from error
-        except hub.HFValidationError as error:
-            raise UserError(f"{repo!r} is neither a folder here nor a Hub id; check the name") from error
-        except hub.LocalEntryNotFoundError as error:
-            raise UserError(
-                f"{repo} is not a folder here, and the Hub cannot be reached; check the name and the network"
-            ) from error
-        except (hub.HfHubHTTPError, OSError) as error:
-            raise UserError(
-                f"{repo}: download failed ({type(error).__name__}); check the network and free space"
-            ) from error
+        return reading_from(
+            repo,
+            revision,
+            lambda: Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns), endpoint=endpoint)),
+        )
 
     folder = fetch(revision or None, *SMALL_FILES)
     commit = folder.name

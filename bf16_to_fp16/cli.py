@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -44,6 +45,13 @@ seed = click.option("--seed", type=int, default=0, show_default=True, help="Seed
 max_length = click.option(
     "--max-length", type=int, metavar="N", help="Positions for which the certificate holds; default 32768."
 )
+endpoint = click.option(
+    "--endpoint", metavar="URL", help="Address of the Hub; default: HF_ENDPOINT, else https://huggingface.co."
+)
+public = click.option("--public", is_flag=True, help="Make the repository public; without it a new one is private.")
+allow_unsafe = click.option(
+    "--allow-unsafe", is_flag=True, help="Publish an unsafe checkpoint; the first line of its card says that it is."
+)
 subfolder = click.option("--subfolder", metavar="NAME", help="Folder inside SOURCE (diffusers: text_encoder_2).")
 
 
@@ -72,7 +80,7 @@ def app(context: click.Context) -> None:
 
 @app.command("convert")
 @source
-@click.argument("out", type=FOLDER)
+@click.argument("out", type=FOLDER, required=False)
 @click.option(
     "--target",
     type=click.Choice(["half", "norm-safe", "train"]),
@@ -100,12 +108,27 @@ def app(context: click.Context) -> None:
 @click.option("--margin", type=float, metavar="BITS", help="Bits kept between what is observed and each limit.")
 @max_length
 @click.option("--max-shard-size", metavar="SIZE", help="Such as 5GB; default: sharded like the source.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes that write shards at the same time; the bytes are the same.",
+)
+@click.option(
+    "--push-to",
+    metavar="REPO_ID",
+    help="Publish the result without asking; OUT then defaults to the repository's name.",
+)
+@public
+@allow_unsafe
+@endpoint
 @seed
 @force
 @json_file
 def convert_command(
     source: str,
-    out: Path,
+    out: Path | None,
     target: str,
     data: str | None,
     dry_run: bool,
@@ -116,6 +139,11 @@ def convert_command(
     margin: float | None,
     max_length: int | None,
     max_shard_size: str | None,
+    workers: int,
+    push_to: str | None,
+    public: bool,
+    allow_unsafe: bool,
+    endpoint: str | None,
     seed: int,
     force: bool,
     json_file: str | None,
@@ -129,6 +157,19 @@ def convert_command(
 
     if recipe is not None and (dry_run or no_audit):
         raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
+    if push_to is None and (public or allow_unsafe):
+        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
+    if push_to is not None:
+        from .publishing import check_name, token_of
+
+        if dry_run:
+            raise UserError("a dry run writes nothing to publish; leave out either --dry-run or --push-to")
+        # What stands in the way of the upload is better known before the work than after it.
+        check_name(push_to)
+        token_of(None, endpoint)
+        out = out or Path(push_to.rpartition("/")[2])
+    if out is None:
+        raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
     if recipe is not None:
         from .finetuning import convert_or_finetune
 
@@ -146,17 +187,38 @@ def convert_command(
         force=force,
         margin_bits=MARGIN_BITS if margin is None else margin,
         max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
+        workers=workers,
         seed=seed,
+        endpoint=endpoint,
         talk=talker(),
     )
-    write_report(json_file, result.report)
+    published = None
+    if push_to is not None and (result.safe or allow_unsafe):
+        published = push(out, push_to, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
+    elif push_to is not None:
+        print(
+            f"not published: {out} is unsafe in fp16; give --allow-unsafe to publish it all the same", file=sys.stderr
+        )
+    write_report(json_file, result.report if published is None else {**result.report, "published": published})
     if dry_run:
         if json_file != "-":
             terminal.print_plan(result.report, result.planned)
         return SAFE
     if json_file != "-":
         terminal.print_conversion(result.report, out)
+        if published is not None:
+            terminal.print_published(published)
     return SAFE if result.safe else UNSAFE
+
+
+def push(out: Path, repo_id: str, **options: Any) -> dict[str, Any]:
+    """Publish what has just been converted and audited; where that fails, say how to go on."""
+    from .publishing import publish
+
+    try:
+        return publish(out, repo_id, audited=True, talk=talker(), **options)
+    except UserError as error:
+        raise UserError(f"{error} ({out} is converted: go on with bf16-to-fp16 publish {out} {repo_id})") from None
 
 
 @app.command("audit")
@@ -169,6 +231,13 @@ def convert_command(
     help="Repeat for several; default: all.",
 )
 @data
+@click.option(
+    "--attention",
+    "attentions",
+    multiple=True,
+    type=click.Choice(["eager", "sdpa", "scaled"]),
+    help="Repeat for several; default: eager and sdpa. scaled: this package's, with √scale in q and in k.",
+)
 @click.option("--train-mode", is_flag=True, help="With dropout, and the backward pass under a loss scale.")
 @click.option(
     "--attack",
@@ -185,6 +254,7 @@ def audit_command(
     source: str,
     regimes: tuple[str, ...],
     data: str | None,
+    attentions: tuple[str, ...],
     train_mode: bool,
     attack_steps: int | None,
     subfolder: str | None,
@@ -195,11 +265,12 @@ def audit_command(
     """Run SOURCE in fp16 the ways people run it and measure every operation."""
     checked_target(html, "--html")
     from . import terminal
-    from .auditing import REGIMES, audit
+    from .auditing import ATTENTIONS, REGIMES, audit
 
     result = audit(
         source,
         regimes=regimes or REGIMES,
+        attention=attentions or ATTENTIONS,
         data=data,
         train_mode=train_mode,
         attack_steps=attack_steps,
@@ -247,6 +318,95 @@ def certify_command(
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
+@app.command("publish")
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.argument("repo_id")
+@click.option("--dry-run", is_flag=True, help="Show the files, their sizes and the card; send nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@public
+@click.option("--create-pr", is_flag=True, help="Propose the change as a pull request.")
+@click.option("--revision", metavar="BRANCH", help="Branch to upload to; default: main.")
+@click.option("--commit-message", metavar="TEXT", help="First line of the commit.")
+@allow_unsafe
+@click.option("--force", is_flag=True, help="Replace other content that REPO_ID has.")
+@endpoint
+@json_file
+def publish_command(
+    folder: Path,
+    repo_id: str,
+    dry_run: bool,
+    yes: bool,
+    public: bool,
+    create_pr: bool,
+    revision: str | None,
+    commit_message: str | None,
+    allow_unsafe: bool,
+    force: bool,
+    endpoint: str | None,
+    json_file: str | None,
+) -> int:
+    """Upload the converted checkpoint in DIR to the Hub, private unless --public, after checking it once more.
+
+    The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
+    """
+    from . import terminal
+    from .publishing import Parcel, publish
+
+    def confirm(parcel: Parcel) -> bool:
+        terminal.print_parcel(parcel, repo_id, whole=dry_run, aside=json_file == "-")
+        if yes or dry_run:
+            return True
+        if not sys.stdin.isatty():
+            raise UserError(
+                "nothing was uploaded, since nobody can be asked here; give -y to upload without a question"
+            )
+        kind = "a public" if public else "a private"
+        return click.confirm(f"Upload to {repo_id} ({kind} repository, if it is new)?", err=True)
+
+    result = publish(
+        folder,
+        repo_id,
+        public=public,
+        create_pr=create_pr,
+        revision=revision,
+        message=commit_message,
+        allow_unsafe=allow_unsafe,
+        force=force,
+        dry_run=dry_run,
+        endpoint=endpoint,
+        confirm=confirm,
+        talk=talker(),
+    )
+    write_report(json_file, result)
+    if json_file != "-":
+        terminal.print_published(result)
+    return SAFE if result["verdict"] == "safe" else UNSAFE
+
+
+@app.command("verify")
+@source
+@click.option(
+    "--original", metavar="SOURCE", help="What was converted (folder or Hub id): replay the recorded plan on it too."
+)
+@data
+@click.option("--no-audit", is_flag=True, help="Run nothing: hashes, plan and certificate only.")
+@endpoint
+@json_file
+def verify_command(
+    source: str, original: str | None, data: str | None, no_audit: bool, endpoint: str | None, json_file: str | None
+) -> int:
+    """Check SOURCE, a converted folder or its Hub id, against its report: hashes, plan, certificate and audit, all
+    computed again."""
+    from . import terminal
+    from .verifying import verify
+
+    result = verify(source, original=original, data=data, run_model=not no_audit, endpoint=endpoint, talk=talker())
+    write_report(json_file, result)
+    if json_file != "-":
+        terminal.print_verification(result)
+    return SAFE if result["verified"] else UNSAFE
+
+
 @app.command("undo")
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("out", type=FOLDER)
@@ -288,6 +448,81 @@ def finetune_command(recipe: Path, overrides: tuple[str, ...], force: bool, json
     if json_file != "-" and result.out is not None:
         terminal.print_conversion(result.report, result.out)
     return SAFE if result.safe else UNSAFE
+
+
+class _Numbers(click.Command):
+    """A command whose arguments may be negative numbers, which look like options."""
+
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        """Take what begins with a minus and a digit for an argument."""
+        first: list[str] = []
+        rest = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--format=-") else [a])]
+        while rest and not re.match(r"-[\d.]", rest[0]):
+            first.append(rest.pop(0))
+        return super().parse_args(context, [*first, *rest[1:], "--", rest[0]] if rest else first)
+
+
+@app.command("advise", cls=_Numbers)
+@click.argument("source", required=False, metavar="SOURCE")
+@click.option("--updates", is_flag=True, help="Which weights an optimizer's updates would not move, and what helps.")
+@click.option("--init", is_flag=True, help="How large weights should begin; SOURCE may be a hidden size.")
+@click.option(
+    "--format",
+    "number",
+    is_flag=False,
+    flag_value="",
+    metavar="[NUMBER]",
+    help="What bf16 and fp16 make of a number, of an expression like '283 x 10', or of SOURCE's weights.",
+)
+@click.option("--losses", is_flag=True, help="What went wrong in a training log: SOURCE is the log or its folder.")
+@click.option("--lr", "rate", type=float, default=1e-4, show_default=True, help="updates: the learning rate.")
+@click.option("--optimizer", default="adamw", show_default=True, help="updates: adamw, adam, adafactor, lion or sgd.")
+@click.option("--dtype", default="bf16", show_default=True, help="updates: format of the weights, bf16 or fp16.")
+@click.option(
+    "--relative-update",
+    type=float,
+    metavar="R",
+    help="updates: root mean square of a tensor's update over that of the tensor, instead of the optimizer's own.",
+)
+@click.option(
+    "--data", metavar="FILE", help="updates: text for real gradients: JSONL, CSV, Parquet, text, or a Hub dataset."
+)
+@click.option("--steps", type=int, default=8, show_default=True, help="updates: steps with real gradients.")
+@click.option("--batch-size", type=int, metavar="N", help="updates: examples of a step; advised on with the rate.")
+@click.option("--share", type=float, default=0.5, show_default=True, help="updates: share of the weights to move.")
+@click.option("--tensor", "tensors", multiple=True, metavar="NAME", help="Only these, with wildcards; repeatable.")
+@click.option("--window", type=int, default=64, show_default=True, help="losses: losses that one is compared with.")
+@click.option("--z", type=float, default=6.0, show_default=True, help="losses: robust deviations that make a spike.")
+@click.option("--picture", type=FOLDER, metavar="FILE", help="losses: draw the curve (.svg, .png or .pdf).")
+@click.option("--html", type=FOLDER, metavar="FILE", help="losses: write curve and events as a page.")
+@subfolder
+@click.option("--seed", type=int, default=0, show_default=True, help="updates: seed of the data's order.")
+@json_file
+def advise_command(
+    source: str | None,
+    updates: bool,
+    init: bool,
+    number: str | None,
+    losses: bool,
+    json_file: str | None,
+    **options: Any,
+) -> int:
+    """Advise on training in low precision: updates that vanish, initialisation, what a format holds, loss curves."""
+    from . import advice
+
+    modes = {"--updates": updates, "--init": init, "--format": number is not None, "--losses": losses}
+    asked = [name for name, given in modes.items() if given]
+    if len(asked) != 1:
+        raise UserError(f"ask for one of {', '.join(modes)}" + (f", not for {len(asked)}" if asked else ""))
+    if source is None and not number:
+        wanted = {"--losses": "the log", "--init": "a checkpoint or hidden size", "--format": "a number or checkpoint"}
+        needed = wanted.get(asked[0], "a checkpoint")
+        raise UserError(f"{asked[0]} needs {needed}: bf16-to-fp16 advise SOURCE {asked[0]}")
+    result = advice.advise(asked[0].removeprefix("--"), source, number, options, talk=talker())
+    write_report(json_file, result.report)
+    if json_file != "-":
+        result.show()
+    return SAFE
 
 
 @app.command("families")
@@ -446,5 +681,8 @@ def quieten() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     # DeepSpeed remarks on standard output, among data; it sets its logger's level when imported, but a filter stays.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    # torchao, which transformers imports where it is installed, lists kernels of other machines and torch's news.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # Its calls into torch, one warning for each process and function.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

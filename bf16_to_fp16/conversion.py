@@ -8,27 +8,27 @@ that is done.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel
 
 from . import probe
 from . import report as reports
 from .auditing import REGIMES, audit_folder, load, load_config
 from .card import write_card
 from .certificate import MAX_LENGTH, Arithmetic, Certificate, bound, served
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint, own_name, read_json
 from .environment import SCHEMA
 from .errors import UserError
 from .families import resolve
 from .families.types import RESIDUAL, Layout, ResolvedTensor, TensorSource
 from .fidelity import Fidelity, fidelity
-from .folder import carry_over, check_out, staged, write_json
+from .folder import carry_over, check_out, records, staged, write_json
 from .observe import ModuleRange, observe_ranges
 from .page import write_page
 from .planner import MARGIN_BITS, PROOF_MARGIN_BITS, RESIDUAL_RANGE, Planned, Weights, make_plan
@@ -38,7 +38,10 @@ from .talk import Talk
 from .writer import Written, write_fp16
 
 TARGETS = ("half", "norm-safe", "train")
-REPORT = "fp16_report.json"
+REPORT, PAGE = "fp16_report.json", "fp16_report.html"
+
+LONGEST_REPORT = 64_000_000
+"""Bytes; one with an exponent for each channel of an 11B model has some 12 MB."""
 
 MOST_MARGIN = 12
 """Bits of margin that leave a signal any room: 65504·2⁻¹² is 16."""
@@ -76,10 +79,12 @@ def convert(
     margin_bits: float = MARGIN_BITS,
     max_length: int = MAX_LENGTH,
     max_shard_size: int | None = None,
+    workers: int = 1,
     seed: int = 0,
     command: str | None = None,
     lineage: Mapping[str, Any] | None = None,
     original: Checkpoint | None = None,
+    endpoint: str | None = None,
     talk: Talk | None = None,
 ) -> Conversion:
     """Convert ``source`` (folder or Hub id) to an fp16 checkpoint at ``out`` and return what was done and measured.
@@ -88,10 +93,11 @@ def convert(
     dry_run: plan only, write nothing. run_model: False plans from the bounds and lets the certificate alone decide;
     the model is never in memory. plan: a report whose plan to replay instead of observing. margin_bits: kept between
     what is observed and each limit. max_length: positions for which the certificate holds. max_shard_size: bytes,
-    else sharded like the source. command: what the report and the card name as the way to reproduce, by default this
-    function. lineage: report entries of a checkpoint that was trained, whose ``source`` then is the original's.
-    original: what the output is compared with besides ``source``. Raises UserError for input that cannot be used;
-    ``out`` then does not exist.
+    else sharded like the source. workers: processes that write shards. command: what the report and the card name as
+    the way to reproduce, by default this function. lineage: report entries of a checkpoint that was trained, whose
+    ``source`` then is the original's. original: what the output is compared with besides ``source``. endpoint: the
+    Hub's address, by default the environment's. Raises UserError for input that cannot be used; ``out`` then does not
+    exist.
     """
     talk = talk or Talk(quiet=True)
     if target not in TARGETS:
@@ -113,12 +119,13 @@ def convert(
     }
     command = command or command_of(source, out, target, run_model, margin_bits, options)
     if not dry_run:
-        check_out(out, force=force)
+        check_out(out, Path(source) if Path(source).is_dir() else None, force=force)
     replayed = None if plan is None else read_plan(Path(plan))
-    checkpoint = open_checkpoint(source, subfolder)
+    checkpoint = open_checkpoint(source, subfolder, endpoint=endpoint)
     if not dry_run:
         check_out(out, checkpoint.folder, force=force)
     layout = resolve(checkpoint)
+    refuse_dead_norms(checkpoint, layout)
     inputs = gather(checkpoint, data, seed) if run_model else []
     planned, ranges = None, None
     if replayed is not None:
@@ -137,11 +144,18 @@ def convert(
     with staged(out, force=force) as work:
         with talk.step(f"Writing {sum(1 for _ in layout.tensors)} tensors") as advance:
             written = write_fp16(
-                checkpoint, writes(layout, chosen), work, max_shard_size=max_shard_size, progress=advance
+                checkpoint,
+                writes(layout, chosen),
+                work,
+                max_shard_size=max_shard_size,
+                workers=workers,
+                progress=advance,
             )
         refuse_nonfinite(written)
         write_json(work / "config.json", edited_config(layout, chosen))
         carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, subfolder))
+        if not probe.has_tokenizer(work):
+            talk.say(f"{checkpoint.name} has no tokenizer, so the output has none; put the original's there to use it")
         certificate = certificate_of(work, target, max_length, talk)
         regimes: Mapping[str, Any] = {}
         closeness = None
@@ -164,6 +178,7 @@ def convert(
             config_changes=changes(checkpoint.config, edited_config(layout, chosen)),
             carried=carried,
             left_out=left_out,
+            others=records(work, {file.name for file in written.files}),
             command=command,
         )
         if lineage is not None:
@@ -171,9 +186,13 @@ def convert(
         if original is not None:
             with talk.step("Comparing fp16 with the original") as advance:
                 result["finetune"]["fidelity"] = against(original, work, inputs)
-        write_json(work / REPORT, result)
-        write_page(work / "fp16_report.html", result)
+        checkpoint.refuse_changes()
+        write_page(work / PAGE, result)
         write_card(work / "README.md", checkpoint, result)
+        # Made from the report, so they can only be recorded in it afterwards.
+        listed = result["output"]["files"]
+        result["output"] = {"files": [*listed, *records(work, {str(file["name"]) for file in listed})]}
+        write_json(work / REPORT, result)
     return Conversion(result, out, planned, chosen)
 
 
@@ -191,7 +210,7 @@ def command_of(
     """
 
     def shown(value: object) -> str:
-        return Path(value).name if isinstance(value, (str, Path)) and Path(value).exists() else str(value)
+        return own_name(value) if isinstance(value, (str, Path)) and Path(value).exists() else str(value)
 
     words = ["bf16-to-fp16", "convert", shown(source), out.name]
     words += [] if target == "half" else ["--target", target]
@@ -246,10 +265,18 @@ def observe_source(checkpoint: Checkpoint, inputs: list[Batch], talk: Talk) -> M
         ranges = observe_ranges(load(checkpoint.folder, torch.float32), inputs)
     for path, seen in ranges.items():
         if not bool(torch.isfinite(seen.output.amax).all()):
+            bad = [n for n in sorted(checkpoint.tensors) if not all_finite(checkpoint, n)]
+            because = f"tensor {bad[0]} holds inf or NaN, so that {path}" if bad else path
             raise UserError(
-                f"{checkpoint.folder}: {path} gives inf or NaN in fp32 on the source; the checkpoint is damaged"
+                f"{checkpoint.folder}: {because} gives inf or NaN in fp32 on the source; the checkpoint is damaged,"
+                " use another revision of it or repair the tensor"
             )
     return ranges
+
+
+def all_finite(checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether a tensor of a checkpoint has neither inf nor NaN."""
+    return bool(torch.isfinite(checkpoint.read(name)).all())
 
 
 def best_plan(
@@ -346,6 +373,18 @@ def weights_of(checkpoint: TensorSource, layout: Layout) -> Weights:
     return read
 
 
+def refuse_dead_norms(checkpoint: Checkpoint, layout: Layout) -> None:
+    """Raise UserError for a norm whose every gain is zero: nothing behind it depends on its input, which no training
+    gives."""
+    for path in layout.norms:
+        name = layout.tensors[f"{path}.weight"].source
+        if name is not None and not checkpoint.read(name).any():
+            raise UserError(
+                f"{checkpoint.tensors[name].file}: tensor {name} is zero throughout; the file is damaged,"
+                " fetch it again from the original checkpoint"
+            )
+
+
 def refuse_nonfinite(written: Written) -> None:
     """Raise UserError for a weight that is inf or NaN in the source or beyond fp16 at every exponent."""
     for name, stats in written.stats.items():
@@ -412,13 +451,32 @@ def read_plan(path: Path) -> Plan:
     Raises UserError where the file cannot be read or holds none.
     """
     path = path / REPORT if path.is_dir() else path
+    if not path.exists():
+        raise UserError(f"{path}: No such file or directory; give an {REPORT} or a converted folder")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return Plan.model_validate(data["plan"])
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give an {REPORT} or a converted folder") from error
-    except (ValueError, KeyError, TypeError) as error:
+        return Plan.model_validate(read_json(path, "report", LONGEST_REPORT)["plan"])
+    except (UserError, ValueError, KeyError) as error:
         raise UserError(f"{path}: holds no plan of this program; give an {REPORT} that convert wrote") from error
+
+
+class Origin(BaseModel):
+    """What a report says of the source, as far as ``undo`` needs it: dtypes in safetensors' spelling, by name where
+    they differ from ``dtype``; tensors that the conversion made; config keys with their values before and after."""
+
+    dtype: Literal["F64", "F32", "F16", "BF16"]
+    dtypes: dict[str, Literal["F64", "F32", "F16", "BF16"]]
+    made: list[str]
+    config_changes: dict[str, dict[str, Any]]
+
+
+def read_origin(path: Path) -> Origin:
+    """Return what the report in a converted folder says of its source; raise UserError where it does not."""
+    try:
+        return Origin.model_validate(read_json(path / REPORT, "report", LONGEST_REPORT)["source"])
+    except (ValueError, KeyError) as error:
+        raise UserError(
+            f"{path / REPORT}: does not say what the source was; take the one that convert wrote"
+        ) from error
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
@@ -489,23 +547,24 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, talk: Talk
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     check_out(out, folder, force=force)
     plan = read_plan(folder)
-    record = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    origin = read_origin(folder)
     checkpoint = open_checkpoint(folder)
-    origin: Mapping[str, Any] = record["source"]
     layout = resolve(checkpoint)
+    stored = {"F64": "F32"}  # which holds all that came through fp16
     back = [
-        write.as_dtype(origin["dtypes"].get(write.name, origin["dtype"]))
+        write.as_dtype(stored.get(dtype := origin.dtypes.get(write.name, origin.dtype), dtype))
         for write in writes(layout, inverse(plan))
-        if write.name not in origin["made"]
+        if write.name not in origin.made
     ]
     config = dict(checkpoint.config)
-    for key, sides in origin["config_changes"].items():
+    for key, sides in origin.config_changes.items():
         config.pop(key, None)
         if "before" in sides:
             config[key] = sides["before"]
     with staged(out, force=force) as work:
         with talk.step(f"Writing {len(back)} tensors") as advance:
             write_fp16(checkpoint, back, work, progress=advance)
+        checkpoint.refuse_changes()
         write_json(work / "config.json", config)
         carry_over(folder, work, back=True)
     return out

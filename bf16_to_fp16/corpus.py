@@ -736,6 +736,15 @@ class Corpus:
         """Return the endless training batches of one of ``world`` processes, from the beginning."""
         return BatchStream(self, rank, world)
 
+    def refuse_processes(self, count: int) -> None:
+        """Raise UserError for more processes than there are examples, of which some would only repeat the others'."""
+        found = len(next(self.source.blocks(None)).sizes)
+        if found < count:
+            raise UserError(
+                f"{self.data.path}: {found} examples to train on are too few for {count} processes;"
+                " give more data or launch fewer processes"
+            )
+
     def held_out(self, examples: int | None = None, rank: int = 0, world: int = 1) -> list[TrainingBatch]:
         """Return the held-out batches of one of ``world`` processes, the same at every call.
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,19 +34,21 @@ from .conversion import (
     observe_source,
     tokenizer_beside,
 )
-from .corpus import open_corpus
-from .distillation import Teacher, arguments
+from .corpus import Corpus, open_corpus
+from .distillation import Teacher, arguments, counted, task_loss
 from .errors import UserError
 from .families import resolve
-from .folder import carry_over, check_out, put_in_place, staged, write_json
+from .folder import carry_over, check_out, put_in_place, scratch, staged, write_json
 from .observe import SiteObserver
 from .planner import MARGIN_BITS
+from .probe import batches as probe_batches
 from .recipe import Recipe, parse_recipe, read_recipe
+from .report import other_sha256
 from .rescaling import Plan, edited_config, writes
-from .runlog import RunLog
+from .runlog import RunLog, curves
 from .runstate import RunFolder
 from .talk import Talk
-from .training import Outcome, Trainer, refuse_other_recipe
+from .training import Outcome, Trainer, precisions_of, probe_arguments, refuse_other_recipe
 from .writer import write_fp16
 
 START, TRAINED = "start", "trained"
@@ -60,6 +61,7 @@ def finetune(
     overrides: tuple[str, ...] = (),
     talk: Talk | None = None,
     name: str = "recipe",
+    endpoint: str | None = None,
 ) -> Conversion | None:
     """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
     first.
@@ -76,7 +78,7 @@ def finetune(
     out = Path(recipe.out)
     refuse_what_does_not_go(recipe)
     check_out(out, force=force)  # before a download
-    checkpoint = open_checkpoint(recipe.source, recipe.subfolder)
+    checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
     check_out(out, checkpoint.folder, force=force)
     run = train(recipe, checkpoint, talk=talk)
     if run.weights is None:
@@ -126,22 +128,30 @@ def train(recipe: Recipe, checkpoint: Checkpoint, *, talk: Talk | None = None) -
         seed=recipe.data_seed,
     )
     accelerator = make_accelerator(recipe)
+    corpus.refuse_processes(accelerator.num_processes)
     main = accelerator.is_main_process
     talk = (talk or Talk(quiet=True)) if main else Talk(quiet=True)
+    teacher = make_teacher(checkpoint, recipe, accelerator.device)
+    if teacher is not None:
+        corpus = with_known_sentinels(corpus, teacher, talk)
     start = folder / START
     if main and not (start / "config.json").is_file():
         write_start(checkpoint, recipe, start, talk)
     accelerator.wait_for_everyone()
     student = load(start, torch.float32, attention=attention_of(recipe))
+    fits = False
     if not RunFolder(folder, 1).steps():
-        refuse_a_start_that_overflows(student, recipe, corpus.stream(), accelerator.device, talk)
+        fits = check_start(
+            student, recipe, precisions_of(recipe, accelerator), corpus.stream(), accelerator.device, talk
+        )
     trainer = Trainer(
         recipe,
         student,
-        make_teacher(checkpoint, recipe, accelerator.device),
+        teacher,
         corpus,
         folder,
         accelerator,
+        fits=fits,
         talk=talk,
         log=open_log(recipe, folder) if main else None,
     )
@@ -161,6 +171,7 @@ def convert_or_finetune(
     target: str = "half",
     subfolder: str | None = None,
     force: bool = False,
+    endpoint: str | None = None,
     talk: Talk | None = None,
     **options: Any,
 ) -> Conversion:
@@ -178,19 +189,18 @@ def convert_or_finetune(
     chosen = read_recipe(recipe, [f"{key}={json.dumps(value)}" for key, value in given.items()])
     refuse_what_does_not_go(chosen)
     check_out(out, force=force)
-    checkpoint = open_checkpoint(source, subfolder)
+    checkpoint = open_checkpoint(source, subfolder, endpoint=endpoint)
     check_out(out, checkpoint.folder, force=force)
     refuse_a_foreign_run(run_folder(chosen), chosen)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.rescaled-", dir=out.absolute().parent) as scratch:
-        work = Path(scratch) / out.name
-        result = convert(source, work, target=target, subfolder=subfolder, talk=talk, **options)
+    with scratch(out, "rescaled") as beside:
+        work = beside / out.name
+        result = convert(source, work, target=target, subfolder=subfolder, endpoint=endpoint, talk=talk, **options)
         if result.safe:
             put_in_place(work, out.absolute(), force=force)
             return replace(result, out=out)
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
     talk.say(f"Rescaling alone leaves it unsafe{f' ({worst})' if worst else ''}: finetuning")
-    finetuned = finetune(chosen, force=force, talk=talk, name=Path(recipe).name)
+    finetuned = finetune(chosen, force=force, talk=talk, name=Path(recipe).name, endpoint=endpoint)
     assert finetuned is not None  # the only process is the first one
     return finetuned
 
@@ -294,6 +304,35 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -
     )
 
 
+def with_known_sentinels(corpus: Corpus, teacher: Teacher, talk: Talk) -> Corpus:
+    """Return a corpus whose sentinels the original knows, where tokens are bytes and the recipe names none.
+
+    Such a tokenizer does not say which ids a model was pretrained with: those of ByT5 count down from 258, others from
+    the last id. Of the two, those from which the original predicts a few batches better.
+    """
+    data = corpus.data
+    if data.first_sentinel is not None or corpus.objective != "span-corruption" or not corpus.conventions.bytes:
+        return corpus
+    last = data.model_copy(update={"first_sentinel": corpus.vocabulary - 1})
+    other = open_corpus(last, corpus.folder, teacher.model.config, seed=corpus.seed)
+    losses = [teacher_loss(teacher, each) for each in (corpus, other)]
+    if losses[1] >= losses[0]:
+        return corpus
+    talk.say(f"Sentinels count down from {corpus.vocabulary - 1}: the original predicts those better")
+    return other
+
+
+def teacher_loss(teacher: Teacher, corpus: Corpus, batches: int = 2) -> float:
+    """Return the original's mean cross-entropy in nats per target token of the first batches."""
+    stream = corpus.stream()
+    total = positions = 0.0
+    for batch in (next(stream) for _ in range(batches)):
+        labels = batch.labels[counted(batch)] if batch.labels is not None else torch.zeros(0)
+        total += float(task_loss(teacher.outputs(batch)[None], labels.to(teacher.device)[None]))
+        positions += len(labels)
+    return total / max(1.0, positions)
+
+
 def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, talk: Talk) -> None:
     """Write the checkpoint that training begins with: the source in fp32, rescaled as far as that goes."""
     layout = resolve(checkpoint)
@@ -319,32 +358,60 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, talk: Talk)
         carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, recipe.subfolder))
 
 
-def refuse_a_start_that_overflows(
-    student: Any, recipe: Recipe, batches: Any, device: torch.device, talk: Talk, passes: int = 4
-) -> None:
-    """Raise UserError unless a few batches go through the model in the recipe's first precision with every activation
-    finite, and RuntimeError where its linears do not really compute in that precision.
+def check_start(
+    student: Any,
+    recipe: Recipe,
+    precisions: Sequence[str],
+    batches: Any,
+    device: torch.device,
+    talk: Talk,
+    passes: int = 4,
+) -> bool:
+    """Return whether a few batches, and what else the penalty is to hold, go through the model in fp16 with every
+    activation finite.
 
-    A penalty on an infinity has no gradient.
+    precisions: those of the run, in order. Raises UserError unless the first one holds them, since a penalty on an
+    infinity has no gradient, or fp16 where nothing would make them fit; RuntimeError where the model's linears do not
+    really compute in it.
     """
-    precision = recipe.precision[0]
-    amp = Amp(precision, device, loss_scale=1.0, window=1)
+    given = [arguments(student, next(batches), device) for _ in range(passes)]
+    if recipe.penalty.form != "none" and recipe.penalty.probe:
+        made = probe_batches(student.config, None, None, seed=recipe.seed)
+        given += [probe_arguments(batch, device) for batch in made if not batch.generate]
     student.to(device).eval()
-    with talk.step(f"Checking that the start is finite in {precision}"), torch.no_grad():
-        observer = SiteObserver(student)
-        for _ in range(passes):
-            with observer, amp.forward():
-                student(**arguments(student, next(batches), device))
-    linears = {path for path, module in student.named_modules() if isinstance(module, torch.nn.Linear)}
-    narrow = [site for site in observer.sites() if site.name in linears]
-    if not any(site.dtype == amp.dtype for site in narrow):
-        raise RuntimeError(f"the linears do not compute in {precision}")
-    broken = sorted((s for s in observer.sites() if s.nonfinite and s.limit is not None), key=lambda s: s.order)
-    if broken:
+    first = precisions[0]
+    if len(precisions) > 1:
+        # bf16 holds what fp32 holds; the question is whether it is needed.
+        broken = overflowing(student, given, "fp16", device, talk)
+        if broken is None:
+            return True
+        if recipe.penalty.form == "none" and recipe.schedule.bf16_steps is None:
+            raise UserError(
+                f"{broken} is not finite in fp16 before the first step, and without a penalty nothing brings it down;"
+                " set penalty.form, or schedule.bf16_steps"
+            )
+    broken = overflowing(student, given, first, device, talk)
+    if broken is not None:
         raise UserError(
-            f"{broken[0].name} is not finite in {precision} before the first step, and a penalty on it has no gradient;"
+            f"{broken} is not finite in {first} before the first step, and a penalty on it has no gradient;"
             + (" set precision: [bf16, fp16]" if recipe.rescale else " set rescale: true, or precision: [bf16, fp16]")
         )
+    return first == "fp16"
+
+
+def overflowing(student: Any, given: Sequence[Any], precision: str, device: torch.device, talk: Talk) -> str | None:
+    """Return the first site that is not finite in a precision, or None."""
+    amp = Amp(precision, device, loss_scale=1.0, window=1)
+    with talk.step(f"Checking that the start is finite in {precision}"), torch.no_grad(), amp.whole_step():
+        observer = SiteObserver(student)
+        for each in given:
+            with observer, amp.forward():
+                student(**each)
+    linears = {path for path, module in student.named_modules() if isinstance(module, torch.nn.Linear)}
+    if not any(site.dtype == amp.dtype for site in observer.sites() if site.name in linears):
+        raise RuntimeError(f"the linears do not compute in {precision}")
+    broken = sorted((s for s in observer.sites() if s.nonfinite and s.limit is not None), key=lambda s: s.order)
+    return broken[0].name if broken else None
 
 
 def open_log(recipe: Recipe, folder: Path) -> RunLog:
@@ -378,9 +445,16 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> dict[str, An
     shown = {key: Path(str(value)).name if key == "path" else value for key, value in run.data.items()}
     return {
         "source": {
-            "path": checkpoint.source,
+            "path": checkpoint.name,
             "revision": checkpoint.revision,
             "sha256": {file.name: checkpoint.sha256(file) for file in checkpoint.weight_files},
+            "other_sha256": other_sha256(checkpoint),
         },
-        "finetune": {"recipe": settings, "data": shown, "processes": run.processes, **run.outcome.to_json()},
+        "finetune": {
+            "recipe": settings,
+            "data": shown,
+            "processes": run.processes,
+            **run.outcome.to_json(),
+            "curves": curves(run.folder / "log.jsonl"),
+        },
     }

@@ -8,15 +8,21 @@ hold the old values, and the report names them.
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import json
 import math
 import os
+import re
+import secrets
 import shutil
+import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from .errors import UserError
 
@@ -39,6 +45,12 @@ OTHER_WEIGHTS = (
 
 OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html", ".gitattributes")
 """Top-level files that a converted folder has of its own."""
+
+
+FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+"""Errors of the disk that is written to."""
+
+SPACE = "free some space or choose another output path"
 
 
 def check_out(out: Path, source: Path | None = None, *, force: bool) -> None:
@@ -69,7 +81,7 @@ def check_out(out: Path, source: Path | None = None, *, force: bool) -> None:
     if not parent.is_dir():
         raise UserError(f"{parent} is not a folder; choose another output path")
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=_partial(out), dir=parent))
+        _try_out(parent / _beside(out).name)
     except OSError as error:
         raise UserError(f"{parent} is not writable ({error.strerror}); choose another output path") from error
 
@@ -83,11 +95,19 @@ def check_file(path: Path, mend: str) -> None:
         elif path.exists():
             reason = None if os.access(path, os.W_OK) else "Permission denied"
         else:
-            os.rmdir(tempfile.mkdtemp(prefix=_partial(path), dir=path.absolute().parent))
+            _try_out(_beside(path.absolute()))
     except OSError as error:
         reason = error.strerror
     if reason is not None:
         raise UserError(f"{path}: cannot be written there ({reason}); {mend}")
+
+
+def _try_out(path: Path) -> None:
+    """Make a folder and remove it again; raise OSError where it cannot be made."""
+    with undisturbed():
+        os.mkdir(path, 0o700)
+        with suppress(FileNotFoundError):  # another process took it for a leftover
+            os.rmdir(path)
 
 
 def nearest_parent(path: Path) -> Path:
@@ -98,61 +118,165 @@ def nearest_parent(path: Path) -> Path:
     return parent
 
 
-def _partial(out: Path) -> str:
-    """How the names of unfinished folders beside ``out`` begin."""
-    return f".{out.absolute().name}.partial-"
+@contextmanager
+def scratch(out: Path, kind: str = "partial") -> Iterator[Path]:
+    """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed.
+
+    It is locked meanwhile, and the system drops the lock of a process that is killed: so the next one that is to make
+    ``out`` can tell what was left behind from what another one is working in, and removes it. Raises UserError where
+    the folder cannot be made.
+    """
+    out = out.absolute()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sweep(out)
+    except OSError as error:
+        raise UserError(f"{out.parent}: {error.strerror}; choose another output path") from error
+    work, lock = _beside(out, kind), None
+    try:
+        try:
+            lock = _claim(work)
+        except OSError as error:
+            raise UserError(f"{out.parent}: {error.strerror}; choose another output path") from error
+        yield work
+    finally:
+        with undisturbed():
+            shutil.rmtree(work, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Put off Ctrl-C and SIGTERM to the end of the block, which is a short one that should not stop half-way."""
+    waiting: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():  # where handlers run, and can be set
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not None:
+                    before[number] = signal.signal(number, lambda number, _: waiting.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for each in waiting:
+            signal.raise_signal(each)
+
+
+def _beside(out: Path, kind: str = "partial") -> Path:
+    """Return a path beside ``out`` that nobody else has.
+
+    A name that is known before the folder is made can be removed whenever the making is interrupted.
+    """
+    return out.parent / f".{out.absolute().name}.{kind}-{secrets.token_hex(8)}"
+
+
+def _claim(path: Path) -> int:
+    """Make a folder for this user alone and lock it; return the descriptor that holds the lock."""
+    while True:
+        os.mkdir(path, 0o700)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process took it for a leftover, as it was not locked yet
+            continue
+        _lock(descriptor)
+        if os.path.exists(path):
+            return descriptor
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open folder and return whether that went; it does not where another process holds it, nor on a file
+    system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def sweep(out: Path) -> None:
+    """Remove what processes that were killed left beside ``out``.
+
+    A folder that was to be replaced stays as long as nothing has taken its place.
+    """
+    out = out.absolute()
+    leftover = re.compile(rf"\.{re.escape(out.name)}\.(partial|replaced|rescaled)-[0-9a-f]{{16}}")
+    for entry in sorted(out.parent.iterdir()):
+        match = leftover.fullmatch(entry.name)
+        if match is None or entry.is_symlink() or (match[1] == "replaced" and not out.exists()):
+            continue
+        try:
+            descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if _lock(descriptor):
+                shutil.rmtree(entry, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
 def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
     """Yield an empty folder beside ``out`` that takes its place when the block ends well and vanishes when it does not.
 
-    Raises UserError where the folder cannot be made or put in place; ``out`` then is as it was.
+    Raises UserError where the folder cannot be made or put in place, or the disk is full or fails meanwhile; ``out``
+    then is as it was.
     """
     out = out.absolute()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=_partial(out), dir=out.parent))
-    except OSError as error:
-        raise UserError(f"{out.parent}: {error.strerror}; choose another output path") from error
-    try:
-        yield work
-        # mkdtemp makes private folders; the result has the permissions of any other.
-        umask = os.umask(0)
-        os.umask(umask)
-        work.chmod(0o777 & ~umask)
-        sync_tree(work)
-        put_in_place(work, out, force=force)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+    with scratch(out) as work:
+        try:
+            yield work
+            # mkdtemp makes private folders; the result has the permissions of any other.
+            umask = os.umask(0)
+            os.umask(umask)
+            work.chmod(0o777 & ~umask)
+            sync_tree(work)
+            with undisturbed():
+                put_in_place(work, out, force=force)
+        except OSError as error:
+            if error.errno not in FULL_OR_FAILING:
+                raise
+            raise UserError(f"{out}: {error.strerror}; {SPACE}") from error
 
 
 def put_in_place(work: Path, out: Path, *, force: bool) -> None:
     """Rename ``work`` to ``out``; with ``force`` an existing folder steps aside first and comes back if the rename
     fails."""
-    aside = None
-    if force and out.exists():
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.replaced-", dir=out.parent))
-        try:
-            os.rename(out, aside / "old")
-        except OSError as error:
-            aside.rmdir()
-            raise UserError(f"{out}: {error.strerror}; choose another output path") from error
+    aside: Path | None = None
+    lock = None
     try:
-        os.rename(work, out)
-    except OSError as error:
-        if aside is not None:
-            os.rename(aside / "old", out)
-            aside.rmdir()
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            raise UserError(
-                f"{out} appeared while it was being made; choose another output path or give --force"
-            ) from error
-        raise UserError(f"{out}: {error.strerror}; choose another output path") from error
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-    sync_folder(out.parent)
+        if force and out.exists():
+            aside = _beside(out, "replaced")
+            try:
+                lock = _claim(aside)
+                os.rename(out, aside / "old")
+            except OSError as error:
+                with suppress(OSError):
+                    aside.rmdir()
+                raise UserError(f"{out}: {error.strerror}; choose another output path") from error
+        try:
+            os.rename(work, out)
+        except OSError as error:
+            if aside is not None:
+                os.rename(aside / "old", out)
+                aside.rmdir()
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                raise UserError(
+                    f"{out} appeared while it was being made; choose another output path or give --force"
+                ) from error
+            raise UserError(f"{out}: {error.strerror}; choose another output path") from error
+        # From here on the result stands, and whatever fails is no longer its fault.
+        with suppress(OSError):
+            if aside is not None:
+                shutil.rmtree(aside, ignore_errors=True)
+            sweep(out)
+            sync_folder(out.parent)
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def sync_tree(folder: Path) -> None:
@@ -188,30 +312,65 @@ def carry_over(
     for entry in sorted(source.iterdir()):
         if entry.is_dir():
             if entry.name in modules:
-                shutil.copytree(entry, target / entry.name)
+                for path in sorted(p for p in entry.rglob("*") if not p.is_dir()):
+                    copy(path, target / path.relative_to(source), source)
                 carried.append(f"{entry.name}/")
             elif not entry.name.startswith("."):
                 left_out.append(f"{entry.name}/")
         elif entry.name == "README.md":
             if not back:
-                shutil.copyfile(entry, target / "SOURCE_README.md")
+                copy(entry, target / "SOURCE_README.md", source)
                 carried.append("README.md")
         elif back and entry.name == "SOURCE_README.md":
-            shutil.copyfile(entry, target / "README.md")
+            copy(entry, target / "README.md", source)
             carried.append(entry.name)
         elif entry.name in OWN_FILES:
             continue
         elif entry.name.endswith(OTHER_WEIGHTS):
             left_out.append(entry.name)
         else:
-            shutil.copyfile(entry, target / entry.name)
+            copy(entry, target / entry.name, source)
             carried.append(entry.name)
     if tokenizer is not None and tokenizer.is_dir():
         for entry in sorted(tokenizer.iterdir()):
             if entry.is_file() and not (target / entry.name).exists() and entry.name not in OWN_FILES:
-                shutil.copyfile(entry, target / entry.name)
+                copy(entry, target / entry.name, tokenizer)
                 carried.append(entry.name)
     return carried, left_out
+
+
+def copy(file: Path, place: Path, folder: Path) -> None:
+    """Copy a file of ``folder``; raise UserError where it is no regular file, cannot be read, or is a link to one
+    outside, which would publish what lies there."""
+    from .checkpoint import contained
+
+    contained(folder, file.relative_to(folder).as_posix())
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not file.is_file():
+            raise OSError(errno.EINVAL, "not a regular file" if file.exists() else "a link to nowhere")
+        shutil.copyfile(file, place)
+    except OSError as error:
+        if error.errno in FULL_OR_FAILING:
+            raise
+        raise UserError(f"{file}: {error.strerror or error}; restore it from the original checkpoint") from error
+
+
+def records(folder: Path, known: Collection[str] = ()) -> list[dict[str, object]]:
+    """Return name, size in bytes (``nbytes``) and SHA-256 of every file below ``folder`` whose name is not ``known``,
+    by name."""
+    found: list[dict[str, object]] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in known:
+            found.append({"name": name, "nbytes": path.stat().st_size, "sha256": sha256_of(path)})
+    return found
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def side_modules(source: Path) -> set[str]:

@@ -527,11 +527,12 @@ def read_log(path: str | Path) -> Curve:
 
 
 def _in_folder(folder: Path) -> Path:
-    for pattern in ("trainer_state.json", "*.wandb", "checkpoint-*/trainer_state.json", "latest-run/*.wandb"):
+    named = ("log.jsonl", "trainer_state.json", "*.wandb")
+    for pattern in (*named, "checkpoint-*/trainer_state.json", "latest-run/*.wandb"):
         found = sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime, path.name))
         if found:
             return found[-1]
-    raise UserError(f"{folder}: no trainer_state.json and no .wandb in the folder; give the log's file")
+    raise UserError(f"{folder}: no trainer_state.json and no .wandb in the folder, nor log.jsonl; give the log's file")
 
 
 def _json_rows(path: Path, text: str) -> list[Any]:
@@ -585,6 +586,8 @@ def _curve(path: Path, rows: Iterable[Any]) -> Curve:
         found = _number(path, number, scale, row)
         latest = latest if found is None else found
         value = _number(path, number, loss, row)
+        if value is None and "skipped_examples" in row:
+            value = math.nan  # a step that a finetune could not take; its log has null for NaN
         if value is None:
             continue
         at = _number(path, number, step, row) if step is not None else None
@@ -605,7 +608,9 @@ def _number(path: Path, row: int, name: str | None, values: Mapping[str, Any]) -
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     try:
-        return float(value)
+        number = float(value)
+        # JSON has no infinity, and this project's logs write the largest double for it.
+        return math.copysign(math.inf, number) if abs(number) == sys.float_info.max else number
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: row {row + 1}: {name} is {value!r}, which is no number; mend that row") from error
 
@@ -724,10 +729,18 @@ _COLOURS = {
 
 def picture(curve: Curve, found: Sequence[Event], title: str = "") -> str:
     """Return the curve as SVG, events shaded and named, with the loss scale below where one was logged."""
+    target = io.StringIO()
+    draw(curve, found, target, title, format="svg")
+    return target.getvalue()
+
+
+def draw(curve: Curve, found: Sequence[Event], target: Any, title: str = "", *, format: str) -> None:
+    """Draw what ``picture`` returns into a file or stream, as "svg", "png" or "pdf"."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     scaled = [(step, scale) for step, scale in zip(curve.steps, curve.scales, strict=True) if scale]
+    # The text of an SVG has the font of the page that it is on.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "losses", "font.size": 9}):
         figure = Figure(figsize=(7.5, 4.2 if scaled else 3.2), layout="constrained")
         axes: list[Any] = list(
@@ -737,7 +750,8 @@ def picture(curve: Curve, found: Sequence[Event], title: str = "") -> str:
         axes[0].set_ylabel("loss")
         if title:
             axes[0].set_title(title)
-        if min(filter(math.isfinite, curve.losses), default=0.0) > 0:
+        known = [loss for loss in curve.losses if math.isfinite(loss)]
+        if known and max(known) > 20 * min(known) > 0:
             axes[0].set_yscale("log")
         if scaled:
             axes[1].plot([step for step, _ in scaled], [scale for _, scale in scaled], linewidth=0.8, color="#1f77b4")
@@ -745,16 +759,16 @@ def picture(curve: Curve, found: Sequence[Event], title: str = "") -> str:
             axes[1].set_ylabel("loss scale")
         axes[-1].set_xlabel("step")
         named: set[str] = set()
+        least = (max(curve.steps) - min(curve.steps)) / 400  # a short event would not be seen
         for event in found:
             end = max(curve.steps) if event.end is None else event.end
             label = None if event.kind in named else event.kind
             named.add(event.kind)
             axes[-1 if isinstance(event, ScaleCollapse) and scaled else 0].axvspan(
-                event.start, max(end, event.start), color=_COLOURS[event.kind], alpha=0.25, label=label
+                event.start, max(end, event.start + least), color=_COLOURS[event.kind], alpha=0.25, label=label
             )
         for axis in axes:
             if axis.get_legend_handles_labels()[1]:
                 axis.legend(loc="upper right", fontsize=7)
-        target = io.StringIO()
-        figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return target.getvalue()
+        facts = {"Date": None, "Creator": None, "Format": None, "Type": None} if format == "svg" else {}
+        figure.savefig(target, format=format, dpi=150, metadata=facts)

@@ -1,11 +1,11 @@
 """The report as a page: one HTML file that carries everything it shows and loads nothing.
 
 It is made from the report's dict alone, so it cannot say anything else than ``fp16_report.json``. The order is that of
-a reader: the verdict in a sentence, a few figures, the pictures (what rescaling did, and the certificate's bracket of
-every layer), then the tables. Names come from other people's files, so all text goes through Jinja2's autoescape. The
-site table may have thousands of rows: it travels as JSON and is drawn by a small script, with the tightest rows in the
-HTML for readers without scripts. A content policy in the page forbids every request. How numbers are rounded is in
-``display``, how pictures are drawn in ``pictures``.
+a reader: the verdict in a sentence, three figures, the pictures (what rescaling did, the certificate's bracket of every
+layer, the curves of a finetune), then the tables. Names come from other people's files, so all text goes through
+Jinja2's autoescape. The site table may have thousands of rows: it travels as JSON and is drawn by a small script, with
+the tightest rows in the HTML for readers without scripts. A content policy in the page forbids every request. How
+numbers are rounded is in ``display``, how pictures are drawn in ``pictures``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .display import (
     times,
 )
 from .numerics import FP16_MAX
-from .pictures import BRACKETS, SERIES, bracket_pictures, pictures
+from .pictures import BRACKETS, SERIES, bracket_pictures, curve_pictures, pictures
 from .proof import (
     BF16_BITS,
     MOST_UNCERTIFIED,
@@ -71,8 +71,14 @@ ROWS_WITHOUT_SCRIPT = 60
 MOST_UNSAFE = 12
 """Broken sites listed with their remedy; most others only pass on what broke before, and are in the site table."""
 
+MAIN_FIGURES = 3
+"""Figures of the headline: headroom, what is certified, fp16's error against bf16's; others where one is missing."""
+
 MOST_FIGURES = 4
-"""Figures of the headline, so that they stand in one row."""
+"""Figures of the headline of an audit, so that they stand in one row."""
+
+MOST_EXPONENTS = 300
+"""Signals of the plan that are listed with their exponents."""
 
 LARGEST = 6
 """Signals named below the picture."""
@@ -89,6 +95,7 @@ def write_page(path: Path, report: Mapping[str, Any]) -> None:
 def render(report: Mapping[str, Any]) -> str:
     """Return the page; parts that the report lacks (an audit has no plan, a replayed plan no signals) are left out."""
     plan, regimes, certificate = report.get("plan"), report.get("regimes") or {}, report.get("certificate")
+    run = report.get("finetune")
     data = site_data(report)
     unproven = uncertified_rows(report)
     covers, leaves = coverage(report)
@@ -125,8 +132,15 @@ def render(report: Mapping[str, Any]) -> str:
         moves=plan_rows(report) if plan else (),
         exact=is_exact(plan) if plan else False,
         histograms=histograms(plan.get("exponents") or {}) if plan else (),
-        fidelity=fidelity_rows(report.get("fidelity")),
-        weights=weight_rows(report.get("weights")),
+        exponents=exponent_rows(plan.get("exponents") or {})[:MOST_EXPONENTS] if plan else (),
+        hidden_exponents=max(0, len(plan.get("exponents") or {}) - MOST_EXPONENTS) if plan else 0,
+        run=run,
+        curves=curve_pictures(run) if run else (),
+        run_rows=run_rows(run) if run else (),
+        evaluations=evaluation_table(run.get("evaluations") or ()) if run else None,
+        kept=fidelity_rows(run.get("fidelity")) if run else None,
+        fidelity=fidelity_rows(report.get("fidelity"), "finetuned model in fp32" if run else None),
+        weights=weight_rows(report.get("weights"), "finetuned" if run else "source"),
         sites=site_rows(report, ROWS_WITHOUT_SCRIPT),
         columns=[(i, *COLUMNS[i]) for i in data["columns"]],
         site_data=data,
@@ -255,8 +269,8 @@ def figures(report: Mapping[str, Any]) -> list[Figure]:
         result.append(Figure("not proven for every input", counted(len(unproven), "place"), note))
     close, weights = report.get("fidelity"), report.get("weights")
     if close:
-        result.append(Figure("fp16 against bf16", *closeness(close)))
-    if weights:
+        result.append(Figure("fp16 against bf16", *closeness(close, finetuned="finetune" in report)))
+    if weights and len(result) < MAIN_FIGURES:
         note = f"of {weights['elements']:,}; {weights['flushed_to_zero']:,} became 0"
         result.append(Figure("weights carried over bit for bit", percent(weights["lossless_fraction"]), note))
     if not close and not weights and regimes:
@@ -270,10 +284,11 @@ def figures(report: Mapping[str, Any]) -> list[Figure]:
     return result
 
 
-def closeness(close: Mapping[str, Any]) -> tuple[str, str]:
+def closeness(close: Mapping[str, Any], *, finetuned: bool = False) -> tuple[str, str]:
     """Return how much closer fp16 is to the fp32 source than bf16 in words, and the two numbers."""
     bf16, fp16 = known(close.get("kl_bf16")), known(close.get("kl_fp16"))
-    what = "KL to the fp32 source" if close["measure"] == "kl" else f"{close['measure']} to the fp32 source"
+    reference = "the same weights in fp32" if finetuned else "the fp32 source"
+    what = f"{'KL' if close['measure'] == 'kl' else close['measure']} to {reference}"
     note = f"{what}: fp16 {scientific(fp16)}" + ("" if bf16 is None else f", bf16 {scientific(bf16)}")
     if fp16 is None:
         return "broken", note
@@ -353,7 +368,8 @@ def unsafe_rows(report: Mapping[str, Any]) -> dict[str, Any]:
             for key in ("nonfinite", "saturated"):
                 row[key] = max(row[key], site[key])
     return {
-        "limits": [dict(v) for v in report.get("unsafe") or ()],
+        # The others are the sites below, which broke in a regime.
+        "limits": [dict(v) for v in report.get("unsafe") or () if "regimes" not in v],
         "sites": list(where.values())[:MOST_UNSAFE],
         "more": max(0, len(where) - MOST_UNSAFE),
         "remedy": remedy(report, clean) if broken else "",
@@ -364,9 +380,16 @@ def remedy(report: Mapping[str, Any], clean: Sequence[str]) -> str:
     """Return what to do with a checkpoint that broke: convert it, or what is left where it is converted already."""
     if report.get("plan") is None:
         return "Convert the checkpoint (bf16-to-fp16 convert SOURCE OUT): rescaling is exact and lowers most of these."
+    if "finetune" in report:
+        further = "Finetune it further (more steps, or a larger penalty.headroom_bits)"
+    else:
+        further = "Finetune it with the activation-magnitude penalty (bf16-to-fp16 finetune RECIPE)"
     if clean:
-        return f"Rescaling was not enough here. Nothing broke in {listed(clean)}: use it that way, or stay with bf16."
-    return "Rescaling was not enough here, and no fp16 regime is clean: stay with bf16 or fp32."
+        return (
+            f"Rescaling was not enough here. Nothing broke in {listed(clean)}: use it that way. {further},"
+            " or stay with bf16."
+        )
+    return f"Rescaling was not enough here, and no fp16 regime is clean. {further}, or stay with bf16 or fp32."
 
 
 def is_exact(plan: Mapping[str, Any]) -> bool:
@@ -440,8 +463,85 @@ def histograms(exponents: Mapping[str, int | Sequence[int]]) -> list[Histogram]:
     return result
 
 
-def fidelity_rows(close: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the fidelity table: a row per measure source in bf16 and output in fp16; null was infinite."""
+def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[str, str, str]]:
+    """Return (signal, exponents, channels moved) of every signal that a plan moves."""
+    rows = []
+    for name, exponent in exponents.items():
+        if isinstance(exponent, int):
+            rows.append((name, signed(exponent), "all"))
+        else:
+            ends = sorted({min(exponent), max(exponent)})
+            moved = sum(e != 0 for e in exponent)
+            rows.append((name, " to ".join(map(signed, ends)), f"{moved:,} of {len(exponent):,}"))
+    return rows
+
+
+def run_rows(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what a finetune did, as pairs of what and how much."""
+    recipe, data = run.get("recipe") or {}, run.get("data") or {}
+    schedule, penalty = recipe.get("schedule") or {}, recipe.get("penalty") or {}
+    skipped, rewinds = run.get("skipped") or (), run.get("rewinds") or ()
+    rows = [("optimizer steps", f"{run['steps']:,}")]
+    if run.get("tokens"):
+        rows.append(("tokens read", f"{run['tokens']:,}"))
+    if run.get("processes", 1) > 1:
+        rows.append(("processes", f"{run['processes']:,}"))
+    if data.get("path"):
+        rows.append(("data", ", ".join(str(data[key]) for key in ("path", "objective") if data.get(key))))
+    if schedule.get("learning_rate") is not None:
+        rows.append(("learning rate", f"{schedule['learning_rate']:g}, {schedule.get('decay', '')}".rstrip(", ")))
+    precision = recipe.get("precision")
+    if precision:
+        rows.append(("precision", precision if isinstance(precision, str) else ", then ".join(map(str, precision))))
+    if penalty.get("headroom_bits") is not None:
+        rows.append(("penalty", f"{penalty['form']}, for {penalty['headroom_bits']:g} bits of headroom"))
+    rows.append(("steps skipped, gradient not finite", f"{len(skipped):,}"))
+    rows.append(("rewinds after a spike of the loss", f"{len(rewinds):,}"))
+    return rows
+
+
+_EVALUATED = {
+    "step": "step",
+    "held_out_loss": "held-out loss",
+    "held_out_divergence": "divergence from the original",
+    "worst_headroom_bits": "headroom, bits",
+    "worst_site": "tightest",
+}
+MOST_EVALUATIONS = 12
+"""Rows of the table of evaluations; of more the last, and others spread evenly."""
+
+
+def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the evaluations of a finetune: headings with their classes, rows of text; None where there are none."""
+    if not evaluations:
+        return None
+    names = [name for name in _EVALUATED if any(e.get(name) is not None for e in evaluations)]
+    extra = sorted({k for e in evaluations for k, v in e.items() if isinstance(v, (int, float))} - set(_EVALUATED))
+    names[-1:-1] = extra if names[-1] == "worst_site" else []
+    if names[-1] != "worst_site":
+        names += extra
+    stride = -(-len(evaluations) // MOST_EVALUATIONS)
+    columns = [(_EVALUATED.get(n, n.replace("_", " ")), "site" if n == "worst_site" else "n") for n in names]
+    shown = evaluations[::-1][::stride][::-1]
+    return {"columns": columns, "rows": [[evaluated_cell(e.get(n), n) for n in names] for e in shown]}
+
+
+def evaluated_cell(value: Any, name: str) -> str:
+    """Return one figure of an evaluation as text."""
+    if value is None or isinstance(value, str):
+        return value or "–"
+    if name == "step":
+        return f"{value:,}"
+    if name == "worst_headroom_bits":
+        return headroom(value)
+    return scientific(value) if name == "held_out_divergence" else f"{value:.4g}"
+
+
+def fidelity_rows(close: Mapping[str, Any] | None, reference: str | None = None) -> dict[str, Any] | None:
+    """Return the fidelity table: a row per measure source in bf16 and output in fp16; null was infinite.
+
+    reference: what it was measured against, where that is not what the report says.
+    """
     if not close:
         return None
     kl = close["measure"] == "kl"
@@ -457,15 +557,16 @@ def fidelity_rows(close: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if close.get("top1_fp16") is not None:
         bf16 = close.get("top1_bf16")
         table.append(("same best token", "–" if bf16 is None else percent(bf16), percent(close["top1_fp16"])))
-    return {"rows": table, "positions": close.get("positions"), "reference": close.get("reference", "fp32 source")}
+    against = reference or close.get("reference", "fp32 source")
+    return {"rows": table, "positions": close.get("positions"), "reference": against}
 
 
-def weight_rows(weights: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+def weight_rows(weights: Mapping[str, Any] | None, whose: str = "source") -> list[tuple[str, str]]:
     """Return how the weights came through, as pairs of what and how much."""
     if not weights:
         return []
     return [
-        ("weights of the source", f"{weights['elements']:,}"),
+        ("finetuned fp32 weights" if whose == "finetuned" else f"weights of the {whose}", f"{weights['elements']:,}"),
         ("carried over bit for bit", percent(weights["lossless_fraction"])),
         ("normal in fp16 (of those not 0)", percent(weights["normal_fraction"])),
         ("became 0", f"{weights['flushed_to_zero']:,}"),

@@ -11,7 +11,7 @@ coefficient to tune. A site inside its target costs one ``aminmax`` and no graph
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ _BOUNDED = {"softmax", "relu", "silu", "gelu", "sigmoid", "tanh", "dropout", "na
 _LOSSES = {"cross_entropy", "nll_loss", "_log_softmax", "mse_loss", "kl_div"}
 # Stock code computes a norm's statistics in fp32, whatever the model's dtype.
 _STATISTICS = {"pow", "mean", "var", "add", "rsqrt", "sqrt"}
+_VIEWS = {"as_strided"}
 _FUSED = ("sdpa", "flash", "flex", "paged")
 _CUBING = ("NewGELUActivation", "FastGELUActivation")
 
@@ -93,10 +94,14 @@ class ActivationPenalty:
     accumulation: calls that make one optimizer step; the loop divides the loss by it, as usual. Weights change once per
     step, by the largest value of its calls. Of a step's calls only those pull that pass both the target and the calls
     before, at full weight (the division is undone): where one call holds every excess, the gradient is that of one
-    large batch. Ranks are averaged, as DDP and FSDP do with any loss.
+    large batch.
 
-    process_group: ranks that agree on the largest values, by one all-reduce per step; by default the default group,
-    where ``torch.distributed`` is initialised. Every rank must then call equally often; it may see other sites.
+    process_group: ranks that agree on the largest values, by one all-gather per call; by default the default group,
+    where ``torch.distributed`` is initialised. Every rank must then call equally often; it may see other sites. The
+    mean over the ranks, which DDP, FSDP and ZeRO take of any loss, then has the gradient that one process with all
+    their rows would have: with "amax" only the rank of the largest value pulls, with "smooth-max" each rank by its
+    share (none if it is more than a bit inside the target), with "hinge" each its own; the published means are
+    averaged.
 
     Non-finite values: an inf pulls down as the largest finite value of its dtype does; a NaN has no direction and is
     only counted (``skipped``). Both count as 16 bits over. Off the CPU nothing waits for the device in the forward, and
@@ -155,9 +160,14 @@ class ActivationPenalty:
         self._weights: dict[str, float] = {}
         self._last: dict[str, Observation] = {}
         self._largest: dict[str, float] = {}
+        self._before: dict[str, float] = {}
         self._calls = 0
         self._seen = False
         self._terms: dict[str, list[Tensor]] = {}
+        self._runs: dict[str, int] = {}
+        self._kept_run: dict[str, int] = {}
+        self._shares: dict[str, _Share] | None = None
+        self._world = 1
         self._waiting: list[_Waiting] = []
         # A device whose values cannot be read without waiting for it; a test sets it on the CPU.
         self._waits: Callable[[Tensor], bool] = lambda x: x.device.type != "cpu"
@@ -171,6 +181,9 @@ class ActivationPenalty:
         if self.targets is None or any(site.endswith(":scores") for site in self.targets):
             _refuse_fused_attention(self.model)
         self._modules = dict(paths(self.model))
+        distributed = torch.distributed
+        joined = distributed.is_available() and distributed.is_initialized()
+        self._world = distributed.get_world_size(self.process_group) if joined else 1
         self._tap.__enter__()
         self._attached = True
         return self
@@ -195,8 +208,10 @@ class ActivationPenalty:
                 "the penalty saw no forward with gradients; attach() it, and call it after the same model's forward"
             )
         self._read()
+        self._agree()
         total = self._total()
         self._forget()
+        self._before = dict(self._largest)
         self._calls += 1
         if self._calls >= self.accumulation:
             self._close_step()
@@ -219,6 +234,7 @@ class ActivationPenalty:
         """Forget the calls of an optimizer step that the loop gives up half-way; on every rank, or on none."""
         self._forget()
         self._largest.clear()
+        self._before.clear()
         self._calls = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +255,7 @@ class ActivationPenalty:
             raise UserError(f"this is no state of a penalty: {', '.join(sorted(missing))} missing")
         self._order = list(state["order"])
         self._weights = dict(state["weights"])
-        self._largest = dict(state["largest"])
+        self._largest, self._before = dict(state["largest"]), dict(state["largest"])
         self._calls = int(state["calls"])
         self.skipped = int(state["skipped"])
         self._last = {site: Observation(**seen) for site, seen in state["observations"].items()}
@@ -265,6 +281,9 @@ class ActivationPenalty:
         if operation == "cubed":
             return GELU_CUBE_BACKWARD_LIMIT if self.train_mode else None
         if operation in _BOUNDED | _LOSSES or isinstance(module, nn.Dropout):
+            return None
+        # FSDP makes the weights that it has gathered into views, between the operations of the model.
+        if operation in _VIEWS:
             return None
         # Scaled down, masked, or mixed with weights that sum to 1: no larger than the scores or the values were.
         attention = type(module).__name__.endswith("Attention")
@@ -300,10 +319,14 @@ class ActivationPenalty:
         if math.isnan(amax):
             self.skipped += 1
             amax = math.inf
+        self._runs[site] = self._runs.get(site, 0) + 1
         before = self._largest.get(site)
         if before is None or amax > before:
             self._largest[site] = amax
-        return amax > max(self._target[site], before or 0.0)
+        # Under a smooth maximum these tokens pull as well if another rank's pass the target.
+        spread = self.form == "smooth-max" and self._world > 1
+        floor = self._target[site] / 2**MOST_SLACK_BITS if spread else self._target[site]
+        return amax > max(floor, before or 0.0)
 
     def _is_near(self, site: str) -> bool:
         last = self._last.get(site)
@@ -330,6 +353,7 @@ class ActivationPenalty:
     def _keep(self, site: str, term: Tensor) -> None:
         # A site that runs several times before a call pulls at its largest.
         self._terms[site] = [term] if self.form in _WITH_PEAK else [*self._terms.get(site, ()), term]
+        self._kept_run[site] = self._runs[site]
 
     def _term(self, site: str, x: Tensor) -> Tensor:
         if self.form in _WITH_PEAK:
@@ -358,6 +382,8 @@ class ActivationPenalty:
                 self._keep(entry.site, entry.term)
 
     def _total(self) -> Tensor:
+        if self._shares is not None:
+            return self._shared_total(self._shares)
         terms = [(site, term) for site, kept in self._terms.items() for term in kept]
         if not terms:
             return torch.zeros((), device=_device(self.model))
@@ -366,19 +392,34 @@ class ActivationPenalty:
         if self.form in _WITHOUT_TARGET:
             assert self.weight is not None
             return self.weight * values.mean()
-        weights = [self._weight(site) * self.accumulation for site, _ in terms]
+        # Of other sums each rank has a part, which the mean over the ranks divides.
+        parts = self._world if self.form == "hinge" else 1
+        weights = [self._weight(site) * self.accumulation * parts for site, _ in terms]
         targets = [math.log2(self._target[site]) if self.form in _WITH_PEAK else 0.0 for site, _ in terms]
         constant = torch.tensor([weights, targets]).to(device, non_blocking=True)
         return ((values - constant[1]) * constant[0]).sum()
 
+    def _shared_total(self, shares: Mapping[str, _Share]) -> Tensor:
+        """The penalty of all ranks, the same on each, with this rank's part of its gradient times their number."""
+        total = torch.zeros((), device=_device(self.model))
+        for site, share in shares.items():
+            weight = self._weight(site) * self.accumulation
+            total = total + weight * (share.bits - math.log2(self._target[site]))
+            if share.mine:
+                (term,) = self._terms[site]
+                total = total + (term - term.detach()).to(total.device) * (weight * share.mine * self._world)
+        return total
+
     def _forget(self) -> None:
         self._terms.clear()
+        self._runs.clear()
+        self._kept_run.clear()
+        self._shares = None
         self._waiting = []
         self._seen = False
 
     def _close_step(self) -> None:
-        """Agree with the other ranks on the largest values, then let the weights follow them."""
-        self._agree()
+        """Let the weights follow the largest values, on which the ranks have agreed."""
         unseen = sorted(set(self.targets or ()) - set(self._order))
         if unseen:
             raise UserError(f"no site of this model is named {', '.join(unseen[:3])}; the audit's report has the names")
@@ -393,39 +434,97 @@ class ActivationPenalty:
                 self._weights[site] = max(0.0, self._weights.get(site, 0.0) + self.dual_step * step)
             self._last[site] = Observation(amax, target, excess, self._weight(site))
         self._largest.clear()
+        self._before.clear()
         self._calls = 0
 
     def _agree(self) -> None:
+        """Make the largest values those of all ranks, and find out which of them pull at a site."""
         known = set(self._order)
         new = [site for site in self._largest if site not in known]
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
+        if self._world == 1:
             self._order += new
             return
-        group = self.process_group
-        world = distributed.get_world_size(group)
-        if world == 1:
-            self._order += new
-            return
+        distributed, group = torch.distributed, self.process_group
         device = torch.device("cpu") if "gloo" in distributed.get_backend(group) else _device(self.model)
 
-        def largest(values: Iterable[float]) -> list[float]:
-            packed = torch.tensor(list(values), dtype=torch.float64, device=device)
-            distributed.all_reduce(packed, distributed.ReduceOp.MAX, group=group)
-            return packed.tolist()
+        def gather(sites: list[str]) -> list[list[float]]:
+            """Of every rank: whether it has new sites, and for each site its largest value, its term, and the term's
+            run in this call."""
+            values = self._values()
+            columns = (self._largest, values, self._kept_run)
+            row = [float(bool(new)), *(float(column.get(site, _ABSENT)) for column in columns for site in sites)]
+            packed = torch.tensor(row, dtype=torch.float64, device=device)
+            rows = [torch.empty_like(packed) for _ in range(self._world)]
+            distributed.all_gather(rows, packed, group=group)
+            found: list[list[float]] = torch.stack(rows).tolist()
+            return found
 
-        absent = -1.0
-        values = [float(bool(new))]
-        if self._agreed:
-            values = largest([values[0], *(self._largest.get(site, absent) for site in self._order)])
-        if values[0] or not self._agreed:
+        rows = gather(self._order if self._agreed else [])
+        if any(row[0] for row in rows) or not self._agreed:
             # Sites of the first step, and any that a rank sees for the first time: rare, so names may be exchanged.
-            gathered: list[list[str]] = [[] for _ in range(world)]
-            distributed.all_gather_object(gathered, self._order + new, group=group)
-            self._order = list(dict.fromkeys(site for names in gathered for site in names))
+            names: list[list[str]] = [[] for _ in range(self._world)]
+            distributed.all_gather_object(names, self._order + new, group=group)
+            self._order = list(dict.fromkeys(site for each in names for site in each))
             self._agreed = True
-            values = largest([0.0, *(self._largest.get(site, absent) for site in self._order)])
-        self._largest = {site: amax for site, amax in zip(self._order, values[1:], strict=True) if amax != absent}
+            rows = gather(self._order)
+        number, rank = len(self._order), distributed.get_rank(group)
+        self._shares = {} if self.form in _WITH_PEAK else None
+        for i, site in enumerate(self._order, 1):
+            held = [_Held(row[i], row[i + number], int(row[i + 2 * number])) for row in rows]
+            largest = max(each.largest for each in held)
+            if largest == _ABSENT:
+                continue
+            self._largest[site] = largest
+            if self._shares is None or (site not in self._target and not self._is_wanted(site)):
+                continue
+            if largest > max(self._target[site], self._before.get(site, 0.0)):
+                share = _share(held, rank, smooth=self.form == "smooth-max")
+                if share is not None:
+                    self._shares[site] = share
+
+    def _values(self) -> dict[str, float]:
+        """log2 of each kept term, read from its device at once."""
+        if self.form not in _WITH_PEAK or not self._terms:
+            return {}
+        device = next(iter(self._terms.values()))[0].device
+        together = torch.stack([term.detach().to(device) for (term,) in self._terms.values()])
+        return dict(zip(self._terms, together.tolist(), strict=True))
+
+
+_ABSENT = -1e300
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one rank has of a site: its largest value in this step, log2 of its term, and the term's run."""
+
+    largest: float
+    bits: float
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """log2 of the peak over all ranks, and this rank's share of its gradient."""
+
+    bits: float
+    mine: float
+
+
+def _share(held: list[_Held], rank: int, *, smooth: bool) -> _Share | None:
+    """Return what ``rank`` has of the peak over all ranks; None where the largest value has no term, being NaN or far
+    inside in the step before."""
+    largest = max(each.largest for each in held)
+    first = next((i for i, each in enumerate(held) if each.largest == largest and each.bits != _ABSENT), None)
+    if first is None:
+        return None
+    if not smooth:
+        return _Share(held[first].bits, float(rank == first))
+    # The log-sum-exp over all tokens is that over the ranks' own.
+    joined = [each.bits if each.run == held[first].run and each.bits != _ABSENT else -math.inf for each in held]
+    peak = max(joined)
+    parts = [2.0 ** (SHARPNESS * (bits - peak)) for bits in joined]
+    return _Share(peak + math.log2(sum(parts)) / SHARPNESS, parts[rank] / sum(parts))
 
 
 @dataclass(slots=True)

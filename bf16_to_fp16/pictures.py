@@ -1,8 +1,9 @@
 """The pictures of a report: one drawing style, values on a log2 axis against fp16's limit, one picture per stack.
 
 Two kinds: what the largest values were before and are after rescaling, and the certificate's bracket, from the worst
-value that was found to the bound that no input can pass. Colours are placeholders that become CSS variables, so that a
-picture follows light and dark like the text around it; lines differ in shape as well, for those who see no colours.
+value that was found to the bound that no input can pass. Where there was a finetune, its curves as well. Colours are
+placeholders that become CSS variables, so that a picture follows light and dark like the text around it; lines differ
+in shape as well, for those who see no colours.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from .display import bound_magnitude, infinite, known, magnitude, power
+from .display import bound_magnitude, infinite, known, magnitude, power, rounded_down
 from .numerics import FP16_MAX
 
 
@@ -147,15 +148,9 @@ def drawn(stack: str, low: int, high: int, words: str, wide: bool = False) -> It
 
     x: blocks from the bottom of the stack. y: log2 of the largest |x|, from ``low`` to ``high``.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-    result: list[Markup] = []
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": stack, "font.size": 9}):
-        canvas = Canvas(figsize=(10.4 if wide else 5.2, 3.5), layout="constrained")
-        axes = canvas.add_subplot(facecolor="none")
-        canvas.patch.set_visible(False)
+    with styled(stack, (10.4 if wide else 5.2, 3.5), words) as (axes, result):
         axes.axhspan(math.log2(FP16_MAX), high, color=_LIMIT, alpha=0.1, linewidth=0)
         axes.axhline(math.log2(FP16_MAX), color=_LIMIT, linewidth=1.4)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, min_n_ticks=1))
@@ -163,11 +158,28 @@ def drawn(stack: str, low: int, high: int, words: str, wide: bool = False) -> It
         axes.set_ylim(low, high)
         axes.yaxis.set_major_locator(MultipleLocator(4 if high - low < 40 else 8))
         axes.yaxis.set_major_formatter(lambda value, _: "65504" if value == 16 else power(round(value)))
-        axes.grid(axis="y", color=_GRID, linewidth=0.6)
-        axes.set_axisbelow(True)
         axes.set_xlabel(f"{stack} block", color=_INK)
         # Room around the labels, since the page shows them larger on narrow screens.
         axes.set_ylabel("max |x|", color=_INK, labelpad=10)
+
+
+@contextmanager
+def styled(name: str, inches: tuple[float, float], words: str) -> Iterator[tuple[Any, list[Markup]]]:
+    """Give the axes of a picture of a size in inches in the common style; on leaving, the list holds the SVG.
+
+    name: what the ids inside the SVG are made from, so that the same picture has the same bytes.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure as Canvas
+
+    result: list[Markup] = []
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
+        canvas = Canvas(figsize=inches, layout="constrained")
+        axes = canvas.add_subplot(facecolor="none")
+        canvas.patch.set_visible(False)
+        yield axes, result
+        axes.grid(axis="y", color=_GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
         axes.tick_params(colors=_INK, length=0, pad=6)
         for side, spine in axes.spines.items():
             spine.set_visible(side == "bottom")
@@ -319,3 +331,118 @@ def draw_brackets(found: Sequence[Bracket], stack: str, low: int, high: int, wor
         axes.set_xticks([*shown, *([end] if head else [])], [*map(str, shown), *(["head"] if head else [])])
         axes.set_xlim(-0.6, end - 0.4 + head * 0.7)
     return result[0]
+
+
+# --- the finetune ----------------------------------------------------------------------------------------------------
+
+_CURVE = (3.6, 2.5)
+
+
+def curve_pictures(run: Mapping[str, Any]) -> list[Picture]:
+    """Return the curves of a finetune over its steps: losses, headroom, loss scale; those that the report knows.
+
+    run: the report's ``finetune``. Losses are in nats per target token; headroom is that of the tightest layer, with
+    fp16's limit at 0 and what the recipe asked for as a dotted line; crosses are steps that were skipped.
+    """
+    curves = run.get("curves") or {}
+    evaluations = run.get("evaluations") or ()
+    recipe = run.get("recipe") or {}
+    penalty = recipe.get("penalty")
+    target = penalty.get("headroom_bits") if isinstance(penalty, Mapping) else None
+    skipped = [float(entry["step"]) for entry in run.get("skipped") or ()]
+    end = float(max(1, run.get("steps") or 1))
+    made = [
+        losses_picture(pairs(curves, "task_loss"), evaluated(evaluations, "held_out_loss"), end),
+        headroom_picture(pairs(curves, "headroom_bits") or evaluated(evaluations, "worst_headroom_bits"), target, end),
+        scale_picture(pairs(curves, "loss_scale"), skipped, end),
+    ]
+    return [picture for picture in made if picture is not None]
+
+
+def pairs(curves: Mapping[str, Sequence[float | None]], name: str) -> list[tuple[float, float]]:
+    """Return (step, value) wherever a curve has a finite value."""
+    found = zip(curves.get("step") or (), curves.get(name) or (), strict=False)
+    return [(float(step), y) for step, value in found if step is not None and (y := known(value)) is not None]
+
+
+def evaluated(evaluations: Iterable[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    """Return (step, value) of the evaluations that have a finite value."""
+    return [(float(entry["step"]), y) for entry in evaluations if (y := known(entry.get(name))) is not None]
+
+
+def losses_picture(
+    training: Sequence[tuple[float, float]], held_out: Sequence[tuple[float, float]], end: float
+) -> Picture | None:
+    """Return the picture of the task's loss in training and on held-out data, None where both are missing."""
+    if not training and not held_out:
+        return None
+    said = [
+        f"from {found[0][1]:.3f} to {found[-1][1]:.3f} {where}"
+        for found, where in ((training, "in training"), (held_out, "on held-out data"))
+        if found
+    ]
+    words = f"task loss in nats per token: {', '.join(said)}"
+    with styled("losses", _CURVE, words) as (axes, result):
+        axes.plot(*across(training), "-", color=STREAM.placeholder, linewidth=1.1)
+        axes.plot(*across(held_out), "--", color=FEED_FORWARD.placeholder, marker="s", markersize=4, linewidth=1.1)
+        by_steps(axes, "loss", end)
+    return Picture("losses", result[0], words)
+
+
+def headroom_picture(found: Sequence[tuple[float, float]], target: float | None, end: float) -> Picture | None:
+    """Return the picture of the tightest layer's headroom in bits, None where it was not measured."""
+    if not found:
+        return None
+    asked = "" if target is None else f"; asked for: {target:g}"
+    began, ended = rounded_down(found[0][1], 1), rounded_down(found[-1][1], 1)
+    words = f"headroom of the tightest layer: from {began:.1f} to {ended:.1f} bits{asked}"
+    with styled("headroom", _CURVE, words) as (axes, result):
+        low = min(-0.5, 1.1 * min(values(found)))
+        axes.axhspan(low, 0, color=_LIMIT, alpha=0.1, linewidth=0)
+        axes.axhline(0, color=_LIMIT, linewidth=1.4)
+        if target is not None:
+            axes.axhline(target, color=_INK, linewidth=0.9, linestyle=":")
+        axes.plot(*across(found), "-", color=PRODUCT.placeholder, linewidth=1.5)
+        axes.set_ylim(bottom=low)
+        by_steps(axes, "bits", end)
+    return Picture("headroom", result[0], words)
+
+
+def scale_picture(scales: Sequence[tuple[float, float]], skipped: Sequence[float], end: float) -> Picture | None:
+    """Return the picture of the loss scale, with a cross at each skipped step, None where nothing was scaled."""
+    found = [(step, math.log2(value)) for step, value in scales if value > 0]
+    if not found:
+        return None
+    missed = f"{len(skipped)} {'step' if len(skipped) == 1 else 'steps'} skipped"
+    words = f"loss scale in fp16: from {2 ** found[0][1]:g} to {2 ** found[-1][1]:g}; {missed}"
+    with styled("loss-scale", _CURVE, words) as (axes, result):
+        axes.step(*across(found), "-", where="post", color=ATTENTION.placeholder, linewidth=1.5)
+        top = max(values(found)) + 1
+        axes.plot(skipped, [top] * len(skipped), "x", color=_LIMIT, markersize=5, markeredgewidth=1.3)
+        axes.set_ylim(min(values(found)) - 1, top + 0.6)
+        by_steps(axes, "loss scale", end, powers=True)
+    return Picture("loss scale", result[0], words)
+
+
+def by_steps(axes: Any, what: str, end: float, *, powers: bool = False) -> None:
+    """Label a curve's axes; the steps run from 0 to ``end``; ``powers``: the values are exponents of two."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlim(-0.02 * end, 1.02 * end)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=powers))
+    if powers:
+        axes.yaxis.set_major_formatter(lambda value, _: power(round(value)))
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel(what, color=_INK, labelpad=8)
+
+
+def values(found: Iterable[tuple[float, float]]) -> list[float]:
+    """Return the second of each pair."""
+    return [value for _, value in found]
+
+
+def across(found: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return pairs as the two lists that a plot takes."""
+    both = list(found)
+    return [x for x, _ in both], [y for _, y in both]

@@ -9,6 +9,7 @@ the same tokens.
 
 import hashlib
 import random
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,8 +146,24 @@ def describe(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> 
 def run(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
     """Run ``model`` on ``batch`` and return the stock output object (None for a batch that generates or has no head).
 
-    The batch is moved to the model's device. With ``labels`` the output carries the stock loss.
+    The batch is moved to the model's device. With ``labels`` the output carries the stock loss. Raises UserError where
+    stock code fails, as it does for impossible settings that it did not look at when it loaded them.
     """
+    try:
+        return _run(model, batch, labels)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("transformers", "torch"):
+            raise
+        name = getattr(model.config, "name_or_path", "") or type(model).__name__
+        raise UserError(
+            f"{name}: stock code cannot run it ({first_line(error)}); mend its config.json or generation_config.json"
+        ) from error
+
+
+def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
     device = next(model.parameters()).device
     ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
     stock: Any = model
@@ -353,15 +370,20 @@ def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, l
     return made
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has any file of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer in ``folder``; nothing is fetched. Raises UserError where there is none or it is damaged."""
     from transformers import AutoTokenizer
 
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
         raise UserError(f"{folder}: no tokenizer files, and text needs them; put the original's tokenizer there")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds, from OSError to TypeError
         raise UserError(
             f"{folder}: no usable tokenizer ({first_line(error)}); put the original's tokenizer there"

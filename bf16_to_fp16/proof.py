@@ -23,6 +23,13 @@ MOST_UNCERTIFIED = 400
 UNCERTIFIED_SHOWN = 12
 """Of them, those that a page shows at once; the others unfold."""
 
+OVER = "its bound is over the limit with these weights"
+
+PENALTY = "rescaling cannot lower it; finetune with the activation-magnitude penalty"
+
+IMMOVABLE = ("scores", "gate", "activation", "logits", "position bias")
+"""Kinds of site that no coupling reaches."""
+
 BF16_BITS = 8
 """Significant bits of bf16, under which a conversion would have lost what the source had."""
 
@@ -64,8 +71,8 @@ def uncertified_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
             "bound": max(site["bound"], site["partial"]),
             "limit": site["limit"],
             "excess_bits": -site["headroom_bits"],
-            "reason": "its bound is over the limit with these weights",
-            "remedy": "bf16-to-fp16 convert rescales what can be",
+            "reason": "no rescaling moves it" if site.get("kind") in IMMOVABLE else OVER,
+            "remedy": PENALTY if site.get("kind") in IMMOVABLE else "bf16-to-fp16 convert rescales what can be",
         }
         for site in over
     ]

@@ -75,7 +75,7 @@ class Data(Section):
         default=None, ge=1, description="tokens; default 3, and 20 where tokens are bytes"
     )
     first_sentinel: Count | None = Field(
-        default=None, description="id of the first sentinel, from which the others count down"
+        default=None, description="id of the first sentinel, from which the others count down; default: the tokenizer's"
     )
     gap_ratio: float = Field(default=0.3, gt=0, lt=1, description="share of the sentences that gap sentences take out")
     input_length: int = Field(default=512, ge=4, description="most tokens of an input")
@@ -104,10 +104,10 @@ class Optimizer(Section):
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
     epsilon: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
     relative: bool = Field(
-        default=False, description="learning rate in units of each tensor's median magnitude at the start"
+        default=True, description="everything in units of each tensor's median magnitude, which rescaling changes"
     )
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled decay per unit of learning rate")
-    clip_norm: float = Field(default=1.0, gt=0, description="largest norm of the whole gradient")
+    clip_norm: float = Field(default=1.0, gt=0, description="largest norm of the whole gradient, relative as above")
     weights: Precision = Field(default="fp32", description="dtype of the weights that the optimizer changes")
     rounding: Literal["nearest", "stochastic", "kahan"] = Field(
         default="nearest", description="how an update is stored in weights of bf16 or fp16"
@@ -132,7 +132,9 @@ class Schedule(Section):
     """How many steps, and the learning rate at each: a linear rise, then a decay."""
 
     steps: Positive = Field(default=1000, description="optimizer steps of the whole run")
-    learning_rate: float = Field(default=1e-4, gt=0, description="its highest value")
+    learning_rate: float = Field(
+        default=4e-3, gt=0, description="its highest value; about 1e-4 where optimizer.relative is false"
+    )
     warmup: Count = Field(default=50, description="steps of the linear rise")
     decay: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="shape after the rise")
     bf16_steps: Positive | None = Field(
@@ -158,7 +160,7 @@ class Penalty(Section):
     """The activation-magnitude penalty: which form, and the headroom that it asks for, in bits below each limit."""
 
     form: Literal["amax", "smooth-max", "mean-square", "lp", "hinge", "none"] = Field(
-        default="amax", description="excess of the largest value, of a smooth maximum, or a published form"
+        default="smooth-max", description="excess of the largest value, of a smooth maximum, or a published form"
     )
     headroom_bits: float = Field(default=1.0, ge=0, lt=24, description="bits that every site keeps below its limit")
     train_mode: bool = Field(default=False, description="targets that hold with dropout and in the backward pass")
@@ -255,7 +257,9 @@ class Recipe(Section):
         default="half", description="what rescaling aims at, as in convert"
     )
     rescale: bool = Field(default=True, description="rescale exactly before the first step")
-    precision: tuple[Precision, ...] = Field(default=("fp16",), strict=False, description="of the run, in order")
+    precision: tuple[Precision, ...] = Field(
+        default=("bf16", "fp16"), strict=False, description="of the run; [bf16, fp16]: bf16 until fp16 holds it"
+    )
     attention: Literal["eager", "scaled", "sdpa"] = Field(
         default="eager", description="attention of the run; scaled: √scale in q, k; sdpa: fused, hides its scores"
     )

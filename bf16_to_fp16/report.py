@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .auditing import RegimeResult, verdict
+from .auditing import RegimeResult, broken_sites, verdict
 from .certificate import Certificate
 from .checkpoint import Checkpoint
 from .environment import SCHEMA, environment
@@ -20,8 +20,9 @@ from .families.types import RESIDUAL, Layout
 from .fidelity import Fidelity
 from .observe import ModuleRange
 from .planner import ROUNDING, STEP_NOISE, Planned, Violation
+from .proof import IMMOVABLE, PENALTY
 from .rescaling import Plan, describe
-from .writer import Written
+from .writer import INDEX, Written
 
 NOISE = 1e-9
 """Divergences under it are the noise of fp32 logits."""
@@ -32,10 +33,7 @@ ALL_BITS = 40.0
 OUTPUT = "the output, against bf16's error"
 """Names the violation of an fp16 output that is less accurate than bf16's."""
 
-PENALTY = "rescaling cannot lower it; finetune with the activation-magnitude penalty"
-
-IMMOVABLE = ("scores", "gate", "activation", "logits", "position bias")
-"""Kinds of site that no coupling reaches."""
+PASSED = "no exponent brings it under its limit with the margin"
 
 ONE_ROUNDING = 0.541 * 2.0**-20 / 12
 """Mean squared relative error of rounding to 11 significant bits: (2⁻¹⁰)²/12 times the mean of 1/x² over x in [1, 2),
@@ -63,9 +61,13 @@ def build(
     config_changes: Mapping[str, Any],
     carried: Sequence[str],
     left_out: Sequence[str],
+    others: Sequence[Mapping[str, Any]] = (),
     command: str,
 ) -> dict[str, Any]:
-    """Return the report of a conversion as JSON data; its keys are described in the README."""
+    """Return the report of a conversion as JSON data; its keys are described in the README.
+
+    others: records of the files in the output besides its weights, as ``folder.records`` returns them.
+    """
     short = [*(planned.violations if planned else ()), *(too_inexact(fidelity) if fidelity else ())]
     half = regimes.get("half")
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
@@ -77,7 +79,7 @@ def build(
         "family": layout.family.name,
         "target": target,
         "source": source_of(checkpoint, layout, written, config_changes, carried, left_out),
-        "output": {"files": [asdict(f) for f in written.files]},
+        "output": {"files": [*(asdict(f) for f in written.files), *others]},
         "inputs": inputs,
         "regimes": {name: result.to_json() for name, result in regimes.items()},
         "certificate": certificate.to_json(seen) | {"cost_bits": cost},
@@ -87,7 +89,7 @@ def build(
         "plan": describe(plan),
         "signals": signals_of(layout, plan, ranges) if ranges is not None else [],
         "precision": precision_of(layout, plan, ranges) if ranges is not None else [],
-        "unsafe": [asdict(v) for v in short],
+        "unsafe": [*(asdict(v) | {"reason": PASSED} for v in short), *broken_sites(regimes, converted=True)],
         "command": command,
         "environment": environment(),
     }
@@ -194,9 +196,10 @@ def source_of(
     if layout.tied is False and layout.family.head in made:
         made += [name for name in layout.family.copies if name in layout.tensors]
     return {
-        "path": checkpoint.source,
+        "path": checkpoint.name,
         "revision": checkpoint.revision,
         "sha256": written.source_sha256,
+        "other_sha256": other_sha256(checkpoint, carried),
         "dtype": main,
         "dtypes": {name: dtype for name, dtype in dtypes.items() if dtype != main},
         "made": sorted(set(made)),
@@ -205,6 +208,19 @@ def source_of(
         "carried_over": list(carried),
         "left_out": list(left_out),
     }
+
+
+def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[str, str]:
+    """Return the SHA-256 of the source's files besides its weights: config, index, and what was carried over."""
+    names = {"config.json", INDEX, *carried}
+    found = {}
+    for name in sorted(names):
+        path = checkpoint.folder / name
+        inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        for file in inside:
+            if file.is_file():
+                found[str(file.relative_to(checkpoint.folder))] = checkpoint.sha256(file)
+    return found
 
 
 def weights_of(layout: Layout, written: Written) -> dict[str, Any]:

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from .errors import UserError
 from .families.types import RESIDUAL, Kind, Layout, ResolvedTensor
-from .writer import Write
+from .writer import LARGEST_EXPONENT, Write
+
+Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
+"""An exponent of a plan; an element carries three at most, which the writer then can apply."""
 
 
 class Drift(BaseModel):
@@ -48,11 +52,11 @@ class Plan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     family: str
-    residual_exponent: int = 0
-    exponents: dict[str, int | list[int]] = Field(default_factory=dict)
+    residual_exponent: Exponent = 0
+    exponents: dict[str, Exponent | list[Exponent]] = Field(default_factory=dict)
     untied_head: bool = False
     eps: float | None = None
-    gain_correction: dict[str, float] = Field(default_factory=dict)
+    gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     drift: Drift | None = None
     margin_bits: float | None = None
     notes: tuple[str, ...] = ()

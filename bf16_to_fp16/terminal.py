@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .display import (
     counted,
@@ -28,13 +29,46 @@ from .numerics import FP16_MAX
 from .proof import least_precise
 
 WORST_SITES = 6
-PLAIN_WIDTH = 120
+PLAIN_WIDTH = 1000
+"""More than any row needs, so that none is folded."""
+CARD_LINES = 40
+
+CHECK_NAMES = {
+    "files": "files: hashes against the report",
+    "plan": "plan: against config and weights",
+    "replay": "replay: the plan applied to the original",
+    "certificate": "certificate: computed again",
+    "audit": "audit: run again",
+}
 
 
-def console() -> Console:
-    """Return a console on standard output, as wide as the terminal and 120 columns elsewhere."""
-    screen = Console(highlight=False)
-    return screen if screen.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+class Plain(Console):
+    """A console for files and pipes: a line of text for a row of a table, without frames, colours or wrapping."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does, tables as columns of plain text."""
+        for each in objects:
+            if isinstance(each, Table):
+                each.box = None
+                each.pad_edge = False
+        super().print(*objects, **options)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console on standard output or error, as wide as the terminal, and plain where there is none."""
+    # What is printed has names of other people's files in it, which are not markup.
+    screen = Console(stderr=stderr, highlight=False, markup=False)
+    return screen if screen.is_terminal else Plain(stderr=stderr, highlight=False, markup=False, width=PLAIN_WIDTH)
+
+
+def good(word: str, rest: str) -> Text:
+    """Return a line that begins with good news."""
+    return Text.assemble((word, "bold green"), ": ", rest)
+
+
+def bad(word: str, rest: str) -> Text:
+    """Return a line that begins with bad news."""
+    return Text.assemble((word, "bold red"), ": ", rest)
 
 
 def print_conversion(report: Mapping[str, Any], out: Path) -> None:
@@ -59,8 +93,10 @@ def print_audit(report: Mapping[str, Any]) -> None:
     print_underflow(screen, report["regimes"])
     for name, regime in report["regimes"].items():
         screen.print(site_table(name, regime["sites"][:WORST_SITES]))
+    print_unsafe(screen, report)
     if "attack" in report:
         print_attack(screen, report)
+        print_unproven(screen, report)
 
 
 def print_underflow(screen: Console, regimes: Mapping[str, Any]) -> None:
@@ -106,12 +142,10 @@ def print_certificate(report: Mapping[str, Any]) -> None:
     certificate = report["certificate"]
     over = [site for site in certificate["sites"] if not site["holds"]]
     if certificate["holds"]:
-        screen.print(f"[bold green]certified[/]: {proof_sentence(certificate)}")
+        screen.print(good("certified", f"{proof_sentence(certificate)}"))
     else:
-        screen.print(
-            f"[bold red]not certified[/]: {len(over)} of {len(certificate['sites'])} sites can pass their limit;"
-            " bf16-to-fp16 convert rescales what can be"
-        )
+        over_of = f"{len(over)} of {len(certificate['sites'])} sites can pass their limit"
+        screen.print(bad("not certified", f"{over_of}; bf16-to-fp16 convert rescales what can be"))
     ranked = sorted(certificate["sites"], key=lambda site: site["headroom_bits"])
     shown = ranked[: max(WORST_SITES, min(len(over), 4 * WORST_SITES))]
     table = Table("site", "what", "bound", "partial sums", "limit", "headroom", title="tightest", title_justify="left")
@@ -129,6 +163,7 @@ def print_certificate(report: Mapping[str, Any]) -> None:
     screen.print(table)
     if len(over) > len(shown):
         screen.print(f"and {len(over) - len(shown)} more over their limit; --json FILE lists all")
+    print_unproven(screen, report)
 
 
 def bound_of(value: float) -> str:
@@ -160,7 +195,7 @@ def print_proof(screen: Console, report: Mapping[str, Any]) -> None:
     if certificate["holds"]:
         cost = certificate.get("cost_bits")
         price = "" if cost is None else f"; the proof costs {excess(cost, 2)} bits of precision"
-        screen.print(f"[bold green]certified[/]: {proof_sentence(certificate)}{price}")
+        screen.print(good("certified", f"{proof_sentence(certificate)}{price}"))
     else:
         over = sum(not site["holds"] for site in certificate["sites"])
         screen.print(
@@ -191,16 +226,16 @@ def print_unproven(screen: Console, report: Mapping[str, Any]) -> None:
 def print_verdict(screen: Console, report: Mapping[str, Any]) -> None:
     """Print the verdict in one sentence."""
     if report["verdict"] == "safe" and not report["regimes"]:
-        screen.print("[bold green]safe[/]: by its certificate; nothing was run")
+        screen.print(good("safe", "by its certificate; nothing was run"))
     elif report["verdict"] == "safe":
         kept = min((r["headroom_bits"] for r in report["regimes"].values()), default=math.inf)
         screen.print(
-            f"[bold green]safe[/]: no overflow and no saturation observed; {headroom_left(kept)} at the tightest site"
+            good("safe", f"no overflow and no saturation observed; {headroom_left(kept)} at the tightest site")
         )
     else:
         broken = [name for name, r in report["regimes"].items() if r["nonfinite"] or r["saturated"]]
         why = f"values overflow or saturate in {', '.join(broken)}" if broken else "see what passes its limit below"
-        screen.print(f"[bold red]unsafe[/]: {why}")
+        screen.print(bad("unsafe", f"{why}"))
 
 
 def regime_table(regimes: Mapping[str, Any]) -> Table:
@@ -308,7 +343,10 @@ def ratio(bf16: float | None, fp16: float | None) -> str:
 
 def print_unsafe(screen: Console, report: Mapping[str, Any]) -> None:
     """Print what no exponent can hold, and the remedy."""
-    for violation in report.get("unsafe", ())[:WORST_SITES]:
+    entries = report.get("unsafe", ())
+    for site in [entry for entry in entries if "regimes" in entry][:WORST_SITES]:
+        screen.print(f"unsafe: {site['signal']}, {site['reason']}; {site['remedy']}", markup=False)
+    for violation in [entry for entry in entries if "regimes" not in entry][:WORST_SITES]:
         screen.print(
             f"over its limit with margin: {violation['signal']} by {excess(violation['excess_bits'])} bits;"
             f" {violation['remedy']}",
@@ -351,3 +389,69 @@ def print_families(rows: Iterable[Mapping[str, Any]]) -> None:
 def magnitude(value: float) -> str:
     """Return a magnitude with four digits; ≥ 65536 for what overflowed."""
     return plain(value) if value <= FP16_MAX else "overflow"
+
+
+def print_parcel(parcel: Any, repo: str, *, whole: bool, aside: bool = False) -> None:
+    """Print what would be uploaded: files with their sizes, and the card, of which ``whole`` shows every line.
+
+    aside: on standard error, where standard output is for data.
+    """
+    screen = console(stderr=aside)
+    table = Table("file", "size", title=f"for {repo}", title_justify="left")
+    table.columns[1].justify = "right"
+    items = parcel.items()
+    for item in items:
+        table.add_row(item.name, bytes_in_words(item.nbytes))
+    table.add_row(f"{len(items)} files", bytes_in_words(sum(item.nbytes for item in items)))
+    screen.print(table)
+    lines = parcel.card.splitlines()
+    shown = len(lines) if whole else CARD_LINES
+    screen.print("README.md, edited since the conversion:" if parcel.card_edited else "README.md:")
+    for line in lines[:shown]:
+        screen.print(f"| {line}", markup=False, soft_wrap=True)
+    if len(lines) > shown:
+        screen.print(f"and {len(lines) - shown} more lines; --dry-run shows all")
+
+
+def print_published(result: Mapping[str, Any]) -> None:
+    """Print what was uploaded, and where it lies."""
+    screen = console()
+    if result["dry_run"]:
+        screen.print("dry run: nothing was sent")
+    elif result["url"] is None:
+        screen.print("nothing was uploaded")
+    elif not result["uploaded"]:
+        screen.print(f"{result['url']} has all of it already", markup=False, soft_wrap=True)
+    else:
+        kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
+        files = counted(len(result["uploaded"]), "file")
+        screen.print(f"{result['url']} ({kind}): {files} in {result['commit']}", markup=False, soft_wrap=True)
+
+
+def print_verification(result: Mapping[str, Any]) -> None:
+    """Print whether a checkpoint is what its report says, check by check, and every problem."""
+    screen = console()
+    table = Table("check", "result")
+    for check, outcome in result["checks"].items():
+        table.add_row(CHECK_NAMES.get(check, check), outcome)
+    screen.print(table)
+    for problem in result["problems"]:
+        screen.print(
+            f"{problem['check']}: {problem['name']}: {problem['reason']}; {problem['remedy']}",
+            markup=False,
+            soft_wrap=True,
+        )
+    if result["verified"]:
+        kept = min((r["headroom_bits"] for r in result["regimes"].values()), default=None)
+        ran = "nothing was run" if kept is None else f"{headroom_left(kept)} at the tightest site"
+        proof = "certified for every input" if result["certificate"]["holds"] else "safe on what was run"
+        screen.print(good("verified", f"{counted(result['files'], 'file')} as recorded, {proof}; {ran}"))
+    else:
+        screen.print(bad("not verified", f"{counted(len(result['problems']), 'problem')} above"))
+
+
+def bytes_in_words(nbytes: int) -> str:
+    """Return a number of bytes in decimal units."""
+    from .verifying import in_words
+
+    return in_words(nbytes)

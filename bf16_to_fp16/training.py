@@ -39,6 +39,7 @@ from .distillation import (
 from .errors import UserError
 from .losscurve import Detector, Divergence, Spike
 from .numerics import FP16_MAX
+from .probe import Batch
 from .probe import batches as probe_batches
 from .recipe import Recipe, Schedule
 from .runlog import RunLog
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 
 FITTING_STEPS = 20
 """Steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16."""
+
+PULLED_STEPS = 16
+"""Steps after one with a site past its target in which a rise of the loss is laid to the penalty."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Progress:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     rewinds: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    pulled: int | None = None
     least_excess: float = math.inf
     least_excess_step: int = 0
 
@@ -111,16 +116,22 @@ class Trainer:
         accelerator: Any,
         *,
         name: str = "finetune",
+        fits: bool = False,
         talk: Talk | None = None,
         log: RunLog | None = None,
     ) -> None:
-        """Prepare model, optimizer and penalty; nothing is computed yet."""
+        """Prepare model, optimizer and penalty; nothing is computed yet.
+
+        fits: the start is known to be finite in fp16: [bf16, fp16] begins with fp16, unless bf16_steps are given.
+        """
+        self.fits = fits
         self.recipe, self.teacher, self.corpus, self.accelerator = recipe, teacher, corpus, accelerator
         self.talk = talk or Talk(quiet=True)
         self.device: torch.device = accelerator.device
         self.engine = str(accelerator.distributed_type.value) == "DEEPSPEED"
         self.sharded = self.engine or str(accelerator.distributed_type.value) == "FSDP"
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.precisions = precisions_of(recipe, accelerator)
         self.stock = student
         student.train()
         if recipe.gradient_checkpointing:
@@ -163,13 +174,13 @@ class Trainer:
     def _amp(self, phase: int) -> Amp:
         stability = self.recipe.stability
         amp = Amp(
-            "fp32" if self.engine else self.recipe.precision[phase],
+            "fp32" if self.engine else self.precisions[phase],
             self.device,
             loss_scale=stability.loss_scale,
             window=stability.loss_scale_window,
             recomputes=self.recipe.gradient_checkpointing,
         )
-        if self.engine and self.recipe.precision[phase] == "fp16":
+        if self.engine and self.precisions[phase] == "fp16":
             # The engine autocasts, and multiplies the loss by what it is told (see _tell_scale).
             amp.loss_scale = LossScale(stability.loss_scale, stability.loss_scale_window)
         return amp
@@ -239,38 +250,12 @@ class Trainer:
         p, recipe = self.progress, self.recipe
         data_step = self.stream.steps
         batches = [next(self.stream) for _ in range(self.passes)]
-        # Dropout is a function of where the run stands, so no generator has a state to keep.
-        torch.manual_seed(hash((recipe.seed, p.step, len(p.rewinds), self.rank)) & 0x7FFF_FFFF_FFFF)
         positions = float(self._sum(torch.tensor(float(sum(int(counted(b).sum()) for b in batches)))))
         rate = learning_rate(recipe.schedule, p.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("scale", 1.0)
-        self._tell_scale()
-        if not self.engine:
-            self.optimizer.zero_grad()
-        sums = torch.zeros(3, dtype=torch.float64)
-        finite = True
-        for index, batch in enumerate(batches):
-            last = index == self.passes - 1
-            with self._synchronised(last):
-                with self.amp.forward():
-                    loss, task, kl = self._losses(batch, data_step, index)
-                    self._reach_beyond_the_data(p.step * self.passes + index)
-                # Processes and passes are averaged; the sum over all of them is what is wanted.
-                total = loss * (self.world * self.passes / max(1.0, positions))
-                penalty = self.penalty() if self.penalty is not None else torch.zeros((), device=self.device)
-                total = total + penalty
-                sums += torch.stack([task, kl, penalty.detach().double() / self.passes]).cpu()
-                if self.engine and not self._everywhere(bool(torch.isfinite(total))):
-                    finite = False
-                    if self.penalty is not None:
-                        self.penalty.drop_step()
-                    break
-                scaled = total if self.engine or self.amp.scale == 1 else total * self.amp.scale
-                self.accelerator.backward(scaled)
-        norm = self._finish_step(finite)
+        norm, sums = self._search_scale(batches, data_step, positions)
         taken = norm < math.inf
-        sums = self._sum(sums)
         p.step += 1
         read = sum(int(b.attention_mask.sum()) for b in batches)
         p.tokens += int(self._sum(torch.tensor(float(read)))) + int(positions)
@@ -284,8 +269,13 @@ class Trainer:
             "penalty": penalty_sum / self.world,
             "learning_rate": rate,
             "gradient_norm": norm,
+            **(
+                {"relative_gradient_norm": self.amp.counted_norm}
+                if recipe.optimizer.relative and not self.engine
+                else {}
+            ),
             "loss_scale": self._loss_scale(),
-            "precision": recipe.precision[p.phase],
+            "precision": self.precisions[p.phase],
             "tokens": p.tokens,
         }
         if not taken:
@@ -301,6 +291,60 @@ class Trainer:
                 extra["headroom"] = headroom_by_layer(self.penalty)
             self.log.write(p.step, shown | extra)
         return shown | {"taken": taken}
+
+    def _search_scale(self, batches: Sequence[TrainingBatch], data_step: int, positions: float) -> tuple[float, Tensor]:
+        """Compute a step and finish it, and return its gradient's norm and its sums.
+
+        Until a first step was taken in fp16 the step is computed again while a lower loss scale may help, so that
+        finding the scale costs no data; what is not finite before the backward is the same under every scale.
+        """
+        scale = self.amp.loss_scale
+        before = None if scale is None or scale.settled else (scale.scale, scale.overflows)
+        penalty = None if self.penalty is None else self.penalty.state_dict()
+        while True:
+            norm, sums = self._attempt(batches, data_step, positions)
+            if before is None or scale is None or norm < math.inf:
+                return norm, sums
+            seen = [] if self.penalty is None else self.penalty.observations().values()
+            forward_is_finite = bool(sums.isfinite().all()) and all(o.amax < math.inf for o in seen)
+            if scale.scale < 1 or not forward_is_finite:
+                # No scale helps: a skipped step like any other.
+                scale.scale, scale.overflows = before[0] / 2, before[1] + 1
+                return norm, sums
+            if self.penalty is not None and penalty is not None:
+                self.penalty.load_state_dict(penalty)
+
+    def _attempt(self, batches: Sequence[TrainingBatch], data_step: int, positions: float) -> tuple[float, Tensor]:
+        """Forward, backward and optimizer on the batches of a step; return the gradient's norm, infinite or NaN where
+        the step was skipped, and the sums of task, divergence and penalty over all processes."""
+        p, recipe = self.progress, self.recipe
+        # Dropout is a function of where the run stands, so no generator has a state to keep.
+        torch.manual_seed(hash((recipe.seed, p.step, len(p.rewinds), self.rank)) & 0x7FFF_FFFF_FFFF)
+        self._tell_scale()
+        if not self.engine:
+            self.optimizer.zero_grad()
+        sums = torch.zeros(3, dtype=torch.float64)
+        finite = True
+        for index, batch in enumerate(batches):
+            last = index == self.passes - 1
+            with self._synchronised(last):
+                with self.amp.forward():
+                    loss, task, kl = self._losses(batch, data_step, index)
+                    anchor = self._reach_beyond_the_data(p.step * self.passes + index)
+                # Processes and passes are averaged; the sum over all of them is what is wanted.
+                total = loss * (self.world * self.passes / max(1.0, positions))
+                penalty = self.penalty() if self.penalty is not None else torch.zeros((), device=self.device)
+                total = total + penalty if anchor is None else total + penalty + anchor
+                sums += torch.stack([task, kl, penalty.detach().double() / self.passes]).cpu()
+                if self.engine and not self._everywhere(bool(torch.isfinite(total))):
+                    finite = False
+                    if self.penalty is not None:
+                        self.penalty.drop_step()
+                    break
+                scaled = total if self.engine or self.amp.scale == 1 else total * self.amp.scale
+                self.accelerator.backward(scaled)
+        norm = self._finish_step(finite)
+        return norm, self._sum(sums)
 
     def _losses(self, batch: TrainingBatch, data_step: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the objective (with its graph), the task's loss and the divergence, summed over positions."""
@@ -326,24 +370,24 @@ class Trainer:
         loss = task * (1 - mix.weight) + kl * mix.weight
         return loss, task.detach().double(), kl.detach().double()
 
-    def _reach_beyond_the_data(self, turn: int) -> None:
+    def _reach_beyond_the_data(self, turn: int) -> Tensor | None:
         """Run a batch of the built-in probe, for the penalty alone: the audit will run what no text contains.
 
         Its random ids are new each time, and other ones than the audit's: what is held fixed would be learnt by heart.
+        Where processes have parts of a model, returns a zero whose backward goes through this forward as well: all must
+        gather the same weights, and the penalty pulls in some of them only.
         """
         if self.penalty is None or not self.recipe.penalty.probe:
-            return
+            return None
         # Every other batch is random ids, of which there are most.
         seed = self.recipe.seed + 1 + turn
         made = [b for b in probe_batches(self.stock.config, None, None, seed=seed) if not b.generate]
         batch = made[0 if turn % 2 == 0 else turn // 2 % len(made)]
-        given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        if batch.decoder_input_ids is not None:
-            given["decoder_input_ids"] = batch.decoder_input_ids
-            given["decoder_attention_mask"] = batch.decoder_attention_mask
-            given["use_cache"] = False
-        given = {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in given.items()}
-        self.model(**given)
+        out = self.model(**probe_arguments(batch, self.device))
+        if not self.sharded:
+            return None
+        anchor: Tensor = _Anchor.apply(out.last_hidden_state if batch.decoder_input_ids is None else out.logits)
+        return anchor
 
     def _mixed(self, task: float, kl: float) -> float:
         share = self.recipe.distillation.weight if self.corpus.objective != "text" else 1.0
@@ -367,7 +411,8 @@ class Trainer:
             if self.amp.loss_scale is not None:
                 self.amp.loss_scale.update(overflowed=not norm < math.inf)
             return norm
-        norm = self.amp.finish(self.stock.parameters(), self.recipe.optimizer.clip_norm)
+        owned = [(p, g.get("scale", 1.0)) for g in self.optimizer.param_groups for p in g["params"]]
+        norm = self.amp.finish([p for p, _ in owned], self.recipe.optimizer.clip_norm, [unit for _, unit in owned])
         if norm < math.inf:
             self.optimizer.step()
         return norm
@@ -392,7 +437,11 @@ class Trainer:
         if not seen["taken"]:
             return False
         p, stability = self.progress, self.recipe.stability
+        pulled_until = self._pulled_until()
         for event in self.detector.update(p.step, seen["loss"], seen["loss_scale"]):
+            if event.start <= pulled_until:
+                # What the penalty moves costs some loss for a while; going back would only begin that again.
+                continue
             if isinstance(event, Divergence) and event.end is None and len(p.rewinds) >= stability.rewinds:
                 raise UserError(
                     f"the loss diverges from step {event.start} on{self._worst()}; lower schedule.learning_rate,"
@@ -407,6 +456,14 @@ class Trainer:
             self._rewind(earlier[-1], event.start)
             return True
         return False
+
+    def _pulled_until(self) -> float:
+        """The last step whose loss the penalty may have raised: a site was past its target shortly before."""
+        p = self.progress
+        seen = [] if self.penalty is None else self.penalty.observations().values()
+        if any(o.excess_bits > 0 and o.weight > 0 for o in seen):
+            p.pulled = p.step
+        return -math.inf if p.pulled is None else p.pulled + PULLED_STEPS
 
     def _rewind(self, state: int, spike: int) -> None:
         now, rewinds, data_step = self.progress.step, list(self.progress.rewinds), self.stream.steps
@@ -458,18 +515,24 @@ class Trainer:
             )
 
     def _worst(self) -> str:
-        """Say which site is nearest to its limit, or past it."""
+        """Say which site is furthest past its target, if one is."""
         if self.penalty is None or not self.penalty.observations():
             return ""
         name, seen = self.penalty.worst()
+        if seen.excess_bits <= 0:
+            return ", though every activation is inside its target"
         return f", worst at {name} with {seen.amax:.4g} where {seen.target:.4g} is wanted"
 
     def _choose_precision(self) -> None:
         """Turn from bf16 to fp16 when it is time."""
         p, recipe = self.progress, self.recipe
-        if len(recipe.precision) == 1 or p.phase == 1:
+        if len(self.precisions) == 1 or p.phase == 1:
             return
         due = recipe.schedule.bf16_steps
+        if due is None and p.step == 0 and (self.fits or self.penalty is None):
+            # There is nothing to wait for.
+            p.phase, self.amp = 1, self._amp(1)
+            return
         if self.penalty is not None and p.step:
             limits = self.penalty.observations().values()
             fits = all(o.excess_bits <= recipe.penalty.headroom_bits for o in limits)
@@ -668,6 +731,29 @@ class Trainer:
                 advance(step + 1, steps)
 
 
+class _Anchor(torch.autograd.Function):
+    """A zero whose gradient is a tensor of zeros, whatever the values are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.device = x.shape, x.dtype, x.device
+        return torch.zeros((), device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+
+
+def probe_arguments(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """Return what to call a stock model with for a batch of the probe."""
+    given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    if batch.decoder_input_ids is not None:
+        given["decoder_input_ids"] = batch.decoder_input_ids
+        given["decoder_attention_mask"] = batch.decoder_attention_mask
+        given["use_cache"] = False
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
+
+
 @contextmanager
 def whole_embeddings(student: Any) -> Iterator[None]:
     """Keep accelerate from giving the embedding an FSDP group of its own, which torch refuses where encoder, decoder
@@ -703,8 +789,19 @@ def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torc
     ]
     groups = [group for group in groups if group["params"]]
     if given.relative:
-        # A group for each tensor; the scale is kept in every state with the other options of a group.
-        groups = [{**group, "params": [p], "scale": typical_magnitude(p)} for group in groups for p in group["params"]]
+        # A group for each tensor; the scale is kept in every state with the other options of a group. Gradients go with
+        # its inverse, so epsilon does as well; and decay, which the scaled learning rate multiplies, is undone.
+        groups = [
+            {
+                **group,
+                "params": [p],
+                "scale": scale,
+                "eps": given.epsilon / scale,
+                "weight_decay": group.get("weight_decay", given.weight_decay) / scale,
+            }
+            for group in groups
+            for p, scale in ((p, typical_magnitude(p)) for p in group["params"])
+        ]
     if given.weights == "fp32" and given.moments == "fp32":
         return torch.optim.AdamW(groups, **options)  # type: ignore[arg-type]
     from .optimizer import AdamW
@@ -714,12 +811,15 @@ def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torc
     return AdamW(groups, **options, **exact)  # type: ignore[arg-type]
 
 
-def configure_engine(accelerator: Any, recipe: Recipe) -> None:
-    """Complete DeepSpeed's configuration from the recipe, and refuse one that trains in another precision."""
+def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
+    """Return the precisions of the run, in order: the recipe's, or where it leaves them out those of DeepSpeed's
+    configuration.
+
+    Raises UserError where the two disagree.
+    """
+    if str(accelerator.distributed_type.value) != "DEEPSPEED":
+        return recipe.precision
     config = accelerator.state.deepspeed_plugin.deepspeed_config
-    wanted = recipe.precision[0]
-    if len(recipe.precision) > 1:
-        raise UserError("precision [bf16, fp16] cannot change inside a DeepSpeed run; make it two recipes")
     cast = config.get("torch_autocast", {})
     has = {
         "fp16": bool(config.get("fp16", {}).get("enabled") is True)
@@ -727,13 +827,23 @@ def configure_engine(accelerator: Any, recipe: Recipe) -> None:
         "bf16": bool(config.get("bf16", {}).get("enabled") is True)
         or (bool(cast.get("enabled")) and cast.get("dtype") == "bfloat16"),
     }
-    has["fp32"] = not (has["fp16"] or has["bf16"])
-    if not has[wanted]:
-        found = next(name for name, there in has.items() if there)
+    found = next((name for name, there in has.items() if there), "fp32")
+    if "precision" not in recipe.model_fields_set:
+        return (found,)
+    if len(recipe.precision) > 1:
+        raise UserError("precision [bf16, fp16] cannot change inside a DeepSpeed run; make it two recipes")
+    wanted = recipe.precision[0]
+    if found != wanted:
         raise UserError(
             f"the recipe's precision is {wanted} and DeepSpeed's configuration is for {found};"
             f" set precision: {found}, or change fp16, bf16 or torch_autocast in its JSON"
         )
+    return (found,)
+
+
+def configure_engine(accelerator: Any, recipe: Recipe) -> None:
+    """Complete DeepSpeed's configuration from the recipe."""
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
     config["train_micro_batch_size_per_gpu"] = recipe.data.batch_size
     config["gradient_accumulation_steps"] = recipe.data.gradient_accumulation
     config["gradient_clipping"] = recipe.optimizer.clip_norm

@@ -12,14 +12,20 @@ of files and their index are those of transformers. Format: https://github.com/h
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
 import math
+import multiprocessing
 import os
+import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,6 +63,12 @@ SLOTS = 4
 
 FLUSH_SECONDS = 0.25
 """Seconds between two flushes."""
+
+REPORT_SECONDS = 0.2
+"""Seconds between two looks at what worker processes have done."""
+
+PR_SET_PDEATHSIG = 1
+"""Linux's prctl option: the signal that a process gets when its parent ends."""
 
 SPACE = "free some space or choose another output path"
 
@@ -147,13 +159,15 @@ def write_fp16(
     max_shard_size: int | None = None,
     hashes: bool = True,
     threads: int = 1,
+    workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
     """Write tensors as safetensors into ``folder``: ``model.safetensors``, or shards and their index.
 
     max_shard_size: bytes of tensors in a shard, else a tensor goes to the shard that its source came from and one
     without source to the last. progress: called with bytes done and in all, from one thread at a time. threads: that
-    convert, besides those that read, write and hash.
+    convert, besides those that read, write and hash. workers: processes that share the shards among them; a script
+    that asks for several needs the guard ``if __name__ == "__main__"``. The bytes written depend on neither.
     Nothing is clamped: what is beyond fp16 becomes inf and is counted. Raises UserError for a full disk (before any
     work where the file system can reserve space) and errors of a disk; what was written is then removed.
     """
@@ -163,17 +177,132 @@ def write_fp16(
     for write in writes:
         check(write, checkpoint)
     files = lay_out(shards(checkpoint, writes, max_shard_size), folder)
+    parts = divide(files, workers, checkpoint)
+    if len(parts) == 1:
+        written = [write_part(checkpoint, parts[0], hashes, threads, progress)]
+    else:
+        written = in_processes(checkpoint, parts, hashes, threads, progress)
+    stats = {name: stats for part in written for name, stats in part.stats.items()}
+    sources = {file: digest for part in written for file, digest in part.source_sha256.items()}
+    by_name = {record.name: record for part in written for record in part.files}
+    records = [by_name[file.path.name] for file in files]
+    if len(files) > 1:
+        try:
+            records.append(write_index(files, folder, hashes))
+        except BaseException:
+            remove(files)
+            raise
+    return Written({w.name: stats[w.name] for w in writes}, tuple(records), dict(sorted(sources.items())))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process writes: output files, and the source files that it hashes, which others may read as well."""
+
+    files: tuple[OutFile, ...]
+    sources: tuple[Path, ...]
+
+
+def divide(files: Sequence[OutFile], workers: int, checkpoint: Checkpoint) -> list[Part]:
+    """Return the parts of at most ``workers`` processes, of about the same size; each source is hashed where most of
+    it is read."""
+    groups: list[list[OutFile]] = [[] for _ in range(max(1, min(workers, len(files))))]
+    for file in sorted(files, key=lambda f: -f.size):
+        min(groups, key=lambda group: sum(f.size for f in group)).append(file)
+    read = [Counter[Path]() for _ in groups]
+    for group, count in zip(groups, read, strict=True):
+        for write in (w for file in group for w, _ in file.tensors if w.source is not None):
+            count[checkpoint.tensors[str(write.source)].file] += size_of(write)
+    sources: list[list[Path]] = [[] for _ in groups]
+    for path in checkpoint.weight_files:
+        sources[max(range(len(groups)), key=lambda i: read[i][path])].append(path)
+    return [Part(tuple(group), tuple(paths)) for group, paths in zip(groups, sources, strict=True)]
+
+
+def write_part(
+    checkpoint: Checkpoint,
+    part: Part,
+    hashes: bool,
+    threads: int,
+    progress: Callable[[int, int], None] | None,
+) -> Written:
+    """Write the files of one process, whole and flushed to the disk, or none of them."""
     with ExitStack() as stack:
-        stream = Stream(checkpoint, files, hashes, progress, stack)
+        stream = Stream(checkpoint, part, hashes, progress, stack)
         stream.run(threads)
-        for file in files:
+        for file in part.files:
             with writing(file.path):
                 os.fsync(stream.outputs[file.path])
-        records = [FileRecord(f.path.name, f.size, stream.written_sha256(f)) for f in files]
-        sources = stream.source_sha256()
-        if len(files) > 1:
-            records.append(write_index(files, folder, hashes))
-    return Written({w.name: stream.stats[w.name] for w in writes}, tuple(records), sources)
+        records = tuple(FileRecord(f.path.name, f.size, stream.written_sha256(f)) for f in part.files)
+        return Written(stream.stats, records, stream.source_sha256())
+
+
+def in_processes(
+    checkpoint: Checkpoint,
+    parts: Sequence[Part],
+    hashes: bool,
+    threads: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[Written]:
+    """Write parts in a process each, which starts afresh and ends with this one; none of their files stay if one
+    fails."""
+    context = multiprocessing.get_context("spawn")
+    done = context.Array("q", len(parts), lock=False)
+    total = sum(f.size for part in parts for f in part.files)
+    with ProcessPoolExecutor(len(parts), context, start_worker, (done, os.getpid())) as pool:
+        futures = [
+            pool.submit(write_part_counted, checkpoint, part, hashes, threads, number)
+            for number, part in enumerate(parts)
+        ]
+        try:
+            waiting = set(futures)
+            while waiting:
+                ended, waiting = wait(waiting, timeout=REPORT_SECONDS, return_when=FIRST_EXCEPTION)
+                for future in ended:
+                    future.result()
+                if progress is not None:
+                    progress(sum(done), total)
+        except BaseException as error:
+            for process in list((pool._processes or {}).values()):
+                process.terminate()  # it cleans up after itself
+            wait(futures)
+            remove(f for future, part in zip(futures, parts, strict=True) if not future.exception() for f in part.files)
+            if isinstance(error, BrokenProcessPool):
+                problem = "a process that wrote weights was killed, as happens when memory ends; use fewer --workers"
+                raise UserError(problem) from error
+            raise
+    return [future.result() for future in futures]
+
+
+COUNTS: Any = None
+"""In a worker process: the bytes that each has written, shared with the parent."""
+
+
+def start_worker(counts: Any, parent: int) -> None:
+    """Prepare a worker process: it ends when its parent is killed, and leaves Ctrl-C to it."""
+    global COUNTS
+    COUNTS = counts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before the line above
+        os._exit(1)
+
+
+def write_part_counted(checkpoint: Checkpoint, part: Part, hashes: bool, threads: int, number: int) -> Written:
+    """Write a part in a worker process, counting where the parent can see it."""
+
+    def count(done: int, total: int) -> None:
+        COUNTS[number] = done
+
+    return write_part(checkpoint, part, hashes, threads, count)
+
+
+def remove(files: Iterable[OutFile]) -> None:
+    """Remove what was written of files."""
+    for file in files:
+        file.path.unlink(missing_ok=True)
 
 
 # --- where things go -----------------------------------------------------------------------------------------------
@@ -540,19 +669,23 @@ class Stream:
     """
 
     checkpoint: Checkpoint
-    files: Sequence[OutFile]
+    part: Part
     hashes: bool
     progress: Callable[[int, int], None] | None
     stack: ExitStack
+    files: tuple[OutFile, ...] = field(init=False)
     stats: dict[str, TensorStats] = field(init=False)
     outputs: dict[Path, int] = field(init=False)
     sources: dict[Path, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.files = self.part.files
         self.stats = {w.name: NOTHING for f in self.files for w, _ in f.tensors}
-        self.sources = {p: self.stack.enter_context(reading(p)) for p in self.checkpoint.weight_files}
+        used = {self.checkpoint.tensors[str(n)].file for n in (w.source for f in self.files for w, _ in f.tensors) if n}
+        mine = [p for p in self.checkpoint.weight_files if p in used or (self.hashes and p in self.part.sources)]
+        self.sources = {p: self.stack.enter_context(reading(p)) for p in mine}
         self.outputs = {f.path: self.stack.enter_context(created(f.path, f.size)) for f in self.files}
-        self.source_hashes = {p: RunningHash(d, p) for p, d in self.sources.items()}
+        self.source_hashes = {p: RunningHash(self.sources[p], p) for p in self.part.sources if self.hashes}
         self.output_hashes = {p: RunningHash(d, p) for p, d in self.outputs.items()}
         self.lock, self.stop = threading.Lock(), threading.Event()
         self.pieces = pieces(self.checkpoint, self.files)
@@ -592,7 +725,7 @@ class Stream:
             while not self.stop.wait(FLUSH_SECONDS):
                 for path, descriptor in self.outputs.items():
                     with writing(path):
-                        os.fdatasync(descriptor)
+                        getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS has only the latter
         except BaseException:
             self.stop.set()
             raise
@@ -619,7 +752,7 @@ class Stream:
             data = bytes_of(source)
             read_exactly(self.sources[piece.info.file], data, offset, piece.info.file)
             slot.converted = converters.submit(self.convert, source, slot, piece)
-            if self.hashes:
+            if piece.info.file in self.source_hashes:
                 self.source_hashes[piece.info.file].feed(data, offset)
         else:
             assert piece.write.data is not None
@@ -667,9 +800,7 @@ class Stream:
         return running.digest.hexdigest()
 
     def source_sha256(self) -> dict[str, str]:
-        """Return the hashes of the source files by name, of nothing without hashing."""
-        if not self.hashes:
-            return {}
+        """Return the hashes of this part's source files by name, of nothing without hashing."""
         for running in self.source_hashes.values():
             running.catch_up(os.fstat(running.descriptor).st_size)
         return {str(p.relative_to(self.checkpoint.folder)): r.digest.hexdigest() for p, r in self.source_hashes.items()}
@@ -718,7 +849,9 @@ def created(path: Path, size: int) -> Iterator[int]:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Reserve space for a file; do nothing on a file system that cannot."""
+    """Reserve space for a file; do nothing on a file system or an operating system that cannot."""
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 
+from bf16_to_fp16 import UserError, audit
 from bf16_to_fp16.attention import SCALED, register
+from bf16_to_fp16.cli import main
 from bf16_to_fp16.probe import batches, run
 
 
@@ -70,3 +74,61 @@ def test_masks_bias_and_dropout_are_used() -> None:
     module.train()
     _, weights = scaled_attention(module, query, key, value, None, dropout=1.0)
     assert float(weights.abs().max()) == 0
+
+
+def test_an_audit_shows_a_pegasus_whose_unscaled_scores_overflow_safe_under_it(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = tiny.pegasus().float().eval()
+    attention = model.model.encoder.layers[1].self_attn
+    seen: list[torch.Tensor] = []
+    for name in ("q_proj", "k_proj"):
+        getattr(attention, name).register_forward_hook(lambda module, given, out: seen.append(out.detach()))
+
+    def largest() -> float:
+        """Return the largest unscaled score of that attention, on what an audit runs."""
+        top = 0.0
+        for batch in batches(model.config, None, None):
+            seen.clear()
+            with torch.no_grad():
+                run(model, batch)
+            for query, key in zip(seen[::2], seen[1::2], strict=True):
+                q, k = (x.view(*x.shape[:2], 3, 8).transpose(1, 2) for x in (query, key))
+                top = max(top, float((q @ k.transpose(2, 3)).abs().max()))
+        return top
+
+    with torch.no_grad():
+        factor = (100_000 / largest()) ** 0.5
+        for name in ("q_proj", "k_proj"):
+            getattr(attention, name).weight.mul_(factor)
+            getattr(attention, name).bias.mul_(factor)
+    assert 65504 < largest() < 65504 * 8**0.5
+    folder = tiny.save(model, tmp_path / "pegasus", torch.float16)
+    found = {}
+    for name, status in (("eager", 1), (SCALED, 0)):
+        arguments = [
+            "audit",
+            str(folder),
+            "--regime",
+            "half",
+            "--attention",
+            name,
+            "--json",
+            str(tmp_path / "report.json"),
+        ]
+        assert main(arguments) == status
+        found[name] = json.loads((tmp_path / "report.json").read_text())
+        assert found[name]["attention"] == [name]
+    broken = [site["name"] for site in found["eager"]["regimes"]["half"]["sites"] if site["nonfinite"]]
+    assert "model.encoder.layers.1.self_attn:scores" in broken
+    half = found[SCALED]["regimes"]["half"]
+    scores = next(site for site in half["sites"] if site["name"] == "model.encoder.layers.1.self_attn:scores")
+    assert half["nonfinite"] == half["saturated"] == 0
+    assert 65504 / 8**0.5 < scores["amax"] < 65504
+
+
+def test_an_unknown_attention_is_refused(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.pegasus(), tmp_path / "pegasus")
+    with pytest.raises(UserError, match=r"flash: no such attention; choose from eager, sdpa, scaled"):
+        audit(folder, attention=("flash",))

@@ -10,9 +10,10 @@ import fakes
 import pytest
 import tiny
 import torch
+import yaml
 from huggingface_hub import ModelCard
 
-from bf16_to_fp16.card import prose, span, write_card
+from bf16_to_fp16.card import prose, span, warned, write_card
 from bf16_to_fp16.checkpoint import Checkpoint
 
 SOURCE_CARD = """---
@@ -47,6 +48,7 @@ def card(folder: Path, report: dict[str, Any], **options: Any) -> ModelCard:
 
 def test_front_matter_is_inherited_from_the_sources_card(tmp_path: Path) -> None:
     data = card(tmp_path, fakes.conversion(), readme=SOURCE_CARD, revision="0" * 40).data.to_dict()
+    assert data.pop("model-index")
     assert data == {
         "base_model": "someone/summariser-large",
         "language": ["en", "de"],
@@ -71,8 +73,11 @@ def test_front_matter_is_inherited_from_the_sources_card(tmp_path: Path) -> None
 )
 def test_what_the_source_does_not_say_is_not_invented(tmp_path: Path, readme: str | None) -> None:
     written = card(tmp_path, fakes.conversion(), readme=readme)
-    assert written.data.to_dict() == {"library_name": "transformers", "tags": ["fp16", "bf16-to-fp16"]}
+    data = written.data.to_dict()
+    assert data.pop("model-index")
+    assert data == {"library_name": "transformers", "tags": ["fp16", "bf16-to-fp16"]}
     assert "names a licence, so none is given here" in written.text
+    assert "names languages, so none are given here either" in written.text
 
 
 def test_a_card_that_is_not_text_says_nothing(tmp_path: Path) -> None:
@@ -104,6 +109,7 @@ def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
     for figure in ("**1.9 bits**", "**40× closer**", "**99.9999%**", "times 2⁻³", "12 of 512 channels moved"):
         assert figure in text
     assert "bf16-to-fp16 convert someone/summariser-large out\nbf16-to-fp16 undo DIR OUT" in text
+    assert "Licence as" not in text and "bf16-to-fp16 verify DIR" in text
 
 
 @pytest.mark.parametrize(("family", "said"), [("t5", True), ("umt5", True), ("pegasus", False)])
@@ -128,7 +134,7 @@ def test_hostile_names_cannot_leave_their_place(tmp_path: Path) -> None:
     written = card(tmp_path, report)
     assert written.data.get("license") is None
     assert not re.search(r"^(# Heading|license:)", written.text, re.MULTILINE)
-    assert written.text.count("```") == 4
+    assert written.text.count("```") == 6
     outside = re.sub(r"(`+).*?\1", "", written.text)
     assert not re.search(r"(?<!\\)<(script|b)>", outside)
     assert "one \\| two \\<b\\>bold" in written.text
@@ -212,3 +218,84 @@ def test_the_card_says_the_least_precision_rounded_down(tmp_path: Path) -> None:
         "keeps at least 9.49 wherever a norm reads it"
         in card(tmp_path, fakes.conversion() | {"precision": precision}).text
     )
+
+
+def test_fidelity_is_given_as_eval_results(tmp_path: Path) -> None:
+    report = fakes.conversion() | {"inputs": {"seed": 0, "data": {"name": "mine.txt", "rows": 8}}}
+    results = card(tmp_path, report).data.get("eval_results")
+    assert results is not None
+    assert {r.metric_type: r.metric_value for r in results} == {
+        "kl_divergence": 6.0e-6,
+        "max_error": 0.083,
+        "top1_agreement": 0.998,
+    }
+    assert {r.dataset_name for r in results} == {"built-in probe of bf16_to_fp16 and mine.txt"}
+    assert {r.task_type for r in results} == {"text2text-generation"}
+
+
+def test_no_figure_is_given_where_none_was_measured(tmp_path: Path) -> None:
+    assert card(tmp_path, fakes.conversion() | {"fidelity": None}).data.to_dict().keys() == {"library_name", "tags"}
+    report = fakes.conversion()
+    report["fidelity"] |= {"kl_fp16": None, "max_logit_error_fp16": None}
+    (tmp_path / "other").mkdir()
+    results = card(tmp_path / "other", report).data.get("eval_results")
+    assert results is not None and [r.metric_type for r in results] == ["top1_agreement"]
+
+
+def test_an_encoders_figures_are_of_its_states(tmp_path: Path) -> None:
+    results = card(tmp_path, fakes.conversion(stacks=("encoder",))).data.get("eval_results")
+    assert results is not None
+    assert [(r.task_type, r.metric_type) for r in results] == [
+        ("feature-extraction", "relative_squared_error"),
+        ("feature-extraction", "max_error"),
+    ]
+
+
+def test_the_plan_stands_in_the_card_in_full(tmp_path: Path) -> None:
+    report = fakes.conversion()
+    shown = yaml.safe_load(card(tmp_path, report).text.split("```yaml\n")[1].split("```")[0])
+    back: dict[str, int | list[int]] = {}
+    for name, entry in shown["exponents"].items():
+        if isinstance(entry, int):
+            back[name] = entry
+            continue
+        channels_of = back[name] = [0] * entry.pop("channels")
+        for exponent, channels in entry.items():
+            for run in str(channels).split(", "):
+                first, _, last = run.partition("-")
+                for channel in range(int(first), int(last or first) + 1):
+                    channels_of[channel] = exponent
+    assert back == report["plan"]["exponents"]
+    assert shown["residual_exponent"] == -3 and shown["eps"] == 1.5625e-8
+
+
+def test_a_plan_too_long_for_a_card_is_left_to_the_report(tmp_path: Path) -> None:
+    report = fakes.conversion()
+    report["plan"]["exponents"]["a.value"] = [i % 2 for i in range(100_000)]
+    text = card(tmp_path, report).text
+    assert len(text) < 50_000 and "The plan is too long for a card." in text
+
+
+def test_a_finetunes_card_has_the_recipe_and_the_originals_name(tmp_path: Path) -> None:
+    report = fakes.conversion() | {"finetune": {"recipe": {"source": "someone/summariser-large", "steps": 5}}}
+    written = card(tmp_path, report)
+    assert written.data.get("base_model") == "someone/summariser-large"
+    recipe = written.text.split("```yaml\n")[2].split("```")[0]
+    assert yaml.safe_load(recipe) == report["finetune"]["recipe"]
+
+
+def test_the_front_matter_survives_a_finetune(tmp_path: Path) -> None:
+    (tmp_path / "SOURCE_README.md").write_text(SOURCE_CARD)
+    write_card(tmp_path / "README.md", checkpoint(tmp_path), fakes.conversion())
+    assert ModelCard.load(tmp_path / "README.md").data.license == "other"
+
+
+def test_a_warning_is_put_first_and_once(tmp_path: Path) -> None:
+    unsafe = fakes.conversion(safe=False)
+    (tmp_path / "source").mkdir()
+    write_card(tmp_path / "README.md", checkpoint(tmp_path / "source", readme=SOURCE_CARD), fakes.conversion())
+    before = (tmp_path / "README.md").read_text()
+    after = warned(before, unsafe)
+    assert ModelCard(after).data.to_dict() == ModelCard(before).data.to_dict()
+    assert ModelCard(after).text.lstrip().startswith("> **Unsafe in fp16.** up to 1,200 values are inf or NaN")
+    assert warned(after, unsafe) == after and warned("plain", unsafe).lstrip().startswith("> **Unsafe")

@@ -257,7 +257,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut in the data": (lambda f: cut(f, -3), "cut short"),
     "longer than its tensors": (lambda f: raw(f, {"a": entry(0, 8)}, bytes(9)), "longer than"),
     "length beyond the file": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "does not fit"),
-    "header of more than 100 MB": (lambda f: sparse_header(f), "does not fit"),
+    "header of more than 100 MB": (lambda f: sparse_header(f), "longer than the 8000000"),
     "not JSON": (lambda f: raw(f, b"{'a': 1}"), "not valid JSON"),
     "not UTF-8": (lambda f: raw(f, b'{"\xff": {}}'), "not valid JSON"),
     "nested without end": (lambda f: raw(f, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "not valid JSON"),

@@ -15,7 +15,7 @@ from bf16_to_fp16.corpus import TrainingBatch, open_corpus
 from bf16_to_fp16.distillation import arguments, counted, task_loss
 from bf16_to_fp16.finetuning import finetune
 from bf16_to_fp16.numerics import FP16_MAX
-from bf16_to_fp16.recipe import Recipe, read_recipe
+from bf16_to_fp16.recipe import Optimizer, Penalty, Recipe, Stability, read_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
@@ -24,7 +24,16 @@ GATE = "decoder.block.1.layer.2.DenseReluDense.wi_0"
 HEAD = "lm_head"
 
 
-def recipe_for(folder: Path, *changes: str) -> Recipe:
+def five_lines(folder: Path) -> Path:
+    """A recipe of source, output and text, and nothing else."""
+    text = ROOT / "recipes" / "data" / "python-topics.txt.gz"
+    lines = [f"source: {json.dumps(str(HARD))}", f"out: {json.dumps(str(folder / 'out'))}", "data:"]
+    path = folder / "recipe.yaml"
+    path.write_text("\n".join([*lines, f"  path: {json.dumps(str(text))}", ""]))
+    return path
+
+
+def shipped(folder: Path, *changes: str) -> Recipe:
     """The shipped recipe, which begins at the repository's root, with its output in ``folder``."""
     there = {
         "source": HARD,
@@ -38,7 +47,8 @@ def recipe_for(folder: Path, *changes: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def held_out() -> list[TrainingBatch]:
-    recipe = recipe_for(Path("unused"))
+    """Text that neither training nor finetuning saw, with the gaps that the checkpoint was trained to fill."""
+    recipe = shipped(Path("unused"), "data.first_sentinel=383")
     corpus = open_corpus(recipe.data, HARD, load_config(HARD), seed=recipe.data_seed)
     return corpus.held_out(158, 0, 1)
 
@@ -73,15 +83,30 @@ def test_rescaling_alone_leaves_scores_gate_and_logits_unsafe(tmp_path: Path) ->
     assert {f"{GATE} (output)", f"{HEAD} (output)"} <= named
 
 
-def test_a_short_finetune_from_plain_text_makes_it_safe_and_keeps_its_loss(
-    tmp_path: Path, held_out: list[TrainingBatch]
-) -> None:
-    result = finetune(recipe_for(tmp_path, "evaluation.every=1000"))
-    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+def assert_safe(result: Any, folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "out" / "fp16_report.json").read_text())
     assert result is not None and result.safe, broken_in_half(report)
     for regime in report["regimes"].values():
         assert regime["nonfinite"] == regime["saturated"] == 0
+    return report
+
+
+def test_a_short_finetune_from_plain_text_makes_it_safe_and_keeps_its_loss(
+    tmp_path: Path, held_out: list[TrainingBatch]
+) -> None:
+    """The shipped recipe, whose settings of the training are the defaults."""
+    recipe = shipped(tmp_path, "evaluation.every=1000")
+    assert recipe.optimizer == Optimizer() and recipe.penalty == Penalty() and recipe.stability == Stability()
+    assert_safe(finetune(recipe), tmp_path)
     original = loss_of(HARD, torch.float32, held_out)
     # Byte frequencies alone cost 3.3 nats: the original has learnt something that could be lost.
     assert original < 2.3
     assert loss_of(tmp_path / "out", torch.float16, held_out) <= 1.01 * original
+
+
+def test_five_lines_are_enough_to_make_it_safe(tmp_path: Path) -> None:
+    """Only shorter than by default."""
+    result = finetune(five_lines(tmp_path), overrides=("schedule.steps=110", "evaluation.every=1000"))
+    first, last = assert_safe(result, tmp_path)["finetune"]["evaluations"]
+    # The gaps have other lengths than those it was trained with, but its sentinels were found.
+    assert last["held_out_loss"] <= 1.01 * first["held_out_loss"] < 2.5

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 ACCELERATE = ROOT / "launch" / "accelerate"
 DEEPSPEED = ROOT / "launch" / "deepspeed"
 STEPS = 6
+UNCLIPPED = "optimizer.clip_norm=1e6"
 # CPU only, whatever the machine has, and one thread a process.
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -58,6 +59,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "held_out": 0.1,
         },
         "schedule": {"steps": STEPS, "learning_rate": 0.003, "warmup": 2},
+        # Past its targets from the first step, so that the penalty pulls.
+        "penalty": {"form": "amax", "headroom_bits": 14.0},
         "checkpointing": {"every": 2},
         "evaluation": {"every": 100, "generate": False},
         "logging": {"every": 1},
@@ -71,6 +74,14 @@ def alone(recipe: Path) -> Path:
     """What one process makes of the whole batch in fp32."""
     out = recipe.parent / "alone"
     finetune(recipe, overrides=(f"out={out}", "data.batch_size=8", "device=cpu"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone_unclipped(recipe: Path) -> Path:
+    """The same without clipping, which under DeepSpeed is not relative."""
+    out = recipe.parent / "alone-unclipped"
+    finetune(recipe, overrides=(f"out={out}", "data.batch_size=8", "device=cpu", UNCLIPPED))
     return out
 
 
@@ -127,16 +138,16 @@ def logits(folder: Path) -> torch.Tensor:
     return out
 
 
-def assert_same_run(out: Path, reference: Path, processes: int, tolerance: float) -> None:
-    """Losses, gradients and tokens of every step, and the function of what was written."""
+def assert_same_run(out: Path, reference: Path, processes: int, tolerance: float, pulls: bool = True) -> None:
+    """Losses, penalties, gradients and tokens of every step, and the function of what was written."""
     assert finetuned(out)["processes"] == processes
     rows, wanted = logged(out), logged(reference)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row, want in zip(rows, wanted, strict=True):
         assert row["tokens"] == want["tokens"] and row["skipped"] == 0
-        # With the default headroom the penalty is silent: each process has its own maxima, so it would differ.
-        assert row["penalty"] == want["penalty"] == 0
-        for key in ("loss", "task_loss", "distillation", "gradient_norm"):
+        # The first step only finds out what is over.
+        assert (want["penalty"] > 0) is (pulls and row["step"] > 1)
+        for key in ("loss", "task_loss", "distillation", "penalty", "gradient_norm"):
             assert row[key] == pytest.approx(want[key], rel=tolerance, abs=tolerance), (row["step"], key)
     ends = [finetuned(folder)["evaluations"][-1]["held_out_loss"] for folder in (out, reference)]
     assert ends[0] == pytest.approx(ends[1], rel=tolerance)
@@ -196,20 +207,22 @@ def test_ddp_on_two_machines_takes_the_steps_of_one_process(two_machines: Path, 
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_zero_takes_the_steps_of_one_process(stage: str, recipe: Path, alone: Path, tmp_path: Path) -> None:
+def test_zero_takes_the_steps_of_one_process(stage: str, recipe: Path, alone_unclipped: Path, tmp_path: Path) -> None:
     config = ["--deepspeed_config_file", str(without_autocast(stage, tmp_path))]
-    run(command(stage, 2, recipe, tmp_path / "out", *config))
-    assert_same_run(tmp_path / "out", alone, processes=2, tolerance=1e-5)
+    run(command(stage, 2, recipe, tmp_path / "out", *config, settings=(UNCLIPPED,)))
+    assert_same_run(tmp_path / "out", alone_unclipped, processes=2, tolerance=1e-5)
     parts = sorted((tmp_path / "out.run" / f"step-{STEPS:08d}" / "accelerate").rglob("*optim_states.pt"))
     assert len(parts) == 2  # each process wrote its share
 
 
 def test_zero_under_torch_autocast_takes_the_steps_of_amp(recipe: Path, tmp_path: Path) -> None:
     """The shipped ZeRO-2 as it is, and single.yaml, both in fp16: autocast, loss scale, clipping."""
-    run(command("zero2", 2, recipe, tmp_path / "zero", settings=("precision=fp16",)))
-    run(command("single", 1, recipe, tmp_path / "amp", settings=("precision=fp16", "data.batch_size=8")))
+    # Where rounding decides which value is the largest, the penalty would pull at another.
+    settings = ("precision=fp16", "optimizer.relative=false", "penalty.headroom_bits=1")
+    run(command("zero2", 2, recipe, tmp_path / "zero", settings=settings))
+    run(command("single", 1, recipe, tmp_path / "amp", settings=(*settings, "data.batch_size=8")))
     assert finetuned(tmp_path / "amp")["processes"] == 1
-    assert_same_run(tmp_path / "zero", tmp_path / "amp", processes=2, tolerance=3e-3)
+    assert_same_run(tmp_path / "zero", tmp_path / "amp", processes=2, tolerance=3e-3, pulls=False)
     for name in ("zero", "amp"):
         assert {(row["precision"], row["loss_scale"]) for row in logged(tmp_path / name)} == {("fp16", 65536.0)}
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
+from collections.abc import Iterator
 from html import unescape
 from html.parser import HTMLParser
+from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import browser
 import fakes
 import pytest
 
 from bf16_to_fp16.card import text as card_text
-from bf16_to_fp16.checkpoint import Checkpoint
+from bf16_to_fp16.checkpoint import Checkpoint, open_checkpoint
 from bf16_to_fp16.display import (
     bound_magnitude,
     excess,
@@ -26,10 +31,14 @@ from bf16_to_fp16.display import (
     tightness,
     times,
 )
+from bf16_to_fp16.finetuning import Run, lineage_of
 from bf16_to_fp16.folder import finite
 from bf16_to_fp16.page import figures, render, verdict_sentence, write_page
-from bf16_to_fp16.pictures import bracket_pictures, brackets
+from bf16_to_fp16.pictures import bracket_pictures, brackets, curve_pictures
+from bf16_to_fp16.recipe import parse_recipe
+from bf16_to_fp16.runlog import MOST_POINTS, curves
 from bf16_to_fp16.terminal import print_conversion
+from bf16_to_fp16.training import Outcome
 
 HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;{{ 7*7 }}"
 VOID = {"wbr", "meta", "link", "input", "br", "hr", "img", "path", "use"}
@@ -148,7 +157,8 @@ def test_an_unsafe_report_names_the_site_its_regime_and_the_remedy() -> None:
         + fakes.BROKEN
         + "."
     )
-    assert verdict_sentence(report) == sentence and sentence in page.text
+    # Joined without spaces: names may wrap behind their dots.
+    assert verdict_sentence(report) == sentence and sentence in "".join(page.words)
     assert page.sections[0] == "unsafe"
     assert "Nothing broke in stock and amp: use it that way" in page.text
     assert "finetune it" in page.text
@@ -593,6 +603,281 @@ def test_an_infinite_bound_looks_the_same_in_memory_and_from_json() -> None:
     report["uncertified"][0] |= {"bound": math.inf, "excess_bits": math.inf}
     stored: Any = finite(report)
     assert Page(render(report)).text == Page(render(stored)).text and "∞" in Page(render(stored)).text
+
+
+# --- the finetune ----------------------------------------------------------------------------------------------------
+
+
+def finetuned(**changes: Any) -> dict[str, Any]:
+    """Return the report of a finetune of 200 steps: headroom comes, the loss scale falls, two steps are skipped."""
+    steps = list(range(10, 210, 10))
+    scale: list[float | None] = [None] * 5 + [64.0] * 5 + [16.0] * 10
+    run: dict[str, Any] = {
+        "recipe": {
+            "source": "summariser-large",
+            "precision": ["bf16", "fp16"],
+            "schedule": {"steps": 200, "learning_rate": 4e-3, "decay": "cosine"},
+            "penalty": {"form": "smooth-max", "headroom_bits": 1.5},
+        },
+        "data": {"path": "texts.jsonl", "objective": "span-corruption"},
+        "processes": 2,
+        "steps": 200,
+        "tokens": 376_000,
+        "skipped": [{"step": 101, "loss_scale": 32.0, "examples": []}, {"step": 102, "loss_scale": 16.0}],
+        "rewinds": [{"spike": 50, "noticed": 60, "back_to": 40, "steps_of_data_left_out": 30}],
+        "evaluations": [
+            {"step": 0, "held_out_loss": 2.0136, "held_out_divergence": 7.8e-5},
+            {"step": 200, "held_out_loss": 2.0078, "held_out_divergence": 0.0174, "rougeL": 31.25}
+            | {"worst_site": "decoder.block.1.layer.2.DenseReluDense.wi_0", "worst_headroom_bits": 1.6987},
+        ],
+        "curves": {
+            "step": steps,
+            "task_loss": [2.5 - 0.5 * k / len(steps) for k in range(len(steps))],
+            "headroom_bits": [-1.5 + 3.25 * k / len(steps) for k in range(len(steps))],
+            "loss_scale": scale,
+        },
+        "fidelity": {"measure": "kl", "kl_bf16": 1e-3, "kl_fp16": 5e-2, "top1_fp16": 0.95, "positions": 815}
+        | {"max_logit_error_bf16": 0.5, "max_logit_error_fp16": 4.0},
+    }
+    return certified(top=900_000.0) | {"finetune": run | changes}
+
+
+def test_a_finetune_has_its_curves_evaluations_and_what_became_of_the_original() -> None:
+    report = finetuned()
+    html = render(report)
+    page = Page(html)
+    assert page.open == [] and "finetune" in page.sections
+    assert [p.words for p in curve_pictures(report["finetune"])] == [
+        "task loss in nats per token: from 2.500 to 2.025 in training, from 2.014 to 2.008 on held-out data",
+        "headroom of the tightest layer: from -1.5 to 1.5 bits; asked for: 1.5",
+        "loss scale in fp16: from 64 to 16; 2 steps skipped",
+    ]
+    assert all(p.words in page.text for p in curve_pictures(report["finetune"]))
+    assert table(html, 'id="evaluations"') == [
+        ["step", "held-out loss", "divergence from the original", "headroom, bits", "rougeL", "tightest"],
+        ["0", "2.014", "7.80×10⁻⁵", "–", "–", "–"],
+        ["200", "2.008", "0.0174", "1.6", "31.25", "decoder.block.1.layer.2.DenseReluDense.wi_0"],
+    ]
+    assert "376,000" in page.text and "bf16, then fp16" in page.text and "texts.jsonl, span-corruption" in page.text
+    assert "smooth-max, for 1.5 bits of headroom" in page.text
+    assert table(html, "against the original in fp32")[1:][0][1:] == ["1.00×10⁻³", "0.05"]
+    # The figures of the headline are those of the weights that are shipped.
+    assert "KL to the same weights in fp32" in figures(report)[2].note and len(figures(report)) == 3
+    assert "against the finetuned model in fp32" in page.text and "finetuned fp32 weights" in page.text
+
+
+def test_a_curve_follows_its_values() -> None:
+    svg = str(curve_pictures(finetuned()["finetune"])[1].svg)
+    path = re.search(r'd="(M [^"]*)" clip-path="[^"]*" style="[^"]*--product', svg)
+    assert path is not None
+    points = [[float(x) for x in pair.split()] for pair in re.split(r"[ML]", path[1])[1:]]
+    # A straight line with even steps: across to the right and up, since SVG counts downwards.
+    assert points[0][0] < points[-1][0] and points[0][1] > points[-1][1]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
+    assert max(slopes) - min(slopes) < 1e-3
+
+
+def test_a_finetune_without_a_log_keeps_the_curves_of_its_evaluations() -> None:
+    run = finetuned(curves={})["finetune"]
+    found = [p.stack for p in curve_pictures(run)]
+    assert found == ["losses", "headroom"]
+    bare = {"steps": 3, "evaluations": []}
+    assert curve_pictures(bare) == [] and Page(render(finetuned() | {"finetune": bare})).open == []
+
+
+def test_a_finetune_that_is_not_safe_is_not_sent_back_to_where_it_came_from() -> None:
+    broken = fakes.conversion(safe=False)
+    assert "bf16-to-fp16 finetune RECIPE" in Page(render(broken)).text
+    again = broken | {"finetune": finetuned()["finetune"]}
+    text = Page(render(again)).text
+    assert "Finetune it further" in text and "bf16-to-fp16 finetune RECIPE" not in text
+
+
+def test_curves_come_from_the_log_and_are_thinned(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    assert curves(log) == {}
+    rows: list[dict[str, Any]] = [{"step": 0, "evaluation": {"step": 0, "held_out_loss": 1.0}}]
+    for step in range(1, 1001):
+        rows.append({"step": step, "task_loss": 1 / step, "penalty": 0.0, "loss_scale": None})
+        if step % 2 == 0:
+            rows[-1] |= {"headroom": {"encoder": 2.0, "decoder": step / 1000}}
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1001, "task_lo')
+    found = curves(log)
+    assert found["step"][-1] == 1000 and 0 < len(found["step"]) <= MOST_POINTS
+    assert {len(v) for v in found.values()} == {len(found["step"])}
+    for k, at in enumerate(found["step"]):
+        assert at is not None and found["task_loss"][k] == 1 / at
+        assert found["headroom_bits"][k] == (at / 1000 if at % 2 == 0 else None)
+
+
+def test_the_report_of_a_finetune_has_the_curves_of_its_log(tmp_path: Path) -> None:
+    source = Path(str(files("bf16_to_fp16") / "demo_data" / "t5-gated-bytes"))
+    recipe = parse_recipe({"source": str(source), "out": str(tmp_path / "out"), "data": {"path": "texts.jsonl"}})
+    (tmp_path / "log.jsonl").write_text('{"step": 10, "task_loss": 2.5, "loss_scale": 64.0}\n')
+    run = Run(tmp_path, Outcome(10, 100, (), (), ()), {}, 1, None)
+    found = lineage_of(open_checkpoint(source), recipe, run)["finetune"]
+    assert found["curves"]["step"] == [10] and found["curves"]["loss_scale"] == [64.0]
+    assert [p.stack for p in curve_pictures(found)] == ["losses", "loss scale"]
+
+
+def test_every_exponent_of_the_plan_is_listed() -> None:
+    assert table(render(fakes.conversion()), 'id="exponents"')[1:] == [
+        ["encoder.block.0.layer.0.SelfAttention.value", "−2 to +1", "12 of 512"],
+        ["encoder.block.2.layer.1.DenseReluDense.neuron", "−4 to 0", "24 of 1,024"],
+        ["decoder.block.1.layer.0.layer_norm", "−2", "all"],
+    ]
+
+
+def test_the_headline_is_headroom_the_proof_and_the_error() -> None:
+    assert [f.name for f in figures(certified())] == ["headroom in half", "headroom for any input", "fp16 against bf16"]
+    assert figures(fakes.conversion())[2].name == "weights carried over bit for bit"
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+PAGES = {
+    "certified": lambda: certified(blocks=11),
+    "finetuned": finetuned,
+    "unsafe": lambda: hostile(fakes.conversion(safe=False)),
+    "audit": fakes.audit,
+}
+SPILLED = """(() => {
+  const wide = document.documentElement.clientWidth;
+  const scrolls = (e) => e && (getComputedStyle(e).overflowX === "auto" || scrolls(e.parentElement));
+  return [...document.querySelectorAll("main *")]
+    .filter((e) => !e.closest("svg") && !scrolls(e) && e.getClientRects().length)
+    .filter((e) => { const r = e.getBoundingClientRect(); return r.left < -0.5 || r.right > wide + 0.5; })
+    .map((e) => e.outerHTML.slice(0, 120));
+})()"""
+LABELS_CUT = """[...document.querySelectorAll("figure svg")].flatMap((svg) => {
+  const frame = svg.closest("section").getBoundingClientRect();
+  return [...svg.querySelectorAll("text")].map((t) => [t.textContent, t.getBoundingClientRect()])
+    .filter(([, r]) => r.left < frame.left + 6 || r.right > frame.right - 6 || r.bottom > frame.bottom)
+    .map(([text]) => text);
+})"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[browser.Browser]:
+    """Give a headless Chromium. Without one the tests of this section are skipped, or fail where
+    ``NEED_BROWSER`` is set."""
+    program = browser.executable()
+    if program is None:
+        (pytest.fail if os.environ.get("NEED_BROWSER") else pytest.skip)(browser.MISSING)
+    running = browser.Browser(program)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the pages as files."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name, made in PAGES.items():
+        write_page(folder / f"{name}.html", made())
+    return {name: folder / f"{name}.html" for name in PAGES}
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_holds_its_shape_and_says_nothing_to_the_console(
+    chromium: browser.Browser, written: dict[str, Path], name: str, width: int
+) -> None:
+    papers = []
+    for dark in (False, True):
+        chromium.open(written[name], width=width, dark=dark)
+        assert chromium.run("innerWidth") == width
+        assert chromium.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        assert chromium.run(SPILLED) == [] and chromium.run(LABELS_CUT) == []
+        assert chromium.problems() == [] and chromium.requests() == []
+        papers.append(chromium.run("getComputedStyle(document.body).backgroundColor"))
+    assert papers[0] != papers[1]
+
+
+def column(chromium: browser.Browser, number: int) -> list[str]:
+    """Return the text of a column of the site table's rows."""
+    rows = chromium.run(
+        f"[...document.querySelectorAll('#site-table tbody tr')].map((row) => row.cells[{number}].textContent)"
+    )
+    return [str(row) for row in rows]
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_a_press_on_a_heading_sorts_by_it_and_another_turns_it_round(
+    chromium: browser.Browser, written: dict[str, Path], width: int
+) -> None:
+    chromium.open(written["certified"], width=width)
+    chromium.click('#site-table th[data-column="0"] button')
+    names = column(chromium, 0)
+    assert len(names) > 60 and names == sorted(names, key=numbered)
+    chromium.click('#site-table th[data-column="0"] button')
+    backwards = column(chromium, 0)
+    assert backwards == sorted(backwards, key=numbered, reverse=True) and backwards[0] != names[0]
+    chromium.click('#site-table th[data-column="3"] button')
+    kept = [float(bits) for bits in column(chromium, 3) if bits != "–"]
+    assert kept == sorted(kept) and kept[0] < kept[-1]
+    sorted_by = (
+        "[...document.querySelectorAll('#site-table th[aria-sort]')].map((th) => [th.dataset.column, th.ariaSort])"
+    )
+    assert chromium.run(sorted_by) == [["3", "ascending"]]
+    assert chromium.problems() == []
+
+
+def numbered(name: str) -> list[tuple[int, int, str]]:
+    """Return a key that orders names as people do: block 10 behind block 9, marks before digits before letters."""
+    parts = re.findall(r"\d+|\D", name.lower())
+    return [(1, int(p), "") if p.isdigit() else (2, 0, p) if p.isalpha() else (0, "_:.".index(p), "") for p in parts]
+
+
+def test_the_filter_leaves_what_has_every_word_in_the_regime_that_is_chosen(
+    chromium: browser.Browser, written: dict[str, Path]
+) -> None:
+    chromium.open(written["certified"], width=1440)
+    everything = len(column(chromium, 0))
+    chromium.type("#filter", "decoder.block.1 WO")
+    found = column(chromium, 0)
+    assert 0 < len(found) < everything and all("decoder.block.1" in n and "wo" in n.lower() for n in found)
+    assert chromium.run("document.getElementById('count').textContent") == f"{len(found)} of {len(found)} shown"
+    assert set(column(chromium, 1)) == {"half"}
+    chromium.run("(s => { s.value = ''; s.dispatchEvent(new Event('input')); })(document.getElementById('regime'))")
+    assert set(column(chromium, 1)) == {"stock", "amp", "half"} and len(column(chromium, 0)) == 3 * len(found)
+    chromium.type("#filter", "no such place")
+    assert column(chromium, 0) == []
+
+
+def test_only_what_broke_is_left_where_that_is_asked(chromium: browser.Browser, written: dict[str, Path]) -> None:
+    chromium.open(written["audit"], width=1440)
+    chromium.click("#problems")
+    assert column(chromium, 0) == [fakes.BROKEN]
+    chromium.open(written["certified"], width=1440)
+    before = len(column(chromium, 0))
+    if chromium.run("!document.querySelector('.more').hidden"):
+        chromium.click("#more")
+        assert len(column(chromium, 0)) > before
+
+
+def test_without_scripts_the_tightest_sites_are_still_there(
+    chromium: browser.Browser, written: dict[str, Path]
+) -> None:
+    chromium.command("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        chromium.open(written["certified"], width=1440)
+        assert len(column(chromium, 0)) == 60
+        hidden = "getComputedStyle(document.querySelector('.controls')).display"
+        assert chromium.run(hidden) == "none"
+    finally:
+        chromium.command("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_it_prints_on_white_paper_without_controls(chromium: browser.Browser, written: dict[str, Path]) -> None:
+    chromium.open(written["finetuned"], width=1440, dark=True)
+    pdf = chromium.printed()
+    assert pdf.startswith(b"%PDF") and 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) < 30
+    chromium.open(written["finetuned"], width=718, dark=True)  # A4 less its margins
+    chromium.command("Emulation.setEmulatedMedia", media="print")
+    assert chromium.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert chromium.run("getComputedStyle(document.querySelector('.controls')).display") == "none"
+    assert chromium.run(SPILLED) == []
 
 
 # --- rounding --------------------------------------------------------------------------------------------------------

@@ -671,6 +671,9 @@ def on_a_rank(rank: int, folder: str) -> None:
     for kind in ("ddp", "fsdp", "zero3"):
         if kind != "zero3" or find_spec("deepspeed"):
             found[kind] = trained_on(rank, kind)
+    for form in ("smooth-max", "hinge"):
+        found[form] = trained_on(rank, "ddp", form)
+    found["watched"] = watched_under_fsdp()
     model = Both()
     penalty = ActivationPenalty(model, dual_step=1.0, headroom_bits=15.0)
     steps: list[tuple[str, float]] = [("ab", 4.0), ("a", 1.0), ("ab", 2.0)]
@@ -686,12 +689,25 @@ def on_a_rank(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def trained_on(rank: int, kind: str) -> dict[str, Any]:
+def watched_under_fsdp() -> list[str]:
+    """The sites of one step with FSDP2's own operations in between."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = built(train=False)
+    fully_shard(model)
+    with ActivationPenalty(model, form="none") as penalty:
+        model(input_ids=ids_of(2), labels=ids_of(2))
+        penalty()
+    return list(penalty.observations())
+
+
+def trained_on(rank: int | None, kind: str, form: str = "amax") -> dict[str, Any]:
+    """Three steps on a rank's rows, or alone on all of them; the ranks' largest values are not in the same one's."""
     from torch.distributed.fsdp import fully_shard
 
     model = built(train=False)
     targets = {SCORES: 2.0, LOGITS: 1.0}
-    ids = ids_of(2, seed=rank)
+    ids = torch.cat([ids_of(2, seed=0), ids_of(2, seed=1)]) if rank is None else ids_of(2, seed=rank)
     local = {site: reached_alone(model, ids)[site] for site in targets}
     wrapper: Any = model
     optimizer: Any = None
@@ -712,13 +728,13 @@ def trained_on(rank: int, kind: str) -> dict[str, Any]:
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         wrapper = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
-    else:
+    elif kind == "fsdp":
         for block in [*model.encoder.block, *model.decoder.block]:
             fully_shard(block)
         fully_shard(model)
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
-    penalty = ActivationPenalty(wrapper, targets=targets, dual_step=0.5).attach()
-    weights, totals = [], []
+    penalty = ActivationPenalty(wrapper, targets=targets, dual_step=0.5, form=form).attach()
+    weights, totals, gradients = [], [], []
     first: dict[str, float] = {}
     for _ in range(3):
         optimizer.zero_grad()
@@ -726,6 +742,8 @@ def trained_on(rank: int, kind: str) -> dict[str, Any]:
             loss = wrapper(input_ids=ids, labels=ids).loss
             total = penalty()
             wrapper.backward(loss + total) if kind == "zero3" else (loss + total).backward()
+        if kind in ("ddp", "alone"):
+            gradients.append([float(p.grad.norm()) for p in model.parameters() if p.grad is not None])
         wrapper.step() if kind == "zero3" else optimizer.step()
         seen = penalty.observations()
         first = first or {site: seen[site].amax for site in targets}
@@ -738,6 +756,7 @@ def trained_on(rank: int, kind: str) -> dict[str, Any]:
         "first": first,
         "weights": weights,
         "totals": totals,
+        "gradients": gradients,
         "parameters": [float(p.detach().double().sum()) for p in parameters],
     }
 
@@ -783,7 +802,26 @@ def test_two_ranks_agree_on_the_largest_values_the_weights_and_the_model(
         assert first[what] == second[what]
     assert first["weights"][-1] > first["weights"][0] > [0.0, 0.0]
     assert max(first["totals"]) > 0
-    assert first["totals"] != second["totals"]
+    assert first["totals"] == second["totals"]
+
+
+@pytest.mark.parametrize("form", ["amax", "smooth-max", "hinge"])
+def test_two_ranks_pull_as_one_process_with_all_their_rows(ranks: list[dict[str, Any]], form: str) -> None:
+    """Each rank's own maximum pulling, at half weight, is another gradient."""
+    together = [found["ddp" if form == "amax" else form] for found in ranks]
+    alone = trained_on(None, "alone", form)
+    means = [sum(totals) / 2 for totals in zip(*(found["totals"] for found in together), strict=True)]
+    assert means == pytest.approx(alone["totals"], rel=1e-3) and min(means[1:]) > 0
+    assert together[0]["weights"] == [pytest.approx(step, rel=1e-3) for step in alone["weights"]]
+    for step, wanted in zip(together[0]["gradients"], alone["gradients"], strict=True):
+        assert step == pytest.approx(wanted, rel=1e-2, abs=1e-3 * max(wanted))
+
+
+def test_under_fsdp_the_sites_are_those_of_the_model(ranks: list[dict[str, Any]]) -> None:
+    with ActivationPenalty(model := built(train=False), form="none") as penalty:
+        model(input_ids=ids_of(2), labels=ids_of(2))
+        penalty()
+    assert ranks[0]["watched"] == list(penalty.observations())
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "zero3"])

@@ -36,7 +36,8 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_five_lines_are_a_recipe_with_usable_defaults(tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path, FIVE_LINES))
     assert (recipe.source, recipe.out, recipe.data.path) == ("org/model", "model-fp16", "texts.jsonl")
-    assert (recipe.precision, recipe.rescale, recipe.target) == (("fp16",), True, "half")
+    assert (recipe.precision, recipe.rescale, recipe.target) == (("bf16", "fp16"), True, "half")
+    assert (recipe.optimizer.relative, recipe.schedule.learning_rate) == (True, 4e-3)
     assert (recipe.data.objective, recipe.data.noise_density) == ("auto", 0.15)
     assert recipe.logging.wandb.mode == "off"
     assert recipe.data_seed == 3  # the recipe's, unless data has its own
@@ -167,7 +168,7 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas is [0.9, 1.0]; give two numbers from 0 to below 1"),
         ("optimizer.rounding=kahan", "optimizer: rounding kahan is for weights of bf16 or fp16"),
         ("schedule={steps: 10, warmup: 11}", "schedule: warmup of 11 is longer than the 10 steps"),
-        ("schedule.bf16_steps=5", "schedule.bf16_steps is for precision [bf16, fp16]"),
+        ("precision=fp16; schedule.bf16_steps=5", "schedule.bf16_steps is for precision [bf16, fp16]"),
         ("schedule={bf16_steps: 10, steps: 10}", "schedule: bf16_steps of 10 leaves no step for fp16"),
         ("data={path: a, objective: gap-sentences, target_column: b}", "data: objective gap-sentences makes its own"),
         ("data={path: a, input_column: b, target_column: b}", "data: input_column and target_column are the same"),
@@ -177,7 +178,7 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
     ],
 )
 def test_a_wrong_value_is_one_line_with_file_and_key(tmp_path: Path, override: str, wanted: str) -> None:
-    message = refusal(write(tmp_path, FIVE_LINES), override)
+    message = refusal(write(tmp_path, FIVE_LINES), *override.split("; "))
     assert message.startswith(f"{tmp_path / 'recipe.yaml'}: ")
     assert wanted in message
 

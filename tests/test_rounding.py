@@ -4,6 +4,7 @@
 """
 
 import math
+import random
 from collections.abc import Callable
 
 import pytest
@@ -177,6 +178,84 @@ def test_known_mistakes_are_caught(name: str) -> None:
 @DTYPES
 def test_stochastic_rounding_is_exact(dtype: torch.dtype) -> None:
     assert faults(lambda x, bits: rounding.stochastic(x, dtype, bits), dtype) == []
+
+
+# ---- statistics of real draws --------------------------------------------------------------------------------------
+
+DRAWS = 1 << 22
+
+
+def binades(dtype: torch.dtype) -> list[float]:
+    """Return a value between two of the format, at an odd fraction of the gap, for every binade, subnormal ones too."""
+    info = torch.finfo(dtype)
+    lowest = round(math.log2(info.smallest_normal)) - (7 if dtype == BF16 else 10)
+    chance = random.Random(0)
+    found = []
+    for exponent in range(lowest, math.floor(math.log2(info.max)) + 1):
+        gap = 2.0 ** max(exponent - lowest, 0) * 2.0**lowest / (1 << (7 if dtype == BF16 else 10))
+        gap = max(gap, 2.0**lowest)
+        below = math.floor(2.0**exponent * (1 + 0.9 * chance.random()) / gap) * gap
+        found.append(below + gap * chance.choice((1 / 16, 3 / 16, 5 / 16, 9 / 16, 15 / 16)))
+    return found
+
+
+def z_scores(round_: Round, dtype: torch.dtype, every: int = 1) -> list[float]:
+    """Return for a value in every binade (or every so many) how many standard deviations too often it rounds up."""
+    counter = rounding.counters(rounding.CHUNK)
+    scores = []
+    for index, value in enumerate(binades(dtype)[::every]):
+        x = torch.full((rounding.CHUNK,), value)
+        assert float(x[0]) == value
+        down, up, probability = (float(t) for t in neighbours(x[:1], dtype))
+        ups = strays = 0
+        for start in range(0, DRAWS, rounding.CHUNK):
+            got = round_(x, rounding.random_bits(counter, rounding.make_key(5, index, 0, first=start)))
+            ups += int((got == up).sum())
+            strays += rounding.CHUNK - int(((got == up) | (got == down)).sum())
+        score = (ups - DRAWS * probability) / math.sqrt(DRAWS * probability * (1 - probability))
+        scores.append(math.inf if strays else score)
+    return scores
+
+
+@DTYPES
+def test_draws_in_every_binade_round_up_as_often_as_they_should(dtype: torch.dtype) -> None:
+    scores = z_scores(lambda x, bits: rounding.stochastic(x, dtype, bits), dtype)
+    assert len(scores) == (40 if dtype == FP16 else 261)
+    assert [score for score in scores if not abs(score) < 4] == []
+    assert sum(score**2 for score in scores) / len(scores) == pytest.approx(1, abs=0.6)  # neither too regular
+
+
+@pytest.mark.parametrize("name", ["fp16 subnormals as normals", "fp16 subnormals as 0", "to nearest"])
+def test_draws_show_a_wrong_formula(name: str) -> None:
+    mistake, dtype, _ = MISTAKES[name]
+    wrong = [not abs(score) < 4 for score in z_scores(mistake, dtype, 1 if dtype == FP16 else 40)]
+    assert any(wrong)
+    if dtype == FP16:  # right in the normal binades, and seen where it is not
+        assert sum(wrong) >= 9 and not any(wrong[10:])
+
+
+@DTYPES
+def test_every_finite_value_is_left_where_it_is(dtype: torch.dtype) -> None:
+    values = every_value(dtype)
+    values = values[values.isfinite()]
+    for seed in range(20):
+        kept = rounding.stochastic_round(values, dtype, seed=seed)
+        assert torch.equal(kept.view(torch.int16), values.to(dtype).view(torch.int16))
+
+
+@pytest.mark.parametrize(("dtype", "start"), [(BF16, 1.0), (FP16, 1.0), (FP16, 2.0**-15), (FP16, 0.0)])
+def test_ten_thousand_tiny_updates_add_up_to_their_sum(dtype: torch.dtype, start: float) -> None:
+    gap = float(torch.nextafter(torch.tensor(start, dtype=dtype), torch.tensor(9.0, dtype=dtype)).double() - start)
+    gap = max(gap, 2.0**-24)
+    update, steps, count = gap / 2000, 10_000, 512  # in all five gaps, each update a thousandth of half a gap
+    x = torch.full((count,), start, dtype=dtype)
+    for step in range(steps):
+        x = rounding.stochastic_round(x.float() + update, dtype, seed=1, step=step)
+    moved = x.double() - start
+    # Each element takes steps·p·(1 − p) gaps² of noise where p = 1/2000, and fewer where gaps have grown.
+    deviation = gap * math.sqrt(steps / 2000 / count)
+    assert abs(float(moved.mean()) - steps * update) < 4 * deviation
+    assert torch.equal(rounding.nearest(torch.full((1,), 1.0) + 2.0**-12, BF16), torch.ones(1))  # nearest never moves
 
 
 # ---- the other roundings -------------------------------------------------------------------------------------------

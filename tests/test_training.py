@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from bf16_to_fp16.amp import Amp, LossScale, total_norm
+from bf16_to_fp16.amp import Amp, LossScale, each_norm
 from bf16_to_fp16.corpus import TrainingBatch, open_corpus
 from bf16_to_fp16.distillation import (
     Teacher,
@@ -29,7 +29,7 @@ from bf16_to_fp16.distillation import (
 )
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning import make_accelerator
-from bf16_to_fp16.recipe import Recipe, Schedule, Wandb, parse_recipe
+from bf16_to_fp16.recipe import Penalty, Recipe, Schedule, Wandb, parse_recipe
 from bf16_to_fp16.runlog import RunLog
 from bf16_to_fp16.runstate import RunFolder, read_state, write_state
 from bf16_to_fp16.training import Trainer, layer_of, learning_rate, scores
@@ -81,6 +81,8 @@ def recipe_for(folder: Path, out: Path, **changes: Any) -> Recipe:
             "held_out": 0.1,
         },
         "schedule": {"steps": 8, "learning_rate": 0.003, "warmup": 2},
+        "precision": "fp16",
+        "optimizer": {"relative": False},
         "penalty": {"form": "none"},
         "checkpointing": {"every": 4},
         "evaluation": {"every": 100, "generate": False},
@@ -145,13 +147,17 @@ def test_learning_rate_rises_linearly_and_then_keeps_its_shape() -> None:
 
 
 def test_loss_scale_halves_at_an_overflow_and_doubles_after_a_calm_window() -> None:
-    scale = LossScale(8.0, window=3)
+    scale = LossScale(8.0, window=3, settled=True)
     seen = []
     for overflowed in (True, True, False, False, False, False, False, True, False):
         scale.update(overflowed=overflowed)
         seen.append((scale.scale, scale.overflows))
     assert seen == [(4, 1), (2, 2), (2, 0), (2, 0), (4, 0), (4, 0), (4, 0), (2, 1), (2, 0)]
-    highest = LossScale(2.0**24, window=1)
+    looking = LossScale(64.0, window=3)
+    for overflowed in (True, True, False):
+        looking.update(overflowed=overflowed)
+    assert (looking.scale, looking.settled) == (4.0, True)  # a quarter of what just held
+    highest = LossScale(2.0**24, window=1, settled=True)
     highest.update(overflowed=False)
     assert highest.scale == 2.0**24
 
@@ -170,7 +176,7 @@ def test_gradients_are_unscaled_and_clipped_and_an_overflow_leaves_them() -> Non
         before = amp.scale
         assert not amp.finish([weight], clip_norm=1.0) < math.inf
         assert amp.scale == before / 2 and weight.grad[1] == 1.0
-    assert total_norm([]) == 0.0
+    assert len(each_norm([])) == 0
 
 
 def test_amp_on_a_cpu_really_computes_in_fp16_forward_and_backward() -> None:
@@ -205,8 +211,40 @@ def test_the_cube_of_a_gate_has_a_gradient_under_fp16_as_on_cuda() -> None:
     assert x.grad is not None and torch.allclose(x.grad, torch.tensor([1.0, 1.083]), atol=2e-3)
 
 
-def test_a_relative_learning_rate_goes_with_each_tensor(folder: Path, tmp_path: Path) -> None:
-    """Multiplying a weight by a power of two multiplies its steps by the same."""
+@pytest.mark.parametrize("penalty", ["none", "amax"])
+def test_the_first_loss_scale_is_found_without_losing_a_step(folder: Path, tmp_path: Path, penalty: str) -> None:
+    found = []
+    for name, scale in (("high", 2.0**60), ("right", 1024.0)):
+        recipe = recipe_for(
+            folder,
+            tmp_path / "out",
+            stability={"loss_scale": scale},
+            penalty={"form": penalty, "headroom_bits": 14.0},
+            schedule={"steps": 4},
+        )
+        outcome = trainer_of(recipe, folder, tmp_path / name).train()
+        assert outcome.skipped == ()
+        found.append({row["step"]: row for row in rows_of(tmp_path / name) if "loss" in row})
+    scales = {row["loss_scale"] for row in found[0].values()}
+    assert len(scales) == 1 and 2.0**10 <= min(scales) < 2.0**60
+    for step, row in found[1].items():
+        for key in ("loss", "penalty", "tokens"):
+            assert found[0][step][key] == pytest.approx(row[key], rel=2e-3), (step, key)
+    # It still reacts.
+    assert found[1][4]["loss_scale"] == 1024.0
+
+
+def test_where_no_loss_scale_helps_the_first_steps_are_skipped_as_any_other(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out", schedule={"steps": 3}, stability={"overflow_stop": 9})
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    outcome = trainer.train()
+    assert [(row["step"], row["loss_scale"]) for row in outcome.skipped] == [(1, 2.0**15), (2, 2.0**14), (3, 2.0**13)]
+
+
+@pytest.mark.parametrize("clip_norm", [1e9, 0.02])
+def test_a_relative_learning_rate_goes_with_each_tensor(folder: Path, tmp_path: Path, clip_norm: float) -> None:
+    """Multiplying a weight by a power of two multiplies its steps by the same, clipping, epsilon and decay included."""
     moved = []
     for name, factor in (("plain", 1.0), ("scaled", 2.0**-6)):
         model = tiny_model(dropout=0.0)
@@ -220,7 +258,7 @@ def test_a_relative_learning_rate_goes_with_each_tensor(folder: Path, tmp_path: 
             folder,
             tmp_path / "out",
             precision="fp32",
-            optimizer={"relative": True, "clip_norm": 1e9, "epsilon": 1e-30},
+            optimizer={"relative": True, "clip_norm": clip_norm, "epsilon": 1e-3, "weight_decay": 0.5},
             schedule={"steps": 3, "learning_rate": 0.01},
         )
         trainer = trainer_of(recipe, folder, tmp_path / name, model=model)
@@ -471,6 +509,20 @@ def test_a_spike_sends_the_run_back_past_the_batches_around_it(folder: Path, tmp
     assert max(losses[step] for step in range(41, 61)) < losses[1]
 
 
+def test_what_the_penalty_costs_is_no_spike(folder: Path, tmp_path: Path) -> None:
+    """The same rise of the loss, with every site inside its target and with one past it."""
+    rewinds = []
+    for name, bits in (("inside", 0.0), ("past", 20.0)):
+        model = tiny_model()
+        recipe = spiky(folder, tmp_path / "out", skip_batches=4)
+        recipe = recipe.model_copy(
+            update={"penalty": Penalty(form="amax", headroom_bits=bits, dual_step=1e-6, probe=False)}
+        )
+        outcome = trainer_of(recipe, folder, tmp_path / name, model=model, damage=spiking(model, {42})).train()
+        rewinds.append(len(outcome.rewinds))
+    assert rewinds == [1, 0]
+
+
 def test_spikes_send_a_run_back_only_so_often(folder: Path, tmp_path: Path) -> None:
     model = tiny_model()
     recipe = spiky(folder, tmp_path / "out", skip_batches=4, rewinds=1)
@@ -515,6 +567,10 @@ def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(folder: Path, t
     with pytest.raises(UserError, match=r"5 steps in a row overflow, down to a loss scale of 2048") as caught:
         trainer_of(recipe, folder, tmp_path / "run", model=model).train()
     assert "encoder.block.1.layer.1.DenseReluDense.wo" in str(caught.value) and "rescale" in str(caught.value)
+    trainer = trainer_of(recipe, folder, tmp_path / "gradients")
+    trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(UserError, match=r"5 steps in a row overflow, .* though every activation is inside its target;"):
+        trainer.train()
     assert RunFolder(tmp_path / "run", 3).steps()
 
 

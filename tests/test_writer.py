@@ -254,15 +254,15 @@ def test_the_bytes_do_not_depend_on_threads_and_the_hashes_are_theirs(tmp_path: 
     checkpoint = mixed(tmp_path / "in")
     writes = [w for w in as_is(checkpoint, -3) if w.name != "dropped"]
     results = []
-    for threads in (1, 2, 5):
-        out = tmp_path / f"{threads}"
+    for threads, workers in ((1, 1), (2, 1), (5, 1), (1, 2)):
+        out = tmp_path / f"{threads}{workers}"
         out.mkdir()
-        results.append(write_fp16(checkpoint, writes[:: 1 if threads == 1 else -1], out, threads=threads))
+        order = writes[:: 1 if threads == 1 else -1]
+        results.append(write_fp16(checkpoint, order, out, threads=threads, workers=workers))
         for record in results[-1].files:
             data = (out / record.name).read_bytes()
             assert record == FileRecord(record.name, len(data), hashlib.sha256(data).hexdigest())
-    assert results[0].files == results[1].files == results[2].files
-    assert results[0].stats == results[1].stats == results[2].stats
+    assert all(r == results[0] for r in results)
     assert results[0].source_sha256 == {f.name: checkpoint.sha256(f) for f in checkpoint.weight_files}
     assert len(results[0].files) == 3
 
@@ -406,6 +406,44 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out", progress=interrupt)
     assert_nothing_left(tmp_path / "out")
+
+
+def test_two_processes_share_shards_of_any_size_and_report_progress(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    results, seen = [], []
+    for workers in (1, 2):
+        (tmp_path / f"{workers}").mkdir()
+        results.append(
+            write_fp16(
+                checkpoint,
+                as_is(checkpoint),
+                tmp_path / f"{workers}",
+                max_shard_size=10**6,
+                workers=workers,
+                progress=lambda done, total: seen.append((done, total)),
+            )
+        )
+    assert results[0] == results[1] and len(results[0].files) > 2
+    assert seen[-1] == (sum(f.nbytes for f in results[1].files[:-1]),) * 2
+
+
+def test_a_failing_process_ends_the_others_and_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    out = tmp_path / "out"
+    out.mkdir()
+    there = out / "model-00002-of-00002.safetensors"
+    there.write_text("mine")
+    with pytest.raises(UserError, match="File exists"):
+        write_fp16(checkpoint, as_is(checkpoint), out, workers=2)
+    assert [p.name for p in out.iterdir()] == [there.name] and there.read_text() == "mine"
+    there.unlink()
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_fp16(checkpoint, as_is(checkpoint), out, workers=2, progress=interrupt)
+    assert_nothing_left(out)
 
 
 def test_a_source_that_shrinks_while_it_is_read_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS)
 FLOATING = {"F64", "F32", "F16", "BF16"}
 ROWS_AT_A_TIME = 4096
 
+MOST_POSITIONS = 1 << 16
+"""Positions that are made where a file lacks them; published Pegasus models have 512 and 1024."""
+
 
 def family_of(config: Mapping[str, object]) -> Family:
     """Return the family of a config by its ``model_type``.
@@ -97,10 +100,10 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     if tied and family.head in names:
         dropped[family.head] = f"the same values as {family.embedding}, to which stock classes tie it"
 
-    parts = [family.encoder_ends, *blocks(family.encoder, family, config)]
+    parts = [family.encoder_ends, *blocks(family.encoder, family, config, len(names))]
     separate = bool(tied and untie and family.untie)
     if not encoder_only:
-        parts += [family.decoder_ends, *blocks(family.decoder, family, config)]
+        parts += [family.decoder_ends, *blocks(family.decoder, family, config, len(names))]
         parts.append(family.tied_head if tied and not separate else family.untied_head)
 
     scale = head_scale(family, config, tied)
@@ -203,8 +206,9 @@ def same_values(checkpoint: TensorSource, one: str, other: str) -> bool:
     return True
 
 
-def blocks(stack: Stack, family: Family, config: Mapping[str, object]) -> list[Part]:
-    """Return the parts of every block of a stack, in order."""
+def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: int) -> list[Part]:
+    """Return the parts of every block of a stack, in order; raise UserError for more blocks than the checkpoint has
+    tensors."""
     full = {key: value(family, config, key) for key in family.defaults} | {
         k: v for k, v in config.items() if v is not None
     }
@@ -212,6 +216,11 @@ def blocks(stack: Stack, family: Family, config: Mapping[str, object]) -> list[P
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise UserError(
             f"config.json: {stack.layers!r} is {count!r}, not a number of layers; take it from the original checkpoint"
+        )
+    if count > tensors:
+        raise UserError(
+            f"config.json: {stack.layers!r} is {count}, more than the {tensors} tensors that there are;"
+            " use the config.json that belongs to these weights"
         )
     return [part for i in range(count) for part in stack.block(full, i)]
 
@@ -225,6 +234,11 @@ def resolve_tensor(
     axes = tuple((1 if a[0] == "+" else -1, a[1:]) if a else None for a in record.axes)
     if info is None:
         if record.generate is not None:
+            if shape[0] > MOST_POSITIONS:
+                raise UserError(
+                    f"{checkpoint.source}: tensor {record.name} is missing, and config.json asks for {shape[0]} rows;"
+                    " take the whole original checkpoint"
+                )
             return ResolvedTensor(record.name, None, shape, axes, record.generate)
         if record.absent:
             return None

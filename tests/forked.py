@@ -1,0 +1,43 @@
+"""Running a function in a child of this process, which has its imports already: killed, limited and measured."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+
+def child(action: Callable[[], int | None], log: Path | None = None) -> int:
+    """Run ``action`` in a child process, whose output goes to ``log``, and return its process id at once.
+
+    The child ends with what ``action`` returns, 0 for None, and with 70 after an exception.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    number = os.fork()
+    if number:
+        return number
+    status = 70
+    try:
+        target = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        status = action() or 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def in_a_fork(action: Callable[[], int | None], log: Path | None = None) -> tuple[int, int]:
+    """Run ``action`` in a child process to its end; return its exit status (negative: the signal that killed it) and
+    its peak resident memory in bytes."""
+    _, status, usage = os.wait4(child(action, log), 0)
+    return os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024

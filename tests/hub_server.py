@@ -1,0 +1,500 @@
+"""A Hub of one's own: the protocol that the real client speaks, over real sockets, in memory, with faults on request.
+
+As far as uploads and downloads of models go: who am I, create, repository info, file tree, card validation, preupload,
+LFS batch, upload and verification, commit and pull request, and download with ranges. Large files are served from
+another host name, as the Hub serves them from its CDN, which must not be sent the token. There is no Xet.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.server
+import json
+import re
+import socket
+import threading
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+WRITER = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123456789"
+READER = "hf_OnlyReads0123456789AbCdEfGhIjKlMnOp"
+OTHER = "hf_SomeoneElse6789AbCdEfGhIjKlMnOpQrS"
+USERS = {WRITER: ("me", True), READER: ("me", False), OTHER: ("them", True)}
+"""Tokens: whose they are, and whether they may write."""
+
+LARGE = (".safetensors", ".bin", ".model")
+LICENCES = ("apache-2.0", "mit", "other", "cc-by-4.0", "psfl")
+
+
+@dataclass
+class Fault:
+    """Something that goes wrong with the next ``times`` requests whose method and path match.
+
+    status: answered instead of the real thing, with ``headers`` and ``body``. cut: bytes after which the connection
+    breaks, of what is sent (GET) or received (PUT); with ``after`` the request is carried out first.
+    """
+
+    method: str
+    path: str
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: dict[str, Any] = field(default_factory=dict)
+    cut: int | None = None
+    after: bool = False
+    times: int = 1
+
+    def takes(self, method: str, path: str) -> bool:
+        """Return whether it strikes now; it counts down when it does."""
+        if self.times and method == self.method and re.search(self.path, path):
+            self.times -= 1
+            return True
+        return False
+
+
+@dataclass
+class Repo:
+    """A repository: files of every commit, branches, and whether it is private."""
+
+    private: bool
+    owner: str
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    pulls: int = 0
+
+    def commit(self, files: dict[str, bytes], message: str, branch: str) -> str:
+        """Add a commit and return its id."""
+        oid = hashlib.sha1(f"{len(self.commits)} {message}".encode()).hexdigest()
+        self.commits[oid] = files
+        self.branches[branch] = oid
+        self.messages.append(message)
+        return oid
+
+    def resolve(self, revision: str) -> str | None:
+        """Return the commit of a branch or a commit id, None for neither."""
+        return self.branches.get(revision) or (revision if revision in self.commits else None)
+
+
+class HubServer(http.server.ThreadingHTTPServer):
+    """The server and its memory: ``repos`` by id, ``objects`` by SHA-256, every request in ``seen``, ``faults``.
+
+    ``leaks``: requests for stored files that came with a token. ``ranges``: downloads of the rest of a file.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos: dict[str, Repo] = {}
+        self.objects: dict[str, bytes] = {}
+        self.faults: list[Fault] = []
+        self.seen: list[str] = []
+        self.leaks: list[str] = []
+        self.ranges = 0
+        self.lock = threading.Lock()
+
+    @property
+    def endpoint(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def start(self) -> HubServer:
+        """Serve in a thread of its own."""
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        """End serving."""
+        self.shutdown()
+        self.server_close()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for memory in (self.repos, self.objects, self.faults, self.seen, self.leaks):
+            memory.clear()
+        self.ranges = 0
+
+    def add(self, name: str, files: dict[str, bytes], *, private: bool = True) -> Repo:
+        """Make a repository with these files and return it."""
+        repo = self.repos[name] = Repo(private, name.partition("/")[0])
+        repo.commit({".gitattributes": b"*.safetensors filter=lfs\n"} | files, "initial", "main")
+        return repo
+
+    def clear_faults(self) -> None:
+        """Let everything go well from now on, and forget what was asked before."""
+        self.faults.clear()
+        self.seen.clear()
+
+    def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
+        """Return the files of a repository but the Hub's own."""
+        repo = self.repos[name]
+        oid = repo.resolve(revision)
+        assert oid is not None
+        return {path: data for path, data in repo.commits[oid].items() if path != ".gitattributes"}
+
+    def count(self, pattern: str) -> int:
+        """Return how many requests ("METHOD path") matched."""
+        return sum(bool(re.search(pattern, line)) for line in self.seen)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of connections that clients or faults broke."""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: HubServer
+    protocol_version = "HTTP/1.1"
+
+    ROUTES: tuple[tuple[str, str, str], ...] = (
+        ("GET", r"/api/whoami-v2", "whoami"),
+        ("POST", r"/api/repos/create", "create"),
+        ("POST", r"/api/validate-yaml", "validate"),
+        ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/]+))?", "info"),
+        ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)/?", "tree"),
+        ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)", "preupload"),
+        ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", "batch"),
+        ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", "receive"),
+        ("POST", r"/lfs/verify", "verify"),
+        ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)", "commit"),
+        ("GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
+        ("HEAD", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
+        ("GET", r"/cdn/(?P<oid>[0-9a-f]{64})", "cdn"),
+        ("HEAD", r"/cdn/(?P<oid>[0-9a-f]{64})", "cdn"),
+    )
+
+    def do_GET(self) -> None:
+        self.serve()
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+    def serve(self) -> None:
+        """Answer one request, or let a fault do it."""
+        url = urllib.parse.urlsplit(self.path)
+        self.query = dict(urllib.parse.parse_qsl(url.query))
+        self.limit: int | None = None
+        with self.server.lock:
+            self.server.seen.append(f"{self.command} {self.path}")
+            fault = next((f for f in self.server.faults if f.takes(self.command, self.path)), None)
+        size = int(self.headers.get("Content-Length") or 0)
+        if fault is not None and fault.cut is not None and self.command == "PUT":
+            self.rfile.read(min(fault.cut, size))
+            self.hang_up()
+            return
+        self.body = self.rfile.read(size)
+        if fault is not None and not fault.after and fault.status:
+            self.reply(fault.status, fault.body, fault.headers)
+            return
+        if fault is not None and self.command == "GET":
+            self.limit = fault.cut
+        for method, pattern, name in self.ROUTES:
+            match = re.fullmatch(pattern, url.path)
+            if method == self.command and match:
+                found = {key: urllib.parse.unquote(value or "") for key, value in match.groupdict().items()}
+                if fault is not None and fault.after:
+                    self.wfile_kept, self.wfile = self.wfile, _Nowhere()  # type: ignore[assignment]
+                    getattr(self, name)(**found)
+                    self.wfile = self.wfile_kept
+                    self.hang_up()
+                    return
+                getattr(self, name)(**found)
+                return
+        self.reply(404, {"error": "Not found"})
+
+    def hang_up(self) -> None:
+        """Break the connection."""
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def reply(self, status: int, data: object = None, headers: dict[str, str] | None = None) -> None:
+        """Send a status, headers, and data (bytes as they are, everything else as JSON)."""
+        content = data if isinstance(data, bytes) else json.dumps({} if data is None else data).encode()
+        sent = {"Content-Type": "application/json", "Content-Length": str(len(content))} | (headers or {})
+        self.send_response(status)
+        for key, value in sent.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            if self.limit is not None:
+                self.wfile.write(content[: self.limit])
+                self.wfile.flush()
+                self.hang_up()
+                return
+            self.wfile.write(content)
+
+    def fail(self, status: int, code: str, message: str) -> None:
+        """Answer an error as the Hub words it."""
+        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        self.reply(status, {"error": message}, headers)
+
+    def json(self) -> Any:
+        """Return the request's JSON."""
+        return json.loads(self.body)
+
+    # --- who may do what ---------------------------------------------------------------------------------------------
+
+    def user(self) -> tuple[str, bool] | None:
+        """Return whose token came with the request and whether it may write; None without one, after answering 401 to
+        a wrong one."""
+        header = self.headers.get("Authorization")
+        return None if header is None else USERS.get(header.removeprefix("Bearer "), ("", False))
+
+    def allowed(self, repo: str, *, write: bool = False) -> Repo | None:
+        """Return a repository that the user may see (and write to); answer the error and return None otherwise."""
+        user = self.user()
+        if user is not None and not user[0]:
+            self.fail(401, "", "Invalid credentials in Authorization header")
+            return None
+        found = self.server.repos.get(repo)
+        if found is None or (found.private and (user is None or user[0] != found.owner)):
+            self.fail(401 if user is None else 404, "RepoNotFound", "Repository not found")
+            return None
+        if write and (user is None or user[0] != found.owner or not user[1]) and "create_pr" not in self.query:
+            # In the body alone: the client's HTTP library logs headers of answers.
+            self.reply(403, {"error": f"No rights to write to {repo} with {self.headers.get('Authorization')}"})
+            return None
+        return found
+
+    def at(self, repo: Repo, revision: str) -> str | None:
+        """Return the commit of a revision; answer the error and return None where there is none."""
+        oid = repo.resolve(revision)
+        if oid is None:
+            self.fail(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return oid
+
+    # --- routes ------------------------------------------------------------------------------------------------------
+
+    def whoami(self) -> None:
+        user = self.user()
+        if user is None or not user[0]:
+            self.fail(401, "", "Invalid credentials in Authorization header")
+        else:
+            self.reply(200, {"name": user[0], "type": "user"})
+
+    def create(self) -> None:
+        asked, user = self.json(), self.user()
+        if user is None or not user[0]:
+            self.fail(401, "", "Invalid credentials in Authorization header")
+            return
+        name = f"{asked.get('organization') or user[0]}/{asked['name']}"
+        if name in self.server.repos:
+            self.reply(409, {"error": "You already created this model repo", "url": f"{self.server.endpoint}/{name}"})
+        elif not user[1] or name.partition("/")[0] != user[0]:
+            self.fail(403, "", f"You don't have the rights to create a model under the namespace of {name}")
+        else:
+            self.server.add(name, {}, private=asked.get("visibility") == "private" or bool(asked.get("private")))
+            self.reply(200, {"url": f"{self.server.endpoint}/{name}", "name": name})
+
+    def validate(self) -> None:
+        asked = self.json()
+        errors = card_errors(asked["content"])
+        self.reply(400 if errors else 200, {"errors": [{"message": e} for e in errors], "warnings": []})
+
+    def info(self, repo: str, revision: str) -> None:
+        found = self.allowed(repo)
+        oid = found and self.at(found, revision or "main")
+        if found and oid:
+            siblings = [{"rfilename": path} for path in found.commits[oid]]
+            self.reply(200, {"id": repo, "modelId": repo, "sha": oid, "private": found.private, "siblings": siblings})
+
+    def tree(self, repo: str, revision: str) -> None:
+        found = self.allowed(repo)
+        oid = found and self.at(found, revision)
+        if not found or not oid:
+            return
+        entries: list[dict[str, Any]] = []
+        for path, data in found.commits[oid].items():
+            entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": git_oid(data)}
+            if is_large(path):
+                digest = hashlib.sha256(data).hexdigest()
+                entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 130}
+            entries.append(entry)
+        self.reply(200, entries)
+
+    def preupload(self, repo: str, revision: str) -> None:
+        found = self.allowed(repo, write=True)
+        oid = found and self.at(found, revision)
+        if not found or not oid:
+            return
+        here, answer = found.commits[oid], []
+        for file in self.json()["files"]:
+            path, base64_ok = file["path"], base64.b64decode(file["sample"])
+            assert len(base64_ok) <= 512
+            mode = "lfs" if is_large(path) else "regular"
+            entry = {"path": path, "uploadMode": mode, "shouldIgnore": False}
+            if path in here:
+                data = here[path]
+                entry["oid"] = hashlib.sha256(data).hexdigest() if mode == "lfs" else git_oid(data)
+            answer.append(entry)
+        self.reply(200, {"files": answer})
+
+    def batch(self, repo: str) -> None:
+        # The URL of the batch has no query, so a pull request is told by nothing: reading is enough, as on the Hub.
+        if self.allowed(repo) is None:
+            return
+        asked = self.json()
+        assert "basic" in asked["transfers"] and asked["operation"] == "upload"
+        objects = []
+        for entry in asked["objects"]:
+            answer: dict[str, Any] = {"oid": entry["oid"], "size": entry["size"]}
+            if entry["oid"] not in self.server.objects:
+                href = self.server.endpoint.replace("127.0.0.1", "localhost")
+                answer["actions"] = {
+                    "upload": {"href": f"{href}/lfs/{entry['oid']}"},
+                    "verify": {"href": f"{self.server.endpoint}/lfs/verify"},
+                }
+            objects.append(answer)
+        self.reply(200, {"transfer": "basic", "objects": objects})
+
+    def receive(self, oid: str) -> None:
+        if self.headers.get("Authorization"):
+            self.server.leaks.append(self.path)
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            self.fail(400, "", "the content does not have this hash")
+            return
+        self.server.objects[oid] = self.body
+        self.reply(200)
+
+    def verify(self) -> None:
+        asked = self.json()
+        data = self.server.objects.get(asked["oid"])
+        self.reply(200 if data is not None and len(data) == asked["size"] else 404)
+
+    def commit(self, repo: str, revision: str) -> None:
+        found = self.allowed(repo, write=True)
+        parent = found and self.at(found, revision)
+        if not found or not parent:
+            return
+        files, message = dict(found.commits[parent]), ""
+        for line in self.body.splitlines():
+            item = json.loads(line)
+            key, value = item["key"], item["value"]
+            if key == "header":
+                message = value["summary"]
+                if value.get("parentCommit", parent) != parent:
+                    self.fail(412, "", "A commit has happened since. Please refresh and try again.")
+                    return
+            elif key == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "lfsFile":
+                if value["oid"] not in self.server.objects:
+                    self.fail(400, "", f"LFS pointer of {value['path']} points to a file that does not exist")
+                    return
+                files[value["path"]] = self.server.objects[value["oid"]]
+            elif key == "deletedFile":
+                files.pop(value["path"], None)
+        branch, pull = revision, None
+        if "create_pr" in self.query:
+            found.pulls += 1
+            branch = f"refs/pr/{found.pulls}"
+            pull = f"{self.server.endpoint}/{repo}/discussions/{found.pulls}"
+        oid = found.commit(files, message, branch)
+        url = f"{self.server.endpoint}/{repo}/commit/{oid}"
+        self.reply(200, {"success": True, "commitOid": oid, "commitUrl": url, "pullRequestUrl": pull, "hookOutput": ""})
+
+    def resolve(self, repo: str, revision: str, path: str) -> None:
+        found = self.allowed(repo)
+        oid = found and self.at(found, revision)
+        if not found or not oid:
+            return
+        data = found.commits[oid].get(path)
+        if data is None:
+            self.reply(404, None, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": oid})
+            return
+        headers = {"X-Repo-Commit": oid, "ETag": f'"{git_oid(data)}"'}
+        if is_large(path):
+            digest = hashlib.sha256(data).hexdigest()
+            self.server.objects[digest] = data
+            elsewhere = self.server.endpoint.replace("127.0.0.1", "localhost")
+            headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(data))}
+            self.reply(302, b"", headers | {"Location": f"{elsewhere}/cdn/{digest}"})
+            return
+        self.send(data, headers)
+
+    def cdn(self, oid: str) -> None:
+        if self.headers.get("Authorization"):
+            self.server.leaks.append(self.path)
+        self.send(self.server.objects[oid], {"ETag": f'"{oid}"'})
+
+    def send(self, data: bytes, headers: dict[str, str]) -> None:
+        """Send a file, or the part of it that ``Range`` asks for."""
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if match is None:
+            self.reply(200, data, headers | {"Accept-Ranges": "bytes"})
+            return
+        self.server.ranges += 1
+        begin, end = int(match[1]), int(match[2] or len(data) - 1)
+        self.reply(206, data[begin : end + 1], headers | {"Content-Range": f"bytes {begin}-{end}/{len(data)}"})
+
+
+class _Nowhere:
+    """Takes what is written to it and drops it."""
+
+    def write(self, data: bytes) -> int:
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def is_large(path: str) -> bool:
+    """Return whether a file is stored as a large one."""
+    return path.endswith(LARGE)
+
+
+def git_oid(data: bytes) -> str:
+    """Return git's SHA-1 of a file."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def card_errors(content: str) -> list[str]:
+    """Return what the Hub would refuse a model card for: the rules of its metadata that a converted card touches."""
+    match = re.match(r"---\r?\n(.*?)\r?\n---\r?\n", content, re.DOTALL)
+    if match is None:
+        return []
+    try:
+        data = yaml.safe_load(match[1]) or {}
+    except yaml.YAMLError as error:
+        return [f"not YAML: {error}"]
+    if not isinstance(data, dict):
+        return ["metadata must be a map"]
+
+    def texts(value: object) -> bool:
+        return isinstance(value, list) and all(isinstance(v, str) for v in value)
+
+    is_text: Callable[[object], bool] = lambda value: isinstance(value, str)  # noqa: E731
+    rules: dict[str, tuple[Callable[[object], bool], str]] = {
+        "license": (lambda v: v in LICENCES, f"one of {LICENCES}"),
+        "language": (lambda v: texts(v) or is_text(v), "a code or a list of codes"),
+        "tags": (texts, "a list of strings"),
+        "library_name": (is_text, "a string"),
+        "pipeline_tag": (is_text, "a string"),
+        "base_model": (lambda v: isinstance(v, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", v) is not None, "an id"),
+        "model-index": (model_index, "as its specification says"),
+    }
+    return [f'"{key}" must be {says}' for key, (right, says) in rules.items() if key in data and not right(data[key])]
+
+
+def model_index(value: object) -> bool:
+    """Return whether evaluation results are as the Hub takes them."""
+    try:
+        return bool(value) and all(
+            isinstance(entry["name"], str)
+            and all(
+                {"type"} <= set(result["task"])
+                and {"type", "name"} <= set(result["dataset"])
+                and all(isinstance(m["type"], str) and isinstance(m["value"], (int, float)) for m in result["metrics"])
+                for result in entry["results"]
+            )
+            for entry in value  # type: ignore[attr-defined]
+        )
+    except (TypeError, KeyError):
+        return False

@@ -1,0 +1,347 @@
+"""The documentation: its links lead somewhere, its commands are ones that the program has, its Python runs.
+
+``mkdocs build --strict`` says what its own validation sees; the built pages are read here as well, every link and
+anchor of them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import click
+import pytest
+import yaml
+
+from bf16_to_fp16 import cli
+from bf16_to_fp16.recipe import keys
+
+ROOT = Path(__file__).parents[1]
+DEMO = str(files("bf16_to_fp16") / "demo_data" / "t5-gated-bytes")
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+# --- the site --------------------------------------------------------------------------------------------------------
+
+
+class Links(HTMLParser):
+    """What a page links to or loads, and what can be linked to in it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.links.append(value)
+            if name == "id" and value:
+                self.anchors.add(value)
+
+
+def broken_links(site: Path) -> list[str]:
+    """Return "page: link" for every link inside a site that leads to no file or to no anchor."""
+    pages = {path.resolve(): Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+    assert len(pages) > 1
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc or path.name == "404.html":
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if target.is_dir():
+                target /= "index.html"
+            anchor = unquote(parts.fragment)
+            if not target.is_file() or (anchor and target in pages and anchor not in pages[target].anchors):
+                broken.append(f"{path.relative_to(site.resolve())}: {link}")
+    return broken
+
+
+def build(folder: Path, *, strict: bool = True) -> tuple[int, str, Path]:
+    """Build the site of the mkdocs.yml in ``folder``; return the exit status, what was said, and the site."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict" if strict else "--no-strict", "-d", "built"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stderr, folder / "built"
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """Return a copy of what the site is made from, with the files that its pages name."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    for folder in ("recipes", "benchmarks", "launch", "examples", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    for path in ROOT.glob("*.md"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def test_the_site_builds_and_every_link_in_it_leads_somewhere(copied: Path) -> None:
+    status, said, site = build(copied)
+    assert status == 0, said
+    assert broken_links(site) == []
+    written = {path.name for path in site.glob("*.html")}
+    assert {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")} < written
+    loaded = [link for path in site.glob("*.html") for link in Links(path.read_text()).links if "//" in link]
+    assert not [link for link in loaded if "fonts.g" in link]
+
+
+@pytest.mark.parametrize(
+    ("link", "seen"),
+    [
+        ("[away](nowhere.md)", "nowhere.md"),
+        ("[away](report.md#no-such-part)", "no-such-part"),
+        ("[away](#no-such-part)", "no-such-part"),
+        ("[away](../nowhere/README.md)", "nowhere/README.md"),
+    ],
+)
+def test_a_broken_link_is_found(copied: Path, link: str, seen: str) -> None:
+    page = copied / "docs" / "limits.md"
+    page.write_text(page.read_text() + f"\n{link}\n")
+    status, said, _ = build(copied)
+    assert status != 0 and seen in said
+    if link.startswith("[away](../"):
+        return
+    # The site that is made all the same has it, and the reader of pages finds it by itself.
+    status, said, site = build(copied, strict=False)
+    assert status == 0, said
+    assert [found for found in broken_links(site) if seen in found]
+
+
+def relative_links(path: Path) -> Iterator[str]:
+    """Yield the links of a Markdown file that lead into the repository."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not urlsplit(link).scheme:
+            yield link
+
+
+def slugs(path: Path) -> set[str]:
+    """Return the anchors of a Markdown file's headings, as repository viewers make them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_a_link_in_the_repository_leads_to_a_file_and_a_heading(path: Path) -> None:
+    for link in relative_links(path):
+        place, _, anchor = link.partition("#")
+        target = (path.parent / place).resolve() if place else path
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in slugs(target), link
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    """Return the code blocks of a Markdown file in the given languages; "" is a block without one."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [code for language, code in found if language in languages]
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """Yield every command of ours that a Markdown file shows, as arguments: lines of blocks, and inline code."""
+    for block in blocks(path, "", "bash", "sh", "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield from ours(line.removeprefix("$ "))
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`([^`\n]+)`", text):
+        yield from ours(code)
+
+
+def ours(line: str) -> Iterator[list[str]]:
+    """Yield the command of a line if it is one of ours, without its comment and what it is piped into."""
+    for start in ("bf16-to-fp16 ", ".venv/bin/bf16-to-fp16 "):
+        if line.startswith(start):
+            words = shlex.split(line, comments=True)[1:]
+            end = next((i for i, word in enumerate(words) if word in ("|", ">", "&&", "…", "...")), len(words))
+            yield words[:end]
+    if line.startswith("accelerate launch ") and " -m bf16_to_fp16 " in line:
+        yield shlex.split(line.partition(" -m bf16_to_fp16 ")[2], comments=True)
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command as the program would, and run nothing; raise click's error for what it does not know."""
+    if not words or words[0] in ("-h", "--help", "--version"):
+        return
+    command = cli.app.get_command(click.Context(cli.app), words[0])
+    assert command is not None, f"no command {words[0]}"
+    if len(words) == 1:
+        return  # named in a sentence
+    if words[1].startswith("-") and not any(not word.startswith("-") for word in words[1:]):
+        # An option that is spoken of, without what it needs beside it.
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert set(words[1:]) <= known | {"-h", "--help"}, words
+        return
+    plain = [word if word not in ("N", "STEPS", "BITS") else "1" for word in words]
+    command.make_context(words[0], plain[1:])
+
+
+def test_every_command_shown_is_one_that_the_program_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = 0
+    for path in TEXTS:
+        for words in commands(path):
+            try:
+                parse(words)
+            except click.exceptions.Exit:
+                pass  # --keys
+            except click.ClickException as error:
+                raise AssertionError(f"{path.name}: {shlex.join(words)}: {error.format_message()}") from error
+            seen += 1
+    assert seen > 40
+
+
+@pytest.mark.parametrize(
+    "line", ["bf16-to-fp16 convert A B --no-such", "bf16-to-fp16 convrt A B", "bf16-to-fp16 audit A --regime full"]
+)
+def test_a_command_that_the_program_has_not_is_found(line: str) -> None:
+    (words,) = ours(line)
+    with pytest.raises((click.ClickException, AssertionError)):
+        parse(words)
+
+
+def test_every_option_spoken_of_is_one_of_the_program() -> None:
+    context = click.Context(cli.app)
+    known = {"-h", "--help", "--version"}
+    for name in cli.app.list_commands(context):
+        command = cli.app.get_command(context, name)
+        assert command is not None
+        known |= {option for parameter in command.params for option in parameter.opts}
+    for path in TEXTS:
+        for code in re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")):
+            assert not code.startswith("--") or code.split()[0].partition("=")[0] in known, f"{path.name}: {code}"
+
+
+def test_every_make_target_shown_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    shown = {
+        t
+        for path in [*TEXTS, ROOT / "CONTRIBUTING.md"]
+        for t in re.findall(r"\bmake ([a-z]+)\b(?=[ `]*[`#\n])", path.read_text())
+    }
+    assert {"demo", "test"} <= shown <= targets
+
+
+def test_every_script_and_test_shown_exists() -> None:
+    for path in TEXTS:
+        for script in re.findall(r"python (?:-m pytest )?([\w/]+\.py)", path.read_text()):
+            assert (ROOT / script).is_file(), f"{path.name}: {script}"
+
+
+OFFLINE = [
+    ["convert", DEMO, "OUT", "--dry-run"],
+    ["certify", DEMO],
+    ["families"],
+    ["finetune", "--keys"],
+    ["audit", DEMO, "--regime", "half", "--html", "page.html"],
+]
+
+
+@pytest.mark.parametrize("words", OFFLINE, ids=lambda words: words[0])
+def test_a_command_of_the_pages_runs(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The shipped demo is unsafe as it is, which audit and certify say.
+    assert cli.main(words) == (1 if words[0] in ("audit", "certify") else 0)
+    assert capsys.readouterr().out.strip()
+
+
+# --- Python and YAML -------------------------------------------------------------------------------------------------
+
+
+def snippets() -> list[Any]:
+    """Return every Python block of the pages."""
+    return [
+        pytest.param(code, id=f"{path.stem}-{i}") for path in TEXTS for i, code in enumerate(blocks(path, "python"))
+    ]
+
+
+@pytest.mark.parametrize("code", snippets())
+def test_a_python_block_compiles_and_its_names_exist(code: str) -> None:
+    compile(code, "block", "exec")
+    for line in re.findall(r"^from bf16_to_fp16[\w.]* import .+$", code, re.MULTILINE):
+        exec(line, {})
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which the demo stands under the names of the pages, converted."""
+    folder = tmp_path_factory.mktemp("pages")
+    assert cli.main(["convert", DEMO, str(folder / "flan-t5-base-fp16")]) == 0
+    (folder / "bf16_to_fp16").symlink_to(ROOT / "bf16_to_fp16")
+    return folder
+
+
+def test_the_python_of_the_pages_runs(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
+    monkeypatch.chdir(converted)
+    ran = 0
+    for path in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("index", "audit", "report"))):
+        for code in blocks(path, "python"):
+            if "loader" in code or "Trainer" in code:
+                continue  # needs training data: examples/ has the whole of it
+            code = code.replace('"google/flan-t5-base"', repr(DEMO))
+            code = code.replace("convert(", "convert(force=True, source=", 1) if "= convert(" in code else code
+            code = re.sub(r'source=(.+?), "flan-t5-base-fp16"\)', r'source=\1, out="flan-t5-base-fp16")', code)
+            names: dict[str, Any] = {}
+            if "rescale(model)" in code:
+                names["model"] = AutoModelForSeq2SeqLM.from_pretrained(DEMO).float()
+            exec(compile(code, path.name, "exec"), names)
+            if "tightest" in names:
+                assert names["tightest"]("flan-t5-base-fp16").startswith("safe: encoder.block.2")
+            ran += 1
+    assert ran >= 4
+
+
+def test_the_penalty_in_a_loop_runs_as_the_page_has_it() -> None:
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+
+    (code,) = [code for code in blocks(ROOT / "docs" / "finetuning.md", "python") if "def train(" in code]
+    names: dict[str, Any] = {}
+    exec(compile(code, "finetuning.md", "exec"), names)
+    model = AutoModelForSeq2SeqLM.from_pretrained(DEMO, attn_implementation="eager").float()
+    before = model.lm_head.weight.clone()
+    row = {"input_ids": torch.tensor([[5, 6, 1]]), "labels": torch.tensor([[7, 1]])}
+    names["train"](model, [row, row], torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert not torch.equal(model.lm_head.weight, before)
+
+
+def test_the_recipe_keys_shown_are_keys() -> None:
+    known = {key for key, _, _ in keys()}
+    page = (ROOT / "docs" / "finetuning.md").read_text()
+    shown = re.findall(
+        r"`((?:data|optimizer|schedule|penalty|distillation|evaluation|logging|stability)\.[\w.]+)`", page
+    )
+    assert len(shown) > 8 and set(shown) <= known
+    for path in TEXTS:
+        for block in blocks(path, "yaml"):
+            entries: dict[str, Any] = yaml.safe_load(block)
+            flat = {f"{k}.{i}" for k, v in entries.items() if isinstance(v, dict) for i in v}
+            assert flat | {k for k, v in entries.items() if not isinstance(v, dict)} <= known
+
+
+def test_every_key_of_a_report_is_described(converted: Path) -> None:
+    import json
+
+    report = json.loads((converted / "flan-t5-base-fp16" / "fp16_report.json").read_text())
+    page = (ROOT / "docs" / "report.md").read_text()
+    rows = {name for cell in re.findall(r"^\| (`.+?`) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
+    assert set(report) - rows == set()
