@@ -291,7 +291,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "data beyond the file": (lambda f: raw(f, {"a": entry(0, 1 << 40)}, bytes(8)), "cut short"),
     "a name that is no text": (
         lambda f: raw(f, b'{"\\ud800":' + json.dumps(entry(0, 8)).encode() + b"}", bytes(8)),
-        "Unicode",
+        "surrogates not allowed",
     ),
     "int8 weights": (lambda f: save_file({"a": torch.ones(2, dtype=torch.int8)}, f / "model.safetensors"), "quantised"),
     "fp8 weights": (
