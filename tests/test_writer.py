@@ -546,3 +546,60 @@ def test_memory_does_not_grow_with_the_file_nor_with_its_rows(
     assert 0 < float(done.stdout) < 64
     for file_ in (source / "model.safetensors", out / "model.safetensors"):
         file_.unlink()
+
+
+class Traffic:
+    """Counts the bytes that go in and out of files, by file and offset."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: list[tuple[str, int, int]] = []
+        self.wrote: list[tuple[str, int, int]] = []
+        preadv, pwrite = os.preadv, os.pwrite
+
+        def counted_read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+            count = preadv(descriptor, buffers, offset)
+            self.read.append((os.readlink(f"/proc/self/fd/{descriptor}"), offset, count))
+            return count
+
+        def counted_write(descriptor: int, data: memoryview, offset: int) -> int:
+            count = pwrite(descriptor, data, offset)
+            self.wrote.append((os.readlink(f"/proc/self/fd/{descriptor}"), offset, count))
+            return count
+
+        monkeypatch.setattr(os, "preadv", counted_read)
+        monkeypatch.setattr(os, "pwrite", counted_write)
+
+    @staticmethod
+    def within(traffic: list[tuple[str, int, int]], file: Path, begin: int, end: int) -> int:
+        """Return how many bytes passed between two offsets of a file, those that passed twice counted twice."""
+        inside = [min(o + n, end) - max(o, begin) for name, o, n in traffic if name == os.path.realpath(file)]
+        return sum(n for n in inside if n > 0)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="names of descriptors are read from /proc")
+@pytest.mark.parametrize("hashes", [False, True])
+@pytest.mark.parametrize("resharded", [False, True])
+def test_every_byte_of_a_tensor_is_read_once_and_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashes: bool, resharded: bool
+) -> None:
+    shards = [
+        {"b": torch.randn(1 << 11, 700).bfloat16(), "a": torch.randn(300, 7)},
+        {"d": torch.randn(5).bfloat16(), "c": torch.randn(40, 30_000).bfloat16()},
+    ]
+    checkpoint = checkpoint_of(tmp_path / "in", *shards)
+    out = tmp_path / "out"
+    out.mkdir()
+    traffic = Traffic(monkeypatch)
+    write_fp16(checkpoint, as_is(checkpoint), out, hashes=hashes, max_shard_size=1 << 20 if resharded else None)
+
+    for info in checkpoint.tensors.values():
+        read = Traffic.within(traffic.read, info.file, info.offset, info.offset + info.nbytes)
+        # Hashing in the order of the file takes what a new order of the tensors passes over a second time, not more.
+        assert read == info.nbytes or (hashes and resharded and read <= 2 * info.nbytes), info.name
+    sizes = {file: file.stat().st_size for file in out.glob("*.safetensors")}
+    assert len(sizes) == (4 if resharded else 2)
+    for file, size in sizes.items():
+        assert Traffic.within(traffic.wrote, file, 0, size) == size
+        # Of what is hashed on the way out only the header is read again.
+        header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        assert Traffic.within(traffic.read, file, header, size) == 0
