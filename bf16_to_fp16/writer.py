@@ -4,25 +4,30 @@ One piece of a tensor at a time is read, scaled in fp32, rounded, counted and wr
 depend on the checkpoint's size. Threads do one step each: reading and hashing, converting, writing, hashing what was
 written. The bytes written do not depend on their number.
 
-What makes it nearly as fast as copying is that a piece stays in the processor's cache for all passes over it, and
-that counting needs few of them: bf16 has 8 significant bits and fp16 11, so a bf16 weight that ends up above 2⁻¹⁷ (an
-eighth of fp16's smallest normal number) is carried over exactly, and only those below are looked at one by one. Names
-of files and their index are those of transformers. Format: https://github.com/huggingface/safetensors#format
+Three things make it about as fast as copying. A piece stays in the processor's cache for all passes over it. Counting
+needs few of them: bf16 has 8 significant bits and fp16 11, so a bf16 weight that ends up above 2⁻¹⁷ (an eighth of
+fp16's smallest normal number) is carried over exactly, and only those below are looked at one by one. And large files
+go to the disk past the page cache, which spends more time on finding room for them than all the rest takes, and throws
+out what others are about to read.
+
+Names of files and their index are those of transformers. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import json
 import math
+import mmap
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -61,8 +66,21 @@ significant bits is worth at least 2⁻²⁴, fp16's smallest step."""
 SLOTS = 4
 """Pieces on their way besides one for each converting thread."""
 
+BUFFER = 1 << 21
+"""Bytes that go to the disk at a time."""
+
+IN_FLIGHT = 2
+"""Buffers that are on their way to the disk at a time."""
+
+ALIGNMENT = 4096
+"""Offsets and lengths that go past the page cache are multiples of it, as every disk's blocks divide it."""
+
+DIRECT_FROM = 1 << 26
+"""Size in bytes from which on a file is written past the page cache; what is smaller is rather kept there, to be read
+again soon."""
+
 FLUSH_SECONDS = 0.25
-"""Seconds between two flushes."""
+"""Seconds between two flushes of files that do go through the page cache."""
 
 REPORT_SECONDS = 0.2
 """Seconds between two looks at what worker processes have done."""
@@ -652,7 +670,11 @@ class Slot:
 
     def output_of(self, piece: Piece) -> torch.Tensor:
         """Return room for a piece's values as written."""
-        return self.output[: piece.elements * piece.write.dtype.itemsize].view(piece.write.dtype)
+        return self.bytes_of(piece).view(piece.write.dtype)
+
+    def bytes_of(self, piece: Piece) -> torch.Tensor:
+        """Return the same as uint8."""
+        return self.output[: piece.elements * piece.write.dtype.itemsize]
 
 
 Line = SimpleQueue["Slot | None"]
@@ -663,9 +685,9 @@ Line = SimpleQueue["Slot | None"]
 class Stream:
     """The state that threads share while they write: open files, hashes, counts.
 
-    Slots go round: one thread reads pieces (and hashes them), a pool converts them, one thread writes them and one
-    hashes what was written, each in the order of the files. A piece changes hands three times, which matters: a thread
-    that is woken costs as much as hashing some kilobytes.
+    Slots go round: one thread reads pieces (and hashes them), a pool converts them, one thread collects them for the
+    disk and one hashes them, each in the order of the files. A piece changes hands three times, which matters: a
+    thread that is woken costs as much as hashing some kilobytes.
     """
 
     checkpoint: Checkpoint
@@ -686,7 +708,8 @@ class Stream:
         self.sources = {p: self.stack.enter_context(reading(p)) for p in mine}
         self.outputs = {f.path: self.stack.enter_context(created(f.path, f.size)) for f in self.files}
         self.source_hashes = {p: RunningHash(self.sources[p], p) for p in self.part.sources if self.hashes}
-        self.output_hashes = {p: RunningHash(d, p) for p, d in self.outputs.items()}
+        self.output_hashes = {f.path: hashlib.sha256() for f in self.files if self.hashes}
+        self.upcoming = iter(self.files)
         self.lock, self.stop = threading.Lock(), threading.Event()
         self.pieces = pieces(self.checkpoint, self.files)
         self.scratch = threading.local()
@@ -694,10 +717,6 @@ class Stream:
 
     def run(self, threads: int) -> None:
         """Write everything, converting in this many threads; raise the first exception once all threads have ended."""
-        for file in self.files:
-            with writing(file.path):
-                write_all(self.outputs[file.path], memoryview(file.header), 0)
-            self.advance(len(file.header))
         free, read, written = Line(), Line(), Line()
         for _ in range(SLOTS + threads):
             free.put(Slot(room(8), room(4)))
@@ -705,7 +724,9 @@ class Stream:
             one_torch_thread(),
             ThreadPoolExecutor(threads, thread_name_prefix="convert") as converters,
             ThreadPoolExecutor(4, thread_name_prefix="write") as pool,
+            Sink() as sink,
         ):
+            self.sink = sink
             stages = [
                 pool.submit(self.stage, free, partial(self.read, converters), read),
                 pool.submit(self.stage, read, self.write, written),
@@ -716,14 +737,18 @@ class Stream:
                 wait(stages)
             finally:
                 self.stop.set()
-        for future in (*stages, flusher):
-            future.result()
+            for future in (*stages, flusher):
+                future.result()
+            while self.next_file():  # those without a value, after the last piece
+                pass
 
     def flush(self) -> None:
         """Hand to the disk what has been written, so that it works at the same time and the last fsync finds little."""
         try:
             while not self.stop.wait(FLUSH_SECONDS):
                 for path, descriptor in self.outputs.items():
+                    if is_direct(descriptor):
+                        continue
                     with writing(path):
                         getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS has only the latter
         except BaseException:
@@ -767,37 +792,49 @@ class Stream:
         return convert(source, piece, slot.output_of(piece), self.scratch.own)
 
     def write(self, slot: Slot) -> bool:
-        """Write a piece once it is converted."""
+        """Hand a piece to the disk once it is converted."""
         piece = slot.piece
         assert piece is not None and slot.converted is not None
         stats = slot.converted.result()
-        with writing(piece.path):
-            write_all(self.outputs[piece.path], bytes_of(slot.output_of(piece)), piece.offset)
+        while self.sink.path != piece.path:
+            self.next_file()
+        assert self.sink.offset == piece.offset, "pieces come in the order of the files"
+        self.sink.take(slot.bytes_of(piece))
         self.stats[piece.write.name] = self.stats[piece.write.name].plus(stats)
         return True
 
     def account(self, slot: Slot) -> bool:
         """Hash what was written of a piece, and report progress."""
         assert slot.piece is not None
-        result = bytes_of(slot.output_of(slot.piece))
+        result = slot.bytes_of(slot.piece)
         if self.hashes:
-            self.output_hashes[slot.piece.path].feed(result, slot.piece.offset)
+            self.output_hashes[slot.piece.path].update(bytes_of(result))
         self.advance(len(result))
+        return True
+
+    def next_file(self) -> bool:
+        """End the file that is being written and begin the next; return whether there is one."""
+        self.sink.end()
+        file = next(self.upcoming, None)
+        if file is None:
+            return False
+        self.sink.begin(file.path, self.outputs[file.path], file.size)
+        self.sink.take(torch.frombuffer(bytearray(file.header), dtype=torch.uint8))
+        if self.hashes:
+            self.output_hashes[file.path].update(file.header)
+        self.advance(len(file.header))
         return True
 
     def advance(self, nbytes: int) -> None:
         """Report progress."""
-        self.done += nbytes
-        if self.progress is not None:
-            self.progress(self.done, self.total)
+        with self.lock:
+            self.done += nbytes
+            if self.progress is not None:
+                self.progress(self.done, self.total)
 
     def written_sha256(self, file: OutFile) -> str | None:
         """Return the hash of an output file, None without hashing."""
-        if not self.hashes:
-            return None
-        running = self.output_hashes[file.path]
-        running.catch_up(file.size)
-        return running.digest.hexdigest()
+        return self.output_hashes[file.path].hexdigest() if self.hashes else None
 
     def source_sha256(self) -> dict[str, str]:
         """Return the hashes of this part's source files by name, of nothing without hashing."""
@@ -809,6 +846,101 @@ class Stream:
 def room(width: int) -> torch.Tensor:
     """Return room for a piece's elements of up to this many bytes; pages that are never touched take no memory."""
     return torch.empty(ELEMENTS * width, dtype=torch.uint8)
+
+
+class Sink:
+    """Collects the bytes of files, each from its beginning on, in buffers that threads hand to the disk.
+
+    A large file bypasses the page cache (O_DIRECT) where the system and the file system know how.
+    """
+
+    def __init__(self) -> None:
+        """Make the buffers, aligned to pages as O_DIRECT asks."""
+        self.free = deque(torch.frombuffer(mmap.mmap(-1, BUFFER), dtype=torch.uint8) for _ in range(IN_FLIGHT + 1))
+        self.under_way: deque[tuple[Future[None], torch.Tensor]] = deque()
+        self.pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="disk")
+        self.path: Path | None = None
+        self.descriptor, self.offset, self.filled = -1, 0, 0
+
+    def __enter__(self) -> Sink:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the disk."""
+        self.pool.shutdown()
+
+    def begin(self, path: Path, descriptor: int, size: int) -> None:
+        """Start on an empty file, which will get ``size`` bytes."""
+        self.path, self.descriptor, self.offset, self.filled = path, descriptor, 0, 0
+        if size >= DIRECT_FROM:
+            set_direct(descriptor, True)
+
+    def take(self, data: torch.Tensor) -> None:
+        """Append bytes (uint8) to the file; raise UserError for what the disk refused so far."""
+        while len(data):
+            part = data[: BUFFER - self.filled]
+            self.free[0][self.filled : self.filled + len(part)].copy_(part)
+            self.filled += len(part)
+            self.offset += len(part)
+            data = data[len(part) :]
+            if self.filled == BUFFER:
+                self.hand_over()
+
+    def hand_over(self) -> None:
+        """Send off the first free buffer, and wait until there is another."""
+        assert self.path is not None
+        buffer = self.free.popleft()
+        data = bytes_of(buffer)[: self.filled]
+        written = self.pool.submit(store, self.path, self.descriptor, data, self.offset - self.filled)
+        self.under_way.append((written, buffer))
+        self.filled = 0
+        while not self.free:
+            self.receive()
+
+    def receive(self) -> None:
+        """Wait for the buffer that has been under way for longest."""
+        written, buffer = self.under_way.popleft()
+        self.free.append(buffer)
+        written.result()
+
+    def end(self) -> None:
+        """Wait until the file is written; nothing if there is none."""
+        if self.filled:
+            self.hand_over()
+        while self.under_way:
+            self.receive()
+
+
+def store(path: Path, descriptor: int, data: memoryview, offset: int) -> None:
+    """Write a buffer, through the page cache where its length or the file system asks for it."""
+    with writing(path):
+        aligned = len(data) // ALIGNMENT * ALIGNMENT if is_direct(descriptor) else 0
+        try:
+            write_all(descriptor, data[:aligned], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            aligned = 0
+        if aligned < len(data):  # the last buffer of a file, or all of them
+            set_direct(descriptor, False)
+            write_all(descriptor, data[aligned:], offset + aligned)
+
+
+def is_direct(descriptor: int) -> bool:
+    """Return whether writes to a file bypass the page cache."""
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
+
+
+def set_direct(descriptor: int, on: bool) -> None:
+    """Let writes to a file bypass the page cache, if that is possible, or not."""
+    direct = getattr(os, "O_DIRECT", 0)  # macOS has none
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct if on else flags & ~direct)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
 
 
 @contextmanager
