@@ -34,6 +34,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import synthetic
 import torch
 import transformers
 from torch import Tensor
@@ -784,70 +785,9 @@ def soundness(cases: int, first: int, steps: int) -> bool:
 # ---- cost ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A published T5 v1.1's widths and depth."""
-
-    d_model: int
-    d_ff: int
-    heads: int
-    vocabulary: int
-    layers: int
-
-
-SHAPES = {
-    "t5-v1_1-base": Shape(768, 2048, 12, 32128, 12),
-    "t5-v1_1-large": Shape(1024, 2816, 16, 32128, 24),
-    "flan-t5-xl": Shape(2048, 5120, 32, 32128, 24),
-    "mt5-xl": Shape(2048, 5120, 32, 250112, 24),
-    "t5-v1_1-xxl": Shape(4096, 10240, 64, 32128, 24),
-}
+WHOLE = [name for name, shape in synthetic.SHAPES.items() if shape.decoder_layers]
 PRODUCTS = {"mm", "bmm", "addmm", "mv", "dot", "addmv", "baddbmm"}
 FACTORISATIONS = {"linalg_cholesky_ex", "_linalg_eigh", "linalg_eigh", "linalg_qr", "_linalg_eigvals", "geqrf"}
-
-
-def write_layers(folder: Path, shape: Shape, family: str) -> None:
-    """Write a bf16 checkpoint of one encoder and one decoder layer and both ends, normal weights."""
-    from safetensors.torch import save_file
-
-    d, ff = shape.d_model, shape.d_ff
-    inner = shape.heads * 64
-    norm = {"layer_norm.weight": (d,)}
-    attention = {"q.weight": (inner, d), "k.weight": (inner, d), "v.weight": (inner, d), "o.weight": (d, inner)}
-    neurons = {"wi_0.weight": (ff, d), "wi_1.weight": (ff, d), "wo.weight": (d, ff)}
-    shapes: dict[str, tuple[int, ...]] = {
-        "shared.weight": (shape.vocabulary, d),
-        "lm_head.weight": (shape.vocabulary, d),
-    }
-    for stack, kinds in (("encoder", ["SelfAttention"]), ("decoder", ["SelfAttention", "EncDecAttention"])):
-        for number, kind in enumerate([*kinds, "DenseReluDense"]):
-            at = f"{stack}.block.0.layer.{number}"
-            inside = neurons if kind == "DenseReluDense" else attention
-            shapes |= {f"{at}.{kind}.{n}": s for n, s in inside.items()} | {f"{at}.{n}": s for n, s in norm.items()}
-        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        shapes |= {bias: (32, shape.heads), f"{stack}.final_layer_norm.weight": (d,)}
-    config = {
-        "architectures": [("MT5" if family == "mt5" else "T5") + "ForConditionalGeneration"],
-        "model_type": family,
-        "d_model": d,
-        "d_kv": 64,
-        "d_ff": ff,
-        "num_heads": shape.heads,
-        "num_layers": 1,
-        "num_decoder_layers": 1,
-        "vocab_size": shape.vocabulary,
-        "feed_forward_proj": "gated-gelu",
-        "tie_word_embeddings": False,
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    tensors = {}
-    for name, size in shapes.items():
-        scale = 0.1 if len(size) == 1 else size[-1] ** -0.5
-        weight = torch.randn(size, dtype=torch.bfloat16) * scale
-        tensors[name] = weight + 1 if len(size) == 1 else weight
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 class Clock(TorchDispatchMode):
@@ -895,7 +835,8 @@ def cost_of(folder: Path, threads: int) -> dict[str, Any]:
     from bf16_to_fp16.checkpoint import open_checkpoint
 
     torch.set_num_threads(threads)
-    torch.linalg.eigvalsh(torch.eye(8, dtype=torch.float64))
+    with Clock():  # the first of all operations under a dispatch mode imports much of torch
+        torch.linalg.eigvalsh(torch.eye(8, dtype=torch.float64))
     floor = peak_megabytes()
     read_once(folder)
     reading_seconds = min(read_once(folder) for _ in range(3))
@@ -931,16 +872,16 @@ def cost(names: list[str], threads: int, profile: bool) -> None:
         f"one encoder and one decoder layer and both ends, bf16, {threads} thread(s); load {os.getloadavg()[0]:.1f}\n"
     )
     print(
-        "| shapes | GB | read s | certify s | / read | products s | TFLOP | factorisations s | / (read + products) |"
-        " encoder layer s | decoder layer s | ends s | whole model s (extrapolated) | peak MB |\n|" + "---|" * 14
+        "| shapes | GB | read s | certify s | / read | products s | TFLOP | factorisations s |"
+        " / (read + products) | / all three |"
+        " encoder layer s | decoder layer s | ends s | whole model s (extrapolated) | peak MB |\n|" + "---|" * 15
     )
     profiles = {}
     for name in names:
-        shape = SHAPES[name]
+        shape = synthetic.SHAPES[name]
         with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-bench-") as work:
             folder = Path(work) / "source"
-            write_layers(folder, shape, "mt5" if name.startswith("mt5") else "t5")
-            size = (folder / "model.safetensors").stat().st_size
+            size = synthetic.write(folder, shape.with_layers(1))
             command = [sys.executable, __file__, "--child", str(folder), "--threads", str(threads)]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         result = json.loads(output.splitlines()[-1])
@@ -955,7 +896,8 @@ def cost(names: list[str], threads: int, profile: bool) -> None:
         print(
             f"| {name} | {size / 1e9:.2f} | {result['reading']:.2f} | {result['seconds']:.1f} |"
             f" {result['seconds'] / result['reading']:.0f} | {parts['products']:.1f} | {flops:.2f} |"
-            f" {parts.get('factorisations', 0.0):.1f} | {result['seconds'] / both:.2f} | {encoder:.1f} |"
+            f" {parts.get('factorisations', 0.0):.1f} | {result['seconds'] / both:.2f} |"
+            f" {result['seconds'] / (both + parts.get('factorisations', 0.0)):.2f} | {encoder:.1f} |"
             f" {decoder:.1f} |"
             f" {ends:.1f} | {whole:.0f} | {result['megabytes']:.0f} |",
             flush=True,
@@ -1226,7 +1168,7 @@ def main() -> None:
     parser.add_argument("--soundness", type=int, default=0, metavar="N", help="random models to attack")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--steps", type=int, default=25, help="steps of the ascent")
-    parser.add_argument("--cost", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}; all by default")
+    parser.add_argument("--cost", nargs="*", metavar="SHAPE", help=f"of {', '.join(WHOLE)}; all by default")
     parser.add_argument("--threads", type=int, default=1, help="for --cost")
     parser.add_argument("--profile", action="store_true", help="with --cost: where the time goes")
     parser.add_argument("--width", action="store_true")
@@ -1239,7 +1181,7 @@ def main() -> None:
         print(json.dumps(cost_of(Path(options.child), options.threads)))
         return
     if options.cost is not None:
-        cost(options.cost or list(SHAPES), options.threads, options.profile)
+        cost(options.cost or list(WHOLE), options.threads, options.profile)
     if options.width:
         width(options.largest, options.trained, 2 * options.steps, options.training_steps)
     if options.soundness and not soundness(options.soundness, options.first, options.steps):

@@ -6,14 +6,20 @@ makes a sharded bf16 checkpoint of T5 v1.1's shapes in a temporary folder and th
 and rewrites it with a residual exponent of -4 (``write_fp16`` without and with SHA-256 of what is read and written);
 last it loads and saves it with stock code in fp16. Every way runs in a process of its own and ends with fsync of its
 files. Times are medians over the rounds, of a source in the page cache and without imports; memory is the peak resident
-size less that of a process that has only imported torch. Two threads write, so times are only meaningful while two
+size less that of a process that has only imported torch. Several threads work, so times are only meaningful while two
 cores are idle; the load and the processor seconds tell.
+
+    python benchmarks/convert.py --scale t5-v1_1-small t5-v1_1-base t5-v1_1-large flan-t5-xl t5-v1_1-xxl-encoder
+
+shows how time and memory grow, in shards of at most 5 GB. With ``--certified`` the same shapes are converted whole and
+without a forward pass (``convert(..., run_model=False)``): planned from bounds, written, certified.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import shutil
@@ -22,90 +28,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-D_MODEL, D_FF, HEADS, VOCABULARY = 1024, 2816, 16, 32128
+import synthetic
+
+WIDTHS = synthetic.SHAPES["t5-v1_1-large"]
 EXPONENT = -4
 LIMITS = {"write_fp16": 1.6, "write_fp16, hashes": 2.3}
 MEMORY_LIMIT = 64.0
+SHARD = 5e9
 
 
-def shapes(gigabytes: float) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return the shapes of a T5 v1.1's tensors for about this many bytes in bf16, and its layers in each stack."""
-    attention = {f"{n}.weight": (D_MODEL, D_MODEL) for n in "qkvo"}
-    feed_forward = {
-        "wi_0.weight": (D_FF, D_MODEL),
-        "wi_1.weight": (D_FF, D_MODEL),
-        "wo.weight": (D_MODEL, D_FF),
-    }
-    norm = {"layer_norm.weight": (D_MODEL,)}
-    ends = 2 * VOCABULARY * D_MODEL
-    layer = 12 * D_MODEL * D_MODEL + 6 * D_MODEL * D_FF
-    layers = max(1, round((gigabytes * 1e9 / 2 - ends) / layer))
-    result: dict[str, tuple[int, ...]] = {
-        "shared.weight": (VOCABULARY, D_MODEL),
-        "lm_head.weight": (VOCABULARY, D_MODEL),
-    }
-    for stack, kinds in (("encoder", ("SelfAttention",)), ("decoder", ("SelfAttention", "EncDecAttention"))):
-        for i in range(layers):
-            for number, kind in enumerate((*kinds, "DenseReluDense")):
-                prefix = f"{stack}.block.{i}.layer.{number}"
-                inside = feed_forward if kind == "DenseReluDense" else attention
-                result |= {f"{prefix}.{kind}.{n}": s for n, s in inside.items()}
-                result |= {f"{prefix}.{n}": s for n, s in norm.items()}
-        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        result |= {bias: (32, HEADS), f"{stack}.final_layer_norm.weight": (D_MODEL,)}
-    return result, layers
-
-
-def make(folder: Path, gigabytes: float, shards: int) -> None:
-    """Write the synthetic checkpoint: normal weights of standard deviation 0.05, in shards of about equal size."""
-    import torch
-    from safetensors.torch import save_file
-
-    table, layers = shapes(gigabytes)
-    config = {
-        "architectures": ["T5ForConditionalGeneration"],
-        "model_type": "t5",
-        "d_model": D_MODEL,
-        "d_kv": D_MODEL // HEADS,
-        "d_ff": D_FF,
-        "num_heads": HEADS,
-        "num_layers": layers,
-        "num_decoder_layers": layers,
-        "vocab_size": VOCABULARY,
-        "feed_forward_proj": "gated-gelu",
-        "tie_word_embeddings": False,
-        "layer_norm_epsilon": 1e-6,
-        "torch_dtype": "bfloat16",
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    names = sorted(table)
-    sizes = [torch.Size(table[n]).numel() for n in names]
-    groups: list[list[str]] = [[] for _ in range(shards)]
-    seen = 0
-    for name, size in zip(names, sizes, strict=True):
-        groups[min(shards - 1, seen * shards // sum(sizes))].append(name)
-        seen += size
-    torch.manual_seed(0)
-    placed: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        file = "model.safetensors" if shards == 1 else f"model-{number:05d}-of-{shards:05d}.safetensors"
-        save_file({n: (torch.randn(table[n]) * 0.05).bfloat16() for n in group}, folder / file, {"format": "pt"})
-        placed |= dict.fromkeys(group, file)
-    if shards > 1:
-        index = {"metadata": {"total_size": 2 * sum(sizes)}, "weight_map": placed}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    sync(folder)
-
-
-def sync(folder: Path) -> None:
-    """Flush every file of a folder to the disk."""
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+def of_size(gigabytes: float) -> synthetic.Shape:
+    """Return a shape with about this many bytes in bf16."""
+    ends = WIDTHS.with_layers(0).parameters
+    return WIDTHS.with_layers(max(1, round((gigabytes * 1e9 / 2 - ends) / (WIDTHS.with_layers(1).parameters - ends))))
 
 
 def rewriting(source: Path, out: Path, hashes: bool) -> Callable[[], object]:
@@ -133,7 +72,7 @@ def stock(source: Path, out: Path) -> Callable[[], object]:
 
     def act() -> None:
         T5ForConditionalGeneration.from_pretrained(source, dtype=torch.float16).save_pretrained(out)
-        sync(out)
+        synthetic.sync(out)
 
     return act
 
@@ -143,9 +82,16 @@ def copying(source: Path, out: Path) -> Callable[[], object]:
 
     def act() -> None:
         subprocess.run(["cp", "-r", source, out], check=True)
-        sync(out)
+        synthetic.sync(out)
 
     return act
+
+
+def converting(source: Path, out: Path) -> Callable[[], object]:
+    """Return what plans from bounds, writes and certifies the checkpoint."""
+    from bf16_to_fp16 import convert
+
+    return lambda: convert(str(source), out, run_model=False)
 
 
 def importing() -> Callable[[], object]:
@@ -176,6 +122,7 @@ def child(way: str, source: Path, out: Path) -> dict[str, float]:
         "write_fp16": lambda: rewriting(source, out, False),
         "write_fp16, hashes": lambda: rewriting(source, out, True),
         "stock load and save": lambda: stock(source, out),
+        "convert, no audit": lambda: converting(source, out),
     }
     act = actions[way]()
     begin, used = time.perf_counter(), processor_seconds()
@@ -220,27 +167,53 @@ def table(results: dict[str, list[dict[str, float]]], floor: float, size: int) -
     return "\n".join(lines)
 
 
+def scale(names: list[str], rounds: int, certified: bool) -> None:
+    """Print a line for every shape as soon as it is measured."""
+    ways = ["cp -r", *LIMITS] + (["convert, no audit"] if certified else [])
+    print("| shape | GB | " + " | ".join(f"{way}, s" for way in ways), end=" | ")
+    print(" | ".join(f"{way}, / cp | MB over torch" for way in ways[1:]) + " |\n|" + "---|" * (3 * len(ways)))
+    for name in names:
+        with checkpoint(synthetic.SHAPES[name], None) as (source, out, size):
+            floor = measure("import torch", source, out)["megabytes"]
+            measure("cp -r", source, out)
+            runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+            for _ in range(rounds):
+                for way in ways:
+                    runs[way].append(measure(way, source, out))
+        seconds = {way: statistics.median(r["seconds"] for r in runs[way]) for way in ways}
+        memory = {way: max(r["megabytes"] for r in runs[way]) - floor for way in ways}
+        print(f"| {name} | {size / 1e9:.2f} | " + " | ".join(f"{seconds[way]:.2f}" for way in ways), end=" | ")
+        print(" | ".join(f"{seconds[way] / seconds['cp -r']:.2f} | {memory[way]:.0f}" for way in ways[1:]), end=" |\n")
+        sys.stdout.flush()
+
+
+@contextmanager
+def checkpoint(shape: synthetic.Shape, shards: int | None) -> Iterator[tuple[Path, Path, int]]:
+    """Yield a source, a path for an output and the source's size; both are removed afterwards."""
+    shards = shards or math.ceil(2 * shape.parameters / SHARD)
+    with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-bench-") as work:
+        source, out = Path(work) / "source", Path(work) / "out"
+        yield source, out, synthetic.write(source, shape, shards)
+
+
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", nargs="+", metavar="SHAPE", choices=synthetic.SHAPES)
+    parser.add_argument("--certified", action="store_true", help="with --scale")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         way, first, second = arguments.child
-        if way == "make":
-            make(Path(first), arguments.gigabytes, arguments.shards)
-        else:
-            print(json.dumps(child(way, Path(first), Path(second))))
+        print(json.dumps(child(way, Path(first), Path(second))))
         return
+    if arguments.scale:
+        return scale(arguments.scale, arguments.rounds, arguments.certified)
     results: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-bench-") as work:
-        source, out = Path(work) / "source", Path(work) / "out"
-        sizes = ["--gigabytes", str(arguments.gigabytes), "--shards", str(arguments.shards)]
-        subprocess.run([sys.executable, __file__, *sizes, "--child", "make", source, out], check=True)
-        size = sum(p.stat().st_size for p in source.iterdir())
+    with checkpoint(of_size(arguments.gigabytes), arguments.shards) as (source, out, size):
         floor = measure("import torch", source, out)["megabytes"]
         measure("cp -r", source, out)
         for _ in range(arguments.rounds):

@@ -9,6 +9,7 @@ out, since it cannot inform a choice.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,8 @@ STEP_NOISE = 2.0**-48 / 12
 
 _LOWEST, _HIGHEST = -120, 60
 _BINS = _HIGHEST - _LOWEST + 1
-_CHUNK = 1 << 22
+_REACH = FP16_SIGNIFICANT_BITS
+_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -61,39 +63,79 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
     matrix = weight.detach()
     matrix = matrix.view(-1, 1) if matrix.dim() == 1 else (matrix.t() if axis == 1 else matrix)
     channels, width = matrix.shape
-    by_bit = torch.zeros(channels * _BINS, dtype=torch.float64)
-    by_binade = torch.zeros(channels * _BINS, dtype=torch.float64)
-    energy_by_binade = torch.zeros(channels * _BINS, dtype=torch.float64)
-    amax = torch.zeros(channels, dtype=torch.float64)
+    by_bit = torch.empty(channels, _BINS, dtype=torch.float64)
+    by_binade = torch.empty(channels, _BINS, dtype=torch.float64)
+    energy_by_binade = torch.empty(channels, _BINS, dtype=torch.float64)
+    amax = torch.empty(channels, dtype=torch.float64)
     rows = max(1, _CHUNK // max(1, width))
-    shift = other.to(torch.int64) if other is not None else None
     for start in range(0, channels, rows):
-        part = matrix[start : start + rows].to(torch.float32).contiguous()
-        binade = torch.frexp(part).exponent.to(torch.int64) - 1
-        bit = torch.maximum(lowest_bit_exponent(part).to(torch.int64), binade - (FP16_SIGNIFICANT_BITS - 1))
+        here = slice(start, start + rows)
+        part = matrix[here].contiguous()
         square = part.double().square_()
-        magnitude = part.abs().double()
-        if shift is not None:
-            binade, bit = binade + shift, bit + shift
-            factor = torch.ldexp(torch.ones(width, dtype=torch.float64), shift)
-            square, magnitude = square * factor * factor, magnitude * factor
-        amax[start : start + rows] = magnitude.amax(1)
-        channel = (torch.arange(part.shape[0]) + start).view(-1, 1) * _BINS
-        used = part != 0
-        at_bit = (bit.clamp(_LOWEST, _HIGHEST) - _LOWEST + channel)[used]
-        at_binade = (binade.clamp(_LOWEST, _HIGHEST) - _LOWEST + channel)[used]
-        size = channels * _BINS
-        by_bit += torch.bincount(at_bit, minlength=size)
-        by_binade += torch.bincount(at_binade, minlength=size)
-        energy_by_binade += torch.bincount(at_binade, weights=square[used], minlength=size)
+        if other is not None:
+            square.mul_(torch.ldexp(torch.ones(width, dtype=torch.float64), 2 * other))
+        amax[here] = square.amax(1).sqrt_()  # exact: the square of 24 bits fits fp64
+        key = _keys(part, other)
+        key += torch.arange(part.shape[0], dtype=torch.int32).view(-1, 1) * (_BINS * _REACH)
+        size = part.shape[0] * _BINS * _REACH
+        key = key.view(-1)
+        count = torch.bincount(key, minlength=size).view(-1, _BINS, _REACH)
+        energy = torch.bincount(key, weights=square.view(-1), minlength=size).view(-1, _BINS, _REACH)
+        by_binade[here] = count.sum(2).double()
+        energy_by_binade[here] = energy.sum(2)
+        by_bit[here] = 0
+        for reach in range(_REACH):  # what falls off the lower end is below every threshold already
+            by_bit[here, : _BINS - reach] += count[:, reach:, reach]
+            by_bit[here, 0] += count[:, :reach, reach].sum(1)
 
     exponents = torch.arange(-GRID, GRID + 1)
-    lossy = below(by_bit.view(channels, _BINS), -24 - exponents)
-    vanishing = below(by_binade.view(channels, _BINS), -25 - exponents)
-    vanished = below(energy_by_binade.view(channels, _BINS), -25 - exponents)
+    lossy = below(by_bit, -24 - exponents)
+    vanishing = below(by_binade, -25 - exponents)
+    vanished = below(energy_by_binade, -25 - exponents)
     error = vanished + (lossy - vanishing).clamp(min=0) * STEP_NOISE * 0.25 ** exponents.double()
-    energy = energy_by_binade.view(channels, _BINS).sum(1)
+    energy = energy_by_binade.sum(1)
     return LossTable(lossy.float(), error.float(), energy, amax, weight.numel())
+
+
+def _keys(part: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+    """Return each element's place in a histogram of [_BINS, _REACH]: its binade, shifted, and how many bits below it
+    its last bit is, as far as fp16 has bits."""
+    if part.dtype not in (torch.bfloat16, torch.float16):
+        narrow = part.to(torch.bfloat16)
+        if not torch.equal(narrow.to(part.dtype), part):
+            return _joined(*_binade_and_reach(part), shift)
+        part = narrow
+    # Two bytes have few values: looking one up is many times cheaper than working it out.
+    pattern = part.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF).view(-1)
+    binade, reach, key = _patterns(part.dtype)
+    if shift is None:
+        return key.index_select(0, pattern).view(part.shape)
+    # index_select takes two thirds of the time of indexing.
+    binade, reach = (table.index_select(0, pattern).view(part.shape) for table in (binade, reach))
+    return _joined(binade, reach, shift)
+
+
+def _joined(binade: torch.Tensor, reach: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+    """Return the key of ``_keys`` from its two parts."""
+    if shift is not None:
+        binade = binade + shift
+    return binade.clamp(_LOWEST, _HIGHEST).sub_(_LOWEST).mul_(_REACH).add_(reach)
+
+
+def _binade_and_reach(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an element's exponent, 1000 for 0, and how many bits below it the last bit is, at most 10; int32."""
+    x = x.to(torch.float32)
+    binade = torch.frexp(x).exponent - 1
+    reach = (binade - lowest_bit_exponent(x)).clamp_(0, _REACH - 1)
+    return torch.where(x == 0, 1000, binade), torch.where(x == 0, 0, reach)
+
+
+@functools.cache
+def _patterns(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the binade, reach and key of every value of a 2-byte dtype, by its bits."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    binade, reach = _binade_and_reach(every)
+    return binade, reach, _joined(binade, reach, None)
 
 
 def below(histogram: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
