@@ -3,6 +3,7 @@ that costs in quality, for the activation-magnitude penalty, exact rescaling, bo
 
     python benchmarks/finetune.py --steps 300
     python benchmarks/finetune.py --amp 500      # ordinary finetuning under fp16 AMP, before and after convert
+    python benchmarks/finetune.py --cost 20      # seconds a step beside a plain loop, over 20 steps
 
 The first trains the shipped demo models from plain text on one thread, evaluates on held-out text, prints a Markdown
 table, and draws headroom against steps (benchmarks/finetune.svg). Headroom is log2(65504 / largest |x|) over every site
@@ -11,29 +12,37 @@ from which the next 10 stay there. Quality is the rise of the held-out loss over
 original; since all are trained on the kind of text on which they are judged, "no penalty" is what to compare with.
 
 The second trains without penalty, rescaling or teacher, as anybody would finetune the checkpoint in fp16, and counts
-the steps that are skipped because a value or a gradient is not finite.
+the steps that are skipped because a value or a gradient is not finite. The third finetunes a byte-level T5 of 44
+million parameters with random weights, in fp32 (products in fp16 are computed in fp32 on a CPU, which would
+hide the rest).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shutil
+import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import synthetic
 import torch
 
 from bf16_to_fp16.auditing import load, load_config
 from bf16_to_fp16.checkpoint import open_checkpoint
 from bf16_to_fp16.conversion import convert
 from bf16_to_fp16.corpus import open_corpus
+from bf16_to_fp16.distillation import Teacher
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning import make_accelerator, train
-from bf16_to_fp16.recipe import parse_recipe
+from bf16_to_fp16.recipe import Wandb, parse_recipe
 from bf16_to_fp16.runlog import RunLog
 from bf16_to_fp16.talk import Talk
 from bf16_to_fp16.training import Trainer
@@ -190,6 +199,86 @@ def compare_in_amp(demos: list[str], steps: int) -> None:
                 print(f"| {demo}, {name} | {train_in_amp(demo, folder, Path(scratch) / 'run', steps)} |", flush=True)
 
 
+class Stopwatch(RunLog):
+    """A log that keeps only when each step ended."""
+
+    def __init__(self) -> None:
+        super().__init__(None, Wandb(), Path(), "", {})
+        self.ends: list[float] = []
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Note the time."""
+        if "task_loss" in values:
+            self.ends.append(time.perf_counter())
+
+
+def seconds_of(ends: list[float]) -> float:
+    """Return the median time between steps, without the first ones."""
+    return statistics.median(b - a for a, b in itertools.pairwise(ends[2:]))
+
+
+def plain_loop(source: Path, steps: int) -> float:
+    """Return the seconds of a step that anybody would write: fused AdamW, batches of the same shape."""
+    model = load(source, torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    ids, labels = torch.randint(3, 250, (8, 130)), torch.randint(3, 250, (8, 62))
+    ends = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(time.perf_counter())
+    return seconds_of(ends)
+
+
+def cost(steps: int) -> None:
+    """Print the seconds of a step, without and with what a finetune adds."""
+    shape = synthetic.Shape(512, 2048, 8, 384, 6, 6)
+    demo = ROOT / "bf16_to_fp16" / "demo_data" / DEMOS["T5"]
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "source"
+        synthetic.write(source, shape)
+        for name in ("tokenizer_config.json", "generation_config.json"):
+            shutil.copy(demo / name, source)
+        changes: dict[str, dict[str, Any]] = {
+            "finetune, no penalty, no teacher": {"penalty": {"form": "none"}, "distillation": {"weight": 0.0}},
+            "with penalty": {"distillation": {"weight": 0.0}},
+            "with teacher": {"penalty": {"form": "none"}},
+            "with both, as by default": {},
+        }
+        print(f"{shape.parameters / 1e6:.0f} million parameters, batches of 8, fp32, 1 thread\n")
+        plain = plain_loop(source, steps)
+        print(f"| step | seconds | times the plain loop |\n|---|---|---|\n| plain loop | {plain:.2f} | 1.00 |")
+        for name, change in changes.items():
+            settings = {
+                "source": str(source),
+                "out": str(Path(scratch) / "out"),
+                "device": "cpu",
+                "rescale": False,
+                "precision": "fp32",
+                "data": data_of("T5"),
+                "schedule": {"steps": steps, "warmup": 1},
+                "evaluation": {"every": steps, "examples": 1, "generate": False},
+                "checkpointing": {"every": steps, "keep": 1},
+                "logging": {"every": 1},
+                **change,
+            }
+            recipe = parse_recipe(settings)
+            corpus = open_corpus(recipe.data, source, load_config(source))
+            student = load(source, torch.float32, attention="eager")
+            watch = Stopwatch()
+            teacher = None
+            if recipe.distillation.weight:
+                teacher = Teacher(load(source, torch.float32), torch.device("cpu"), temperature=1.0)
+            run = Path(scratch) / "run"
+            Trainer(recipe, student, teacher, corpus, run, make_accelerator(recipe), log=watch).train()
+            shutil.rmtree(run, ignore_errors=True)
+            seconds = seconds_of(watch.ends)
+            print(f"| {name} | {seconds:.2f} | {seconds / plain:.2f} |", flush=True)
+
+
 def draw(curves: dict[str, dict[str, list[tuple[int, float]]]], path: Path) -> None:
     """Draw headroom against steps, one panel for each model."""
     import matplotlib
@@ -219,10 +308,14 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, default=4e-3, help="highest learning rate, relative to each tensor's size"
     )
+    parser.add_argument("--cost", type=int, metavar="STEPS", help="time a step instead, over so many steps")
     parser.add_argument("--models", nargs="+", choices=list(DEMOS), default=list(DEMOS))
     parser.add_argument("--plot", type=Path, default=HERE / "finetune.svg")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.cost:
+        cost(options.cost)
+        return
     if options.amp:
         compare_in_amp(options.models, options.amp)
         return

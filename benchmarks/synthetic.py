@@ -74,6 +74,9 @@ class Shape:
             "tie_word_embeddings": False,
             "layer_norm_epsilon": 1e-6,
             "torch_dtype": "bfloat16",
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
         }
 
 

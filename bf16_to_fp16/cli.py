@@ -454,10 +454,12 @@ class _Numbers(click.Command):
     """A command whose arguments may be negative numbers, which look like options."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
-        """Take what begins with a minus and a digit for an argument."""
+        """Take what begins with a minus and a digit for an argument, where no option before it wants a value."""
+        options = (parameter for parameter in self.params if isinstance(parameter, click.Option))
+        wanting = {name for option in options if not option.is_flag for name in option.opts} - {"--format"}
         first: list[str] = []
         rest = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--format=-") else [a])]
-        while rest and not re.match(r"-[\d.]", rest[0]):
+        while rest and (not wanting.isdisjoint(first[-1:]) or not re.match(r"-[\d.]", rest[0])):
             first.append(rest.pop(0))
         return super().parse_args(context, [*first, *rest[1:], "--", rest[0]] if rest else first)
 

@@ -288,9 +288,14 @@ def figure_table(report: Mapping[str, Any]) -> Table:
     close, weights, plan = report["fidelity"], report["weights"], report["plan"]
     if close is not None:
         measure = "KL to fp32" if close["measure"] == "kl" else close["measure"]
-        table.add_row(f"{measure}, source in bf16", error_of(close["kl_bf16"]))
+        # Of a finetune that is how 16 bits hold the finetuned weights; how far these went stands below.
+        finetune = report.get("finetune")
+        compared = "source" if finetune is None else "finetuned weights"
+        table.add_row(f"{measure}, {compared} in bf16", error_of(close["kl_bf16"]))
         row = f"{error_of(close['kl_fp16'])}{ratio(close['kl_bf16'], close['kl_fp16'])}"
         table.add_row(f"{measure}, output in fp16", row)
+        if (kept := (finetune or {}).get("fidelity")) is not None:
+            table.add_row(f"{measure} of the original, output in fp16", error_of(kept["kl_fp16"]))
     table.add_row("weights carried over exactly", percent(weights["lossless_fraction"]))
     table.add_row("weights flushed to zero", f"{weights['flushed_to_zero']:,}")
     if (worst := least_precise(report)) is not None:

@@ -411,6 +411,7 @@ def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str]
     assert drawn.read_bytes().startswith(head)
     text = page.read_text()
     assert "<b>.csv" not in text and "&lt;b&gt;.csv" in text and "<svg" in text
+    assert '<td class="head">spike</td><td data-label="steps">' in text
     assert "fast recovery" in text and "default-src 'none'" in text and 'src="' not in text
 
 
@@ -422,6 +423,7 @@ def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str]
         (["--updates"], "--updates needs a checkpoint: bf16-to-fp16 advise SOURCE --updates"),
         (["--format"], "--format needs a number or checkpoint"),
         (["{t5}", "--updates", "--optimizer", "muon"], "optimizer 'muon' is not known; choose from adamw, adam, adafa"),
+        (["{t5}", "--updates", "--lr", "-1"], "the learning rate is -1; give a positive number"),
         (["{t5}", "--updates", "--dtype", "fp8"], "dtype 'fp8' is not a 16-bit format; choose from bf16, fp16"),
         (["{t5}", "--updates", "--optimizer", "sgd"], "sgd's updates are as large as its gradients; give --data FILE"),
         (["{t5}", "--updates", "--lr", "0"], "the learning rate is 0; give a positive number"),

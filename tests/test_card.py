@@ -284,6 +284,24 @@ def test_a_finetunes_card_has_the_recipe_and_the_originals_name(tmp_path: Path) 
     assert yaml.safe_load(recipe) == report["finetune"]["recipe"]
 
 
+def test_a_finetunes_card_says_that_the_weights_were_trained_and_how_far_they_went(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = card(tmp_path / "plain", fakes.conversion()).text
+    kept = {"measure": "kl", "kl_bf16": 0.01, "kl_fp16": 2.5, "top1_bf16": 0.99, "top1_fp16": 0.321}
+    evaluations = [{"held_out_loss": 2.0}, {"step": 50}, {"held_out_loss": None}, {"held_out_loss": 2.125}]
+    run = {"recipe": {"steps": 140}, "steps": 140, "fidelity": kept, "evaluations": evaluations}
+    text = card(tmp_path, fakes.conversion() | {"finetune": run}).text
+    assert "finetuned so that its activations fit fp16" in text and "by a finetune of 140 steps" in text
+    assert "from 2 to 2.125" in text and "| 0.01 | 2.5 |" in text and "| 99.0% | 32.1% |" in text
+    of_the_source = ("against the fp32 source | source in bf16", "weights of the source", "source's weights again")
+    assert all(said in plain and said not in text for said in of_the_source)
+    assert "finetun" not in plain.partition("## What is proven")[0]
+    (tmp_path / "states").mkdir()
+    states = {"measure": "relative squared error", "kl_bf16": 1e-5, "kl_fp16": None}
+    text = card(tmp_path / "states", fakes.conversion() | {"finetune": {"fidelity": states}}).text
+    assert "| relative squared error of the last states | 1.00×10⁻⁵ | ∞ |" in text
+
+
 def test_the_front_matter_survives_a_finetune(tmp_path: Path) -> None:
     (tmp_path / "SOURCE_README.md").write_text(SOURCE_CARD)
     write_card(tmp_path / "README.md", checkpoint(tmp_path), fakes.conversion())

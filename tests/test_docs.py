@@ -120,6 +120,13 @@ def test_a_broken_link_is_found(copied: Path, link: str, seen: str) -> None:
     assert [found for found in broken_links(site) if seen in found]
 
 
+def test_a_picture_that_the_site_has_a_copy_of_is_the_measured_one() -> None:
+    copies = [path for path in (ROOT / "docs").glob("*.svg") if (ROOT / "benchmarks" / path.name).exists()]
+    assert {path.name for path in copies} >= {"finetune.svg", "rounding.svg"}
+    for path in copies:
+        assert path.read_bytes() == (ROOT / "benchmarks" / path.name).read_bytes(), path.name
+
+
 def relative_links(path: Path) -> Iterator[str]:
     """Yield the links of a Markdown file that lead into the repository."""
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
