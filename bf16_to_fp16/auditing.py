@@ -41,9 +41,8 @@ LOSS_SCALE = 2.0**10
 itself never breaks pure half; dynamic scalers start at 2¹⁶ and settle lower."""
 
 REMEDY = "bf16-to-fp16 convert rescales what can be; what cannot, a finetune lowers"
-REMEDY_CONVERTED = (
-    "rescaling was not enough; finetune with the activation-magnitude penalty, or use a regime that is clean"
-)
+REMEDY_CONVERTED = "rescaling was not enough; finetune with the activation-magnitude penalty"
+REMEDY_CLEAN = ", or use {clean}, which is clean"
 
 _OVERFLOWED = 65536.0
 _ALL_BITS = math.log2(FP16_MAX / FP16_STEP)
@@ -226,11 +225,13 @@ def broken_sites(results: Mapping[str, RegimeResult], *, converted: bool = False
             row["saturated"] = max(row["saturated"], site.saturated)
             bits = _plain_bits(-math.inf if site.headroom_bits is None else site.headroom_bits, FP16_MAX)
             row["excess_bits"] = max(row["excess_bits"], -bits)
+    broken = {regime for row in rows.values() for regime in row["regimes"]}
+    clean = " or ".join(regime for regime in results if regime not in broken)
     for row in rows.values():
         kinds = ((row["nonfinite"], "inf or NaN"), (row["saturated"], "saturated"))
         counts = " and ".join(f"{count:,} {kind}" for count, kind in kinds if count)
         row["reason"] = f"values that are {counts} in {', '.join(row['regimes'])}"
-        row["remedy"] = REMEDY_CONVERTED if converted else REMEDY
+        row["remedy"] = REMEDY if not converted else REMEDY_CONVERTED + REMEDY_CLEAN.format(clean=clean) * bool(clean)
     return list(rows.values())
 
 

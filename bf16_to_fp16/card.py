@@ -99,12 +99,13 @@ def eval_results(checkpoint: Checkpoint, report: Mapping[str, Any], task: str | 
     """Return the fidelity figures as the Hub's ``model-index`` takes them; none where nothing finite was measured."""
     close = report.get("fidelity") or {}
     states = close.get("measure") != "kl"
+    weights = "finetuned weights" if "finetune" in report else "fp32 source"
     measures = (
         ("kl_fp16", "relative_squared_error", "relative squared error of the last states, fp16 against fp32")
         if states
-        else ("kl_fp16", "kl_divergence", "KL(fp32 source ‖ fp16), nats per token"),
+        else ("kl_fp16", "kl_divergence", f"KL({weights} ‖ fp16), nats per token"),
         ("max_logit_error_fp16", "max_error", f"largest error of a {'state' if states else 'logit'}, fp16 to fp32"),
-        ("top1_fp16", "top1_agreement", "same best token as the fp32 source, share"),
+        ("top1_fp16", "top1_agreement", f"same best token as the {weights}, share"),
     )
     data = within(report, "inputs", "data", "name")
     return [

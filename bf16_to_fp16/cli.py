@@ -516,6 +516,8 @@ def advise_command(
     asked = [name for name, given in modes.items() if given]
     if len(asked) != 1:
         raise UserError(f"ask for one of {', '.join(modes)}" + (f", not for {len(asked)}" if asked else ""))
+    if options.get("picture") is not None and not losses:
+        raise UserError("--picture draws a loss curve: give it with --losses")
     if source is None and not number:
         wanted = {"--losses": "the log", "--init": "a checkpoint or hidden size", "--format": "a number or checkpoint"}
         needed = wanted.get(asked[0], "a checkpoint")

@@ -33,7 +33,7 @@ from .observe import ModuleRange, observe_ranges
 from .page import write_page
 from .planner import MARGIN_BITS, PROOF_MARGIN_BITS, RESIDUAL_RANGE, Planned, Weights, make_plan
 from .probe import Batch, batches
-from .rescaling import Drift, Plan, apply, describe, edited_config, inverse, writes
+from .rescaling import Drift, Plan, apply, check, describe, edited_config, inverse, writes
 from .talk import Talk
 from .writer import Written, write_fp16
 
@@ -120,7 +120,7 @@ def convert(
     command = command or command_of(source, out, target, run_model, margin_bits, options)
     if not dry_run:
         check_out(out, Path(source) if Path(source).is_dir() else None, force=force)
-    replayed = None if plan is None else read_plan(Path(plan))
+    replayed = None if plan is None else read_plan(Path(plan), target)
     checkpoint = open_checkpoint(source, subfolder, endpoint=endpoint)
     if not dry_run:
         check_out(out, checkpoint.folder, force=force)
@@ -131,6 +131,7 @@ def convert(
     if replayed is not None:
         chosen = replayed
         layout = resolve(checkpoint, untie=chosen.untied_head)
+        check(layout, chosen)
     else:
         bounds = bound_source(checkpoint, target, max_length, talk)
         ranges = observe_source(checkpoint, inputs, talk) if run_model else None
@@ -445,18 +446,23 @@ def simulate_drift(model: torch.nn.Module, layout: Layout, plan: Plan) -> None:
             norm.weight.data.copy_((norm.weight.data * correction).half())
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path, target: str | None = None) -> Plan:
     """Return the plan that a report holds.
 
-    Raises UserError where the file cannot be read or holds none.
+    Raises UserError where the file cannot be read or holds none, or one that was made for another ``target``.
     """
     path = path / REPORT if path.is_dir() else path
     if not path.exists():
         raise UserError(f"{path}: No such file or directory; give an {REPORT} or a converted folder")
     try:
-        return Plan.model_validate(read_json(path, "report", LONGEST_REPORT)["plan"])
+        report = read_json(path, "report", LONGEST_REPORT)
+        plan = Plan.model_validate(report["plan"])
     except (UserError, ValueError, KeyError) as error:
         raise UserError(f"{path}: holds no plan of this program; give an {REPORT} that convert wrote") from error
+    made_for = report.get("target", target)
+    if target is not None and made_for != target:
+        raise UserError(f"{path}: the plan was made for --target {made_for}; give that, or leave --plan away")
+    return plan
 
 
 class Origin(BaseModel):
@@ -467,6 +473,18 @@ class Origin(BaseModel):
     dtypes: dict[str, Literal["F64", "F32", "F16", "BF16"]]
     made: list[str]
     config_changes: dict[str, dict[str, Any]]
+
+
+def refuse_strangers(folder: Path, sha256: Mapping[str, str]) -> None:
+    """Raise UserError unless the weight files that were read are those that the report in ``folder`` lists."""
+    report = read_json(folder / REPORT, "report", LONGEST_REPORT)
+    try:
+        known = {entry["name"]: entry["sha256"] for entry in report["output"]["files"]}
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / REPORT}: does not say what was written; convert again") from error
+    for name, digest in sha256.items():
+        if known.get(name) != digest:
+            raise UserError(f"{folder / name}: is not what convert wrote (SHA-256); fetch or convert it again")
 
 
 def read_origin(path: Path) -> Origin:
@@ -543,6 +561,8 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, talk: Talk
     """
     talk = talk or Talk(quiet=True)
     folder, out = Path(folder), Path(out)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: No such folder; give one that convert wrote")
     if not (folder / REPORT).is_file():
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     check_out(out, folder, force=force)
@@ -563,8 +583,9 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, talk: Talk
             config[key] = sides["before"]
     with staged(out, force=force) as work:
         with talk.step(f"Writing {len(back)} tensors") as advance:
-            write_fp16(checkpoint, back, work, progress=advance)
+            written = write_fp16(checkpoint, back, work, progress=advance)
         checkpoint.refuse_changes()
+        refuse_strangers(folder, written.source_sha256)
         write_json(work / "config.json", config)
         carry_over(folder, work, back=True)
     return out

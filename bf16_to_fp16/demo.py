@@ -37,10 +37,12 @@ def demo(out: Path, *, talk: Talk, show: bool = True) -> list[dict[str, Any]]:
             talk.say(f"{name}: as trained, every parameter in fp16")
             before = audit(data / name, regimes=("half",), data=str(data / TEXT), talk=talk)
             if show:
+                terminal.print_title(f"{name}, as trained")
                 terminal.print_audit(before)
             talk.say(f"{name}: converting")
             result = convert(data / name, out / name, data=str(data / TEXT), force=True, talk=talk)
             if show:
+                terminal.print_title(f"{name}, converted")
                 terminal.print_conversion(result.report, out / name)
             reports.append(dict(result.report) | {"name": name, "before": before})
     return reports

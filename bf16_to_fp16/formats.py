@@ -14,6 +14,7 @@ import ast
 import fnmatch
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -148,6 +149,9 @@ def _value(node: ast.expr, target: Format | None, text: str) -> float | Fraction
     raise ValueError(f"{text!r} is not a number")
 
 
+_SUM = re.compile(r"[\s\d.eExX×*/()+-]*\d[\s\d.eExX×*/()+-]*")
+
+
 def is_number(thing: str) -> bool:
     """Return whether ``thing`` is a number or an expression of numbers, and no file or folder of that name."""
     try:
@@ -155,7 +159,8 @@ def is_number(thing: str) -> bool:
     except UserError:
         return True  # of numbers, and wrong
     except (ValueError, OSError, RuntimeError):
-        return False
+        # A broken sum is a sum still, unless it has the name of something.
+        return bool(_SUM.fullmatch(thing)) and not Path(thing).exists()
 
 
 def _finite(value: float | Fraction) -> bool:
@@ -338,7 +343,10 @@ def advise_format(
     report: dict[str, Any] = {"mode": "format", "numbers": [], "checkpoints": []}
     for thing in things:
         if is_number(thing):
-            report["numbers"].append(number(thing))
+            try:
+                report["numbers"].append(number(thing))
+            except ValueError as error:
+                raise UserError(f"{error}; give one like 0.0129, or an expression like '283 x 10'") from error
         else:
             report["checkpoints"].append(held(thing, tensors=tensors, subfolder=subfolder, progress=progress))
     if not things:

@@ -17,6 +17,7 @@ import io
 import itertools
 import json
 import math
+import re
 import statistics
 import struct
 import sys
@@ -751,6 +752,12 @@ def draw(curve: Curve, found: Sequence[Event], target: Any, title: str = "", *, 
         if title:
             axes[0].set_title(title)
         known = [loss for loss in curve.losses if math.isfinite(loss)]
+        lost = [step for step, loss in zip(curve.steps, curve.losses, strict=True) if not math.isfinite(loss)]
+        if lost:  # at the lower edge, since they have no height
+            edge = axes[0].get_xaxis_transform()
+            axes[0].plot(
+                lost, [0.02] * len(lost), "x", transform=edge, color="#d62728", markersize=4, label="no number"
+            )
         if known and max(known) > 20 * min(known) > 0:
             axes[0].set_yscale("log")
         if scaled:
@@ -762,7 +769,7 @@ def draw(curve: Curve, found: Sequence[Event], target: Any, title: str = "", *, 
         least = (max(curve.steps) - min(curve.steps)) / 400  # a short event would not be seen
         for event in found:
             end = max(curve.steps) if event.end is None else event.end
-            label = None if event.kind in named else event.kind
+            label = None if event.kind in named else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", event.kind).lower()
             named.add(event.kind)
             axes[-1 if isinstance(event, ScaleCollapse) and scaled else 0].axvspan(
                 event.start, max(end, event.start + least), color=_COLOURS[event.kind], alpha=0.25, label=label

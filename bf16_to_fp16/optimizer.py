@@ -40,11 +40,11 @@ from .errors import UserError
 ROUNDINGS = ("stochastic", "nearest", "kahan")
 MOMENTS = ("float32", "bfloat16", "8bit")
 
-# Keeps rsqrt finite where a second moment is 0: fp32's smallest normal number, whose root is 1e-19.
-_SMALLEST = torch.finfo(torch.float32).tiny
-
 # Up to this many elements are packed with others, and never compiled: calling a kernel costs more than computing them.
 _SMALL = 1 << 14
+
+# Elements that a compiled kernel updates at a time on a CPU: 4 MB for each scratch tensor of fp32.
+_PIECE = 1 << 20
 
 # An accelerator is kept busy by longer runs than a processor's caches hold (64 MB for each fp32 intermediate result).
 _CHUNK_ON_ACCELERATOR = 1 << 24
@@ -57,13 +57,14 @@ _BLOCK_8BIT, _FROM_8BIT = 256, 4096
 
 
 class Coefficients(NamedTuple):
-    """The scalars of a step; each is rounded to fp32 when it meets a tensor."""
+    """The scalars of a step, values of fp32."""
 
     unscale: float  # 1 / loss scale
+    beta1: float
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
-    rate: float  # lr · √(1 − β₂ᵗ) / (1 − β₁ᵗ)
+    minus_rate: float  # −lr · √(1 − β₂ᵗ) / (1 − β₁ᵗ)
     eps: float  # ε · √(1 − β₂ᵗ)
     decay: float  # 1 − lr · weight decay
 
@@ -72,28 +73,43 @@ def _coefficients(group: dict[str, Any], step: int, unscale: float) -> Coefficie
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     root = math.sqrt(1 - beta2**step)
     rate = lr * root / (1 - beta1**step)
-    return Coefficients(unscale, 1 - beta1, beta2, 1 - beta2, rate, group["eps"] * root, 1 - lr * group["weight_decay"])
+    exact = unscale, beta1, 1 - beta1, beta2, 1 - beta2, -rate, group["eps"] * root, 1 - lr * group["weight_decay"]
+    return Coefficients(*torch.tensor(exact, dtype=torch.float32).tolist())
 
+
+Scalar = float | Tensor
+"""A tensor in a compiled kernel, which would be compiled anew for another number."""
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Parameter, gradient, both moments, and what Kahan's addition has lost (bf16): flat and of one length."""
 
 
-def _update(tensors: _Tensors, counter: Tensor | None, key: rounding.Key, c: Tensor, how: str) -> None:
+def _update(
+    tensors: _Tensors,
+    counter: Tensor | None,
+    key: rounding.Key,
+    c: Coefficients | Tensor,
+    how: str,
+    scratch: list[Tensor],
+) -> None:
     """Step some elements in place, eagerly or inside torch.compile.
 
     counter: int32, None for 0, 1, 2, …. key: as ``rounding`` takes it, for all elements or a column for each.
-    c: ``Coefficients`` in fp32.
+    c: ``Coefficients``, or a tensor of them. scratch: what gets the results of 16-bit tensors instead
+    of these, in their order; or nothing.
     """
     parameter, grad, exp_avg, exp_avg_sq, compensation = tensors
-    unscale, one_minus_beta1, beta2, one_minus_beta2, rate, eps, decay = c.unbind()
-    g = grad.to(torch.float32) * unscale
-    m = exp_avg.to(torch.float32)
-    m = (g - m).mul_(one_minus_beta1).add_(m)
-    v = (exp_avg_sq.to(torch.float32) * beta2).add_(g.mul_(g).mul_(one_minus_beta2))
-    root = (v + _SMALLEST).rsqrt_()
-    value = parameter.to(torch.float32) * decay
-    value.sub_((m * root).div_(root.mul_(eps).add_(1)).mul_(rate))
+    numbers = c.unbind() if isinstance(c, Tensor) else c
+    unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay = numbers
+    g = grad.to(torch.float32)
+    if not isinstance(unscale, float) or unscale != 1:
+        g = g * unscale
+    m = _add_multiple(exp_avg.to(torch.float32).mul_(beta1), one_minus_beta1, g)
+    v = _add_multiple(exp_avg_sq.to(torch.float32).mul_(beta2), one_minus_beta2, g * g)
+    # Neither 0 nor inf, of which the product with rsqrt is NaN. Roots: 1e-19 and 2e19.
+    square = v.clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)
+    value = parameter.to(torch.float32).mul_(decay)
+    value = _add_quotient(value, minus_rate, m, square.mul_(square.rsqrt()).add_(eps))
 
     stochastic = how == "stochastic" and parameter.dtype != torch.float32
     if stochastic or exp_avg.dtype != torch.float32:
@@ -103,16 +119,34 @@ def _update(tensors: _Tensors, counter: Tensor | None, key: rounding.Key, c: Ten
     if exp_avg.dtype != torch.float32:
         for_m, for_v = rounding.more_bits(bits, key)
         m, v = rounding.stochastic(m, exp_avg.dtype, for_m), rounding.stochastic(v, exp_avg.dtype, for_v)
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
+    lost = None
     if stochastic:
         value = rounding.stochastic(value, parameter.dtype, bits)
     elif compensation is not None:
         value, lost = rounding.kahan_add(value, compensation.to(torch.float32), parameter.dtype)
-        compensation.copy_(lost)
     else:
         value = rounding.nearest(value, parameter.dtype)
-    parameter.copy_(value)
+    spare = iter(scratch)
+    for tensor, result in ((parameter, value), (exp_avg, m), (exp_avg_sq, v), (compensation, lost)):
+        if tensor is not None and result is not None and tensor is not result:
+            (tensor if tensor.dtype == torch.float32 else next(spare, tensor)).copy_(result)
+
+
+def _add_multiple(x: Tensor, factor: Scalar, a: Tensor) -> Tensor:
+    """Return x + factor · a, in x itself where eager; in one pass over memory there, with both roundings kept.
+
+    ``add`` with alpha rounds once in its vectors and twice at the end of a tensor; a product with 1 is the same.
+    """
+    if torch.compiler.is_compiling():
+        return x + a * factor
+    return x.addcmul_(a, torch.ones((), device=x.device), value=factor)  # type: ignore[arg-type]
+
+
+def _add_quotient(x: Tensor, factor: Scalar, a: Tensor, b: Tensor) -> Tensor:
+    """Return x + factor · a / b, as ``_add_multiple`` does."""
+    if torch.compiler.is_compiling():
+        return x + a * factor / b
+    return x.addcdiv_(a, b, value=factor)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -151,13 +185,20 @@ class _Run(NamedTuple):
         """Yield the tensors in parts of at most ``size`` elements, each after its key."""
         for start, stop, block, first in rounding.index_blocks(self.start, self.start + self.length, size):
             key = rounding.make_key(*self.identity, block, first)
-            yield key, _part(self.tensors, start - self.start, stop - self.start)
+            whole = stop - start == self.length
+            yield key, self.tensors if whole else _part(self.tensors, start - self.start, stop - self.start)
 
 
 def _part(tensors: _Tensors, start: int, stop: int) -> _Tensors:
     parameter, grad, exp_avg, exp_avg_sq, lost = tensors
     here = slice(start, stop)
     return parameter[here], grad[here], exp_avg[here], exp_avg_sq[here], None if lost is None else lost[here]
+
+
+def _narrow(tensors: _Tensors) -> list[Tensor]:
+    """Return the 16-bit tensors that a step writes, the parameter first."""
+    parameter, _, *kept = tensors
+    return [tensor for tensor in (parameter, *kept) if tensor is not None and tensor.dtype != torch.float32]
 
 
 def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
@@ -186,30 +227,45 @@ def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
     return [(start, math.prod(local[cut:])) for start in starts]
 
 
-def _run_compiled(runs: list[_Run], c: Tensor, how: str) -> None:
-    """Update every run by one call of a fused kernel."""
+def _run_compiled(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
+    """Update every run by calls of a fused kernel, on a CPU for pieces.
+
+    A CPU kernel whose tensors are all bf16 takes two registers of fp32 at a time, and moves bit patterns of these one
+    by one. So there results are stored to fp32 scratch tensors, which halves its time, and are then copied.
+    """
+    numbers = torch.tensor(c, device=device)
+    size = 1 << rounding.BLOCK_BITS if device.type != "cpu" else _PIECE
+    scratch = torch.empty(0, 0)
     for run in runs:
-        for key, tensors in run.cut(1 << rounding.BLOCK_BITS):
-            words = torch.tensor(key, dtype=torch.int32, device=c.device)
-            _compiled(how, c.device.type, *run.kind)(tensors, None, words, c, how)
+        kernel = _compiled(how, device.type, *run.kind)
+        apart = device.type == "cpu" and how == "stochastic" and run.kind[0] == run.kind[2] == torch.bfloat16
+        if apart and not scratch.numel():
+            scratch = torch.empty(3, min(size, max(run.length for run in runs)))
+        for key, tensors in run.cut(size):
+            words = torch.tensor(key, dtype=torch.int32, device=device)
+            narrow = _narrow(tensors) if apart else []
+            spare = [row[: len(tensor)] for row, tensor in zip(scratch, narrow, strict=False)]
+            kernel(tensors, None, words, numbers, how, spare)
+            for tensor, result in zip(narrow, spare, strict=True):
+                tensor.copy_(result)
 
 
-def _run_eagerly(runs: list[_Run], c: Tensor, how: str) -> None:
+def _run_eagerly(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
     """Update runs in chunks."""
-    counter = _counter(runs, c.device)
+    counter = _counter(runs, device)
     for run in runs:
-        for key, tensors in run.cut(_chunk(c.device)):
-            _update(tensors, counter[: len(tensors[0])], key, c, how)
+        for key, tensors in run.cut(_chunk(device)):
+            _update(tensors, counter[: len(tensors[0])], key, c, how, [])
 
 
-def _run_packed(runs: list[_Run], c: Tensor, how: str) -> None:
+def _run_packed(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
     """Update short runs, as many of a kind together as fill a chunk."""
-    counter = _counter(runs, c.device)
+    counter = _counter(runs, device)
     for _, alike in itertools.groupby(sorted(runs, key=lambda run: str(run.kind)), key=lambda run: run.kind):
         pack: list[_Run] = []
         filled = 0
         for run in alike:
-            if pack and filled + run.length > _chunk(c.device):
+            if pack and filled + run.length > _chunk(device):
                 _step_pack(pack, counter, c, how)
                 pack, filled = [], 0
             pack.append(run)
@@ -226,20 +282,20 @@ def _counter(runs: list[_Run], device: torch.device) -> Tensor:
     return rounding.counters(min(max((run.length for run in runs), default=0), _chunk(device)), device)
 
 
-def _step_pack(pack: list[_Run], counter: Tensor, c: Tensor, how: str) -> None:
+def _step_pack(pack: list[_Run], counter: Tensor, c: Coefficients, how: str) -> None:
     """Update several short runs with as many operations as one takes: on copies end to end, which are copied back."""
     parts = [part for run in pack for part in run.cut(_SMALL)]  # one of each, or two at a block's border
     if len(parts) == 1:
         key, tensors = parts[0]
-        return _update(tensors, counter[: len(tensors[0])], key, c, how)
+        return _update(tensors, counter[: len(tensors[0])], key, c, how, [])
     lengths = [len(tensors[0]) for _, tensors in parts]
     columns = [[t for t in column if t is not None] for column in zip(*(tensors for _, tensors in parts), strict=True)]
     parameter, grad, exp_avg, exp_avg_sq, lost = (torch.cat(column) if column else None for column in columns)
     assert parameter is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
-    keys = torch.tensor([key for key, _ in parts], dtype=torch.int32, device=c.device).T
-    keys = keys.repeat_interleave(torch.tensor(lengths, device=c.device), dim=1, output_size=sum(lengths))
+    keys = torch.tensor([key for key, _ in parts], dtype=torch.int32, device=counter.device).T
+    keys = keys.repeat_interleave(torch.tensor(lengths, device=counter.device), dim=1, output_size=sum(lengths))
     joined = parameter, grad, exp_avg, exp_avg_sq, lost
-    _update(joined, torch.cat([counter[:length] for length in lengths]), keys, c, how)
+    _update(joined, torch.cat([counter[:length] for length in lengths]), keys, c, how, [])
     for column, source in zip(columns, joined, strict=True):
         if source is not None and source is not grad:
             torch._foreach_copy_(column, list(source.split(lengths)))
@@ -334,13 +390,13 @@ class AdamW(Optimizer):
                     runs = _split(tensors, local_runs(parameter), (int(group["seed"]), step, index))
                     work.setdefault((tensors[0].device, step), []).extend(runs)
             for (device, step), runs in work.items():
-                c = torch.tensor(_coefficients(group, step, 1 / scale), device=device)
+                c = _coefficients(group, step, 1 / scale)
                 long: list[_Run] = []
                 short: list[_Run] = []
                 for run in runs:
                     (long if run.length > _SMALL else short).append(run)
-                (_run_compiled if group["compile"] else _run_eagerly)(long, c, group["rounding"])
-                (_run_packed if group["foreach"] else _run_eagerly)(short, c, group["rounding"])
+                (_run_compiled if group["compile"] else _run_eagerly)(long, device, c, group["rounding"])
+                (_run_packed if group["foreach"] else _run_eagerly)(short, device, c, group["rounding"])
             for target, source in copies:
                 target.copy_(source.view(target.shape))
         return loss

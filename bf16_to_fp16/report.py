@@ -44,6 +44,8 @@ INEXACT = (
     " finetune with the activation-magnitude penalty, or try a smaller --margin"
 )
 
+NOT_FINITE = "its logits are inf or NaN: something inside overflows; finetune with the activation-magnitude penalty"
+
 
 def build(
     *,
@@ -176,7 +178,7 @@ def too_inexact(fidelity: Fidelity) -> list[Violation]:
     if bf16 is None or not math.isfinite(bf16) or fp16 <= max(bf16, NOISE):
         return []
     lost = math.log2(fp16 / max(bf16, NOISE)) / 2 if math.isfinite(fp16) else ALL_BITS
-    return [Violation(OUTPUT, lost, INEXACT)]
+    return [Violation(OUTPUT, lost, INEXACT if math.isfinite(fp16) else NOT_FINITE)]
 
 
 def source_of(

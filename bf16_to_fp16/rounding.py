@@ -14,7 +14,8 @@ A finite value beyond the last finite one of the format becomes that one, never 
 Random bits are a keyed hash of the element's index in its parameter (counter-based, as in Salmon et al., SC 2011), the
 key being one of (seed, step, parameter). No state is carried along, so the result is the same in whatever chunks, on
 however many ranks and after whatever interruption it is computed. Only int32 and fp32 operations are used, each rounded
-correctly on a CPU, so torch.compile can fuse them and gives the same bits.
+correctly on a CPU, so torch.compile can fuse them and gives the same bits. An eager CPU takes a shorter way to them
+where all values are finite in the format.
 """
 
 import hashlib
@@ -40,7 +41,9 @@ _SIGN = -(1 << 31)
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _LARGEST = {torch.bfloat16: 0x7F7F0000, torch.float16: 0x477FE000}  # fp32 patterns of the last finite values
-_FP16_NORMAL = 0x38800000  # 2⁻¹⁴, the smallest normal number
+_CUT = {torch.bfloat16: 16, torch.float16: 13}  # bits of fp32's significand that the format lacks
+_FP16_SMALLEST_NORMAL, _FP16_NORMAL = 2.0**-14, 0x38800000  # and its pattern in fp32
+_ROW = 32  # elements of which one that is subnormal in fp16 sends all through the general formula
 _STRIDE = 0x9E3779B1 - (1 << 32)  # 2³² over the golden ratio, odd
 _MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97 - (1 << 32), 0x85EBCA6B - (1 << 32))
 DTYPES = (torch.bfloat16, torch.float16)
@@ -93,9 +96,9 @@ def more_bits(bits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
 
     The high halves are not random. One more round; each set is uniform and unrelated to ``bits``.
     """
-    x = (bits + key[2]) * _MULTIPLIERS[2]
+    x = (bits + key[2]).mul_(_MULTIPLIERS[2])
     high = x >> 16
-    return high, x ^ high
+    return high, x.bitwise_xor_(high)
 
 
 # ---- rounding, as expressions that can be fused --------------------------------------------------------------------
@@ -108,7 +111,9 @@ def stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     bits: int32 of x's shape, whose low 16 bits (bf16) or low 31 bits (fp16) are random. The probability is exact for
     every bf16 rounding and for |x| ≥ 2⁻³¹ in fp16; below, it is cut to a multiple of 2⁻³¹.
     """
-    return x if dtype == torch.float32 else _round(x, dtype, bits)
+    if dtype == torch.float32:
+        return x
+    return _stochastic_where_finite(x, dtype, bits) if _plain(x, dtype) else _round(x, dtype, bits)
 
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,7 +121,9 @@ def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     x: fp32; its NaNs must be quiet. Written with integers because a compiler may drop a cast to 16 bits and back.
     """
-    return x if dtype == torch.float32 else _round(x, dtype, None)
+    if dtype == torch.float32:
+        return x
+    return x.to(dtype).to(torch.float32) if _plain(x, dtype) else _round(x, dtype, None)
 
 
 def kahan_add(value: Tensor, compensation: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -137,7 +144,7 @@ def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
     """
     pattern = x.view(torch.int32)
     magnitude = pattern & _MAGNITUDE
-    cut = 16 if dtype == torch.bfloat16 else 13
+    cut = _CUT[dtype]
     below = (1 << cut) - 1
     noise = bits & below if bits is not None else (magnitude >> cut).bitwise_and_(1).add_(below >> 1)
     # Nothing is added from the largest finite value on, so that it cannot become inf, nor a NaN carry into the sign.
@@ -160,6 +167,35 @@ def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
     subnormal = (magnitude - _FP16_NORMAL).bitwise_right_shift_(31)
     rounded = small.bitwise_xor_(rounded).bitwise_and_(subnormal).bitwise_xor_(rounded)
     return rounded.bitwise_or_(pattern & _SIGN).view(torch.float32)
+
+
+def _plain(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether an eager processor is at work and no value is beyond the last finite one of ``dtype``, or NaN.
+
+    Then fewer operations give the same bits. An accelerator would have to be waited for.
+    """
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or not x.numel():
+        return False
+    low, high = torch.aminmax(x)
+    last = torch.finfo(dtype).max
+    return -last <= low.item() and high.item() <= last
+
+
+def _stochastic_where_finite(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Do what ``_round`` does, for values that pass ``_plain``."""
+    cut = _CUT[dtype]
+    if dtype == torch.float16:
+        if x.numel() % _ROW or not (x.is_contiguous() and bits.is_contiguous()):
+            return _round(x, dtype, bits)
+        rows = x.view(-1, _ROW)
+        small = (rows.abs().amin(1) < _FP16_SMALLEST_NORMAL).nonzero().view(-1)
+        if 2 * len(small) > len(rows):
+            return _round(x, dtype, bits)
+    rounded = (bits & ((1 << cut) - 1)).add_(x.view(torch.int32)).bitwise_and_(-1 << cut).view(torch.float32)
+    if dtype == torch.float16 and len(small):
+        again = _round(rows.index_select(0, small), dtype, bits.view(-1, _ROW).index_select(0, small))
+        rounded.view(-1, _ROW).index_copy_(0, small, again)
+    return rounded
 
 
 # ---- whole tensors -------------------------------------------------------------------------------------------------

@@ -85,6 +85,11 @@ def print_conversion(report: Mapping[str, Any], out: Path) -> None:
     screen.print(f"{out} holds the checkpoint; {out / 'fp16_report.html'} shows the whole report", markup=False)
 
 
+def print_title(title: str) -> None:
+    """Print the name of what follows."""
+    console().print(Text(f"\n{title}", "bold"))
+
+
 def print_audit(report: Mapping[str, Any]) -> None:
     """Print an audit's verdict, its regimes and the tightest sites of each."""
     screen = console()

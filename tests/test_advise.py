@@ -444,6 +444,7 @@ def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str]
         (["{tmp}/short.csv", "--losses"], "10 losses are too few to compare"),
         (["{tmp}/long.csv", "--losses", "--window", "3"], "a window of 3 and a z of 6 compare nothing"),
         (["{tmp}/long.csv", "--losses", "--picture", "{tmp}/a.gif"], "unknown kind of picture '.gif'; use .svg"),
+        (["{t5}", "--updates", "--picture", "{tmp}/a.svg"], "--picture draws a loss curve: give it with --losses"),
         (["{tmp}/long.csv", "--losses", "--html", "{tmp}/no/a.html"], "cannot be written there"),
     ],
 )

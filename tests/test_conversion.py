@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,37 @@ def test_undo_restores_the_sources_bits(converted: tuple[Path, Conversion], tmp_
     weights = result.report["weights"]
     assert exact >= round(weights["lossless_fraction"] * weights["elements"])
     assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_undo_refuses_what_convert_did_not_write(converted: tuple[Path, Conversion], tmp_path: Path) -> None:
+    _, result = converted
+    assert result.out is not None
+    folder = tmp_path / "flipped"
+    shutil.copytree(result.out, folder)
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(UserError, match="is not what convert wrote"):
+        undo(folder, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    with pytest.raises(UserError, match="nowhere: No such folder"):
+        undo(tmp_path / "nowhere", tmp_path / "back")
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_plan_for_something_else_is_refused(
+    converted: tuple[Path, Conversion], tmp_path: Path, dry_run: bool
+) -> None:
+    source, result = converted
+    assert result.out is not None
+    with pytest.raises(UserError, match="the plan was made for --target half"):
+        convert(source, tmp_path / "out", plan=result.out, target="norm-safe", dry_run=dry_run)
+    other = tiny.save(tiny.build("t5" if result.plan.family == "pegasus" else "pegasus"), tmp_path / "other")
+    with pytest.raises(UserError, match="use the plan of this checkpoint"):
+        convert(other, tmp_path / "out", plan=result.out, dry_run=dry_run)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_config_is_edited_and_not_rewritten(converted: tuple[Path, Conversion]) -> None:
@@ -578,7 +610,11 @@ def test_undo_gives_back_dtypes_tensors_and_config_as_recorded(tmp_path: Path) -
             "lost": {"before": 1},
         },
     }
-    (folder / "fp16_report.json").write_text(json.dumps({"plan": plan.model_dump(), "source": record}))
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    output = {"files": [{"name": "model.safetensors", "sha256": digest}]}
+    (folder / "fp16_report.json").write_text(
+        json.dumps({"plan": plan.model_dump(), "source": record, "output": output})
+    )
     back = undo(folder, tmp_path / "back")
     after = load_file(back / "model.safetensors")
     assert set(load_file(folder / "model.safetensors")) - set(after) == {made}

@@ -121,6 +121,12 @@ def test_an_expression_without_a_value_is_one_line(text: str) -> None:
         advise_format(text)
 
 
+@pytest.mark.parametrize("text", ["3 +", "283 x", "(2+3", "1e"])
+def test_a_broken_sum_is_not_taken_for_a_folder(text: str) -> None:
+    with pytest.raises(UserError, match=r"is not a number; give one like 0\.0129"):
+        advise_format(text)
+
+
 @pytest.mark.parametrize("text", ["abc", "__import__('os').getcwd()", "[1]", "True", "1 if 1 else 2", "1" * 500])
 def test_nothing_but_numbers_is_evaluated(text: str) -> None:
     with pytest.raises(ValueError, match="is not a number"):

@@ -562,7 +562,8 @@ def test_the_picture_shows_curve_scale_and_events() -> None:
     assert drawn == picture(curve, found, title="a run")  # nothing in it depends on the hour
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
     texts = [text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"a run", "loss", "loss scale", "step", "Spike", "Plateau", "ScaleCollapse"} <= set(texts)
-    assert texts.count("Spike") == 1
+    assert {"a run", "loss", "loss scale", "step", "spike", "plateau", "scale collapse"} <= set(texts)
+    assert texts.count("spike") == 1
     alone = picture(Curve(curve.steps, (math.nan, *curve.losses[1:]), (None,) * SAMPLES), [])
-    assert "loss scale" not in alone and "Spike" not in alone
+    assert "loss scale" not in alone and "spike" not in alone
+    assert "no number" in alone and "no number" not in texts

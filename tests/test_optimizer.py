@@ -175,6 +175,16 @@ def test_parameters_saturate_and_are_never_inf(dtype: torch.dtype) -> None:
         assert (parameter == last).all()
 
 
+def test_a_gradient_whose_square_is_inf_leaves_the_parameter_finite() -> None:
+    for how in module.ROUNDINGS:
+        parameter = nn.Parameter(torch.ones(40, dtype=BF16))
+        parameter.grad = torch.full_like(parameter, 1e25)
+        optimizer = AdamW([parameter], lr=1e-3, rounding=how)
+        optimizer.step()
+        assert optimizer.state[parameter]["exp_avg_sq"].isinf().all()
+        assert parameter.isfinite().all()
+
+
 # ---- the same bits, however computed -------------------------------------------------------------------------------
 
 

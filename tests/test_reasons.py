@@ -66,3 +66,8 @@ def test_a_conversion_that_stays_unsafe_names_what_broke_when_run(tmp_path: Path
     assert report["verdict"] == "unsafe" and all(row["reason"] and row["remedy"] for row in report["unsafe"])
     broken = [row for row in report["unsafe"] if "regimes" in row]
     assert any(row["signal"].endswith("wi_0") and "finetune" in row["remedy"] for row in broken)
+    # A regime is offered as a way out only if nothing broke in it.
+    regimes = {regime for row in broken for regime in row["regimes"]}
+    for row in broken:
+        offered = row["remedy"].partition(", or use ")[2]
+        assert all((name in offered) is (name not in regimes) for name in ("stock", "amp", "half"))
