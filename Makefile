@@ -27,8 +27,12 @@ quality: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# What things cost, each beside what would be used otherwise: about half an hour on two idle cores.
 bench: install
-	for run in audit.py convert.py "certify.py --soundness 20"; do $(BIN)/python benchmarks/$$run || exit 1; done
+	for run in convert.py "convert.py --scale t5-v1_1-small t5-v1_1-base t5-v1_1-large --rounds 3" \
+		"certify.py --cost t5-v1_1-base t5-v1_1-large flan-t5-xl --threads 1" "certify.py --soundness 20" \
+		audit.py penalty.py optimizer.py "finetune.py --cost 10" peers.py; \
+	do echo "== $$run"; $(BIN)/python benchmarks/$$run || exit 1; done
 
 # The pages of docs/ as a site in site/; tests/test_docs.py checks its links.
 docs: install

@@ -36,15 +36,15 @@ import synthetic
 
 WIDTHS = synthetic.SHAPES["t5-v1_1-large"]
 EXPONENT = -4
-LIMITS = {"write_fp16": 1.6, "write_fp16, hashes": 2.3}
+LIMITS = {"write_fp16": 1.4, "write_fp16, hashes": 2.0}
 MEMORY_LIMIT = 64.0
 SHARD = 5e9
 
 
 def of_size(gigabytes: float) -> synthetic.Shape:
     """Return a shape with about this many bytes in bf16."""
-    ends = WIDTHS.with_layers(0).parameters
-    return WIDTHS.with_layers(max(1, round((gigabytes * 1e9 / 2 - ends) / (WIDTHS.with_layers(1).parameters - ends))))
+    one, two = (WIDTHS.with_layers(n).parameters for n in (1, 2))
+    return WIDTHS.with_layers(max(1, 1 + round((gigabytes * 1e9 / 2 - one) / (two - one))))
 
 
 def rewriting(source: Path, out: Path, hashes: bool) -> Callable[[], object]:

@@ -12,7 +12,7 @@ from which the next 10 stay there. Quality is the rise of the held-out loss over
 original; since all are trained on the kind of text on which they are judged, "no penalty" is what to compare with.
 
 The second trains without penalty, rescaling or teacher, as anybody would finetune the checkpoint in fp16, and counts
-the steps that are skipped because a value or a gradient is not finite. The third finetunes a byte-level T5 of 44
+the steps that are skipped because a value or a gradient is not finite. The third finetunes a byte-level T5 of 57
 million parameters with random weights, in fp32 (products in fp16 are computed in fp32 on a CPU, which would
 hide the rest).
 """

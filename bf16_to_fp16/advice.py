@@ -174,8 +174,13 @@ def print_init(result: Mapping[str, Any]) -> None:
     if not far:
         screen.print(f"all within {FAR:g} times the rule of the family")
         return
-    large = [row for row in far if row["times"] is not None and row["times"] > 1]
-    small = [row for row in far if row["times"] is not None and row["times"] < 1]
+    broken = [row for row in far if row["nonfinite"]]
+    if broken:
+        worst = max(broken, key=lambda row: row["nonfinite"])
+        holds = f"{counted(len(broken), 'tensor')} with inf or NaN, most {worst['name']}"
+        screen.print(f"{holds}: {counted(worst['nonfinite'], 'weight')}", markup=False)
+    large = [row for row in far if row["times"] is not None and row["times"] > FAR]
+    small = [row for row in far if row["times"] is not None and row["times"] < 1 / FAR]
     for rows_, word in ((large, "larger"), (small, "smaller")):
         if rows_:
             worst = max(rows_, key=lambda row: abs(math.log(row["times"] or 1e-300)))

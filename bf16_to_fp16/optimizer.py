@@ -12,9 +12,9 @@ knows its place in the whole, so FSDP2 gives the bits of a single process; under
 
 Parameters are cut into runs of consecutive elements and one function updates a run: on slices that stay in the
 processor's caches in eager mode, with small ones packed together; or compiled into one kernel that reads and writes
-everything once. On a CPU both give the same bits, because every operation that is used is rounded correctly there:
-``rsqrt`` is, while the eager ``sqrt`` of torch's Intel builds is not. On an accelerator compiled divisions are not, and
-the two agree only to rounding.
+everything once, by a C compiler for a CPU (see ``kernel``) and by torch.compile for an accelerator. On a CPU all give
+the same bits, because every operation that is used is rounded correctly there: ``rsqrt`` is, while the eager ``sqrt``
+of torch's Intel builds is not. On an accelerator compiled divisions are not, and the two agree only to rounding.
 """
 
 from __future__ import annotations
@@ -34,17 +34,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from . import rounding
+from . import kernel, rounding
 from .errors import UserError
 
 ROUNDINGS = ("stochastic", "nearest", "kahan")
 MOMENTS = ("float32", "bfloat16", "8bit")
 
-# Up to this many elements are packed with others, and never compiled: calling a kernel costs more than computing them.
+# Up to this many elements are packed with others, and never given to torch.compile's kernel: calling it costs more.
 _SMALL = 1 << 14
-
-# Elements that a compiled kernel updates at a time on a CPU: 4 MB for each scratch tensor of fp32.
-_PIECE = 1 << 20
 
 # An accelerator is kept busy by longer runs than a processor's caches hold (64 MB for each fp32 intermediate result).
 _CHUNK_ON_ACCELERATOR = 1 << 24
@@ -90,13 +87,11 @@ def _update(
     key: rounding.Key,
     c: Coefficients | Tensor,
     how: str,
-    scratch: list[Tensor],
 ) -> None:
-    """Step some elements in place, eagerly or inside torch.compile.
+    """Step some elements in place, eagerly or inside torch.compile; adamw.c does the same for ``kernel``.
 
     counter: int32, None for 0, 1, 2, …. key: as ``rounding`` takes it, for all elements or a column for each.
-    c: ``Coefficients``, or a tensor of them. scratch: what gets the results of 16-bit tensors instead
-    of these, in their order; or nothing.
+    c: ``Coefficients``, or a tensor of them.
     """
     parameter, grad, exp_avg, exp_avg_sq, compensation = tensors
     numbers = c.unbind() if isinstance(c, Tensor) else c
@@ -126,10 +121,9 @@ def _update(
         value, lost = rounding.kahan_add(value, compensation.to(torch.float32), parameter.dtype)
     else:
         value = rounding.nearest(value, parameter.dtype)
-    spare = iter(scratch)
     for tensor, result in ((parameter, value), (exp_avg, m), (exp_avg_sq, v), (compensation, lost)):
         if tensor is not None and result is not None and tensor is not result:
-            (tensor if tensor.dtype == torch.float32 else next(spare, tensor)).copy_(result)
+            tensor.copy_(result)
 
 
 def _add_multiple(x: Tensor, factor: Scalar, a: Tensor) -> Tensor:
@@ -195,12 +189,6 @@ def _part(tensors: _Tensors, start: int, stop: int) -> _Tensors:
     return parameter[here], grad[here], exp_avg[here], exp_avg_sq[here], None if lost is None else lost[here]
 
 
-def _narrow(tensors: _Tensors) -> list[Tensor]:
-    """Return the 16-bit tensors that a step writes, the parameter first."""
-    parameter, _, *kept = tensors
-    return [tensor for tensor in (parameter, *kept) if tensor is not None and tensor.dtype != torch.float32]
-
-
 def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
     """Return (start, length) of each run of consecutive indices in the elements that this rank has of a parameter.
 
@@ -228,26 +216,23 @@ def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
 
 
 def _run_compiled(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
-    """Update every run by calls of a fused kernel, on a CPU for pieces.
-
-    A CPU kernel whose tensors are all bf16 takes two registers of fp32 at a time, and moves bit patterns of these one
-    by one. So there results are stored to fp32 scratch tensors, which halves its time, and are then copied.
-    """
+    """Update every run by one call of a kernel, which torch.compile makes."""
     numbers = torch.tensor(c, device=device)
-    size = 1 << rounding.BLOCK_BITS if device.type != "cpu" else _PIECE
-    scratch = torch.empty(0, 0)
     for run in runs:
-        kernel = _compiled(how, device.type, *run.kind)
-        apart = device.type == "cpu" and how == "stochastic" and run.kind[0] == run.kind[2] == torch.bfloat16
-        if apart and not scratch.numel():
-            scratch = torch.empty(3, min(size, max(run.length for run in runs)))
-        for key, tensors in run.cut(size):
-            words = torch.tensor(key, dtype=torch.int32, device=device)
-            narrow = _narrow(tensors) if apart else []
-            spare = [row[: len(tensor)] for row, tensor in zip(scratch, narrow, strict=False)]
-            kernel(tensors, None, words, numbers, how, spare)
-            for tensor, result in zip(narrow, spare, strict=True):
-                tensor.copy_(result)
+        update = _compiled(how, device.type, *run.kind)
+        for key, tensors in run.cut(1 << rounding.BLOCK_BITS):
+            update(tensors, None, torch.tensor(key, dtype=torch.int32, device=device), numbers, how)
+
+
+def _run_natively(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
+    """Update every run by one call of ``kernel``, on a CPU."""
+    numbers = torch.tensor(c)
+    for run in runs:
+        if not kernel.knows(run.kind):
+            _run_eagerly([run], device, c, how)
+            continue
+        for key, tensors in run.cut(1 << rounding.BLOCK_BITS):
+            kernel.run(tensors, functools.partial(rounding.advance, key), numbers, how)
 
 
 def _run_eagerly(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
@@ -255,7 +240,7 @@ def _run_eagerly(runs: list[_Run], device: torch.device, c: Coefficients, how: s
     counter = _counter(runs, device)
     for run in runs:
         for key, tensors in run.cut(_chunk(device)):
-            _update(tensors, counter[: len(tensors[0])], key, c, how, [])
+            _update(tensors, counter[: len(tensors[0])], key, c, how)
 
 
 def _run_packed(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
@@ -287,7 +272,7 @@ def _step_pack(pack: list[_Run], counter: Tensor, c: Coefficients, how: str) -> 
     parts = [part for run in pack for part in run.cut(_SMALL)]  # one of each, or two at a block's border
     if len(parts) == 1:
         key, tensors = parts[0]
-        return _update(tensors, counter[: len(tensors[0])], key, c, how, [])
+        return _update(tensors, counter[: len(tensors[0])], key, c, how)
     lengths = [len(tensors[0]) for _, tensors in parts]
     columns = [[t for t in column if t is not None] for column in zip(*(tensors for _, tensors in parts), strict=True)]
     parameter, grad, exp_avg, exp_avg_sq, lost = (torch.cat(column) if column else None for column in columns)
@@ -295,7 +280,7 @@ def _step_pack(pack: list[_Run], counter: Tensor, c: Coefficients, how: str) -> 
     keys = torch.tensor([key for key, _ in parts], dtype=torch.int32, device=counter.device).T
     keys = keys.repeat_interleave(torch.tensor(lengths, device=counter.device), dim=1, output_size=sum(lengths))
     joined = parameter, grad, exp_avg, exp_avg_sq, lost
-    _update(joined, torch.cat([counter[:length] for length in lengths]), keys, c, how, [])
+    _update(joined, torch.cat([counter[:length] for length in lengths]), keys, c, how)
     for column, source in zip(columns, joined, strict=True):
         if source is not None and source is not grad:
             torch._foreach_copy_(column, list(source.split(lengths)))
@@ -313,7 +298,7 @@ class AdamW(Optimizer):
     rounding: how a step is stored, ``"stochastic"``, ``"nearest"`` or ``"kahan"`` (2 bytes more per element).
     moments: ``"float32"`` (8 bytes per element), ``"bfloat16"`` (4, rounded stochastically) or ``"8bit"`` (2, torchao's
     block format and its rounding to nearest; eager only, and a shard's blocks are its own). seed: from 0 to 2⁶³ − 1, of
-    all random bits. compile: one fused kernel instead of eager chunks; on a CPU it needs a C++ compiler. foreach: pack
+    all random bits. compile: one fused kernel instead of eager chunks; on a CPU it needs a C compiler. foreach: pack
     small parameters together in eager mode (the default). The last two change the speed only, and are not taken from
     a loaded state.
 
@@ -391,6 +376,9 @@ class AdamW(Optimizer):
                     work.setdefault((tensors[0].device, step), []).extend(runs)
             for (device, step), runs in work.items():
                 c = _coefficients(group, step, 1 / scale)
+                if group["compile"] and device.type == "cpu":
+                    _run_natively(runs, device, c, group["rounding"])
+                    continue
                 long: list[_Run] = []
                 short: list[_Run] = []
                 for run in runs:
@@ -555,16 +543,4 @@ def _check(group: dict[str, Any]) -> None:
         if find_spec("torchao") is None:
             raise UserError("AdamW: moments='8bit' needs torchao: pip install torchao, or choose 'bfloat16' (4 bytes)")
     if group["compile"] and any(parameter.device.type == "cpu" for parameter in group["params"]):
-        _check_compiler()
-
-
-def _check_compiler() -> None:
-    """Raise UserError if torch.compile would find no C++ compiler."""
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
-        raise UserError(
-            "AdamW: compile=True needs a C++ compiler; install g++, set CXX to one, or leave compile=False"
-        ) from error
+        kernel.check_compiler()

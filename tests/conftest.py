@@ -4,6 +4,7 @@ The variables are set before anything imports torch or huggingface_hub, which re
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,12 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 import pytest
 import torch
 from compat import harness
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C again where a shell has started the tests in the background, which tells children to ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.formats import FORMATS
 from bf16_to_fp16.initialisation import advise_init, megatron, rules_for, small
 from bf16_to_fp16.losscurve import Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike, events, read_log
-from bf16_to_fp16.lossreport import advise_losses, sparkline
+from bf16_to_fp16.lossreport import advise_losses, in_words, sparkline
 from bf16_to_fp16.recipe import Wandb
 from bf16_to_fp16.runlog import RunLog
 from bf16_to_fp16.updates import Layer, Rule, advise_updates, moving
@@ -182,6 +182,54 @@ def test_real_gradients_of_a_few_steps_are_used(tmp_path: Path) -> None:
     assert sgd == advise_updates(T5, steps=2, optimizer="sgd", tensors=["encoder.block.0.*"], **options)
 
 
+@BOTH
+def test_what_is_looked_at_is_the_last_step_of_weights_that_moved(dtype: str) -> None:
+    """Two steps of gradient descent, taken here by hand."""
+    from bf16_to_fp16.auditing import load
+    from bf16_to_fp16.corpus import open_corpus
+    from bf16_to_fp16.recipe import Data
+
+    name, data = "encoder.block.0.layer.0.SelfAttention.v.weight", str(DEMO / "held_out.txt")
+    model = load(T5, torch.float32, attention="sdpa")
+    parameters = dict(model.named_parameters())
+    stream = open_corpus(Data(path=data, batch_size=2, held_out=0.0), T5, model.config, seed=0).stream()
+    target, rate = FORMATS[dtype].dtype, 1.0
+    stalled: list[int] = []
+    for _ in range(2):
+        for each in parameters.values():
+            each.grad = None
+        w = parameters[name]
+        with torch.no_grad():
+            w.copy_(w if stalled else w.to(target))
+        model(**next(stream).inputs()).loss.backward()
+        with torch.no_grad():
+            assert w.grad is not None
+            before = rounding.nearest(w, target)
+            stalled.append(int((rounding.nearest(before - rate * w.grad, target) == before)[w.grad != 0].sum()))
+            w.sub_(w.grad, alpha=rate)
+    options: dict[str, Any] = {"data": data, "batch_size": 2, "rate": rate, "optimizer": "sgd", "dtype": dtype}
+    for steps in (1, 2):
+        (row,) = advise_updates(T5, steps=steps, tensors=[name], **options)["tensors"]
+        assert row["stalled"] == pytest.approx(stalled[steps - 1], abs=3)
+    assert abs(stalled[0] - stalled[1]) > 30
+
+
+def test_adafactor_takes_small_tensors_for_a_thousandth(tmp_path: Path) -> None:
+    file = weights(tmp_path, w=normal(20_000, 1e-6))
+    adafactor, adam = (
+        advise_updates(file, rate=rate, optimizer=optimizer)["total"]["stalled_fraction"]
+        for rate, optimizer in ((1e-6, "adafactor"), (1e-9, "adamw"))
+    )
+    assert adafactor == adam and 0.3 < adam < 0.9
+
+
+def test_advice_depends_on_the_share_that_was_asked_for(tmp_path: Path) -> None:
+    file = weights(tmp_path, w=normal(20_000, 0.02).bfloat16())
+    rate = advise_updates(file, share=0.7)["total"]["rate_for_share"]
+    assert advise_updates(file, rate=rate, share=0.7)["advice"] == []
+    assert len(advise_updates(file, rate=rate, share=0.9)["advice"]) == 3
+
+
 def test_a_share_is_known_to_a_sixteenth_of_a_doubling() -> None:
     row = Layer("w")
     rates = torch.logspace(-8, 2, 1000, dtype=torch.float64)
@@ -240,6 +288,47 @@ def test_what_is_far_is_flagged_and_nothing_else(tmp_path: Path) -> None:
     assert wide["times_small"] == pytest.approx(wide["rms"] / math.sqrt(2 / (5 * 96)))
 
 
+def test_position_biases_heads_norms_and_other_deviations_have_their_own_rules(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"d_model": 96, "num_heads": 12, "d_kv": 8, "relative_attention_num_buckets": 80}
+    shape |= {"relative_attention_max_distance": 400, "initializer_factor": 0.5}
+    t5 = tiny.save(tiny.t5(**shape), tmp_path / "t5")
+    rows = {row["name"]: row for row in advise_init(t5)["tensors"]}
+    biases = [row for name, row in rows.items() if "relative_attention_bias" in name]
+    assert len(biases) == 2 and all(0.85 < row["times"] < 1.15 for row in biases)
+    norms = [row for name, row in rows.items() if name.endswith("layer_norm.weight")]
+    assert len(norms) > 10 and {(row["times"], row["times_small"]) for row in norms} == {(1.0, None)}
+    head = next(r for r in advise_init(tiny.save(tiny.gated(), tmp_path / "v1.1"))["tensors"] if "lm_head" in r["name"])
+    assert head["own_rule"] == 1.0 and 0.9 < head["times"] < 1.1
+    pegasus = advise_init(tiny.save(tiny.pegasus(d_model=96, init_std=0.07), tmp_path / "pegasus"))["tensors"]
+    drawn = [row for row in pegasus if row["name"].endswith(("proj.weight", "fc1.weight"))]
+    assert len(drawn) > 10 and all(row["own_rule"] == 0.07 and 0.9 < row["times"] < 1.1 for row in drawn)
+
+
+def test_far_is_more_than_four_times_either_way(tmp_path: Path) -> None:
+    model = tiny.t5()
+    for stack, times in (("encoder", (4.0, 4.125, 1.0)), ("decoder", (0.25, 0.24))):
+        for i, factor in enumerate(times):
+            model.get_submodule(f"{stack}.block.{i}.layer.0.layer_norm").weight.data.fill_(factor)
+    found = advise_init(tiny.save(model, tmp_path / "model"), tensors=["*.layer.0.layer_norm.weight"])
+    assert found["far"] == ["decoder.block.1.layer.0.layer_norm.weight", "encoder.block.1.layer.0.layer_norm.weight"]
+
+
+def test_an_infinite_weight_is_flagged_and_left_out_of_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bf16_to_fp16.formats.PIECE", 100)
+    model = tiny.t5()
+    name = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    w = model.get_parameter(name).data
+    w[1, 2] = math.inf
+    (row,) = advise_init(tiny.save(model, tmp_path / "model"), tensors=[name])["tensors"]
+    finite = w.bfloat16().double()[w.isfinite()]
+    assert (row["nonfinite"], row["elements"], row["far"]) == (1, w.numel(), True)
+    assert row["rms"] == pytest.approx(float(finite.square().mean().sqrt()))
+    assert row["times_megatron"] == pytest.approx(row["rms"] / math.sqrt(1 / (3 * 24)))
+
+
 # ---- loss curves ----------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +354,50 @@ def test_a_log_is_reported_with_its_events_and_causes(tmp_path: Path) -> None:
     assert (event["start"], event["recovery"], event["size"]) == (201, "fast", pytest.approx(3, abs=0.15))
     assert "rewind" in event["cause"]
     assert (found["losses"], found["first_step"], found["last_step"]) == (300, 1, 300)
+
+
+def test_threshold_and_window_are_the_callers_and_half_a_window_is_enough(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "log.csv", spiked())
+    assert advise_losses(log, z=1e4)["events"] == []
+    slow = spiked()
+    slow[200:206] = slow[200]
+    kinds = [advise_losses(log_of(tmp_path / "slow.csv", slow), window=w)["events"][0]["recovery"] for w in (64, 32)]
+    assert kinds == ["fast", "slow"]
+    assert advise_losses(log_of(tmp_path / "half.csv", [2.0] * 32))["losses"] == 32
+    with pytest.raises(UserError, match=r"31 losses are too few .* --window under 62 \(at least 16\)"):
+        advise_losses(log_of(tmp_path / "less.csv", [2.0] * 31))
+
+
+def test_events_are_put_into_words() -> None:
+    told = [
+        in_words(event.to_json())
+        for event in (
+            Spike(1, 2, 1.25, "slow", 7.0),
+            Spike(1, None, 1.25),
+            Spike(1, 2, math.inf, "fast"),
+            Divergence(1, None, 0.5),
+            Plateau(1, None, 0.004),
+            ScaleCollapse(1, None, 12.0),
+            ScaleCollapse(1, None, math.inf),
+        )
+    ]
+    assert told == [
+        "up by 1.25, slow recovery",
+        "up by 1.25",
+        "to what is no number, fast recovery",
+        "up by 0.5",
+        "fell by 0.4%",
+        "by 12 halvings",
+        "to 0",
+    ]
+
+
+def test_a_column_of_bars_is_as_high_as_its_median_where_no_event_begins() -> None:
+    losses = [2.0] * 100
+    losses[35] = 2.5
+    curve = Curve(tuple(range(100)), tuple(losses), (None,) * 100)
+    assert sparkline(curve, [], width=10) == ("▁" * 10, "")
+    assert sparkline(curve, [Spike(35, 36, 0.5)], width=10) == ("▁▁▁█▁▁▁▁▁▁", "   S")
 
 
 def test_the_line_of_bars_shows_where_events_begin() -> None:
@@ -385,6 +518,35 @@ def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: 
     out = advise(capsys, log_of(tmp_path / "a.csv", spiked()), "--losses")
     assert "201 to 20" in out and "fast recovery" in out and "█" in out
     assert "no spike" in advise(capsys, log_of(tmp_path / "b.csv", spiked()[:190]), "--losses")
+
+
+def test_the_farthest_tensor_is_named_with_how_far_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = tiny.t5(d_model=96)
+    for i, factor in ((0, 6.0), (1, 60.0), (2, 0.1)):
+        model.encoder.block[i].layer[0].SelfAttention.o.weight.data.mul_(factor)
+    model.encoder.block[0].layer[0].SelfAttention.v.weight.data.mul_(0.01)
+    out = " ".join(advise(capsys, tiny.save(model, tmp_path / "model"), "--init").split())
+    said = re.findall(r"(\d+) tensors over 4 times (\w+) than drawn, most (\S+): ([\d.]+) times", out)
+    assert [(n, word, name) for n, word, name, _ in said] == [
+        ("2", "larger", "encoder.block.1.layer.0.SelfAttention.o.weight"),
+        ("2", "smaller", "encoder.block.0.layer.0.SelfAttention.v.weight"),
+    ]
+    assert [float(times) for *_, times in said] == [pytest.approx(60, rel=0.1), pytest.approx(100, rel=0.1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("t5", "encoder.block.0.layer.0.SelfAttention.q.weight"), ("pegasus", "model.encoder.layers.0.fc1.bias")],
+)
+def test_an_infinite_weight_is_named_as_that_and_not_as_large(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, name: str
+) -> None:
+    torch.manual_seed(0)
+    model = tiny.KINDS[kind](d_model=96)
+    model.get_parameter(name).data.view(-1)[1] = math.inf
+    out = " ".join(advise(capsys, tiny.save(model, tmp_path / "model"), "--init").split())
+    assert out.endswith(f"1 tensor with inf or NaN, most {name}: 1 weight") and "than drawn" not in out
 
 
 def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -76,6 +76,22 @@ def test_masks_bias_and_dropout_are_used() -> None:
     assert float(weights.abs().max()) == 0
 
 
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_the_scale_is_the_heads_unless_given_and_dropout_belongs_to_training(scaling: float | None) -> None:
+    from bf16_to_fp16.attention import scaled_attention
+
+    torch.manual_seed(0)
+    module = torch.nn.Module().eval()
+    query, key, value = torch.randn(3, 2, 3, 40, 8).unbind(0)
+    wanted = (query @ key.transpose(2, 3) * (8**-0.5 if scaling is None else scaling)).softmax(-1)
+    context, weights = scaled_attention(module, query, key, value, None, scaling=scaling, dropout=0.5)
+    assert torch.allclose(weights, wanted, atol=1e-6)
+    assert torch.allclose(context, (wanted @ value).transpose(1, 2), atol=1e-5)
+    _, weights = scaled_attention(module.train(), query, key, value, None, scaling=scaling, dropout=0.5)
+    kept = weights != 0
+    assert 0.4 < float(kept.float().mean()) < 0.6 and torch.allclose(weights[kept], 2 * wanted[kept], atol=1e-6)
+
+
 def test_an_audit_shows_a_pegasus_whose_unscaled_scores_overflow_safe_under_it(
     tmp_path: Path,
 ) -> None:

@@ -9,21 +9,24 @@ import pytest
 import tiny
 import torch
 
+from bf16_to_fp16 import proof
 from bf16_to_fp16.auditing import (
     REGIMES,
     RegimeResult,
     SiteResult,
     _merge,
     _signals,
+    audit,
     audit_folder,
     audit_model,
+    broken_sites,
     load,
     verdict,
 )
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
 from bf16_to_fp16.observe import CONSTANT_REASON, MASK_REASON, Site
-from bf16_to_fp16.probe import batches
+from bf16_to_fp16.probe import batches, describe
 
 WO = "encoder.block.1.layer.1.DenseReluDense.wo"
 
@@ -316,11 +319,91 @@ def test_gradients_carry_the_loss_scale(tmp_path: Path, monkeypatch: pytest.Monk
     model = load(saved("gated", tmp_path), torch.float32)
     inputs = batches(model.config, None, None)[:1]
     amax = []
-    for scale in (2.0**10, 2.0**13):
-        monkeypatch.setattr("bf16_to_fp16.auditing.LOSS_SCALE", scale)
+    for scale in (None, 2.0**13):  # without a change it is 2^10
+        if scale is not None:
+            monkeypatch.setattr("bf16_to_fp16.auditing.LOSS_SCALE", scale)
         result = audit_model(model, inputs, regime="stock", train_mode=True, attention=("eager",))
         amax.append(site(result, "lm_head:grad").amax)
     assert amax[1] == 8 * amax[0] > 0
+
+
+def test_an_encoder_is_pulled_in_training_as_well() -> None:
+    torch.manual_seed(0)
+    model = tiny.t5_encoder().half().eval()
+    inputs = batches(model.config, None, None)[:1]
+    result = audit_model(model, inputs, regime="half", train_mode=True, attention=("eager",))
+    gradients = [s for s in result.sites if s.name.endswith("wo:grad")]
+    assert len(gradients) == 3 and all(s.amax > 0 for s in gradients)
+
+
+def test_the_seed_is_that_of_dropout(tmp_path: Path) -> None:
+    folder = saved("t5-encoder", tmp_path)
+    inputs = batches(load(folder, torch.float32).config, None, None)[:1]
+    options: dict[str, Any] = {"regimes": ("half",), "attention": ("eager",), "inputs": inputs, "train_mode": True}
+    one, again, other = (audit_folder(folder, seed=seed, **options)["half"] for seed in (1, 1, 2))
+    assert one == again
+    assert site(one, f"{WO}:grad").amax != site(other, f"{WO}:grad").amax
+
+
+def test_outputs_that_are_not_finite_are_counted_over_all_batches() -> None:
+    model = tiny.t5_encoder().half().eval()
+    with torch.no_grad():
+        model.encoder.final_layer_norm.weight[3] = torch.inf
+    inputs = batches(model.config, None, None)[:2]
+    result = audit_model(model, inputs, regime="half", attention=("eager", "sdpa"))
+    assert result.nonfinite_logits == 2 * sum(batch.input_ids.numel() for batch in inputs)
+
+
+def test_a_site_that_broke_has_the_counts_of_its_worst_regime() -> None:
+    def result(regime: str, **counts: tuple[int, int]) -> RegimeResult:
+        bits = {name: -math.inf if nonfinite else 0.0 for name, (nonfinite, _) in counts.items()}
+        sites = tuple(SiteResult(n, 65504.0, FP16_MAX, bits[n], *c, None, "float16") for n, c in counts.items())
+        return RegimeResult(regime, 1, 1, 65504.0, 0.0, 0, sites)
+
+    results = {"amp": result("amp", wo=(7, 2), wi=(0, 0)), "half": result("half", wo=(5, 4), wi=(0, 3))}
+    wo, wi = broken_sites(results)
+    assert (wo["signal"], wo["regimes"], wo["nonfinite"], wo["saturated"]) == ("wo", ["amp", "half"], 7, 4)
+    assert (wi["signal"], wi["regimes"], wi["nonfinite"], wi["saturated"]) == ("wi", ["half"], 0, 3)
+    assert wo["reason"] == "values that are 7 inf or NaN and 4 saturated in amp, half"
+    assert wi["reason"] == "values that are 3 saturated in half"
+    # An inf was at least 65536.
+    assert wo["excess_bits"] == pytest.approx(math.log2(65536 / FP16_MAX)) and wi["excess_bits"] == 0
+
+
+def test_seed_and_train_mode_reach_inputs_attack_and_model(tmp_path: Path) -> None:
+    """The report of the whole audit; of a single step of attack the probe beats many findings."""
+    folder = saved("t5-encoder", tmp_path)
+    options: dict[str, Any] = {"regimes": ("half",), "attention": ("eager",), "seed": 3}
+    report = audit(folder, attack_steps=1, **options)
+    again = describe(batches(load(folder, torch.float32).config, None, None, seed=3), seed=3)
+    assert report["inputs"] == again and report["attack"]["seed"] == 3
+    half = {s["name"]: s["amax"] for s in report["regimes"]["half"]["sites"] if not s["nonfinite"]}
+    found = {s["name"]: s["worst"] for s in report["attack"]["sites"]}
+    seen = {s["name"]: s["observed"] for s in report["certificate"]["sites"] if s["name"] in half}
+    assert len(seen) > 20 and any(half[name] > found.get(name, 0.0) for name in seen)
+    assert seen == {name: max(half[name], found.get(name, 0.0)) for name in seen}
+    training = audit(folder, train_mode=True, **options)
+    assert training["train_mode"] and not report["train_mode"]
+    assert any(":grad" in s["name"] for s in training["regimes"]["half"]["sites"])
+    assert not any(":grad" in name for name in half)
+
+
+def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path) -> None:
+    """Scores that pass the limit in a few steps of search and not on the probe."""
+    torch.manual_seed(0)
+    model = tiny.t5_encoder(num_layers=1)
+    options: dict[str, Any] = {"regimes": ("half",), "attention": ("eager",), "attack_steps": 8}
+    report = audit(tiny.save(model, tmp_path / "small", torch.float32), **options)
+    name = "encoder.block.0.layer.0.SelfAttention:scores"
+    probed = next(s["amax"] for s in report["regimes"]["half"]["sites"] if s["name"] == name)
+    worst = next(s["worst"] for s in report["attack"]["sites"] if s["name"] == name)
+    assert worst > 1.06 * probed  # between them lies the limit, and what counts as saturated
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    for linear in (attention.q, attention.k):
+        linear.weight.data.mul_((FP16_MAX / (worst * probed) ** 0.5) ** 0.5)
+    report = audit(tiny.save(model, tmp_path / "large", torch.float32), **options)
+    assert report["regimes"]["half"]["nonfinite"] == report["regimes"]["half"]["saturated"] == 0
+    assert report["attack"]["worst_headroom_bits"] < 0 and report["verdict"] == "unsafe"
 
 
 def test_progress_counts_every_step_once(tmp_path: Path) -> None:
@@ -395,3 +478,57 @@ def test_pegasus_positions_may_be_missing_from_the_file(tmp_path: Path) -> None:
     assert len(kept) < len(tensors)
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     assert audit_folder(folder, regimes=("half",))["half"].safe
+
+
+# -- the report in words ----------------------------------------------------------------------------------------------
+
+
+def test_of_signals_that_sank_the_largest_value_and_all_regimes_are_told() -> None:
+    sunk = {"half": {"v": 3e-6, "o": 1e-6}, "amp": {"v": 5e-6}, "stock": {"v": 4e-6}}
+    regimes = {r: {"underflow": [{"name": n, "amax": a} for n, a in sites.items()]} for r, sites in sunk.items()}
+    assert proof.sunk_rows(regimes | {"other": {}}) == [
+        {"name": "v", "amax": 5e-6, "regimes": ["half", "amp", "stock"]},
+        {"name": "o", "amax": 1e-6, "regimes": ["half"]},
+    ]
+
+
+def test_the_tightest_bounds_the_worst_of_the_unproven_and_the_least_precise_come_first() -> None:
+    names = {"a": 3.0, "b": -2.0, "c": 0.5, "d": -5.0}
+    sites = [
+        {"name": name, "headroom_bits": bits, "bound": 65504 * 2.0**-bits, "observed": 64.0, "limit": 65504.0}
+        | {"partial": 0.0, "holds": bits >= 0, "kind": "scores" if name == "d" else "residual"}
+        for name, bits in names.items()
+    ]
+    certificate = {"sites": sites, "holds": False}
+    assert [row["name"] for row in proof.bound_rows(certificate, 3)] == ["d", "b", "c"]
+    rows = proof.uncertified_rows({"certificate": certificate})
+    assert [(row["name"], row["excess_bits"]) for row in rows] == [("d", 5.0), ("b", 2.0)]
+    assert "finetune" in rows[0]["remedy"] and "convert" in rows[1]["remedy"]
+    precision = [{"module": name, "bits": bits} for name, bits in (("x", 9.5), ("y", 8.25), ("z", math.nan))]
+    assert proof.least_precise({"precision": precision}) == precision[1] and proof.least_precise({}) is None
+
+
+def test_what_a_bound_covers_goes_with_target_and_mode() -> None:
+    made = {"max_length": 512, "splits": 16, "sites": [{"kind": "residual"}]}
+    squares = made | {"sites": [{"kind": "residual"}, {"kind": "squares"}]}
+    options = {}
+    for name, certificate in {"half": made, "norm-safe": squares, "train": squares | {"train_mode": True}}.items():
+        covers, leaves = proof.coverage({"certificate": certificate})
+        options[name] = [option for _, option in leaves if option]
+        assert any("up to 512 positions" in line for line in covers)
+        assert any("dropout" in line for line in covers) is (name == "train")
+        assert any("squares" in line for line in covers) is (name != "half")
+    assert {name: sorted(each) for name, each in options.items()} == {
+        "half": ["--target norm-safe", "--target train"],
+        "norm-safe": ["--target train"],
+        "train": [],
+    }
+    assert proof.coverage({}) == ([], [])
+
+
+@pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])
+def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool) -> None:
+    sites = [{"name": name, "headroom_bits": b, "worst": 1.0} for name, b in (("a", 2.0), ("b", bits), ("c", 1.0))]
+    assert proof.attack_breaks({"attack": {"sites": sites}}) == (sites[1] if breaks else None)
+    assert proof.found_by({"attack": {"steps": 1}}) == "1 step of gradient search"
+    assert proof.found_by({"attack": {"steps": 20}, "regimes": {"half": {}}}).endswith("search and the probe")

@@ -23,6 +23,7 @@ from bf16_to_fp16.conversion import (
     best_plan,
     bound_source,
     drift_is_bearable,
+    gather,
     observe_source,
     simulate_drift,
 )
@@ -777,6 +778,36 @@ def test_the_other_targets_are_certified_too(kind: str, target: str, tmp_path: P
         assert certify(source, target=target)["verdict"] == "unsafe"
 
 
+def test_for_training_the_output_is_run_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bf16_to_fp16.conversion.gather", lambda *given: gather(*given)[:1])  # enough for what is asked
+    source = tiny.save(tiny.build("t5-encoder", num_layers=1), tmp_path / "source")
+    regimes = convert(source, tmp_path / "out", target="train").report["regimes"]
+    names = {regime: {site["name"] for site in shown["sites"]} for regime, shown in regimes.items()}
+    assert set(names) == {"stock", "amp", "half"}
+    for sites in names.values():
+        assert any(":grad" in name for name in sites) and any("dropout:" in name for name in sites)
+
+
+@pytest.mark.parametrize("margin", [0.0, 6.0])
+def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, margin: float) -> None:
+    source = tiny.save(tiny.build("t5-encoder", num_layers=1), tmp_path / "source")
+    checkpoint = open_checkpoint(source)
+    ranges = observe_source(checkpoint, gather(checkpoint, None, 0), Talk(quiet=True))
+    layout, planned = best_plan(checkpoint, resolve(checkpoint), ranges, "half", margin, talk=Talk(quiet=True))
+    assert not planned.violations and planned.plan.margin_bits == margin
+    reached = float(ranges[layout.norms[-1]].input.amax.max()) * 2.0**planned.plan.residual_exponent
+    assert reached <= 65504 * 2.0**-margin
+
+
+def test_a_norm_that_is_zero_throughout_is_refused_by_name(tmp_path: Path) -> None:
+    model = tiny.build("t5-encoder", num_layers=1)
+    name = "encoder.block.0.layer.1.layer_norm.weight"
+    model.get_parameter(name).data.zero_()
+    with pytest.raises(UserError, match=f"tensor {name} is zero throughout; the file is damaged"):
+        convert(tiny.save(model, tmp_path / "source"), tmp_path / "out", run_model=False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(tmp_path: Path) -> None:
     source = tiny.save(tiny.build("pegasus"), tmp_path / "source")
     checkpoint = open_checkpoint(source)
@@ -907,6 +938,7 @@ def test_the_command_in_the_report_names_no_folders_of_this_machine(tmp_path: Pa
         report["command"]
         == "bf16-to-fp16 convert source other --no-audit --max-shard-size 1000000B --seed 3 --max-length 64"
     )
+    assert report["certificate"]["max_length"] == 64
 
 
 def test_rescaling_a_model_in_16_bits_is_refused() -> None:

@@ -44,6 +44,19 @@ def test_every_file_and_folder_is_on_the_disk_before_the_rename_and_its_parent_a
     assert synced == [tmp_path.stat().st_ino]
 
 
+def test_the_folder_has_the_permissions_of_any_other(tmp_path: Path) -> None:
+    """While it is made it is nobody else's business."""
+    umask = os.umask(0o027)
+    try:
+        with staged(tmp_path / "out") as work:
+            (work / "file").write_text("")
+            assert work.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def in_the_way(root: Path) -> Path:
     (root / "file").write_text("mine")
     return root / "file"

@@ -63,6 +63,15 @@ def test_what_vanishes_beside_00129_is_half_a_gap() -> None:
 
 
 @BOTH
+def test_the_relative_error_is_that_of_the_value(target: Format) -> None:
+    for text, exact in (("0.1", 0.1), ("-3.3", -3.3), ("283 x 10", 2830.0)):
+        found = number(text)["formats"][target.name]
+        assert found["relative_error"] == pytest.approx(abs(found["value"] - exact) / abs(exact), rel=1e-9, abs=1e-15)
+    assert number("283 x 10")["formats"]["bf16"]["relative_error"] == pytest.approx(18 / 2830)
+    assert number("70000")["formats"]["fp16"]["relative_error"] is None
+
+
+@BOTH
 def test_neighbours_and_thresholds_are_those_of_the_format(target: Format) -> None:
     values = values_of(target).double().unique().tolist()
     for place in [*range(1, len(values) - 1, 997), 1, len(values) // 2, len(values) - 2]:
@@ -170,6 +179,7 @@ def test_what_a_format_holds_of_weights_is_counted(tmp_path: Path) -> None:
     }
     assert second["formats"]["fp16"]["exact_fraction"] == 1
     assert found["total"]["elements"] == 17 and found["total"]["formats"]["fp16"]["exact"] == 11
+    assert (found["total"]["nonfinite"], found["total"]["amax"]) == (2, 70000.0)
     assert held(tmp_path / "w.safetensors", tensors=["*.c"])["total"]["elements"] == 6
 
 

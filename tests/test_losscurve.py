@@ -229,6 +229,15 @@ def test_the_same_rise_is_a_bump_after_a_resume_and_a_spike_elsewhere() -> None:
     assert [type(event) for event in detector.events] == [ResumeBump]
 
 
+@pytest.mark.parametrize(("lines", "kind"), [(1, Spike), (3, Spike), (4, ResumeBump)])
+def test_a_hole_is_more_than_three_lines_of_the_log(lines: int, kind: type[Event]) -> None:
+    losses = noisy(2.0, 150)
+    losses[100:103] = [3.0, 5.0, 4.0]
+    steps = [10 * k + (10 * (lines - 1) if k >= 100 else 0) for k in range(150)]
+    (event,) = events(Curve(tuple(steps), tuple(losses), (None,) * 150))
+    assert type(event) is kind and event.start == steps[100]
+
+
 def test_a_bump_lower_than_a_spike_is_seen_after_a_resume() -> None:
     losses = [*noisy(2.0, 100), *noisy(2.09, 60, 1), *noisy(2.0, 60, 2)]
     assert run(losses) == []
@@ -418,6 +427,19 @@ def test_usual_names_and_numbers_are_known(tmp_path: Path, text: str, wanted: Cu
     path = tmp_path / "log.csv"
     path.write_text(text, encoding="utf-8")
     assert repr(read_log(path)) == repr(wanted)  # NaN is not equal to itself
+
+
+def test_a_step_that_a_finetune_skipped_and_infinity_are_no_numbers_in_its_log(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    rows = [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": None, "skipped_examples": [[3, 4]]},
+        {"step": 2, "loss": None, "evaluation": {"step": 2}},
+        {"step": 3, "loss": 1.7976931348623157e308},
+        {"step": 4, "loss": -1.7976931348623157e308},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert repr(read_log(path)) == repr(Curve((1, 2, 3, 4), (2.0, math.nan, math.inf, -math.inf), (None,) * 4))
 
 
 def test_an_offline_run_of_wandb_is_read_without_wandb(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bf16_to_fp16 import kernel, rounding
 from bf16_to_fp16 import optimizer as module
-from bf16_to_fp16 import rounding
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.optimizer import AdamW
 
@@ -210,16 +210,65 @@ def test_chunks_and_packing_do_not_change_a_bit(
     assert all(same(results[0], other) for other in results[1:])
 
 
+def special(dtype: torch.dtype) -> Tensor:
+    """Every value of a 16-bit dtype but NaN, and in fp32 what lies between and beyond them."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(FP16 if dtype == torch.float32 else dtype)
+    values = every[~every.isnan()]
+    if dtype == torch.float32:
+        values = torch.cat([values.float() * (1 + 2.0**-13), torch.randn(1 << 12) * 1e-30])
+    return values
+
+
+def steps_of(dtype: torch.dtype, how: str, moments: str, compile: bool) -> list[Tensor]:
+    """Return all after three steps of special values and of ordinary ones, with gradients from 0 to very large."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(special(dtype)), nn.Parameter((torch.randn(LARGE + 3) * 1e-4).to(dtype))]
+    optimizer = AdamW(params, lr=1e-4, weight_decay=0.1, rounding=how, moments=moments, compile=compile, seed=3)
+    for _ in range(3):
+        for p in params:
+            p.grad = (torch.randn(len(p)) * 1e-3).to(dtype)
+            p.grad[: len(p) // 7] = 0
+            p.grad[-1] = 6e4 if dtype == FP16 else 1e25  # whose square is inf
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.5), torch.tensor(0.0)  # type: ignore[attr-defined]
+        optimizer.step()
+    return [*params, *(optimizer.state[p][name] for p in params for name in sorted(optimizer.state[p]))]
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs a C compiler")
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@ROUNDINGS
+@ALL
+def test_the_native_step_gives_the_eager_bits(dtype: torch.dtype, how: str, moments: str) -> None:
+    native, eager = (steps_of(dtype, how, moments, compile) for compile in (True, False))
+    for a, b in zip(native, eager, strict=True):
+        number = ~a.isnan()  # of a NaN the payload may differ
+        assert torch.equal(number, ~b.isnan())
+        assert torch.equal(a[number], b[number]) and torch.equal(a.signbit()[number], b.signbit()[number])
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs a C compiler")
+def test_the_native_step_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "SHARE", 1000)
+    results = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # noqa: B023  (used in the loop)
+        results.append(steps_of(FP16, "stochastic", "bfloat16", True))
+    assert same(*results)
+
+
 @pytest.mark.parametrize(
     ("dtype", "how", "moments"),
-    [(BF16, "stochastic", "bfloat16"), (FP16, "stochastic", "float32"), (FP16, "kahan", "float32")],
+    [(BF16, "stochastic", "bfloat16"), (FP16, "kahan", "float32")],
 )
 @pytest.mark.filterwarnings("ignore:.*script_method.*", "ignore:.*mixed in the scheduler.*")
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
-def test_the_compiled_kernel_gives_the_eager_bits(dtype: torch.dtype, how: str, moments: str) -> None:
+def test_the_kernel_of_torch_compile_gives_the_eager_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, how: str, moments: str
+) -> None:
+    monkeypatch.setattr(module, "_run_natively", module._run_compiled)  # what an accelerator gets
     results = []
     for compile in (True, False):
-        params = parameters(dtype, [(LARGE,), (5,), (3, LARGE // 2)])
+        params = parameters(dtype, [(LARGE,), (3, LARGE // 2)])
         with torch.no_grad():
             params[0][:4] = torch.tensor([torch.finfo(dtype).max, 2.0**-24, -0.0, 2.0**-15])
         optimizer = AdamW(params, rounding=how, moments=moments, compile=compile)
@@ -578,10 +627,16 @@ def test_8bit_moments_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
         AdamW(parameters(BF16, [(3,)]), moments="8bit")
 
 
-def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import config
-
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(UserError, match="needs a C\\+\\+ compiler; install g\\+\\+"):
+def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(UserError, match="needs a C compiler; install gcc, set CC to one"):
         AdamW(parameters(BF16, [(3,)]), compile=True)
     AdamW(parameters(BF16, [(3,)]))
+    (tmp_path / "cc").write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setattr(kernel, "compiled", kernel.compiled.__wrapped__)
+    params = parameters(BF16, [(3,)])
+    optimizer = AdamW(params, compile=True)
+    with pytest.raises(UserError, match=r"cannot compile the step \(no such flag\); leave compile=False"):
+        run(params, optimizer, range(1))

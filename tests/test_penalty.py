@@ -19,7 +19,7 @@ import bf16_to_fp16
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from bf16_to_fp16.observe import FastProducts, SiteObserver
-from bf16_to_fp16.penalty import MOST_EXCESS_BITS, SHARPNESS, ActivationPenalty
+from bf16_to_fp16.penalty import SHARPNESS, ActivationPenalty
 from bf16_to_fp16.probe import batches, run
 
 SCORES = "encoder.block.1.layer.0.SelfAttention:scores"
@@ -387,7 +387,7 @@ def test_dual_ascent_adds_the_excess_decays_inside_and_stays_above_zero() -> Non
             model(torch.tensor(amax))
             total = penalty()
             seen.append((float(total), penalty.observations()["model:mul"].weight))
-    weights = [0.5, 0.75, 0.5, 0.25, 0.0, 0.0, 0.5, 0.5 + 0.25 * MOST_EXCESS_BITS]
+    weights = [0.5, 0.75, 0.5, 0.25, 0.0, 0.0, 0.5, 0.5 + 0.25 * 16]  # an inf counts as 16 bits
     assert [weight for _, weight in seen] == weights
     # A step's penalty has the weight that the step before left: first none.
     assert [total for total, _ in seen[:7]] == [0.0, 0.5 * 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
@@ -448,6 +448,17 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(stop: int) -> None:
     assert any(resumed(None)[0])
     with pytest.raises(UserError, match="weights"):
         ActivationPenalty(nn.Linear(1, 1)).load_state_dict({"order": []})
+
+
+def test_a_state_keeps_how_many_outputs_were_nan() -> None:
+    model = Scaled(torch.tensor([1.0, torch.nan], requires_grad=True))
+    penalty, other = (ActivationPenalty(model, targets={"model:mul": 1.0}) for _ in range(2))
+    with penalty:
+        for _ in range(3):
+            model(torch.ones(()))
+            penalty()
+    other.load_state_dict(penalty.state_dict())
+    assert other.skipped == penalty.skipped == 3
 
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
@@ -684,9 +695,24 @@ def on_a_rank(rank: int, folder: str) -> None:
             model(torch.full((1, 2), scale), names)
             penalty()
     found["sites"] = penalty.state_dict()
+    found["dropped"] = after_a_dropped_step(rank)
     Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def after_a_dropped_step(rank: int) -> list[float]:
+    """The penalties of a step whose values are smaller than those of the one that was given up before it."""
+    model = Both()
+    with ActivationPenalty(model, targets={"parts.a": 1.0}, weight=1.0, accumulation=2) as penalty:
+        model(torch.full((1, 2), 64.0), "a")
+        penalty()
+        penalty.drop_step()
+        totals = []
+        for scale in (4.0, 2.0):
+            model(torch.full((1, 2), scale + rank), "a")
+            totals.append(float(penalty()))
+    return totals
 
 
 def watched_under_fsdp() -> list[str]:
@@ -831,6 +857,10 @@ def test_sharded_training_is_ddp_s(ranks: list[dict[str, Any]], kind: str) -> No
     ddp, sharded = ranks[0]["ddp"], ranks[0][kind]
     assert ddp["weights"] == [pytest.approx(step, rel=1e-3) for step in sharded["weights"]]
     assert ddp["totals"] == pytest.approx(sharded["totals"], rel=1e-3)
+
+
+def test_a_dropped_step_leaves_no_trace_on_two_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert [found["dropped"] for found in ranks] == [[pytest.approx(2 * math.log2(5.0)), 0.0]] * 2
 
 
 def test_ranks_that_see_different_sites_neither_hang_nor_disagree(ranks: list[dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ import huggingface_hub
 import pytest
 import tiny
 import torch
-from hub_server import OTHER, READER, WRITER, Fault, HubServer, card_errors
+from hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo, card_errors
 from huggingface_hub import ModelCard, constants, snapshot_download
 from safetensors.torch import load_file, save_file
 
@@ -338,6 +338,30 @@ def test_the_audit_is_repeated_and_an_unsafe_checkpoint_says_so_or_stays(
     assert status == 1 and json.loads(out)["uploaded"] == []
 
 
+def test_where_nothing_was_run_the_certificate_is_computed_again(
+    hub: HubServer, converted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "proven"
+    convert(converted.parent / "summariser", folder, run_model=False)
+    assert publish(folder, "me/out", endpoint=hub.endpoint)["verdict"] == "safe"
+    overflowing(folder)
+    with pytest.raises(UserError, match=r"unsafe in fp16 \(its certificate, computed again, does not hold\)"):
+        publish(folder, "me/other", endpoint=hub.endpoint)
+    assert set(hub.repos) == {"me/out"}
+    assert publish(folder, "me/other", endpoint=hub.endpoint, allow_unsafe=True)["verdict"] == "unsafe"
+    assert b"**Unsafe in fp16.**" in hub.files("me/other")["README.md"]
+
+
+def test_a_token_that_was_given_does_not_leave_either(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n" + "x" * 50_000 + WRITER)
+    with pytest.raises(UserError, match=r"README\.md holds your token"):
+        publish(folder, "me/out", endpoint=hub.endpoint, token=WRITER, audited=True)
+    assert hub.seen == []
+
+
 def test_a_file_that_holds_the_token_does_not_leave(run: Run, hub: HubServer, folder: Path) -> None:
     (folder / "README.md").write_text(f"---\nlicense: mit\n---\nexport HF_TOKEN={WRITER}\n")
     assert "README.md holds your token" in error_of(upload(run, folder, "--json", "-")) and hub.seen == []
@@ -454,6 +478,34 @@ def test_an_upload_that_broke_goes_on_where_it_stopped(
     hub.clear_faults()
     assert send(folder)["uploaded"] and hub.files("me/out") == contents(folder)
     assert hub.count("^PUT ") == 1
+
+
+def test_what_the_server_lost_is_noticed(
+    send: Callable[..., Any], hub: HubServer, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Repo.commit
+
+    def lossy(self: Repo, files: dict[str, bytes], message: str, branch: str) -> str:
+        return commit(self, {n: data for n, data in files.items() if n != "config.json"}, message, branch)
+
+    monkeypatch.setattr(Repo, "commit", lossy)
+    assert "does not hold what was uploaded (config.json); run the same command again" in send(converted)
+
+
+def test_what_someone_else_commits_meanwhile_stays(
+    send: Callable[..., Any], hub: HubServer, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preupload = huggingface_hub.HfApi.preupload_lfs_files
+
+    def meanwhile(self: Any, *args: Any, **options: Any) -> None:
+        preupload(self, *args, **options)
+        repo = hub.repos["me/out"]
+        if len(repo.messages) == 1:
+            repo.commit({"theirs.txt": b"theirs"}, "theirs", "main")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "preupload_lfs_files", meanwhile)
+    assert "was changed by someone else meanwhile" in send(converted)
+    assert hub.files("me/out") == {"theirs.txt": b"theirs"}
 
 
 def test_no_network_is_one_line(run: Run, folder: Path) -> None:

@@ -32,7 +32,7 @@ from bf16_to_fp16.finetuning import make_accelerator
 from bf16_to_fp16.recipe import Penalty, Recipe, Schedule, Wandb, parse_recipe
 from bf16_to_fp16.runlog import RunLog
 from bf16_to_fp16.runstate import RunFolder, read_state, write_state
-from bf16_to_fp16.training import Trainer, layer_of, learning_rate, scores
+from bf16_to_fp16.training import Trainer, layer_of, learning_rate, make_optimizer, scores
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it "
 BAD = ord("Z") + 3
@@ -387,6 +387,144 @@ def test_distillation_alone_comes_back_to_the_teacher(folder: Path, tmp_path: Pa
     assert last < first / 2
 
 
+def objective(model: Any, teacher: Any, batches: list[TrainingBatch], share: float, temperature: float) -> torch.Tensor:
+    """The mean loss of all positions, by its definition."""
+    total, positions = torch.zeros(()), 0
+    for batch in batches:
+        given = arguments(model, batch, torch.device("cpu"))
+        assert batch.labels is not None
+        mask = batch.labels != -100
+        mine, theirs = model(**given).logits[mask], teacher(**given).logits[mask].detach()
+        task = -mine.log_softmax(-1).gather(-1, batch.labels[mask][:, None]).sum()
+        p, q = (theirs / temperature).log_softmax(-1), (mine / temperature).log_softmax(-1)
+        total = total + (1 - share) * task + share * temperature**2 * (p.exp() * (p - q)).sum()
+        positions += int(mask.sum())
+    return total / positions
+
+
+@pytest.mark.parametrize("clip_norm", [1e9, 0.01])
+def test_a_step_follows_the_gradient_of_both_losses_of_all_positions_clipped(
+    folder: Path, tmp_path: Path, clip_norm: float
+) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        precision="fp32",
+        data={"gradient_accumulation": 2},
+        schedule={"steps": 1, "warmup": 0},
+        distillation={"weight": 0.25, "temperature": 2.0},
+        optimizer={"clip_norm": clip_norm, "relative": False},
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(seed=3, dropout=0.0))
+    trainer.train()
+    got = {name: p.grad for name, p in trainer.stock.named_parameters()}
+    model, teacher = tiny_model(seed=3, dropout=0.0), tiny_model(dropout=0.0)
+    stream = open_corpus(recipe.data, folder, model.config, seed=recipe.data_seed).stream()
+    loss = objective(model, teacher, [next(stream) for _ in range(2)], 0.25, 2.0)
+    loss.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    norm = float(torch.stack([g.norm() for g in wanted.values() if g is not None]).norm())
+    (row,) = [row for row in rows_of(tmp_path / "run") if "loss" in row]
+    assert row["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert row["gradient_norm"] == pytest.approx(norm, rel=1e-3) and norm > 0.1
+    for name, gradient in wanted.items():
+        assert gradient is not None and got[name] is not None
+        assert torch.allclose(got[name], gradient * min(1.0, clip_norm / norm), rtol=1e-3, atol=1e-5 * norm), name
+
+
+def test_held_out_losses_are_measured_without_dropout_and_training_goes_on_with_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_for(
+        folder, tmp_path / "out", precision="fp32", schedule={"steps": 1, "warmup": 0}, evaluation={"every": 1}
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(seed=3, dropout=0.5))
+    outcome = trainer.train()
+    model, teacher = tiny_model(seed=3, dropout=0.5).eval(), tiny_model().eval()
+    held = open_corpus(recipe.data, folder, model.config, seed=recipe.data_seed).held_out(256, 0, 1)
+    with torch.no_grad():
+        task, kl = (float(objective(model, teacher, held, share, 1.0)) for share in (0.0, 1.0))
+    assert outcome.evaluations[0]["held_out_loss"] == pytest.approx(task, rel=1e-4)
+    assert outcome.evaluations[0]["held_out_divergence"] == pytest.approx(kl, rel=1e-3)
+    assert trainer.stock.training and all(module.training for module in trainer.stock.modules())
+
+
+def test_dropout_is_another_in_every_step(folder: Path, tmp_path: Path) -> None:
+    first: list[TrainingBatch] = []
+
+    def same(step: int, batch: TrainingBatch) -> TrainingBatch:
+        first.append(batch)
+        return first[0]
+
+    recipe = recipe_for(folder, tmp_path / "out", precision="fp32", schedule={"steps": 4, "learning_rate": 1e-30})
+    trainer_of(recipe, folder, tmp_path / "run", damage=same).train()
+    assert len(set(losses_of(tmp_path / "run").values())) == 4
+
+
+def test_the_optimizer_is_the_recipes_and_scales_are_not_decayed(folder: Path, tmp_path: Path) -> None:
+    given = {"betas": [0.8, 0.95], "epsilon": 1e-5, "weight_decay": 0.3}
+    for weights, rounding in (("fp32", "nearest"), ("bf16", "stochastic")):
+        settings = given | {"weights": weights, "rounding": rounding, "relative": False}
+        recipe = recipe_for(folder, tmp_path / "out", precision="fp32", optimizer=settings)
+        matrix, gain = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+        optimizer = make_optimizer(recipe, [gain, matrix])
+        groups = {len(group["params"][0].shape): group for group in optimizer.param_groups}
+        assert set(groups) == {1, 2} and [p.ndim for group in groups.values() for p in group["params"]] == [2, 1]
+        assert (groups[2]["weight_decay"], groups[1]["weight_decay"]) == (0.3, 0.0)
+        for group in groups.values():
+            assert (tuple(group["betas"]), group["eps"], group["lr"]) == ((0.8, 0.95), 1e-5, 0.003)
+
+
+def test_the_penalty_is_the_recipes_and_looks_at_new_random_ids_every_other_step(folder: Path, tmp_path: Path) -> None:
+    settings = {"form": "amax", "headroom_bits": 20.0, "dual_step": 0.25, "train_mode": True}
+    recipe = recipe_for(folder, tmp_path / "out", precision="fp32", schedule={"steps": 3}, penalty=settings)
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    ran: list[torch.Tensor] = []
+    trainer.stock.register_forward_pre_hook(
+        lambda module, args, kwargs: ran.append(kwargs["input_ids"]) if torch.is_grad_enabled() else None,
+        with_kwargs=True,
+    )
+    trainer.train()
+    assert len(ran) == 6  # of each step the data, and a batch of the probe
+    assert ran[1].shape == ran[5].shape and not torch.equal(ran[1], ran[5])
+    assert trainer.penalty is not None
+    weights = {name: seen.weight for name, seen in trainer.penalty.observations().items()}
+    assert any(name.endswith("act:cubed") for name in weights)  # whose limit is of training
+    recipe = recipe_for(
+        folder, tmp_path / "out", precision="fp32", schedule={"steps": 1, "warmup": 0}, penalty=settings
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "one")
+    trainer.train()
+    assert trainer.penalty is not None
+    over = [seen for seen in trainer.penalty.observations().values() if 0 < seen.excess_bits < 16]
+    assert over and all(seen.weight == pytest.approx(0.25 * seen.excess_bits) for seen in over)
+    fixed = recipe_for(
+        folder,
+        tmp_path / "out",
+        precision="fp32",
+        schedule={"steps": 1, "warmup": 0},
+        penalty={**settings, "weight": 3.0, "probe": False},
+    )
+    trainer = trainer_of(fixed, folder, tmp_path / "fixed")
+    trainer.train()
+    assert trainer.penalty is not None
+    assert {seen.weight for seen in trainer.penalty.observations().values()} == {3.0}
+
+
+def test_the_loss_scale_rises_and_states_go_as_the_recipe_says(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 7},
+        stability={"loss_scale": 64.0, "loss_scale_window": 3},
+        checkpointing={"every": 2, "keep": 2},
+    )
+    trainer_of(recipe, folder, tmp_path / "run").train()
+    scales = [row["loss_scale"] for row in rows_of(tmp_path / "run") if "loss" in row]
+    assert scales == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0, 256.0]
+    assert RunFolder(tmp_path / "run", 2).steps() == [6, 7]
+
+
 def test_accumulated_passes_make_the_step_of_one_large_batch(folder: Path, tmp_path: Path) -> None:
     found = []
     for name, size, passes in (("whole", 8, 1), ("parts", 2, 4)):
@@ -470,6 +608,17 @@ def test_a_bad_batch_is_skipped_counted_and_named(folder: Path, tmp_path: Path) 
     assert all(torch.isfinite(torch.tensor(row["loss"])) for step, row in rows.items() if step not in (3, 6))
 
 
+def test_so_many_bad_batches_stop_a_run(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out", stability={"nonfinite_stop": 2}, penalty={"form": "amax"})
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    trainer.stock.encoder.final_layer_norm.weight.register_hook(
+        lambda gradient: gradient * (math.nan if trainer.progress.step in (1, 4) else 1.0)
+    )
+    with pytest.raises(UserError, match=r"^2 steps had no finite gradient.*; look at their examples in log\.jsonl"):
+        trainer.train()
+    assert [row["step"] for row in trainer.progress.skipped] == [2, 5]
+
+
 def spiking(model: Any, steps: set[int]) -> Damage:
     """Labels that the model thinks least likely, in some steps of data."""
 
@@ -507,6 +656,20 @@ def test_a_spike_sends_the_run_back_past_the_batches_around_it(folder: Path, tmp
     losses = losses_of(tmp_path / "run")
     assert outcome.steps == 60 and sorted(losses) == list(range(1, 61))
     assert max(losses[step] for step in range(41, 61)) < losses[1]
+
+
+def test_only_what_the_threshold_calls_a_spike_sends_a_run_back_and_past_all_that_it_saw(
+    folder: Path, tmp_path: Path
+) -> None:
+    rewinds = []
+    for name, z in (("low", 6.0), ("high", 1e6)):
+        model = tiny_model()
+        recipe = spiky(folder, tmp_path / "out", skip_batches=1, spike_z=z)
+        recipe = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"steps": 26})})
+        plant = spiking(model, {23})
+        rewinds.append(trainer_of(recipe, folder, tmp_path / name, model=model, damage=plant).train().rewinds)
+    # Steps 20 to 23 of the data were seen after the state, and not one of them comes again.
+    assert rewinds == [({"spike": 24, "noticed": 24, "back_to": 20, "steps_of_data_left_out": 4},), ()]
 
 
 def test_what_the_penalty_costs_is_no_spike(folder: Path, tmp_path: Path) -> None:
@@ -602,7 +765,9 @@ def test_bf16_turns_to_fp16_when_the_activations_fit(folder: Path, tmp_path: Pat
 def test_top_k_needs_no_teacher_in_the_loop(folder: Path, tmp_path: Path) -> None:
     found = []
     for name, top in (("all", None), ("top", 384)):
-        recipe = recipe_for(folder, tmp_path / "out", distillation={"weight": 1.0, "top_k": top}, precision="fp32")
+        recipe = recipe_for(
+            folder, tmp_path / "out", distillation={"weight": 1.0, "top_k": top, "temperature": 2.0}, precision="fp32"
+        )
         trainer = trainer_of(recipe, folder, tmp_path / name, model=tiny_model(seed=2))
         trainer.train()
         found.append(losses_of(tmp_path / name))

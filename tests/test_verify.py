@@ -12,8 +12,11 @@ import pytest
 import tiny
 from safetensors.torch import load_file, save_file
 
-from bf16_to_fp16 import UserError, cli, convert, verify
+from bf16_to_fp16 import UserError, certify, cli, convert, probe, verify
+from bf16_to_fp16.auditing import audit_folder, load_config
 from bf16_to_fp16.folder import records
+from bf16_to_fp16.talk import Talk
+from bf16_to_fp16.verifying import repeat_audit
 
 REPORT = "fp16_report.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -198,6 +201,71 @@ def test_a_forged_report_is_found(folder: Path, change: dict[str, Any], check: s
     assert bool(found) is (check is not None)
     if found:
         assert found[0][0] == check and any(str(reason) in said for _, _, said in found)
+
+
+@pytest.mark.parametrize(("field", "by", "found"), [("bound", 1.01, 1), ("partial", 1.01, 1), ("bound", 1.0001, 0)])
+def test_a_bound_is_compared_to_a_thousandth(folder: Path, field: str, by: float, found: int) -> None:
+    report = json.loads((folder / REPORT).read_text())
+    site = next(site for site in report["certificate"]["sites"] if 1 < site["bound"] < 1e4)
+    site[field] *= by
+    (folder / REPORT).write_text(json.dumps(report))
+    assert [(check, name) for check, name, _ in problems(folder, run_model=False)] == [
+        ("certificate", site["name"])
+    ] * found
+
+
+def test_a_certificate_that_does_not_hold_must_not_be_called_one(folder: Path) -> None:
+    weights = load_file(folder / ONE)
+    name = next(name for name in weights if name.endswith("wi_0.weight"))
+    weights[name] *= 3000 / weights[name].abs().max()
+    save_file(weights, folder / ONE, metadata={"format": "pt"})
+    certificate = certify(folder)["certificate"]
+    assert not certificate["holds"]
+    rehash(folder, certificate=certificate, proof="observed")
+    assert problems(folder, run_model=False) == []
+    rehash(folder, certificate=certificate | {"holds": True}, proof="observed")
+    assert problems(folder, run_model=False) == [
+        ("certificate", "certificate", "the report says that it holds, wrongly")
+    ]
+    rehash(folder, certificate=certificate, proof="certified")
+    [(check, site, reason)] = problems(folder, run_model=False)
+    assert (check, site) == ("certificate", min(certificate["sites"], key=lambda s: s["headroom_bits"])["name"])
+    assert reason.endswith("over its limit, and the report says certified")
+
+
+def test_a_config_is_held_against_what_the_report_says_and_against_the_plan(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    rehash(folder)
+    reason = "dtype is bfloat16 and the report says float16"
+    assert problems(folder, run_model=False) == [("plan", "config.json", reason)]
+    report = json.loads((folder / REPORT).read_text())
+    right = config["layer_norm_epsilon"]
+    report["source"]["config_changes"]["layer_norm_epsilon"]["after"] = 1e-6
+    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-6}))
+    rehash(folder, source=report["source"])
+    found = [found for found in problems(folder, run_model=False) if found[0] == "plan"]
+    assert found == [("plan", "config.json", f"layer_norm_epsilon is 1e-06 and the plan needs {right}")]
+
+
+def test_the_audit_is_repeated_with_the_reports_seed_target_and_on_more_data(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = probe.gather
+    monkeypatch.setattr(probe, "gather", lambda *given, seed: gather(*given, seed=seed)[:1])
+    report = json.loads((folder / REPORT).read_text())
+    report |= {"inputs": {"seed": 7}, "target": "train"}
+    config = load_config(folder)
+    wanted = audit_folder(folder, inputs=probe.gather(config, folder, None, seed=7), seed=7, train_mode=True)
+    assert repeat_audit(folder, report, Talk(quiet=True)) == wanted
+    with pytest.raises(UserError, match=r"none\.txt: no such file"):
+        verify(folder, data=str(folder / "none.txt"))
+
+
+def test_the_certificate_is_made_for_the_reports_length(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out", run_model=False, max_length=64)
+    found = verify(tmp_path / "out", run_model=False)
+    assert found["verified"] and found["certificate"]["max_length"] == 64
 
 
 @pytest.mark.parametrize(

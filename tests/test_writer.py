@@ -10,6 +10,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -653,3 +654,63 @@ def test_what_goes_past_the_page_cache_is_the_same(
         assert all(n < writer.ALIGNMENT for n in lengths[False][:-1])  # the last is the index
     else:
         assert not lengths[True]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_slow_disk_that_takes_a_little_at_a_time_gets_every_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Buffers are filled faster than they are written, and a write may end anywhere."""
+    checkpoint = two_odd_files(tmp_path / "in")
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "slow").mkdir()
+    fast = write_fp16(checkpoint, as_is(checkpoint, -3), tmp_path / "fast")
+    pwrite = os.pwrite
+    under_way: list[int] = []
+    most: list[int] = []
+
+    def slow(descriptor: int, data: memoryview, offset: int) -> int:
+        under_way.append(offset)
+        most.append(len(under_way))
+        time.sleep(0.005)
+        under_way.remove(offset)
+        return pwrite(descriptor, data[:99_991], offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(writer, "BUFFER", 1 << 18)
+    monkeypatch.setattr(writer, "DIRECT_FROM", 0 if direct else 1 << 40)
+    assert write_fp16(checkpoint, as_is(checkpoint, -3), tmp_path / "slow") == fast
+    assert contents(tmp_path / "slow") == contents(tmp_path / "fast")
+    assert 1 < max(most) <= writer.IN_FLIGHT
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")
+@pytest.mark.parametrize(("less", "direct"), [(0, True), (-1, False)], ids=["of that size", "smaller"])
+def test_only_files_of_a_size_go_past_the_page_cache_and_all_are_on_the_disk_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, less: int, direct: bool
+) -> None:
+    checkpoint = two_odd_files(tmp_path / "in")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "out").mkdir()
+    large = max(record.nbytes for record in write_fp16(checkpoint, as_is(checkpoint), tmp_path / "first").files)
+    pwrite, fsync = os.pwrite, os.fsync
+    past: set[str] = set()
+    events: list[tuple[str, int]] = []
+
+    def seen(descriptor: int, data: memoryview, offset: int) -> int:
+        if writer.is_direct(descriptor):
+            past.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        events.append(("write", os.fstat(descriptor).st_ino))
+        return pwrite(descriptor, data, offset)
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(("sync", os.fstat(descriptor).st_ino))
+
+    monkeypatch.setattr(os, "pwrite", seen)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(writer, "DIRECT_FROM", large - less)
+    write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out")
+    assert past == ({"model-00001-of-00002.safetensors"} if direct else set())
+    files = {path.stat().st_ino for path in (tmp_path / "out").iterdir()}
+    assert len(files) == 3 and {inode: what for what, inode in events} == dict.fromkeys(files, "sync")
