@@ -37,7 +37,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     for name in DEMOS:
         made[name] = Path(str(files("bf16_to_fp16") / "demo_data" / name)), root / f"{name}-fp16"
     for name, (source, out) in made.items():
-        # Only Pegasus's drift is read from what an audit measures; the other demo's takes a quarter of this file's time.
+        # An audit measures Pegasus's drift; the other demo's would take a quarter of this file's time.
         assert convert(source, out, run_model=name != "t5-gated-bytes").safe
     return made
 
