@@ -6,7 +6,7 @@ A coupling is perturbed in the resolved layout: an axis left out, its sign turne
 the norms' eps scaled by 2^r in place of 4^r. A bound is perturbed in the text of one function of the certificate, which
 is compiled again and put in its place: a rounding, a bias or a head left out, a row's bound made a tenth smaller. Then
 the checks run that the tests run (``tests/contract.py``, ``tests/test_certificate.py``). Exits with 1 where a mutant
-survives.
+survives that ``COVERED`` does not show to be covered by another allowance.
 """
 
 from __future__ import annotations
@@ -179,9 +179,18 @@ TESTS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
         (certified.test_rows_of_attention_weights_need_their_allowance, case)
         for case in ((64, 63, 2.0**-6 * (1 + 1.01 * bounds.UNIT)), (1 << 17, 130411, 128.52 * 2.0**-24))
     ),
-    (certified.test_what_fp32_loses_of_a_long_row_of_attention_needs_its_allowance, ()),
+    *(
+        (certified.test_what_fp32_loses_of_a_long_row_of_attention_needs_its_allowance, case)
+        for case in ((1 << 17, 0.495), (117440, 4.49))
+    ),
     (certified.test_a_norm_that_is_multiplied_once_more_needs_its_allowance, ()),
     (certified.test_one_more_rounding_needs_its_allowance, ()),
+    (certified.test_a_layer_norms_subnormals_need_their_allowance, ()),
+    *(
+        (certified.test_roundings_that_all_go_up_stay_under_the_bounds_and_come_close, (kind, small))
+        for kind in KINDS[:-1]
+        for small in (False, True)
+    ),
     *((certified.test_the_streams_roundings_need_their_allowance, (kind,)) for kind in ("t5", "pegasus")),
     *((certified.test_activations_below_zero_need_their_allowance, (name,)) for name in ("gelu", "gelu_new", "silu")),
     (certified.test_scores_that_cancel_need_their_roundings, ()),
@@ -316,6 +325,38 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the rounding of positions left out", W.begin, "self.rounded(amax + extra)", "(amax + extra)"),
     ("the rounding of the stream left out", W.add, "self.rounded(self.stream + branch)", "(self.stream + branch)"),
     ("the rounding of dropout's factor left out", W.kept, "(1 - rate) / (1 + UNIT)", "(1 - rate)"),
+    ("subnormals left out of a LayerNorm", W.norm, "torch.full_like(gain, 2 * a.tiny)", "torch.zeros_like(gain)"),
+    ("the bare norm's rounding left out", W.norm, "radius * (1 + UNIT)", "radius"),
+    ("the sum's rounding left out of scores", W.score, "rounding = a.gamma(size) * partial", "rounding = 0 * partial"),
+    ("the sum's rounding left out of the context", W.attention, "* total * (1 + gamma))", "* total)"),
+    (
+        "the context's rounding left out behind the output",
+        W.attended,
+        "rounding = (1 + gamma) * (1 + a.unit) ** 2 - 1",
+        "rounding = 0",
+    ),
+    ("the context's subnormals left out behind the output", W.attended, "values.bound + a.floor", "values.bound"),
+    (
+        "the output's sum's rounding left out",
+        W.attended,
+        "* COMPUTED + a.gamma(weight.shape[1]) * partial",
+        "* COMPUTED",
+    ),
+    ("the feed-forward's sum's rounding left out", W.projected, "summed * (1 + a.gamma(weight.shape[1]))", "summed"),
+    (
+        "a gate's and a product's rounding left out",
+        G.__init__,
+        "factor = (1 + 2 * a.unit) * (1 + a.unit) - 1",
+        "factor = 0.0",
+    ),
+    (
+        "the errors of a gate's two sides left out",
+        G.__init__,
+        "(product + off) * (1 + factor) + absolute",
+        "product * (1 + factor) + absolute",
+    ),
+    ("a plain activation's rounding left out", P.__init__, "else 2 * a.unit", "else 0.0"),
+    ("subnormals left out of a row of attention weights", A.attention_sum.fget, "+ self.max_length * TINY", ""),
     ("all errors of scores left out", W.score, "exact * COMPUTED + error + rounding", "exact * COMPUTED"),
     (
         "the errors of queries and keys left out",
@@ -354,6 +395,15 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
 )
 
 
+COVERED = {
+    "a gate's and a product's rounding left out": "covered: an activation of an fp16 number x rounds to at most x, and"
+    " each of the two linears is allowed a unit more than inputs, sum and result round by (no gated family has biases)",
+    "a plain activation's rounding left out": "covered: an activation of an fp16 number x rounds to at most x, and near"
+    " its least value the linear's own error, two units of |x| and more, is larger than what the rounding adds",
+}
+"""Mutants that stay above what arithmetic does, because another allowance covers what they leave out, and why."""
+
+
 def caught_by(made: list[tuple[Any, Arithmetic, Seen]]) -> str:
     """Return what notices the mutant that is in place, "" where nothing does."""
     for test, arguments in TESTS:
@@ -387,8 +437,8 @@ def main() -> int:
     for what, function, old, new in MUTANTS:
         with rewritten(function, old, new):
             noticed = caught_by(made)
-        print(f"| {what} | {noticed or '**nothing**'} |", flush=True)
-        survivors += [] if noticed else [what]
+        print(f"| {what} | {noticed or COVERED.get(what, '**nothing**')} |", flush=True)
+        survivors += [] if noticed or what in COVERED else [what]
     print("\n".join(["", *(f"survived: {name}" for name in survivors)]))
     return 1 if survivors else 0
 

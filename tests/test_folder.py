@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bf16_to_fp16 import UserError
-from bf16_to_fp16.folder import check_file, check_out, staged
+from bf16_to_fp16.folder import carry_over, check_file, check_out, staged
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -55,6 +55,23 @@ def test_the_folder_has_the_permissions_of_any_other(tmp_path: Path) -> None:
         os.umask(umask)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "README.md"])
+def test_what_lies_outside_is_not_carried_over_by_a_link(tmp_path: Path, name: str) -> None:
+    for folder in ("source", "out"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "source" / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"outside the folder") as raised:
+        carry_over(tmp_path / "source", tmp_path / "out")
+    assert name in str(raised.value) and list((tmp_path / "out").iterdir()) == []
+    (tmp_path / "source" / name).unlink()
+    (tmp_path / "source" / "blob").write_text("theirs")
+    (tmp_path / "source" / name).symlink_to("blob")
+    carry_over(tmp_path / "source", tmp_path / "out")
+    copied = tmp_path / "out" / name.replace("README", "SOURCE_README")
+    assert copied.read_text() == "theirs" and not copied.is_symlink()
 
 
 def in_the_way(root: Path) -> Path:

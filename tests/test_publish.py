@@ -576,5 +576,9 @@ def test_convert_does_not_publish_what_is_unsafe(run: Run, hub: HubServer, conve
     assert status == 1 and "not published" in err and hub.seen == []
     assert "is unsafe in fp16 (its report says so)" in error_of(upload(run, tmp_path / "out"))
     assert upload(run, tmp_path / "out", "--allow-unsafe")[0] == 1
-    card = ModelCard(hub.files("me/out")["README.md"].decode()).text
-    assert card.lstrip().startswith("> **Unsafe in fp16.**")
+    # A card of one's own does not hide it.
+    (tmp_path / "out" / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
+    assert upload(run, tmp_path / "out", "--allow-unsafe", repo="me/mine")[0] == 1
+    for repo in ("me/out", "me/mine"):
+        card = ModelCard(hub.files(repo)["README.md"].decode()).text
+        assert card.lstrip().startswith("> **Unsafe in fp16.**")

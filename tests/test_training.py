@@ -457,7 +457,9 @@ def test_dropout_is_another_in_every_step(folder: Path, tmp_path: Path) -> None:
         return first[0]
 
     recipe = recipe_for(folder, tmp_path / "out", precision="fp32", schedule={"steps": 4, "learning_rate": 1e-30})
-    trainer_of(recipe, folder, tmp_path / "run", damage=same).train()
+    outcome = trainer_of(recipe, folder, tmp_path / "run", damage=same).train()
+    assert first[0].labels is not None
+    assert outcome.tokens == 4 * int(first[0].attention_mask.sum() + (first[0].labels != -100).sum())
     assert len(set(losses_of(tmp_path / "run").values())) == 4
 
 
@@ -519,10 +521,15 @@ def test_the_loss_scale_rises_and_states_go_as_the_recipe_says(folder: Path, tmp
         stability={"loss_scale": 64.0, "loss_scale_window": 3},
         checkpointing={"every": 2, "keep": 2},
     )
-    trainer_of(recipe, folder, tmp_path / "run").train()
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    trainer.train()
     scales = [row["loss_scale"] for row in rows_of(tmp_path / "run") if "loss" in row]
     assert scales == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0, 256.0]
     assert RunFolder(tmp_path / "run", 2).steps() == [6, 7]
+    # Where a rise is noticed late, the states since are of no use.
+    trainer._rewind(6, 7)
+    assert RunFolder(tmp_path / "run", 2).steps() == [6] and sorted(losses_of(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+    assert trainer.amp.scale == 256.0
 
 
 def test_accumulated_passes_make_the_step_of_one_large_batch(folder: Path, tmp_path: Path) -> None:
@@ -564,6 +571,7 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
     assert RunFolder(tmp_path / "cut", 3).steps() == [0, 4]
     again = trainer_of(recipe, folder, tmp_path / "cut", model=tiny_model(seed=9))
     assert again.train() == outcome
+    assert again.detector.state_dict() == whole.detector.state_dict()  # what a spike is depends on all that was seen
     for name, tensor in whole.weights().items():
         assert torch.equal(tensor, again.weights()[name]), name
     assert (tmp_path / "cut" / "log.jsonl").read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
@@ -667,7 +675,14 @@ def test_only_what_the_threshold_calls_a_spike_sends_a_run_back_and_past_all_tha
         recipe = spiky(folder, tmp_path / "out", skip_batches=1, spike_z=z)
         recipe = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"steps": 26})})
         plant = spiking(model, {23})
-        rewinds.append(trainer_of(recipe, folder, tmp_path / name, model=model, damage=plant).train().rewinds)
+        trainer = trainer_of(recipe, folder, tmp_path / name, model=model, damage=plant)
+        broken = iter([math.nan])  # once, in the step before the spike
+        model.encoder.final_layer_norm.weight.register_hook(
+            lambda g, p=trainer, bad=broken: g * next(bad, 1.0) if p.progress.step == 22 else g
+        )
+        outcome = trainer.train()
+        rewinds.append(outcome.rewinds)
+        assert [row["step"] for row in outcome.skipped] == [23]  # though the run went back to the time before
     # Steps 20 to 23 of the data were seen after the state, and not one of them comes again.
     assert rewinds == [({"spike": 24, "noticed": 24, "back_to": 20, "steps_of_data_left_out": 4},), ()]
 
@@ -754,9 +769,9 @@ def test_bf16_turns_to_fp16_when_the_activations_fit(folder: Path, tmp_path: Pat
     recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 6, "bf16_steps": 3})
     trainer_of(recipe, folder, tmp_path / "run").train()
     assert [row["precision"] for row in rows_of(tmp_path / "run") if "precision" in row] == ["bf16"] * 3 + ["fp16"] * 3
-    recipe = recipe_for(
-        folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 24}, penalty={"form": "amax"}
-    )
+    # Past the target and under the limit is where it may well begin.
+    held = {"form": "amax", "headroom_bits": 14.0}
+    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 24}, penalty=held)
     trainer_of(recipe, folder, tmp_path / "fits").train()
     kinds = [row["precision"] for row in rows_of(tmp_path / "fits") if "precision" in row]
     assert kinds == ["bf16"] * 20 + ["fp16"] * 4
@@ -772,6 +787,52 @@ def test_top_k_needs_no_teacher_in_the_loop(folder: Path, tmp_path: Path) -> Non
         trainer.train()
         found.append(losses_of(tmp_path / name))
     assert found[0] == pytest.approx(found[1], rel=2e-3)
+
+
+def test_a_run_that_had_turned_to_fp16_goes_on_in_it(folder: Path, tmp_path: Path) -> None:
+    def kill(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step == 5:
+            raise Killed
+        return batch
+
+    schedule = {"steps": 6, "bf16_steps": 3}
+    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule=schedule)
+    trainer_of(recipe, folder, tmp_path / "whole").train()
+    with pytest.raises(Killed):
+        trainer_of(recipe, folder, tmp_path / "cut", damage=kill).train()
+    again = trainer_of(recipe, folder, tmp_path / "cut")
+    again.train()
+    assert again.amp.precision == "fp16" and rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
+
+
+def test_the_teachers_top_logits_are_those_of_the_batch_after_a_rewind_and_a_resume(
+    folder: Path, tmp_path: Path
+) -> None:
+    found = []
+    for name, top in (("all", None), ("top", 384)):
+        model = tiny_model(seed=2)
+        recipe = recipe_for(
+            folder,
+            tmp_path / "out",
+            precision="fp32",
+            schedule={"steps": 28, "learning_rate": 0.01},
+            distillation={"weight": 0.05, "top_k": top},
+            stability={"window": 16, "skip_batches": 5},
+            checkpointing={"every": 10},
+        )
+        plant = spiking(model, {23})
+
+        def kill(step: int, batch: TrainingBatch, plant: Damage = plant) -> TrainingBatch:
+            if step == 28:
+                raise Killed
+            return plant(step, batch)
+
+        with pytest.raises(Killed):
+            trainer_of(recipe, folder, tmp_path / name, model=model, damage=kill).train()
+        trainer = trainer_of(recipe, folder, tmp_path / name)
+        assert len(trainer.train().rewinds) == 1
+        found.append({row["step"]: row["distillation"] for row in rows_of(tmp_path / name) if "loss" in row})
+    assert sorted(found[0]) == list(range(1, 29)) and found[0] == pytest.approx(found[1], rel=2e-3)
 
 
 def test_gradient_checkpointing_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
