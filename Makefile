@@ -2,8 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Two workers of one thread each fit two cores and a few GB; a test file stays on one worker, with its fixtures.
-WORKERS ?= 2
+# Three workers of one thread each keep two cores busy while one waits; a test file stays on one worker, with its fixtures.
+WORKERS ?= 3
 PYTEST_ARGS ?=
 
 .PHONY: install demo test quality bench docs compat clean

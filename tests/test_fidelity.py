@@ -15,7 +15,7 @@ from bf16_to_fp16.certificate import Arithmetic, Certificate
 from bf16_to_fp16.fidelity import Fidelity, fidelity
 from bf16_to_fp16.planner import Violation
 from bf16_to_fp16.probe import Batch, batches, run
-from bf16_to_fp16.report import INEXACT, NOISE, OUTPUT, conclude, too_inexact
+from bf16_to_fp16.report import INEXACT, NOISE, NOT_FINITE, OUTPUT, conclude, too_inexact
 from bf16_to_fp16.rescaling import Plan
 
 
@@ -119,7 +119,7 @@ def apart(kl_bf16: float | None, kl_fp16: float) -> Fidelity:
 def test_an_output_further_from_the_source_than_bf16_is_a_violation_by_half_the_bits_of_its_divergence() -> None:
     """A divergence goes with the square of an error: 16 times the divergence is 2 bits."""
     assert too_inexact(apart(2.0**-12, 2.0**-8)) == [Violation(OUTPUT, 2.0, INEXACT)]
-    assert too_inexact(apart(2.0**-12, math.inf)) == [Violation(OUTPUT, 40.0, INEXACT)]
+    assert too_inexact(apart(2.0**-12, math.inf)) == [Violation(OUTPUT, 40.0, NOT_FINITE)]
     assert too_inexact(apart(0.0, 16 * NOISE)) == [Violation(OUTPUT, 2.0, INEXACT)]
 
 
