@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, within
 from .display import bound_magnitude, excess, magnitude, significant_bits
 from .page import (
     broken_regimes,
@@ -120,13 +120,6 @@ def eval_results(checkpoint: Checkpoint, report: Mapping[str, Any], task: str | 
         for key, kind, name in measures
         if close.get(key) is not None
     ]
-
-
-def within(data: object, *keys: str) -> Any:
-    """Return what lies behind keys of nested mappings, None where one of them is not there."""
-    for key in keys:
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data
 
 
 def plan_in_full(plan: Mapping[str, Any]) -> str:

@@ -317,6 +317,13 @@ def read_json(file: Path, what: str, limit: int = LONGEST_HEADER) -> dict[str, A
     return parse_json(bytes(buffer), file, what)
 
 
+def within(data: object, *keys: str) -> Any:
+    """Return what lies behind keys of nested JSON objects, None where one of them is not there."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
+
+
 def regular_size(descriptor: int, file: Path) -> int:
     """Return the size of an open file in bytes; raise UserError where it is a folder, a pipe or a device."""
     status = os.fstat(descriptor)

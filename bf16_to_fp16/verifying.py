@@ -22,7 +22,16 @@ import torch
 from . import probe
 from .auditing import REGIMES, RegimeResult, audit_folder, broken_sites, load_config
 from .certificate import Arithmetic, Certificate, bound, served
-from .checkpoint import Checkpoint, bytes_of, contained, looks_like_repo_id, open_checkpoint, own_name, read_json
+from .checkpoint import (
+    Checkpoint,
+    bytes_of,
+    contained,
+    looks_like_repo_id,
+    open_checkpoint,
+    own_name,
+    read_json,
+    within,
+)
 from .conversion import LONGEST_REPORT, REPORT, TARGETS
 from .environment import SCHEMA, environment
 from .errors import UserError
@@ -235,13 +244,6 @@ def read_report(folder: Path) -> dict[str, Any]:
     if not right:
         raise UserError(f"{path}: lists something that convert does not write; convert the source again")
     return report
-
-
-def within(data: object, *keys: str) -> Any:
-    """Return what lies behind keys of nested JSON objects, None where one of them is not there."""
-    for key in keys:
-        data = data.get(key) if isinstance(data, dict) else None
-    return data
 
 
 def listed_files(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
