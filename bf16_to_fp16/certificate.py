@@ -294,8 +294,12 @@ class Image:
 
     def unit_rows(self) -> Tensor:
         """Return the rows scaled to length 1 (zero rows stay zero)."""
-        length = (self.norms / (self.radius * COMPUTED)).clamp(min=1e-300)
-        return self.matrix / length.to(self.matrix.dtype)[:, None].clamp(min=torch.finfo(self.matrix.dtype).tiny)
+        return self.scaled_rows(torch.ones_like(self.norms))
+
+    def scaled_rows(self, lengths: Tensor) -> Tensor:
+        """Return the rows scaled to the given lengths, negative ones turned round (zero rows stay zero)."""
+        length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(self.matrix.dtype).tiny)
+        return self.matrix * (lengths / length).to(self.matrix.dtype)[:, None]
 
 
 def image(source: Normalised, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Image:
@@ -337,8 +341,28 @@ def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def row_norms(matrix: Tensor) -> Tensor:
-    """Return ‖row‖₂ of every row: fp64, exact to fp32's rounding of the squares."""
-    return matrix.square().sum(1, dtype=torch.float64).sqrt()
+    """Return ‖row‖₂ of every row: fp64, computed in it."""
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in chunks(matrix)]
+    return torch.cat(norms) if norms else matrix.new_zeros(0, dtype=torch.float64)
+
+
+def column_norms(matrix: Tensor) -> Tensor:
+    """Return ‖column‖₂ of every column: fp64, computed in it."""
+    total = torch.zeros(matrix.shape[1], dtype=torch.float64)
+    for part in chunks(matrix):
+        total += part.double().square().sum(0)
+    return total.sqrt()
+
+
+def row_products(one: Tensor, other: Tensor) -> Tensor:
+    """Return the inner product of every row with the other matrix's: fp64 [m], summed in it."""
+    pairs = zip(chunks(one), chunks(other), strict=True)
+    return torch.cat([(left * right).sum(1, dtype=torch.float64) for left, right in pairs])
+
+
+def squares_against(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return the squared entries of a matrix times a vector: fp64 [m], computed in it."""
+    return torch.cat([part.double().square() @ vector for part in chunks(matrix)])
 
 
 def knapsack(values: Tensor, caps: Tensor, budget: float) -> Tensor:
@@ -616,7 +640,7 @@ class _Walk:
         bound, partial, length = self.attended(values, context, total, gamma, weight, bias, heads)
         self.note(w.output, "output", bound, partial)
         self.inputs[w.output] = (context, mean_square / 4)
-        expected = (weight.double().square() @ (mean_square / 4)) if weight.numel() < 1 << 24 else bound.square() / 64
+        expected = squares_against(weight, mean_square / 4)
         self.outputs[w.output] = (torch.maximum(bound, partial), expected)
         self.add(w.add, bound, expected, length, w.dropout)
 
@@ -731,7 +755,7 @@ class _Walk:
             self.activation(w, gate)
             neurons: _Neurons = _Gated(gate, other, self.arithmetic, self.kept("neurons"))
             self.note(f"{w.at}:mul", "product", neurons.undropped)
-            correlation = (gate.matrix * other.matrix).sum(1, dtype=torch.float64)
+            correlation = row_products(gate.matrix, other.matrix)
             mean_square = (gate_square * other_square + 2 * correlation.square()) / 2
         else:
             made, made_square = self.linear(w.linear, "neuron", source, square)
@@ -746,11 +770,11 @@ class _Walk:
         bound = self.projected(neurons, weight, bias)
         self.note(w.output, "output", bound)
         self.inputs[w.output] = (neurons.bound, mean_square)
-        expected = weight.float().square().double() @ mean_square
+        expected = squares_against(weight, mean_square)
         self.outputs[w.output] = (bound, expected)
         self.inner[f"{w.output}:input"] = largest(neurons.bound)
         # ‖W·x‖ ≤ Σ ‖column_i‖·|x_i|: one more row, of column lengths.
-        columns = weight.float().norm(dim=0)[None].to(working_dtype(weight.numel())) * COMPUTED
+        columns = column_norms(weight)[None].to(working_dtype(weight.numel())) * COMPUTED
         up, _ = neurons.rows(columns)
         length = float(up + neurons.row_errors(columns, up))
         length += neurons.depth * float(columns.sum())
@@ -813,9 +837,8 @@ class _Walk:
         name = layout.family.head if layout.family.head in layout.tensors else layout.family.embedding
         table = self.checked(name, self.read(name))
         bounds, partials, expected = [], [], []
-        rows = max(1, (1 << 24) // max(1, table.shape[1]))
-        for start in range(0, table.shape[0], rows):
-            made = image(final, table[start : start + rows], None, self.arithmetic)
+        for rows in chunks(table):
+            made = image(final, rows, None, self.arithmetic)
             bounds.append(made.bound)
             partials.append(made.partial)
             expected.append((made.norms / made.radius).square() + made.centre.square())
@@ -861,7 +884,7 @@ class _Gated(_Neurons):
         a = arithmetic
         self.gate, self.other, self.keep, self.depth = gate, other, keep, 0.0
         scale = gate.norms * other.norms
-        cosine = (gate.matrix * other.matrix).sum(1, dtype=torch.float64) * gate.radius * other.radius
+        cosine = row_products(gate.matrix, other.matrix) * gate.radius * other.radius
         self.cosine = (cosine / scale.clamp(min=1e-300)).clamp(-1, 1)
         self.caps = ((1 + self.cosine.abs()) / 2 * COMPUTED).clamp(0.5, 1)
         self.size = scale / keep
@@ -877,8 +900,8 @@ class _Gated(_Neurons):
             absolute = absolute * (1 + a.unit) / keep + a.tiny
         self.factor, self.absolute = factor, absolute
         self.bound = (product + off) / keep * (1 + factor) + absolute
-        stacked = torch.cat([gate.unit_rows(), other.unit_rows()])
-        self.budget = largest_eigenvalue(gram(stacked)) / 2 * COMPUTED
+        both = gram(gate.unit_rows()).add_(gram(other.unit_rows()))
+        self.budget = largest_eigenvalue(both) / 2 * COMPUTED
 
     def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
         caps, size = self.caps.to(out.dtype), self.size.to(out.dtype)
@@ -890,14 +913,14 @@ class _Gated(_Neurons):
         return both, both
 
     def row(self, out: Tensor) -> float:
-        u, w = self.gate.unit_rows(), self.other.unit_rows()
-        values = (out.abs() * self.size.to(out.dtype)).double()
-        best = 0.0
-        for direction in (1, -1):
-            # x·y = ((x̂ + ŷ)² − (x̂ − ŷ)²)/4, so the positive part of ±x·y is at most a single square.
-            sign = (out.sign() * direction).to(u.dtype)
-            best = max(best, largest_eigenvalue(gram(u + sign[:, None] * w, values / 4)))
-        return best * COMPUTED
+        values = out.double().abs() * self.size
+        roots = (values / 4).sqrt()
+        u, w = self.gate.scaled_rows(roots), self.other.scaled_rows(roots * out.sign())
+        # x·y = ((x̂ + ŷ)² − (x̂ − ŷ)²)/4, so the positive part of ±x·y is at most a single square.
+        best = max(largest_eigenvalue(gram(u + w)), largest_eigenvalue(gram(u - w)))
+        # Four roundings of each element of u and w at most: a matrix whose norm is within its Frobenius norm.
+        off = 5 * torch.finfo(u.dtype).eps / 2 * math.sqrt(float(values.sum()))
+        return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
         keep, dtype = self.keep, out.dtype
@@ -945,25 +968,27 @@ class _Plain(_Neurons):
         caps, size, ones = self.caps.to(dtype), self.size.to(dtype), torch.ones_like(self.caps).to(dtype)
         bent = bool((self.caps < 1).any())
         total = []
-        for part in chunks(out):
-            positive = part.clamp(min=0)
-            values = positive * size
-            ball = in_ball(values, ones, self.budget)
-            # Σ c·max(x, 0) = ½ (Σ c·x + Σ c·|x|).
-            straight = row_norms((positive / self.keep) @ self.made.matrix) * self.made.radius
-            half = (straight + self.product_error(values) + ball) / 2
-            best = torch.minimum(half, in_ball(values, caps, self.budget) if bent else ball)
-            below = (positive - part).sum(1, dtype=torch.float64) * self.depth
-            total.append(best + against(positive, self.offset) + below)
+        for many in chunks(out, 1 << 23):  # as many rows as make a good matrix product
+            straight = row_norms((many.clamp(min=0) / self.keep) @ self.made.matrix) * self.made.radius
+            at = 0
+            for part in chunks(many):
+                positive = part.clamp(min=0)
+                values = positive * size
+                ball = in_ball(values, ones, self.budget)
+                # Σ c·max(x, 0) = ½ (Σ c·x + Σ c·|x|).
+                half = (straight[at : at + len(part)] + self.product_error(values) + ball) / 2
+                best = torch.minimum(half, in_ball(values, caps, self.budget) if bent else ball)
+                below = (positive - part).sum(1, dtype=torch.float64) * self.depth
+                total.append(best + against(positive, self.offset) + below)
+                at += len(part)
         return torch.cat(total) * COMPUTED
 
     def row(self, out: Tensor) -> float:
         best = 0.0
-        unit = self.made.unit_rows()
         for direction in (1, -1):
             positive = (out * direction).clamp(min=0).double()
             values = positive * self.size
-            ball = math.sqrt(float(values.sum()) * largest_eigenvalue(gram(unit, values)))
+            ball = math.sqrt(float(values.sum()) * largest_eigenvalue(gram(self.made.scaled_rows(values.sqrt()))))
             row = (positive / self.keep).to(self.made.matrix.dtype)[None]
             straight = float(row_norms(row @ self.made.matrix) * self.made.radius)
             straight += float(self.product_error(values.to(row.dtype)[None]))
@@ -980,9 +1005,9 @@ class _Plain(_Neurons):
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
 
-def chunks(matrix: Tensor) -> Iterator[Tensor]:
-    """Yield a matrix in runs of rows of about 32 MB."""
-    rows = max(1, (1 << 23) // max(1, matrix.shape[1]))
+def chunks(matrix: Tensor, elements: int = 1 << 17) -> Iterator[Tensor]:
+    """Yield a matrix in runs of rows of so many elements at most; as a rule what a core's cache holds in fp64."""
+    rows = max(1, elements // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], rows):
         yield matrix[start : start + rows]
 
