@@ -245,7 +245,12 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the values' bias left out behind the output", W.attended, "(o @ values.centre[part]).abs())", "0)"),
     ("a gate's product a tenth smaller", G.__init__, "scale = gate.norms *", "scale = 0.9 * gate.norms *"),
     ("a product's sign taken for positive", G.__init__, "(1 + self.cosine.abs()) / 2", "(1 + self.cosine) / 2"),
-    ("half the gated neurons at their maximum", G.__init__, "largest_eigenvalue(both) / 2", "largest_eigenvalue(both) / 4"),
+    (
+        "half the gated neurons at their maximum",
+        G.__init__,
+        "largest_eigenvalue(both) / 2",
+        "largest_eigenvalue(both) / 4",
+    ),
     (
         "half the plain neurons at their maximum",
         P.__init__,
@@ -378,7 +383,12 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the attention's output a tenth larger", W.attended, "exact += total *", "exact += 1.1 * total *"),
     ("the context a tenth larger", W.attention, "self.summed(values.bound *", "self.summed(1.1 * values.bound *"),
     ("a gate's product a tenth larger", G.__init__, "product = scale *", "product = 1.1 * scale *"),
-    ("twice the gated neurons at their maximum", G.__init__, "largest_eigenvalue(both) / 2", "largest_eigenvalue(both) / 1"),
+    (
+        "twice the gated neurons at their maximum",
+        G.__init__,
+        "largest_eigenvalue(both) / 2",
+        "largest_eigenvalue(both) / 1",
+    ),
     (
         "twice the plain neurons at their maximum",
         P.__init__,
