@@ -1,7 +1,8 @@
 """What a training log says went wrong: spikes, divergence, plateaus, bumps after a resume, a loss scale that collapses.
 
 One detector serves a run while it trains and a log afterwards. It compares each loss with the median of a window of
-calm ones, in units of their median absolute deviation, so that neither noise nor earlier spikes move the yardstick.
+calm ones (on a steep fall with a line through them), in units of their median absolute deviation, so that neither noise
+nor earlier spikes move the yardstick.
 What is out of line starts an event; what follows decides its name: a spike comes back, fast or slowly, a divergence
 does not. A rise or a standstill too slow for that shows in the medians of chunks of the curve.
 
@@ -140,6 +141,9 @@ _LEAST_SIGMA = 0.005
 _CLEAR = 2.0
 """How many times as far above the level as the lowest of the last calm losses is below it a spike must be."""
 
+_STEEP = 0.5
+"""Share of the losses' scatter that a line through them may leave where it is to replace their median."""
+
 _FLAT = 0.01
 """Share of the level by which the loss may change in a plateau."""
 
@@ -274,10 +278,23 @@ class Detector:
     # -- levels
 
     def _yardstick(self) -> tuple[float, float]:
-        """Median of the calm losses, and their robust standard deviation."""
+        """Level and robust standard deviation of the calm losses: their median and its deviations, or a line's.
+
+        On a steep fall the window's scatter is mostly the fall itself, which would hide a spike. Where the line through
+        the medians of both halves leaves clearly less, it is the yardstick; but no level under all of the last losses,
+        since a fall flattens.
+        """
         losses = [loss for _, loss in [*self._calm][-self.window :]]
         level = statistics.median(losses)
         spread = SIGMA * statistics.median(abs(loss - level) for loss in losses)
+        half = len(losses) // 2
+        slope = (statistics.median(losses[-half:]) - statistics.median(losses[:half])) / (len(losses) - half)
+        if slope < 0:
+            flat = [loss + slope * (len(losses) - 1 - i) for i, loss in enumerate(losses)]
+            end = statistics.median(flat)
+            scatter = SIGMA * statistics.median(abs(loss - end) for loss in flat)
+            if scatter < _STEEP * spread:
+                level, spread = max(end, min(losses[-self.fast :])), scatter
         return level, max(spread, _LEAST_SIGMA * abs(level), 1e-12)
 
     def _loss(self, step: int, loss: float) -> None:

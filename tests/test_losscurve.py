@@ -160,6 +160,20 @@ def test_a_spike_has_its_steps_height_and_score() -> None:
     assert spike.z == pytest.approx(3.0 / 0.02, rel=0.35)
 
 
+def test_a_spike_on_a_steep_fall_is_seen_and_the_fall_is_none() -> None:
+    fall = [3 * math.exp(-i / 80) + 1 for i in range(300)]
+    losses = [*fall]
+    losses[119:123] = [loss + 2.0 for loss in losses[119:123]]
+    (spike,) = run(losses)
+    assert isinstance(spike, Spike) and (spike.start, spike.recovery) == (120, "fast")
+    for seed in range(30):
+        chance = np.random.default_rng(seed)
+        time, tau, height = np.arange(400), 10 ** chance.uniform(0.7, 2.7), 10 ** chance.uniform(-0.5, 1)
+        shape = np.exp(-time / tau) if seed % 2 else (1 + time / tau) ** -0.5
+        losses = (1 + height * shape + 10 ** chance.uniform(-3, -1) * chance.standard_normal(400)).tolist()
+        assert not [event for event in run(losses) if not isinstance(event, Plateau)]
+
+
 def test_fast_ends_at_an_eighth_of_the_window() -> None:
     for length, recovery in ((1, "fast"), (8, "fast"), (9, "slow"), (30, "slow")):
         losses = noisy(2.0, 200)
