@@ -682,9 +682,9 @@ class _Call:
 class _TapMode(TorchFunctionMode):
     """Passes every call of a Python-level torch function to its tap."""
 
-    def __init__(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any] | None, Any], None]) -> None:
+    def __init__(self, tap: "Tap") -> None:
         super().__init__()
-        self.see = see
+        self.tap = tap
 
     def __torch_function__(
         self,
@@ -694,7 +694,9 @@ class _TapMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
-        self.see(func, args, kwargs, out)
+        # What a wrapper does to its weights without gradients is no part of the forward.
+        if self.tap._call is not None and torch.is_grad_enabled():
+            self.tap._look(func, args, kwargs, out)
         return out
 
 
@@ -736,19 +738,21 @@ class Tap:
         self.on_site = on_site
         self.only = only
         self.glance = glance
-        self._mode = _TapMode(self._look)
+        self._mode = _TapMode(self)
         self._names: dict[str, dict[tuple[str, int], str | None]] = {}
         self._functions: dict[Any, _Function] = {}
         self._stack: list[_Call] = []
         self._call: _Call | None = None
         self._handing_over = False
         self._handles: list[Any] = []
+        self._modules: list[nn.Module] = []
 
     def __enter__(self) -> "Tap":
         if self._handles:
             raise UserError("this tap is active already; leave it before you enter it again")
         try:
             for path, module in paths(self.model):
+                self._modules.append(module)
                 self._hook(path, module)
         except BaseException:
             self._unhook()
@@ -777,7 +781,7 @@ class Tap:
                 tapped = False
             if outer is None and tapped:
                 # A model may be compiled after the tap was entered.
-                for inner in module.modules():
+                for inner in self._modules:
                     _refuse_compiled(inner)
                 if _is_called_by("compile_wrapper"):
                     raise UserError(_COMPILED)
@@ -810,6 +814,7 @@ class Tap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._modules.clear()
         # Left in the middle of a forward: the modules that are still running will not call ``leave`` any more.
         if self._stack and self._stack[-1].tapped:
             self._mode.__exit__(None, None, None)
@@ -818,9 +823,7 @@ class Tap:
 
     def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         call = self._call
-        # What a wrapper does to its weights without gradients is no part of the forward.
-        if call is None or not torch.is_grad_enabled():
-            return
+        assert call is not None
         if isinstance(out, Tensor):
             if out.is_floating_point():
                 self._see(call, func, args, kwargs, out, 0)
@@ -889,10 +892,8 @@ class Tap:
     def _hand_over(self, name: str, out: Tensor, masked: Tensor | None) -> None:
         call, self._call, self._handing_over = self._call, None, True
         try:
-            if self.glance is not None:
-                with torch.no_grad():
-                    if not self.glance(name, _unmasked(out.detach(), masked)):
-                        return
+            if self.glance is not None and not self.glance(name, _unmasked(out.detach(), masked)):
+                return
             if not out.requires_grad:
                 self.on_site(name, _unmasked(out, masked))
                 return

@@ -614,7 +614,7 @@ def _log2_peak(x: Tensor, *, smooth: bool) -> Tensor:
     """
     channels = x.shape[-1] if smooth and x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)
-    index = rows.abs().max(-1).indices + torch.arange(len(rows), device=x.device) * channels
+    index = _where_largest(rows) + torch.arange(len(rows), device=x.device) * channels
     largest = rows.reshape(-1)[index].float()
     size = largest.abs().nan_to_num(nan=0.0).clamp(torch.finfo(torch.float32).tiny, torch.finfo(x.dtype).max)
     bits = size.log2()
@@ -624,6 +624,29 @@ def _log2_peak(x: Tensor, *, smooth: bool) -> Tensor:
     slope = shares / total * largest.sign().nan_to_num(nan=0.0) / (size * math.log(2))
     value: Tensor = _Peak.apply(x, peak + total.log2() / SHARPNESS, index, slope)
     return value
+
+
+def _where_largest(rows: Tensor) -> Tensor:
+    """Where the largest |x| of each row is; of a NaN if there is one: int64 [rows].
+
+    Without their sign the bits of floats sort as integers do, NaNs last. Less the row's largest they are 0 there and
+    negative elsewhere, where 2¹⁶ less leaves them so with the column added: the maximum is the place, two to four times
+    sooner than a search for it.
+    """
+    if rows.dtype not in _BITS or rows.shape[1] > 1 << 16:
+        return rows.abs().max(-1).indices
+    integer, positive = _BITS[rows.dtype]
+    bits = (rows.contiguous().view(integer) & positive).int()
+    bits.sub_(bits.amax(-1, keepdim=True)).clamp_(min=-1).mul_(1 << 16)
+    bits.add_(torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device))
+    return bits.amax(-1).long()
+
+
+_BITS = {
+    torch.float32: (torch.int32, 0x7FFFFFFF),
+    torch.bfloat16: (torch.int16, 0x7FFF),
+    torch.float16: (torch.int16, 0x7FFF),
+}
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -19,7 +19,7 @@ import bf16_to_fp16
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from bf16_to_fp16.observe import FastProducts, SiteObserver
-from bf16_to_fp16.penalty import SHARPNESS, ActivationPenalty
+from bf16_to_fp16.penalty import SHARPNESS, ActivationPenalty, _where_largest
 from bf16_to_fp16.probe import batches, run
 
 SCORES = "encoder.block.1.layer.0.SelfAttention:scores"
@@ -239,6 +239,20 @@ def test_forms_without_a_target_are_means_over_every_site() -> None:
         found = gradients(model)
         wanted.backward()
         assert all(torch.allclose(found[n], g, rtol=1e-4, atol=1e-7) for n, g in gradients(model).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_of_every_row_is_found_in_every_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for shape in ((1, 1), (64, 300), (3, 1 << 16), (2, (1 << 16) + 3)):
+        rows = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype)
+        rows[0, shape[1] // 2] = math.inf
+        rows[-1, 0] = rows[-1, -1] = -torch.finfo(dtype).max
+        found = rows.abs().gather(1, _where_largest(rows)[:, None])[:, 0]
+        assert torch.equal(found, rows.abs().amax(1))
+        rows[0, -1] = math.nan
+        assert int(_where_largest(rows)[0]) == shape[1] - 1
+    assert _where_largest(torch.zeros(2, 5, dtype=dtype).neg_()).max() < 5
 
 
 def test_amax_pulls_at_one_element_and_smooth_max_at_one_of_every_token() -> None:
