@@ -74,9 +74,31 @@ def compiled(parameter: torch.dtype, gradient: torch.dtype, moment: torch.dtype,
         else:
             reason = (made.stderr.strip() or "no message").splitlines()[-1]
             raise UserError(f"AdamW: {program} cannot compile the step ({reason}); leave compile=False")
-        step: Any = ctypes.CDLL(str(library)).step
+        try:
+            step: Any = ctypes.CDLL(str(library)).step
+        except OSError as error:  # a folder from which nothing may be run
+            raise UserError(f"AdamW: the compiled step does not load ({error}); leave compile=False") from error
     step.argtypes, step.restype = [*[ctypes.c_void_p] * 7, ctypes.c_int64], None
     return step
+
+
+@functools.cache
+def works(kind: tuple[torch.dtype | None, ...], how: str) -> bool:
+    """Return whether there is a step for these dtypes and it can be compiled here."""
+    if not knows(kind):
+        return False
+    try:
+        _compiled_for(kind, how)
+    except UserError:
+        return False
+    return True
+
+
+def _compiled_for(kind: tuple[torch.dtype | None, ...], how: str) -> Callable[..., None]:
+    parameter, gradient, first, _, lost = kind
+    assert parameter is not None and gradient is not None and first is not None
+    # Of fp32, which loses nothing, there is no compensation.
+    return compiled(parameter, gradient, first, "nearest" if how == "kahan" and lost is None else how)
 
 
 @functools.cache
@@ -95,11 +117,8 @@ def run(
     tensors: parameter, gradient, both moments and Kahan's compensation or None. keys: gives the three words for the
     elements from an offset on. coefficients: ``optimizer.Coefficients`` in fp32.
     """
-    parameter, gradient, first, _, compensation = tensors
-    if how == "kahan" and compensation is None:  # of fp32, which loses nothing
-        how = "nearest"
-    step = compiled(parameter.dtype, gradient.dtype, first.dtype, how)
-    length = len(parameter)
+    step = _compiled_for(tuple(None if t is None else t.dtype for t in tensors), how)
+    length = len(tensors[0])
 
     def part(start: int, stop: int) -> None:
         at = [None if t is None else t.data_ptr() + start * t.element_size() for t in tensors]

@@ -224,15 +224,20 @@ def _run_compiled(runs: list[_Run], device: torch.device, c: Coefficients, how: 
             update(tensors, None, torch.tensor(key, dtype=torch.int32, device=device), numbers, how)
 
 
-def _run_natively(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
+def _run_natively(runs: list[_Run], c: Coefficients, how: str) -> None:
     """Update every run by one call of ``kernel``, on a CPU."""
     numbers = torch.tensor(c)
     for run in runs:
-        if not kernel.knows(run.kind):
-            _run_eagerly([run], device, c, how)
-            continue
         for key, tensors in run.cut(1 << rounding.BLOCK_BITS):
             kernel.run(tensors, functools.partial(rounding.advance, key), numbers, how)
+
+
+def _is_native(run: _Run, group: dict[str, Any]) -> bool:
+    """Return whether a run is stepped by ``kernel``."""
+    if run.tensors[0].device.type != "cpu" or group["compile"] is False:
+        return False
+    # Where it was asked for, a compiler that fails is an error, which the step raises.
+    return kernel.knows(run.kind) if group["compile"] else kernel.works(run.kind, group["rounding"])
 
 
 def _run_eagerly(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
@@ -298,9 +303,9 @@ class AdamW(Optimizer):
     rounding: how a step is stored, ``"stochastic"``, ``"nearest"`` or ``"kahan"`` (2 bytes more per element).
     moments: ``"float32"`` (8 bytes per element), ``"bfloat16"`` (4, rounded stochastically) or ``"8bit"`` (2, torchao's
     block format and its rounding to nearest; eager only, and a shard's blocks are its own). seed: from 0 to 2⁶³ − 1, of
-    all random bits. compile: one fused kernel instead of eager chunks; on a CPU it needs a C compiler. foreach: pack
-    small parameters together in eager mode (the default). The last two change the speed only, and are not taken from
-    a loaded state.
+    all random bits. compile: one fused kernel instead of eager chunks, on a CPU by a C compiler, on an accelerator by
+    torch.compile; by default on a CPU where a C compiler is found. foreach: pack small parameters together in eager
+    mode (the default). The last two change the speed only, and are not taken from a loaded state.
 
     Under ``torch.amp.GradScaler`` fp16 gradients work: the scale is divided out in fp32, and a step with inf or NaN
     changes nothing. ``GradScaler.unscale_`` refuses fp16 gradients, so clip before the step at max_norm · scale.
@@ -324,7 +329,7 @@ class AdamW(Optimizer):
         rounding: str = "stochastic",
         moments: str = "float32",
         seed: int = 0,
-        compile: bool = False,
+        compile: bool | None = None,
         foreach: bool = True,
     ) -> None:
         options = {"rounding": rounding, "moments": moments, "seed": seed, "compile": compile, "foreach": foreach}
@@ -376,14 +381,17 @@ class AdamW(Optimizer):
                     work.setdefault((tensors[0].device, step), []).extend(runs)
             for (device, step), runs in work.items():
                 c = _coefficients(group, step, 1 / scale)
-                if group["compile"] and device.type == "cpu":
-                    _run_natively(runs, device, c, group["rounding"])
-                    continue
+                native: list[_Run] = []
                 long: list[_Run] = []
                 short: list[_Run] = []
                 for run in runs:
-                    (long if run.length > _SMALL else short).append(run)
-                (_run_compiled if group["compile"] else _run_eagerly)(long, device, c, group["rounding"])
+                    if _is_native(run, group):
+                        native.append(run)
+                    else:
+                        (long if run.length > _SMALL else short).append(run)
+                _run_natively(native, c, group["rounding"])
+                fused = group["compile"] and device.type != "cpu"
+                (_run_compiled if fused else _run_eagerly)(long, device, c, group["rounding"])
                 (_run_packed if group["foreach"] else _run_eagerly)(short, device, c, group["rounding"])
             for target, source in copies:
                 target.copy_(source.view(target.shape))

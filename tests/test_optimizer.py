@@ -26,6 +26,7 @@ ALL = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", 
 ROUNDINGS = pytest.mark.parametrize("how", ["stochastic", "nearest", "kahan"])
 SHAPES = [(40, 30), (7,), (), (3, 5, 2), (129, 130), (0, 4), (11,)]
 LARGE = module._SMALL + 1
+COMPILER = any(name and shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang", "cc"))
 
 
 def parameters(dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
@@ -67,7 +68,7 @@ def test_fp32_parameters_move_as_under_torchs_adamw(foreach: bool) -> None:
     def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
         return [{"params": params[:2], "lr": 3e-3, "weight_decay": 0.3}, {"params": params[2:], "betas": (0.8, 0.99)}]
 
-    mine = AdamW(groups(ours), lr=1e-3, eps=1e-6, foreach=foreach)
+    mine = AdamW(groups(ours), lr=1e-3, eps=1e-6, foreach=foreach, compile=False)
     reference = torch.optim.AdamW(groups(theirs), lr=1e-3, eps=1e-6)
     run(ours, mine, range(20))
     run(theirs, reference, range(20))
@@ -204,7 +205,7 @@ def test_chunks_and_packing_do_not_change_a_bit(
         monkeypatch.setattr(rounding, "CHUNK", chunk)
         monkeypatch.setattr(module, "_SMALL", small)
         params = parameters(dtype)
-        optimizer = AdamW(params, rounding=how, moments=moments, foreach=foreach, seed=5)
+        optimizer = AdamW(params, rounding=how, moments=moments, foreach=foreach, compile=False, seed=5)
         run(params, optimizer, range(3))
         results.append(everything(params, optimizer))
     assert all(same(results[0], other) for other in results[1:])
@@ -234,7 +235,7 @@ def steps_of(dtype: torch.dtype, how: str, moments: str, compile: bool) -> list[
     return [*params, *(optimizer.state[p][name] for p in params for name in sorted(optimizer.state[p]))]
 
 
-@pytest.mark.skipif(not shutil.which("gcc"), reason="needs a C compiler")
+@pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @ROUNDINGS
 @ALL
@@ -246,7 +247,17 @@ def test_the_native_step_gives_the_eager_bits(dtype: torch.dtype, how: str, mome
         assert torch.equal(a[number], b[number]) and torch.equal(a.signbit()[number], b.signbit()[number])
 
 
-@pytest.mark.skipif(not shutil.which("gcc"), reason="needs a C compiler")
+@pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
+def test_a_cpu_gets_the_native_step_unless_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for compile, native in ((None, True), (True, True), (False, False)):
+        seen: list[int] = []
+        monkeypatch.setattr(module, "_run_natively", lambda runs, c, how: seen.append(len(runs)))  # noqa: B023
+        params = parameters(FP16, [(3,), (LARGE,)])
+        run(params, AdamW(params, compile=compile), range(1))
+        assert seen == [2 if native else 0]
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
 def test_the_native_step_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "SHARE", 1000)
     results = []
@@ -265,7 +276,10 @@ def test_the_native_step_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPa
 def test_the_kernel_of_torch_compile_gives_the_eager_bits(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, how: str, moments: str
 ) -> None:
-    monkeypatch.setattr(module, "_run_natively", module._run_compiled)  # what an accelerator gets
+    def compiled(runs: list[Any], c: Any, how: str) -> None:
+        module._run_compiled(runs, torch.device("cpu"), c, how)
+
+    monkeypatch.setattr(module, "_run_natively", compiled)  # what an accelerator gets
     results = []
     for compile in (True, False):
         params = parameters(dtype, [(LARGE,), (3, LARGE // 2)])
@@ -315,7 +329,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(dtype: torch.dtype, how: str,
 def test_an_empty_parameter_is_no_trouble() -> None:
     params = parameters(BF16, [(0, 4)])
     for foreach in (True, False):
-        run(params, AdamW(params, foreach=foreach), range(2))
+        run(params, AdamW(params, foreach=foreach, compile=False), range(2))
 
 
 def test_a_loaded_state_is_a_copy_and_other_seeds_differ() -> None:
@@ -636,7 +650,13 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "cc").write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
     (tmp_path / "cc").chmod(0o755)
     monkeypatch.setattr(kernel, "compiled", kernel.compiled.__wrapped__)
+    monkeypatch.setattr(kernel, "works", kernel.works.__wrapped__)
     params = parameters(BF16, [(3,)])
     optimizer = AdamW(params, compile=True)
     with pytest.raises(UserError, match=r"cannot compile the step \(no such flag\); leave compile=False"):
         run(params, optimizer, range(1))
+    # By default it is done without one.
+    params = parameters(BF16, [(3,)])
+    before = params[0].clone()
+    run(params, AdamW(params), range(1))
+    assert not torch.equal(params[0], before)
