@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ import forked
 import tiny
 import torch
 import yaml
+from hub_server import WRITER, HubServer
+from huggingface_hub import constants
 from transformers import ByT5Tokenizer
 
 from bf16_to_fp16 import cli
@@ -229,6 +232,53 @@ def killed_after(job: Job, root: Path, seconds: float) -> int:
     time.sleep(seconds)
     os.kill(number, signal.SIGKILL)  # still ours, even where it has ended
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+
+# --- publishing ------------------------------------------------------------------------------------------------------
+
+PUBLISHED = "me/out"
+
+
+def published(server: HubServer, root: Path, *, at: int = 0, seconds: float | None = None) -> int:
+    """Publish ``root``/converted in a child and return its exit status.
+
+    at: the count of the request on which it is killed, before the server carries it out, or negative: after. seconds:
+    after which it is killed instead.
+    """
+
+    def act() -> int:
+        os.environ["HF_TOKEN"] = WRITER
+        constants.HF_HUB_CACHE = str(root / "cache")
+        return main(["publish", f"{root}/converted", PUBLISHED, "-y", "--endpoint", server.endpoint])
+
+    server.seen.clear()
+    began = threading.Event()
+
+    def struck(count: int) -> None:
+        if count == at:
+            began.wait(60)
+            os.kill(number, signal.SIGKILL)
+
+    server.struck = struck
+    number = forked.child(act, root / "log")
+    began.set()
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(number, signal.SIGKILL)  # still ours, even where it has ended
+    status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+    server.struck = lambda count: None
+    return status
+
+
+def wrong_on_hub(server: HubServer, root: Path, before: dict[str, str], wanted: dict[str, bytes]) -> str:
+    """Return what is wrong after a publication that was killed: a repository that holds some files and not all, a
+    folder that changed, or anything beside it; "" for nothing."""
+    if PUBLISHED in server.repos and server.files(PUBLISHED) not in ({}, wanted):
+        return f"half a repository: {sorted(server.files(PUBLISHED))}"
+    if content(root / "converted") != before:
+        return "the folder is no longer what it was"
+    names = {path.name for path in root.iterdir()} - {"converted", "cache", "log"}
+    return f"strays: {sorted(names)}" if names else ""
 
 
 # --- what must be so afterwards --------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ class HubServer(http.server.ThreadingHTTPServer):
     """The server and its memory: ``repos`` by id, ``objects`` by SHA-256, every request in ``seen``, ``faults``.
 
     ``leaks``: requests for stored files that came with a token. ``ranges``: downloads of the rest of a file.
+    ``struck``: called with the count of requests so far before one is carried out, and with its negative after it.
     """
 
     daemon_threads = True
@@ -96,6 +97,7 @@ class HubServer(http.server.ThreadingHTTPServer):
         self.seen: list[str] = []
         self.leaks: list[str] = []
         self.ranges = 0
+        self.struck: Callable[[int], object] = lambda count: None
         self.lock = threading.Lock()
 
     @property
@@ -118,6 +120,7 @@ class HubServer(http.server.ThreadingHTTPServer):
         for memory in (self.repos, self.objects, self.faults, self.seen, self.leaks):
             memory.clear()
         self.ranges = 0
+        self.struck = lambda count: None
 
     def add(self, name: str, files: dict[str, bytes], *, private: bool = True) -> Repo:
         """Make a repository with these files and return it."""
@@ -183,6 +186,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.limit: int | None = None
         with self.server.lock:
             self.server.seen.append(f"{self.command} {self.path}")
+            count = len(self.server.seen)
             fault = next((f for f in self.server.faults if f.takes(self.command, self.path)), None)
         size = int(self.headers.get("Content-Length") or 0)
         if fault is not None and fault.cut is not None and self.command == "PUT":
@@ -195,6 +199,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         if fault is not None and self.command == "GET":
             self.limit = fault.cut
+        self.server.struck(count)
         for method, pattern, name in self.ROUTES:
             match = re.fullmatch(pattern, url.path)
             if method == self.command and match:
@@ -206,6 +211,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     self.hang_up()
                     return
                 getattr(self, name)(**found)
+                self.server.struck(-count)
                 return
         self.reply(404, {"error": "Not found"})
 
