@@ -1,10 +1,11 @@
-"""Kill, fail and interrupt every command that writes a folder, many times, and print what was left.
+"""Kill, fail and interrupt every command that writes a folder or publishes one, many times, and print what was left.
 
     python benchmarks/faults.py --kills 1000 [--only convert]
 
 The moments and the checks are those of ``tests/faults.py``: a kill at a random moment or, every fourth time, at a
 random time; then errors of the disk and signals at every moment there is. Output whole or absent, a second run that
-succeeds, no strays after it. Exits with 1 where anything was wrong.
+succeeds, no strays after it. ``publish`` is killed on a request to a server of its own, before it is carried out or
+after, or at a random time: the repository has all or nothing. Exits with 1 where anything was wrong.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import faults
+from hub_server import HubServer
 
 AGAIN = 10
 """Kills between two undisturbed runs."""
@@ -67,6 +69,37 @@ def killed(job: faults.Job, inputs: Path, kills: int, chance: random.Random) -> 
     return seen, wrong
 
 
+def publishing(inputs: Path, kills: int, chance: random.Random) -> tuple[Counter[str], list[str]]:
+    """Kill ``publish`` so many times and return what was seen and what was wrong."""
+    root = faults.place(faults.JOBS["undo"], inputs)
+    before = faults.content(root / "converted")
+    server = HubServer().start()
+    began = time.monotonic()
+    faults.published(server, root)
+    took, requests, wanted = time.monotonic() - began, len(server.seen), server.files(faults.PUBLISHED)
+    seen: Counter[str] = Counter()
+    wrong: list[str] = []
+    for number in range(kills):
+        server.clear()
+        if number % 4 == 3:
+            at, status = "a time", faults.published(server, root, seconds=chance.uniform(0, took))
+        else:
+            place = chance.choice([*range(1, requests + 1), *range(-requests, 0)])
+            at, status = f"request {place}", faults.published(server, root, at=place)
+        seen["killed"] += status == -signal.SIGKILL
+        seen["whole"] += faults.PUBLISHED in server.repos and server.files(faults.PUBLISHED) == wanted
+        seen["left something"] += bool(server.objects or server.repos)
+        problem = faults.wrong_on_hub(server, root, before, wanted)
+        if not problem and number % AGAIN == AGAIN - 1:
+            if faults.published(server, root) != 0 or server.files(faults.PUBLISHED) != wanted:
+                problem = "the second run failed"
+            seen["run again"] += 1
+        if problem:
+            wrong.append(f"publish, killed at {at}: {problem}")
+    server.stop()
+    return seen, wrong
+
+
 def failed(job: faults.Job, inputs: Path) -> tuple[Counter[str], list[str]]:
     """Fail the disk and interrupt a job at every moment, and return what was seen and what was wrong."""
     names = faults.moments(job, inputs)
@@ -98,28 +131,31 @@ def main() -> int:
     """Disturb and print the tables."""
     parser = argparse.ArgumentParser(description="disturb every command that writes a folder")
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--only", action="append", choices=list(faults.JOBS), help="a command; repeatable")
+    parser.add_argument("--only", action="append", choices=[*faults.JOBS, "publish"], help="a command; repeatable")
     parser.add_argument("--seed", type=int, default=random.randrange(10**9))
     chosen = parser.parse_args()
     chance = random.Random(chosen.seed)
-    jobs = [faults.JOBS[name] for name in chosen.only or faults.JOBS]
+    names = chosen.only or [*faults.JOBS, "publish"]
     # A finetune takes many times as long as the others.
-    weights = {job.name: 1 if job.name in ("finetune", "convert, audited") else 8 for job in jobs}
+    weights = {name: 1 if name in ("finetune", "convert, audited") else 8 for name in names}
     wrong: list[str] = []
     print(f"seed {chosen.seed}\n\n| command | kills | output whole | something left | run again | faults | wrong |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         inputs = faults.make_inputs(Path(folder))
-        for job in jobs:
-            share = max(1, round(chosen.kills * weights[job.name] / sum(weights.values())))
-            seen, found = killed(job, inputs, share, chance)
+        for name in names:
+            share = max(1, round(chosen.kills * weights[name] / sum(weights.values())))
             others: Counter[str] = Counter()
-            if weights[job.name] > 1:
-                others, more = failed(job, inputs)
+            if name == "publish":
+                seen, found = publishing(inputs, share, chance)
+            else:
+                seen, found = killed(faults.JOBS[name], inputs, share, chance)
+            if weights[name] > 1 and name != "publish":
+                others, more = failed(faults.JOBS[name], inputs)
                 found += more
             shown = ", ".join(f"{count} {way}" for way, count in others.items()) or "none"
             print(
-                f"| {job.name} | {seen['killed']} | {seen['whole']} | {seen['left something']} | {seen['run again']}"
+                f"| {name} | {seen['killed']} | {seen['whole']} | {seen['left something']} | {seen['run again']}"
                 f" | {shown} | {len(found)} |",
                 flush=True,
             )
