@@ -991,18 +991,24 @@ def recipes() -> Any:
 
 
 def trained_width(family: str, d: int, steps: int) -> Any:
-    """Return a model trained for ``steps`` on the demo's text with an ordinary initialisation."""
+    """Return a model trained for ``steps`` on the demo's text with an ordinary initialisation.
+
+    Wider than 256 it has one layer a side and is trained on 4 windows a step instead of 16, or it would take hours.
+    """
     import yaml
 
     train_demo = recipes()
     recipe = yaml.safe_load((ROOT / "recipes" / f"demo_{family}.yaml").read_text(encoding="utf-8"))
     recipe |= {"steps": steps, "inflate": [], "align": [], "report_every": 10**9, "embedding_std": 1.0}
-    heads = d // 32
+    heads, few = d // 32, d > 256
+    recipe |= {"batch": 4} if few else {}
     if family == "pegasus":
         recipe["config"] |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads}
         recipe["config"] |= {"d_model": d, "encoder_ffn_dim": 7 * d // 2, "decoder_ffn_dim": 7 * d // 2}
+        recipe["config"] |= {"encoder_layers": 1, "decoder_layers": 1} if few else {}
     else:
         recipe["config"] |= {"d_model": d, "num_heads": heads, "d_ff": 5 * d // 2}
+        recipe["config"] |= {"num_layers": 1, "num_decoder_layers": 1} if few else {}
     return rounded(train_demo.train(recipe).float())
 
 
@@ -1069,9 +1075,15 @@ def random_texts(vocabulary: int, seed: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def width(largest: int, trained: int, steps: int, training_steps: int) -> None:
-    """Print and draw how far the bounds lie above the worst that was found, by width."""
+def width(largest: int, trained: int, steps: int, training_steps: int, keep: Path | None) -> None:
+    """Print and draw how far the bounds lie above the worst that was found, by width.
+
+    keep: a file of rows; those that are there are not computed again, so that a run may be stopped and gone on with.
+    """
     torch.set_num_threads(1)
+    known: dict[str, Any] = {}
+    if keep is not None and keep.exists():
+        known = dict(json.loads(line) for line in keep.read_text(encoding="utf-8").splitlines())
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     print(f"bound / worst found: median, largest over the sites of each signal; load {os.getloadavg()[0]:.1f}\n")
     print(f"| weights | found by | {' | '.join(SIGNALS)} | s |\n|" + "---|" * (len(SIGNALS) + 3))
@@ -1081,17 +1093,23 @@ def width(largest: int, trained: int, steps: int, training_steps: int) -> None:
             for d in (64, 128, 256, 512, 1024, 2048):
                 if d > limits[weights] or (weights == "demo" and d != 128):
                     continue
-                begin = time.monotonic()
-                if weights == "random":
-                    model, texts = random_width(family, d, d), random_texts(512, d)
+                begin, name = time.monotonic(), f"{family} {d} {weights}"
+                if name in known:
+                    result = known[name]
                 else:
-                    model = demo_width(family) if weights == "demo" else trained_width(family, d, training_steps)
-                    texts = trained_texts(family)
-                result = tightness(model, texts, d, steps)
+                    if weights == "random":
+                        model, texts = random_width(family, d, d), random_texts(512, d)
+                    else:
+                        model = demo_width(family) if weights == "demo" else trained_width(family, d, training_steps)
+                        texts = trained_texts(family)
+                    result = {way: dict(found) for way, found in tightness(model, texts, d, steps).items()}
+                    if keep is not None:
+                        with open(keep, "a", encoding="utf-8") as file:
+                            file.write(json.dumps([name, result]) + "\n")
                 rows[weights, family, d] = result
                 for way, label in (("free", "any norm input"), ("whole", "whole inputs")):
                     cells = [
-                        f"{middle(result[way][s]):.2f}, {max(result[way][s]):.2f}" if result[way][s] else ""
+                        f"{middle(result[way][s]):.2f}, {max(result[way][s]):.2f}" if result[way].get(s) else ""
                         for s in SIGNALS
                     ]
                     spent = f"{time.monotonic() - begin:.0f}" if way == "free" else ""
@@ -1135,7 +1153,7 @@ def draw(rows: Mapping[tuple[str, str, int], Mapping[str, Any]]) -> None:
                     points = sorted(
                         (d, middle(found[way][signal]))
                         for (w, f, d), found in rows.items()
-                        if w == weights and f == family and found[way][signal]
+                        if w == weights and f == family and found[way].get(signal)
                     )
                     if points:
                         fill = "none" if family == "pegasus" else f"C{number}"
@@ -1178,8 +1196,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="with --cost: where the time goes")
     parser.add_argument("--width", action="store_true")
     parser.add_argument("--largest", type=int, default=2048, help="with --width: widest random model")
-    parser.add_argument("--trained", type=int, default=256, help="with --width: widest trained model")
+    parser.add_argument("--trained", type=int, default=2048, help="with --width: widest trained model")
     parser.add_argument("--training-steps", type=int, default=300, help="with --width")
+    parser.add_argument("--keep", type=Path, help="with --width: a file for rows, to go on with after a break")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -1188,7 +1207,7 @@ def main() -> None:
     if options.cost is not None:
         cost(options.cost or list(WHOLE), options.threads, options.profile)
     if options.width:
-        width(options.largest, options.trained, 2 * options.steps, options.training_steps)
+        width(options.largest, options.trained, 2 * options.steps, options.training_steps, options.keep)
     if options.soundness and not soundness(options.soundness, options.first, options.steps):
         raise SystemExit(1)
 
