@@ -175,11 +175,11 @@ def audit(
         from .attack import attack
         from .certificate import bound, served
 
-        with talk.step("Searching for the worst inputs") as advance:
-            model = load(checkpoint.folder, torch.float16, half=True)
-            adversary = attack(model, layout, steps=attack_steps, seed=seed, progress=advance)
         with talk.step("Bounding every signal"):
             certificate = bound(layout, served(checkpoint, layout))
+        with talk.step("Searching for the worst inputs") as advance:
+            model = load(checkpoint.folder, torch.float16, half=True)
+            adversary = attack(model, layout, steps=attack_steps, seed=seed, certificate=certificate, progress=advance)
         seen = dict(adversary.worst)
         for site in results["half"].sites if "half" in results else ():
             seen[site.name] = max(seen.get(site.name, 0.0), site.amax)

@@ -29,10 +29,11 @@ from bf16_to_fp16.distillation import (
 )
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning import make_accelerator
+from bf16_to_fp16.penalty import Observation
 from bf16_to_fp16.recipe import Penalty, Recipe, Schedule, Wandb, parse_recipe
 from bf16_to_fp16.runlog import RunLog
 from bf16_to_fp16.runstate import RunFolder, read_state, write_state
-from bf16_to_fp16.training import Trainer, layer_of, learning_rate, make_optimizer, scores
+from bf16_to_fp16.training import PULLED_STEPS, Trainer, layer_of, learning_rate, make_optimizer, scores
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it "
 BAD = ord("Z") + 3
@@ -701,6 +702,31 @@ def test_what_the_penalty_costs_is_no_spike(folder: Path, tmp_path: Path) -> Non
     assert rewinds == [1, 0]
 
 
+def observing(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, excess: Callable[[int], float]) -> None:
+    """Let the penalty see one site, so far past its target at a step."""
+
+    def observations() -> dict[str, Observation]:
+        return {"a.site": Observation(1.0, 1.0, excess(trainer.progress.step), 1.0)}
+
+    assert trainer.penalty is not None
+    monkeypatch.setattr(trainer.penalty, "observations", observations)
+    monkeypatch.setattr(trainer.penalty, "worst", lambda: next(iter(observations().items())))
+
+
+@pytest.mark.parametrize(("steps", "rewinds"), [(PULLED_STEPS, 0), (PULLED_STEPS + 1, 1)])
+def test_a_spike_is_laid_to_the_penalty_for_some_steps_only(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, rewinds: int
+) -> None:
+    """The same spike, so many steps after the last one with a site past its target."""
+    model = tiny_model()
+    recipe = spiky(folder, tmp_path / "out", skip_batches=4)
+    recipe = recipe.model_copy(update={"penalty": Penalty(form="amax", headroom_bits=0.0, probe=False)})
+    trainer = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=spiking(model, {42}))
+
+    observing(trainer, monkeypatch, lambda step: 1.0 if step == 43 - steps else -1.0)
+    assert len(trainer.train().rewinds) == rewinds
+
+
 def test_spikes_send_a_run_back_only_so_often(folder: Path, tmp_path: Path) -> None:
     model = tiny_model()
     recipe = spiky(folder, tmp_path / "out", skip_batches=4, rewinds=1)
@@ -763,6 +789,23 @@ def test_a_penalty_that_does_not_come_down_stops_the_run_with_the_site(folder: P
     )
     with pytest.raises(UserError, match=r"the penalty has not come down for 6 steps, worst at \S+ with .* is wanted"):
         trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(dropout=0.0)).train()
+
+
+@pytest.mark.parametrize(("fall", "stuck"), [(0.0, 7), (0.005, None), (-0.005, 7), (0.0001, 7)])
+def test_a_penalty_that_comes_down_slowly_is_not_stuck_and_noise_is_no_progress(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fall: float, stuck: int | None
+) -> None:
+    recipe = recipe_for(
+        folder, tmp_path / "out", schedule={"steps": 12}, penalty={"form": "amax"}, stability={"stuck_stop": 6}
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    observing(trainer, monkeypatch, lambda step: 2.0 - fall * step)
+    if stuck is None:
+        assert trainer.train().steps == 12
+    else:
+        with pytest.raises(UserError, match="the penalty has not come down for 6 steps"):
+            trainer.train()
+        assert trainer.progress.step == stuck
 
 
 def test_bf16_turns_to_fp16_when_the_activations_fit(folder: Path, tmp_path: Path) -> None:
