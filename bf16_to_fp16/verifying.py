@@ -194,8 +194,8 @@ def fetch(source: str, endpoint: str | None, talk: Talk) -> tuple[Path, str, lis
     folder = download(REPORT)
     listed = [str(entry["name"]) for entry in listed_files(read_report(folder))]
     wanted = [name for name in listed if name in sizes]
-    nbytes = sum(sizes[name] for name in wanted)
-    refuse_a_full_disk(repo, sizes[REPORT] + nbytes, Path(constants.HF_HUB_CACHE))
+    nbytes = sum(sizes[name] for name in wanted if not (folder / name).exists())  # what the cache has is not fetched
+    refuse_a_full_disk(repo, nbytes, Path(constants.HF_HUB_CACHE))
     with talk.step(f"Fetching {len(wanted)} files, {in_words(nbytes)}"):
         folder = download(REPORT, *wanted)
     return folder, commit, sorted(set(sizes) - {REPORT, *listed})

@@ -167,10 +167,15 @@ def test_verify_needs_a_report_and_room(
     with pytest.raises(UserError, match="org/theirs has no fp16_report"):
         verify("org/theirs", endpoint=hub.endpoint)
     hub.add("me/out", published)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10, 0, 10))
-    with pytest.raises(UserError, match=r"needs [\d.]+ kB and the disk of the cache has 10 B"):
-        verify("me/out", endpoint=hub.endpoint)
-    assert hub.count("/cdn/") == 0
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda place: Usage(10, 0, 10))
+        with pytest.raises(UserError, match=r"needs [\d.]+ kB and the disk of the cache has 10 B"):
+            verify("me/out", endpoint=hub.endpoint)
+        assert hub.count("/cdn/") == 0
+    # What the cache holds needs no more room.
+    assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10, 10, 0))
+    assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
 
 
 def test_verify_of_anothers_private_repository_is_refused(
