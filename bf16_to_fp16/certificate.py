@@ -574,7 +574,8 @@ class _Walk:
         centred = self.layout.family.centred_norm
         radius = math.sqrt(width)
         if centred and not a.exact:
-            mean = float(self.stream.mean()) * 2.0 ** (a.planned or 0)
+            # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
+            mean = min(float(self.stream.mean()) * 2.0 ** (a.planned or 0), FP16_MAX)
             radius *= lengthened(mean, self.layout.eps) * (1 + NORM_ERROR)
         elif not a.exact:
             radius *= 1 + (width + 16) * UNIT32

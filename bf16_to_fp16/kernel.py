@@ -43,7 +43,7 @@ def check_compiler() -> str:
         found = shutil.which(name) if name else None
         if found:
             return found
-    raise UserError("AdamW: compile=True needs a C compiler; install gcc, set CC to one, or leave compile=False")
+    raise UserError("AdamW: compile=True needs a C compiler; install gcc, set CC to one, or leave it to compile=None")
 
 
 def knows(kind: tuple[torch.dtype | None, ...]) -> bool:
@@ -63,6 +63,17 @@ def compiled(parameter: torch.dtype, gradient: torch.dtype, moment: torch.dtype,
         f"-DMOMENT={FORMATS[moment]}",
         f"-DHOW={HOW[how]}",
     ]
+    try:
+        step = _make(program, definitions)
+    except (OSError, AttributeError) as error:  # no program, a full disk, a folder from which nothing may be run
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"AdamW: {program} makes no step that loads here ({reason}); set compile=False") from error
+    step.argtypes, step.restype = [*[ctypes.c_void_p] * 7, ctypes.c_int64], None
+    return step
+
+
+def _make(program: str, definitions: list[str]) -> Any:
+    """Compile adamw.c and load its ``step``; raise UserError where the compiler refuses it."""
     with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-") as work:
         source, library = Path(work) / "adamw.c", Path(work) / "adamw.so"
         source.write_bytes((files("bf16_to_fp16") / "adamw.c").read_bytes())
@@ -70,16 +81,9 @@ def compiled(parameter: torch.dtype, gradient: torch.dtype, moment: torch.dtype,
             command = [program, *FLAGS, *native, *definitions, str(source), "-o", str(library), "-lm"]
             made = subprocess.run(command, capture_output=True, text=True, check=False)
             if made.returncode == 0:
-                break
-        else:
-            reason = (made.stderr.strip() or "no message").splitlines()[-1]
-            raise UserError(f"AdamW: {program} cannot compile the step ({reason}); leave compile=False")
-        try:
-            step: Any = ctypes.CDLL(str(library)).step
-        except OSError as error:  # a folder from which nothing may be run
-            raise UserError(f"AdamW: the compiled step does not load ({error}); leave compile=False") from error
-    step.argtypes, step.restype = [*[ctypes.c_void_p] * 7, ctypes.c_int64], None
-    return step
+                return ctypes.CDLL(str(library)).step
+    reason = (made.stderr.strip() or "no message").splitlines()[-1]
+    raise UserError(f"AdamW: {program} cannot compile the step ({reason}); set compile=False")
 
 
 @functools.cache
@@ -125,6 +129,8 @@ def run(
         words = (ctypes.c_int32 * 3)(*keys(start))
         step(*at, coefficients.data_ptr(), words, stop - start)  # without the GIL
 
+    # Autograd sees that they change, as it would with torch's own operations.
+    torch.autograd.graph.increment_version([t for i, t in enumerate(tensors) if t is not None and i != 1])
     threads = min(torch.get_num_threads(), max(1, length // SHARE))
     if threads == 1:
         return part(0, length)

@@ -781,8 +781,10 @@ class Tap:
                 tapped = False
             if outer is None and tapped:
                 # A model may be compiled after the tap was entered.
-                for inner in self._modules:
-                    _refuse_compiled(inner)
+                for known in self._modules:
+                    for inner in (known, *known._modules.values()):
+                        if inner is not None:
+                            _refuse_compiled(inner)
                 if _is_called_by("compile_wrapper"):
                     raise UserError(_COMPILED)
             call = _Call(module, path, linear, tapped, names)

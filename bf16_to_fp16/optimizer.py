@@ -547,7 +547,7 @@ def _check(group: dict[str, Any]) -> None:
             )
     if group["moments"] == "8bit":
         if group["compile"]:
-            raise UserError("AdamW: moments='8bit' has no compiled kernel; leave compile=False")
+            raise UserError("AdamW: moments='8bit' has no compiled kernel; leave it to compile=None")
         if find_spec("torchao") is None:
             raise UserError("AdamW: moments='8bit' needs torchao: pip install torchao, or choose 'bfloat16' (4 bytes)")
     if group["compile"] and any(parameter.device.type == "cpu" for parameter in group["params"]):

@@ -8,6 +8,8 @@ matrices take all eigenvalues from ``eigvalsh`` instead. Both get the backward e
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,8 @@ def largest_eigenvalue(matrix: Tensor) -> float:
     trace = float(matrix.trace())
     if size == 0 or trace <= 0:
         return 0.0
+    if not math.isfinite(trace):
+        return math.inf
     if size <= EXACT_UP_TO:
         return max(0.0, float(torch.linalg.eigvalsh(matrix)[-1])) + size * 2.0**-48 * trace
     value = ritz_value(matrix)

@@ -254,10 +254,11 @@ def published(server: HubServer, root: Path, *, at: int = 0, seconds: float | No
     server.seen.clear()
     began = threading.Event()
 
-    def struck(count: int) -> None:
+    def struck(count: int) -> bool:
         if count == at:
             began.wait(60)
             os.kill(number, signal.SIGKILL)
+        return count == at
 
     server.struck = struck
     number = forked.child(act, root / "log")
@@ -266,7 +267,7 @@ def published(server: HubServer, root: Path, *, at: int = 0, seconds: float | No
         time.sleep(seconds)
         os.kill(number, signal.SIGKILL)  # still ours, even where it has ended
     status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
-    server.struck = lambda count: None
+    server.struck = lambda count: False
     return status
 
 

@@ -84,7 +84,8 @@ class HubServer(http.server.ThreadingHTTPServer):
     """The server and its memory: ``repos`` by id, ``objects`` by SHA-256, every request in ``seen``, ``faults``.
 
     ``leaks``: requests for stored files that came with a token. ``ranges``: downloads of the rest of a file.
-    ``struck``: called with the count of requests so far before one is carried out, and with its negative after it.
+    ``struck``: called with the count of requests so far before one is carried out, which then is not if it returns
+    true, and with its negative after it.
     """
 
     daemon_threads = True
@@ -97,7 +98,7 @@ class HubServer(http.server.ThreadingHTTPServer):
         self.seen: list[str] = []
         self.leaks: list[str] = []
         self.ranges = 0
-        self.struck: Callable[[int], object] = lambda count: None
+        self.struck: Callable[[int], bool] = lambda count: False
         self.lock = threading.Lock()
 
     @property
@@ -120,7 +121,7 @@ class HubServer(http.server.ThreadingHTTPServer):
         for memory in (self.repos, self.objects, self.faults, self.seen, self.leaks):
             memory.clear()
         self.ranges = 0
-        self.struck = lambda count: None
+        self.struck = lambda count: False
 
     def add(self, name: str, files: dict[str, bytes], *, private: bool = True) -> Repo:
         """Make a repository with these files and return it."""
@@ -199,7 +200,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         if fault is not None and self.command == "GET":
             self.limit = fault.cut
-        self.server.struck(count)
+        if self.server.struck(count):
+            self.hang_up()
+            return
         for method, pattern, name in self.ROUTES:
             match = re.fullmatch(pattern, url.path)
             if method == self.command and match:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bf16_to_fp16 import UserError
+from bf16_to_fp16 import UserError, spectral
 from bf16_to_fp16 import certificate as certificates
 from bf16_to_fp16.auditing import audit_model
 from bf16_to_fp16.certificate import (
@@ -371,6 +371,72 @@ def test_a_gram_matrix_in_fp32_is_an_upper_bound() -> None:
     true = rows.double().t() @ (rows.double() * weights[:, None])
     lowest = torch.linalg.eigvalsh(gram(rows, weights) - true)[0]
     assert float(lowest) >= 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gram_matrix_is_whole_whatever_its_tiles(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(600, 2 * spectral.TILE + 3, dtype=dtype)
+    made = gram(rows)
+    true = rows.double().t() @ rows.double()
+    off = made - true
+    off.diagonal().sub_((0.0 if dtype == torch.float64 else 264 * 2.0**-24) * float(true.trace()))
+    assert torch.allclose(made, made.t(), rtol=1e-12, atol=1e-9) and float(off.abs().max()) < 1e-3
+
+
+def test_long_sums_in_fp32_are_cut() -> None:
+    rows = torch.full((1 << 20, 1), 0.1)  # of which one sum in fp32 loses 1.4%
+    assert largest_eigenvalue(gram(rows)) >= float(rows.double().square().sum())
+
+
+def test_a_guess_that_is_too_low_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(40, 200, dtype=torch.float64)
+    true = float(torch.linalg.matrix_norm(rows, 2)) ** 2
+    for share in (0.1, 0.9, 1 - 2.0**-8):
+        monkeypatch.setattr(spectral, "ritz_value", lambda matrix, guess=share * true: guess)
+        assert true <= largest_eigenvalue(gram(rows)) <= 4 * true
+
+
+def test_a_negative_weight_behind_a_gate_takes_the_other_sign() -> None:
+    one = torch.ones(2, dtype=torch.float64)
+    exact = Arithmetic(exact=True)
+    source = certificates.Normalised(one, None, math.sqrt(2), 0.0, 0 * one)
+    gate = certificates.image(source, torch.tensor([[1.0, 0], [1, 0]]), None, exact)
+    other = certificates.image(source, torch.tensor([[1.0, 0], [-1, 0]]), None, exact)
+    neurons = certificates._Gated(gate, other, exact, 1.0)
+    # n = (√2, 0) gives 2 and −2, so 2 − (−2).
+    assert 4 <= neurons.row(torch.tensor([1.0, -1.0], dtype=torch.float64)) <= 4.001
+
+
+def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight, out = torch.randn(40, 24).half(), torch.randn(300, 40, dtype=torch.float64)
+    one = torch.ones(24, dtype=torch.float64)
+    source = certificates.Normalised(one, None, math.sqrt(24), 0.0, 0 * one)
+    neurons = certificates._Plain(certificates.image(source, weight, None, Arithmetic()), "relu", Arithmetic(), 1.0)
+    whole = neurons.side(out)
+    monkeypatch.setattr(certificates.chunks, "__defaults__", (400,))
+    assert torch.allclose(neurons.side(out), whole, rtol=1e-12)
+    assert torch.allclose(certificates.column_norms(out), out.norm(dim=0))
+    assert torch.allclose(certificates.row_norms(out), out.norm(dim=1))
+    assert torch.allclose(certificates.squares_against(out, out[0]), out.square() @ out[0])
+
+
+@pytest.mark.parametrize("size", [10.0, 100.0, 300.0])
+@pytest.mark.parametrize("wide", [0, spectral.WIDE])
+def test_weights_far_too_large_for_a_layer_norm_get_a_verdict(
+    size: float, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spectral, "WIDE", wide)
+    model = tiny.build("pegasus", encoder_layers=16, decoder_layers=16)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() == 2:
+                tensor.copy_((torch.randn(tensor.shape) * size).half())
+    _, found = certified(model, Arithmetic(64))
+    assert not found.holds and not any(math.isnan(site.largest) for site in found.sites)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -174,6 +174,17 @@ def test_a_spike_on_a_steep_fall_is_seen_and_the_fall_is_none() -> None:
         assert not [event for event in run(losses) if not isinstance(event, Plateau)]
 
 
+def test_where_a_fall_ends_nothing_rises_and_a_small_spike_on_it_does() -> None:
+    for dip in (False, True):
+        losses = [max(1.0, 5 - 0.04 * i) for i in range(200)]
+        if dip:
+            losses[70] = 0.9
+        assert not [event for event in run(losses) if not isinstance(event, Plateau)]
+    losses = [3 * math.exp(-i / 80) + 1 for i in range(300)]
+    losses[119:123] = [loss + 0.5 for loss in losses[119:123]]
+    assert [event.start for event in run(losses) if isinstance(event, Spike)] == [120]
+
+
 def test_fast_ends_at_an_eighth_of_the_window() -> None:
     for length, recovery in ((1, "fast"), (8, "fast"), (9, "slow"), (30, "slow")):
         losses = noisy(2.0, 200)

@@ -568,7 +568,7 @@ def test_a_learning_rate_scheduler_is_followed() -> None:
         ({"rounding": "up"}, "rounding is 'up'; choose from 'stochastic', 'nearest', 'kahan'"),
         ({"moments": "4bit"}, "moments is '4bit'; choose from 'float32', 'bfloat16', '8bit'"),
         ({"seed": -1}, "seed is -1; give an integer"),
-        ({"moments": "8bit", "compile": True}, "leave compile=False"),
+        ({"moments": "8bit", "compile": True}, "leave it to compile=None"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -653,10 +653,23 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(kernel, "works", kernel.works.__wrapped__)
     params = parameters(BF16, [(3,)])
     optimizer = AdamW(params, compile=True)
-    with pytest.raises(UserError, match=r"cannot compile the step \(no such flag\); leave compile=False"):
+    with pytest.raises(UserError, match=r"cannot compile the step \(no such flag\); set compile=False"):
         run(params, optimizer, range(1))
-    # By default it is done without one.
-    params = parameters(BF16, [(3,)])
-    before = params[0].clone()
-    run(params, AdamW(params), range(1))
-    assert not torch.equal(params[0], before)
+    # By default it is done without one; nor is what cannot be started, or makes no library, in the way.
+    for program in ("#!/bin/sh\nexit 1\n", "no program\n", "#!/bin/sh\nexit 0\n"):
+        (tmp_path / "cc").write_text(program)
+        params = parameters(BF16, [(3,)])
+        before = params[0].clone()
+        run(params, AdamW(params), range(1))
+        assert not torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize("compile", [None, False])
+def test_a_step_between_forward_and_backward_is_noticed(compile: bool | None) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([parameter], compile=compile)
+    parameter.grad = torch.ones(3)
+    loss = (parameter * parameter).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

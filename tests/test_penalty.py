@@ -253,6 +253,8 @@ def test_the_largest_of_every_row_is_found_in_every_dtype(dtype: torch.dtype) ->
         rows[0, -1] = math.nan
         assert int(_where_largest(rows)[0]) == shape[1] - 1
     assert _where_largest(torch.zeros(2, 5, dtype=dtype).neg_()).max() < 5
+    for count in (1 << 16, (1 << 16) + 3):
+        assert _where_largest(torch.eye(1, count, dtype=dtype)).tolist() == [0]
 
 
 def test_amax_pulls_at_one_element_and_smooth_max_at_one_of_every_token() -> None:

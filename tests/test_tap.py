@@ -172,6 +172,10 @@ def test_a_compiled_model_is_refused_before_and_after_the_tap_was_entered() -> N
     with pytest.raises(UserError, match="compile"):
         Tap(model, lambda name, x: None).__enter__()
     assert not any(module._forward_hooks for module in model.modules())
+    model = built("t5")
+    with Tap(model, lambda name, x: None), pytest.raises(UserError, match="compile"):
+        model.encoder.block[0] = torch.compile(model.encoder.block[0], backend="eager")
+        run(model, batch)
 
 
 @pytest.fixture
