@@ -20,7 +20,7 @@ demo: install
 
 # Called before the tests, so that the second environment is made once and with its progress on the screen.
 test: install compat
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 quality: install
 	$(BIN)/ruff format --check .

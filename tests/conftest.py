@@ -26,8 +26,14 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+SLOW = ("launch", "finetune", "demo", "hard", "training", "stock_loading", "attack", "compat", "faults", "optimizer")
+"""Files that take longest: begun first, so that no worker is left alone with one at the end."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the ``gpu`` tests where there is no CUDA device."""
+    """Put the slowest files first, and deselect the ``gpu`` tests where there is no CUDA device."""
+    place = {f"test_{name}.py": number for number, name in enumerate(SLOW)}
+    items.sort(key=lambda item: place.get(item.path.name, len(SLOW)))
     if torch.cuda.is_available():
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -1,9 +1,11 @@
 """Compares two folders by what stock code computes from them, in a chosen environment.
 
-Each comparison starts the environment's interpreter once, isolated from this one, on one of the
-scripts beside this file. Errors are relative to the largest magnitude of the reference.
+Each comparison runs one of the scripts beside this file in a process of the environment's interpreter, isolated from
+this one, and forked from one that has its imports already (``serve.py``). Errors are relative to the largest magnitude of the reference.
 """
 
+import atexit
+import functools
 import json
 import os
 import subprocess
@@ -15,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-TIMEOUT_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -28,26 +29,42 @@ class Outcome:
     version: str
 
 
-def run_script(python: str | Path, script: str, *arguments: str | Path) -> str:
-    """Run a script of this folder in another environment and return its standard output.
-
-    Raises RuntimeError with the end of its standard error where it fails.
-    """
+@functools.cache
+def server(python: str) -> subprocess.Popen[str]:
+    """Return the process of another environment that runs its scripts; it ends with this one."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
     }
-    done = subprocess.run(
-        [str(python), "-I", str(HERE / script), *map(str, arguments)],
+    found = subprocess.Popen(
+        [python, "-I", str(HERE / "serve.py")],
         env=environment,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=TIMEOUT_SECONDS,
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"{script} failed in {python}:\n{done.stderr[-3000:]}")
-    return done.stdout
+    atexit.register(found.kill)
+    return found
+
+
+def run_script(python: str | Path, script: str, *arguments: str | Path) -> str:
+    """Run a script of this folder in another environment and return its standard output.
+
+    Raises RuntimeError with the end of its standard error where it fails.
+    """
+    process = server(str(python))
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps([script, [str(a) for a in arguments]]) + "\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        raise RuntimeError(f"{python} does not run {HERE / 'serve.py'}")
+    status, out, error = json.loads(answer)
+    if status != 0:
+        raise RuntimeError(f"{script} failed in {python}:\n{error[-3000:]}")
+    printed: str = out
+    return printed
 
 
 def read_config(folder: Path) -> dict[str, object]:
