@@ -1,7 +1,8 @@
 """Compares two folders by what stock code computes from them, in a chosen environment.
 
 Each comparison runs one of the scripts beside this file in a process of the environment's interpreter, isolated from
-this one, and forked from one that has its imports already (``serve.py``). Errors are relative to the largest magnitude of the reference.
+this one, and forked from one that has its imports already (``serve.py``). Errors are relative to the largest magnitude
+of the reference.
 """
 
 import atexit
