@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .errors import UserError
 from .families.types import RESIDUAL, FeedForward, Kind, Layout, ResolvedSignal, ResolvedTensor, Sighting
 from .numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, NORM_SAFE_LIMIT
 from .observe import ChannelRange, ModuleRange
@@ -368,7 +369,12 @@ class _Search:
         steady = [s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY]
         totals = {r: self.total_cost(r) for r in candidates or self.candidates()}
         by_exponent = {r: cost for r, (cost, *_) in totals.items()}
-        least = min(by_exponent.values())
+        least = min((cost for cost in by_exponent.values() if math.isfinite(cost)), default=math.inf)
+        if least == math.inf:
+            raise UserError(
+                "no exponent brings the signals into fp16's range, so large are the weights; use another revision of"
+                " the checkpoint, or repair it"
+            )
         r = min((e for e, cost in by_exponent.items() if cost <= least + INDIFFERENCE), key=abs)
         if not totals[r][2]:
             self.fallbacks[RESIDUAL] = self.residual_fallback(r)
@@ -421,10 +427,10 @@ class _Search:
         for sighting in self.layout.signals[RESIDUAL].seen:
             observed = self.seen(sighting)
             if observed is not None and sighting.sign > 0 and float(observed.amax.amax()) > 0:
-                tops.append(math.floor(math.log2(self.limit / float(observed.amax.amax()))))
+                tops.append(whole_log2(self.limit / float(observed.amax.amax())))
                 if sighting.side == "input" and self.target == "norm-safe":
                     room = self.norm_limit(self.margin_bits) / self.stream_norm(self.ranges, sighting.module)
-                    tops.append(math.floor(math.log2(float(room))))
+                    tops.append(whole_log2(float(room)))
         top = max(-RESIDUAL_RANGE, min(RESIDUAL_RANGE, min(tops, default=0)))
         proven = max((e for e in range(-RESIDUAL_RANGE, top + 1) if self.residual_excess(e) == 0), default=top)
         near = {*range(top - 6, top + 2), *range(proven - 1, proven + 1)}
@@ -489,6 +495,11 @@ def normalised(values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` divided by their sum, equal shares where the sum is 0."""
     total = values.sum()
     return values / total if float(total) > 0 else torch.full_like(values, 1 / values.numel())
+
+
+def whole_log2(x: float) -> int:
+    """Return the exponent of the largest power of two up to x, the least residual exponent for 0 and NaN."""
+    return math.floor(math.log2(x)) if 0 < x < math.inf else -RESIDUAL_RANGE
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

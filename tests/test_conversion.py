@@ -944,3 +944,16 @@ def test_the_command_in_the_report_names_no_folders_of_this_machine(tmp_path: Pa
 def test_rescaling_a_model_in_16_bits_is_refused() -> None:
     with pytest.raises(UserError, match=r"torch\.float32"):
         rescale(tiny.build("t5-encoder").bfloat16())
+
+
+@pytest.mark.parametrize(("kind", "exponent"), [("t5", 40), ("gated", 57), ("pegasus", 61)])
+def test_weights_that_no_exponent_holds_are_one_line(kind: str, exponent: int, tmp_path: Path) -> None:
+    model = tiny.build(kind)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() == 2:
+                tensor.mul_(2.0**exponent / float(tensor.abs().max()))
+    source = tiny.save(model, tmp_path / "source")
+    with pytest.raises(UserError, match=r"no exponent (brings|can)") as caught:
+        convert(source, tmp_path / "out", run_model=False)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
