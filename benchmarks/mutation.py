@@ -398,7 +398,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     (
         "plain neurons counted without their mean",
         P.side,
-        "half = (straight + self.product_error(values) + ball) / 2",
+        "half = (straight[at : at + len(part)] + self.product_error(values) + ball) / 2",
         "half = ball",
     ),
     ("a stream that grows a tenth too fast", W.add, "self.stream + branch", "self.stream + 1.1 * branch"),
