@@ -243,7 +243,7 @@ def published(server: HubServer, root: Path, *, at: int = 0, seconds: float | No
     """Publish ``root``/converted in a child and return its exit status.
 
     at: the count of the request on which it is killed, before the server carries it out, or negative: after. seconds:
-    after which it is killed instead.
+    after which it is killed instead. What it had sent beside that request (files go up side by side) does not arrive.
     """
 
     def act() -> int:
@@ -252,21 +252,25 @@ def published(server: HubServer, root: Path, *, at: int = 0, seconds: float | No
         return main(["publish", f"{root}/converted", PUBLISHED, "-y", "--endpoint", server.endpoint])
 
     server.seen.clear()
-    began = threading.Event()
+    began, dead = threading.Event(), threading.Event()
 
     def struck(count: int) -> bool:
         if count == at:
             began.wait(60)
             os.kill(number, signal.SIGKILL)
-        return count == at
+            dead.set()
+        return dead.is_set()
 
     server.struck = struck
     number = forked.child(act, root / "log")
     began.set()
     if seconds is not None:
         time.sleep(seconds)
-        os.kill(number, signal.SIGKILL)  # still ours, even where it has ended
+        with server.turn:
+            os.kill(number, signal.SIGKILL)  # still ours, even where it has ended
+            dead.set()
     status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+    server.settle()
     server.struck = lambda count: False
     return status
 

@@ -14,6 +14,7 @@ import json
 import re
 import socket
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -83,6 +84,8 @@ class Repo:
 class HubServer(http.server.ThreadingHTTPServer):
     """The server and its memory: ``repos`` by id, ``objects`` by SHA-256, every request in ``seen``, ``faults``.
 
+    It carries out one request at a time (under ``turn``), so that what it holds between two is the same in every run.
+
     ``leaks``: requests for stored files that came with a token. ``ranges``: downloads of the rest of a file.
     ``struck``: called with the count of requests so far before one is carried out, which then is not if it returns
     true, and with its negative after it.
@@ -99,7 +102,8 @@ class HubServer(http.server.ThreadingHTTPServer):
         self.leaks: list[str] = []
         self.ranges = 0
         self.struck: Callable[[int], bool] = lambda count: False
-        self.lock = threading.Lock()
+        self.turn = threading.Lock()
+        self.counting, self.connections = threading.Lock(), 0
 
     @property
     def endpoint(self) -> str:
@@ -115,6 +119,27 @@ class HubServer(http.server.ThreadingHTTPServer):
         """End serving."""
         self.shutdown()
         self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.counting:
+            self.connections += 1
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self.counting:
+                self.connections -= 1
+
+    def settle(self) -> None:
+        """Wait until all that clients which have ended had sent was dealt with."""
+        # Connections are accepted in order: once this one is answered, all older ones are counted.
+        with socket.create_connection(("127.0.0.1", self.server_port), timeout=60) as last:
+            last.shutdown(socket.SHUT_WR)
+            last.recv(1)
+        while self.connections:
+            time.sleep(0.001)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -173,7 +198,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     )
 
     def do_GET(self) -> None:
-        self.serve()
+        with self.server.turn:
+            self.serve()
 
     do_HEAD = do_POST = do_PUT = do_GET
 
@@ -185,10 +211,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         self.query = dict(urllib.parse.parse_qsl(url.query))
         self.limit: int | None = None
-        with self.server.lock:
-            self.server.seen.append(f"{self.command} {self.path}")
-            count = len(self.server.seen)
-            fault = next((f for f in self.server.faults if f.takes(self.command, self.path)), None)
+        self.server.seen.append(f"{self.command} {self.path}")
+        count = len(self.server.seen)
+        fault = next((f for f in self.server.faults if f.takes(self.command, self.path)), None)
         size = int(self.headers.get("Content-Length") or 0)
         if fault is not None and fault.cut is not None and self.command == "PUT":
             self.rfile.read(min(fault.cut, size))
