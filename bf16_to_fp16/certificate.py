@@ -754,10 +754,10 @@ class _Walk:
             gate, gate_square = self.linear(w.gate, "gate", source, square)
             other, other_square = self.linear(w.linear, "neuron", source, square)
             self.activation(w, gate)
-            neurons: _Neurons = _Gated(gate, other, self.arithmetic, self.kept("neurons"))
+            gated = _Gated(gate, other, self.arithmetic, self.kept("neurons"))
+            neurons: _Neurons = gated
             self.note(f"{w.at}:mul", "product", neurons.undropped)
-            correlation = row_products(gate.matrix, other.matrix)
-            mean_square = (gate_square * other_square + 2 * correlation.square()) / 2
+            mean_square = (gate_square * other_square + 2 * gated.products.square()) / 2
         else:
             made, made_square = self.linear(w.linear, "neuron", source, square)
             self.activation(w, made)
@@ -885,7 +885,8 @@ class _Gated(_Neurons):
         a = arithmetic
         self.gate, self.other, self.keep, self.depth = gate, other, keep, 0.0
         scale = gate.norms * other.norms
-        cosine = row_products(gate.matrix, other.matrix) * gate.radius * other.radius
+        self.products = row_products(gate.matrix, other.matrix)
+        cosine = self.products * gate.radius * other.radius
         self.cosine = (cosine / scale.clamp(min=1e-300)).clamp(-1, 1)
         self.caps = ((1 + self.cosine.abs()) / 2 * COMPUTED).clamp(0.5, 1)
         self.size = scale / keep

@@ -695,8 +695,9 @@ class _TapMode(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
         # What a wrapper does to its weights without gradients is no part of the forward.
-        if self.tap._call is not None and torch.is_grad_enabled():
-            self.tap._look(func, args, kwargs, out)
+        call = self.tap._call
+        if call is not None and torch.is_grad_enabled():
+            self.tap._look(call, func, args, kwargs, out)
         return out
 
 
@@ -823,9 +824,7 @@ class Tap:
         self._stack.clear()
         self._call = None
 
-    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
-        call = self._call
-        assert call is not None
+    def _look(self, call: _Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         if isinstance(out, Tensor):
             if out.is_floating_point():
                 self._see(call, func, args, kwargs, out, 0)

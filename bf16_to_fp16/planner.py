@@ -498,8 +498,11 @@ def normalised(values: torch.Tensor) -> torch.Tensor:
 
 
 def whole_log2(x: float) -> int:
-    """Return the exponent of the largest power of two up to x, the least residual exponent for 0 and NaN."""
-    return math.floor(math.log2(x)) if 0 < x < math.inf else -RESIDUAL_RANGE
+    """Return the exponent of the largest power of two up to x; for inf the largest residual exponent, for 0 and NaN the
+    least."""
+    if x == math.inf:
+        return RESIDUAL_RANGE
+    return math.floor(math.log2(x)) if x > 0 else -RESIDUAL_RANGE
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -34,20 +34,19 @@ def working_dtype(elements: int) -> torch.dtype:
     return torch.float64 if elements < WIDE else torch.float32
 
 
-def gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return an upper bound of rowsᵀ·diag(weights)·rows in the positive semidefinite order: fp64 [d, d].
+def gram(rows: Tensor) -> Tensor:
+    """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
 
-    rows: fp32 or fp64 [n, d]. weights: [n], not negative. The error of every product is bounded by γ·Σ|a||b|, whose
+    rows: fp32 or fp64 [n, d]. The error of every product is bounded by γ·Σ|a||b|, whose
     Frobenius norm is at most γ times the trace; that is added to the diagonal.
     """
-    scaled = rows if weights is None else rows * weights.sqrt().to(rows.dtype)[:, None]
-    count, size = scaled.shape
-    exact = scaled.dtype == torch.float64
+    count, size = rows.shape
+    exact = rows.dtype == torch.float64
     step = max(1, count if exact else CHUNK)
     total = torch.zeros(size, size, dtype=torch.float64)
     for i in range(0, size, TILE):
         for j in range(0, i + 1, TILE):
-            left, right, tile = scaled[:, i : i + TILE], scaled[:, j : j + TILE], total[i : i + TILE, j : j + TILE]
+            left, right, tile = rows[:, i : i + TILE], rows[:, j : j + TILE], total[i : i + TILE, j : j + TILE]
             for start in range(0, count, step):
                 tile += left[start : start + step].t() @ right[start : start + step]
             if i != j:

@@ -807,8 +807,7 @@ def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torc
     from .optimizer import AdamW
 
     moments = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8bit"}[given.moments]
-    exact = {"rounding": given.rounding, "moments": moments, "seed": recipe.seed}
-    exact |= {"compile": True} if recipe.compile else {}
+    exact = {"rounding": given.rounding, "moments": moments, "seed": recipe.seed, "compile": recipe.compile or None}
     return AdamW(groups, **options, **exact)  # type: ignore[arg-type]
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def child(action: Callable[[], int | None], log: Path | None = None) -> int:
-    """Run ``action`` in a child process, whose output goes to ``log``, and return its process id at once.
+def child(action: Callable[[], int | None], log: Path | None = None, errors: Path | None = None) -> int:
+    """Run ``action`` in a child process and return its process id at once.
 
+    log: where its output goes, nowhere for None. errors: where what it prints to standard error goes, ``log`` for None.
     The child ends with what ``action`` returns, 0 for None, and with 70 after an exception.
     """
     sys.stdout.flush()
@@ -21,13 +22,15 @@ def child(action: Callable[[], int | None], log: Path | None = None) -> int:
         return number
     status = 70
     try:
-        target = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(target, 1)
-        os.dup2(target, 2)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        os.dup2(os.open(log or os.devnull, flags, 0o600), 1)
+        os.dup2(os.open(errors, flags, 0o600) if errors else 1, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         status = action() or 0
     except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else 1
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -36,8 +39,8 @@ def child(action: Callable[[], int | None], log: Path | None = None) -> int:
         os._exit(status)
 
 
-def in_a_fork(action: Callable[[], int | None], log: Path | None = None) -> tuple[int, int]:
-    """Run ``action`` in a child process to its end; return its exit status (negative: the signal that killed it) and
-    its peak resident memory in bytes."""
-    _, status, usage = os.wait4(child(action, log), 0)
+def in_a_fork(action: Callable[[], int | None], log: Path | None = None, errors: Path | None = None) -> tuple[int, int]:
+    """Run ``action`` in a child process to its end, as ``child`` does; return its exit status (negative: the signal
+    that killed it) and its peak resident memory in bytes."""
+    _, status, usage = os.wait4(child(action, log, errors), 0)
     return os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024

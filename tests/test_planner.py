@@ -22,11 +22,13 @@ from bf16_to_fp16.planner import (
     EXCESS,
     INDIFFERENCE,
     PROOF_WORTH,
+    RESIDUAL_RANGE,
     RESTRAINT,
     ROUNDING,
     Weights,
     _Search,
     make_plan,
+    whole_log2,
 )
 from bf16_to_fp16.precision import GRID, STEP_NOISE, loss_table
 from bf16_to_fp16.probe import batches
@@ -430,3 +432,8 @@ def test_a_bound_that_no_exponent_holds_or_that_is_too_dear_is_given_up_by_name(
     assert huge.plan.exponents == free.plan.exponents
     assert huge.plan.residual_exponent == free.plan.residual_exponent
     assert not huge.violations
+
+
+def test_the_exponent_of_no_number_is_the_end_on_its_side() -> None:
+    assert [whole_log2(x) for x in (1.0, 1.99, 0.75, 3e-5)] == [0, 0, -1, -16]
+    assert whole_log2(math.inf) == RESIDUAL_RANGE and whole_log2(0.0) == whole_log2(math.nan) == -RESIDUAL_RANGE
