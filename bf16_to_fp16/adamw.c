@@ -120,6 +120,32 @@ static inline void widen(float *restrict wide, const uint16_t *restrict stored, 
 
 enum { BLOCK = 64 }; /* fp16: few blocks of so many weights have one that is subnormal */
 
+/* A block of weights as fp16: as if all were normal there, and again where one was not. */
+static inline void narrow(uint16_t *restrict stored, const float *restrict value, const uint32_t *restrict random,
+                          int length) {
+  uint32_t special = 0;
+  int i = 0;
+#ifdef __AVX512F__
+  /* The instruction cuts off what the noise has not carried over. */
+  enum { MODE = HOW == STOCHASTIC ? _MM_FROUND_TO_ZERO : _MM_FROUND_TO_NEAREST_INT };
+  const __m512i magnitude = _mm512_set1_epi32((int)~SIGN), below = _mm512_set1_epi32(0x1FFF);
+  const __m512i least = _mm512_set1_epi32((int)FP16_NORMAL);
+  const __m512i range = _mm512_set1_epi32((int)(LARGEST_FP16 - FP16_NORMAL));
+  for (; i + 16 <= length; i += 16) {
+    __m512i bits = _mm512_loadu_si512(value + i), noise = _mm512_and_si512(_mm512_loadu_si512(random + i), below);
+    special |= _mm512_cmpge_epu32_mask(_mm512_sub_epi32(_mm512_and_si512(bits, magnitude), least), range);
+    if (HOW == STOCHASTIC) bits = _mm512_add_epi32(bits, noise);
+    _mm256_storeu_si256((__m256i *)(stored + i), _mm512_cvtps_ph(_mm512_castsi512_ps(bits), MODE));
+  }
+#endif
+  for (; i < length; i++) {
+    special |= (as_bits(value[i]) & ~SIGN) - FP16_NORMAL >= LARGEST_FP16 - FP16_NORMAL;
+    stored[i] = plain_to_fp16(value[i], random[i], HOW == STOCHASTIC);
+  }
+  if (special)
+    for (i = 0; i < length; i++) stored[i] = to_fp16(value[i], random[i], HOW == STOCHASTIC);
+}
+
 typedef STORED(PARAMETER) parameter_t;
 typedef STORED(GRADIENT) gradient_t;
 typedef STORED(MOMENT) moment_t;
@@ -166,13 +192,7 @@ static inline void block(parameter_t *restrict parameter, const gradient_t *rest
 #if PARAMETER == 1
   for (int i = 0; i < length; i++) parameter[i] = to_bf16(value[i], random[i], HOW == STOCHASTIC);
 #else
-  uint32_t special = 0;
-  for (int i = 0; i < length; i++) {
-    special |= (as_bits(value[i]) & ~SIGN) - FP16_NORMAL >= LARGEST_FP16 - FP16_NORMAL;
-    parameter[i] = plain_to_fp16(value[i], random[i], HOW == STOCHASTIC);
-  }
-  if (special)
-    for (int i = 0; i < length; i++) parameter[i] = to_fp16(value[i], random[i], HOW == STOCHASTIC);
+  narrow(parameter, value, random, length);
 #endif
 #if HOW == 2
 #if PARAMETER == 2

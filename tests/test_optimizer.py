@@ -1,6 +1,7 @@
 """What ``AdamW`` promises: torch's mathematics, no stalled update, and the same bits however a step is computed."""
 
 import copy
+import functools
 import io
 import math
 import os
@@ -220,6 +221,14 @@ def special(dtype: torch.dtype) -> Tensor:
     return values
 
 
+def assert_same_numbers(left: list[Tensor], right: list[Tensor]) -> None:
+    """Of a NaN the payload may differ."""
+    for a, b in zip(left, right, strict=True):
+        number = ~a.isnan()
+        assert torch.equal(number, ~b.isnan())
+        assert torch.equal(a[number], b[number]) and torch.equal(a.signbit()[number], b.signbit()[number])
+
+
 def steps_of(dtype: torch.dtype, how: str, moments: str, compile: bool) -> list[Tensor]:
     """Return all after three steps of special values and of ordinary ones, with gradients from 0 to very large."""
     torch.manual_seed(0)
@@ -240,11 +249,20 @@ def steps_of(dtype: torch.dtype, how: str, moments: str, compile: bool) -> list[
 @ROUNDINGS
 @ALL
 def test_the_native_step_gives_the_eager_bits(dtype: torch.dtype, how: str, moments: str) -> None:
-    native, eager = (steps_of(dtype, how, moments, compile) for compile in (True, False))
-    for a, b in zip(native, eager, strict=True):
-        number = ~a.isnan()  # of a NaN the payload may differ
-        assert torch.equal(number, ~b.isnan())
-        assert torch.equal(a[number], b[number]) and torch.equal(a.signbit()[number], b.signbit()[number])
+    assert_same_numbers(*(steps_of(dtype, how, moments, compile) for compile in (True, False)))
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
+@ROUNDINGS
+def test_the_native_step_is_the_same_without_this_processors_instructions(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for flags in (kernel.NATIVE, ((),)):
+        monkeypatch.setattr(kernel, "NATIVE", flags)
+        monkeypatch.setattr(kernel, "compiled", functools.cache(kernel.compiled.__wrapped__))
+        results.append(steps_of(FP16, how, "bfloat16", True))
+    assert_same_numbers(*results)
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
