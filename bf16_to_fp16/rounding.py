@@ -34,7 +34,7 @@ Key = tuple[int, int, int] | Tensor
 BLOCK_BITS = 31
 """Elements with indices in the same block of 2³¹ share a key; the index within the block is hashed."""
 
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 """Elements that are worked on at a time in eager mode: small for the caches, large for the cost of calling."""
 
 _SIGN = -(1 << 31)
@@ -43,7 +43,7 @@ _INFINITY = 0x7F800000
 _LARGEST = {torch.bfloat16: 0x7F7F0000, torch.float16: 0x477FE000}  # fp32 patterns of the last finite values
 _CUT = {torch.bfloat16: 16, torch.float16: 13}  # bits of fp32's significand that the format lacks
 _FP16_SMALLEST_NORMAL, _FP16_NORMAL = 2.0**-14, 0x38800000  # and its pattern in fp32
-_ROW = 32  # elements of which one that is subnormal in fp16 sends all through the general formula
+_COLUMN = 16  # elements of which one that is subnormal in fp16 sends all through the formula for those
 _STRIDE = 0x9E3779B1 - (1 << 32)  # 2³² over the golden ratio, odd
 _MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97 - (1 << 32), 0x85EBCA6B - (1 << 32))
 DTYPES = (torch.bfloat16, torch.float16)
@@ -155,18 +155,20 @@ def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
     finite = (magnitude - _INFINITY).bitwise_right_shift_(31)
     rounded = noise.add_(magnitude).bitwise_and_(~below)
     rounded = torch.minimum(rounded, finite.bitwise_and_(_LARGEST[dtype] ^ _MAGNITUDE).bitwise_xor_(_MAGNITUDE))
-    # Between neighbouring subnormal values: the fraction of x·2²⁴ decides.
-    steps = x.abs().mul_(1 / FP16_STEP)
-    if bits is None:
-        steps = steps.round_()
-    else:
-        whole = steps.floor()
-        up = (bits - steps.sub_(whole).mul_(2.0**31).to(torch.int32)).bitwise_right_shift_(31)  # −1 where up, else 0
-        steps = whole.sub_(up)
-    small = steps.mul_(FP16_STEP).view(torch.int32)
+    small = _subnormal(x, bits).view(torch.int32)
     subnormal = (magnitude - _FP16_NORMAL).bitwise_right_shift_(31)
     rounded = small.bitwise_xor_(rounded).bitwise_and_(subnormal).bitwise_xor_(rounded)
     return rounded.bitwise_or_(pattern & _SIGN).view(torch.float32)
+
+
+def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
+    """Return |x| rounded to a multiple of fp16's smallest step, as ``_round`` does: the fraction of x·2²⁴ decides."""
+    steps = x.abs().mul_(1 / FP16_STEP)
+    if bits is None:
+        return steps.round_().mul_(FP16_STEP)
+    whole = steps.floor()
+    up = (bits - steps.sub_(whole).mul_(2.0**31).to(torch.int32)).bitwise_right_shift_(31)  # −1 where up, else 0
+    return whole.sub_(up).mul_(FP16_STEP)
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> bool:
@@ -185,16 +187,18 @@ def _stochastic_where_finite(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Ten
     """Do what ``_round`` does, for values that pass ``_plain``."""
     cut = _CUT[dtype]
     if dtype == torch.float16:
-        if x.numel() % _ROW or not (x.is_contiguous() and bits.is_contiguous()):
+        if x.numel() % _COLUMN or not (x.is_contiguous() and bits.is_contiguous()):
             return _round(x, dtype, bits)
-        rows = x.view(-1, _ROW)
-        small = (rows.abs().amin(1) < _FP16_SMALLEST_NORMAL).nonzero().view(-1)
-        if 2 * len(small) > len(rows):
+        columns = x.view(_COLUMN, -1)
+        small = (columns.abs().amin(0) < _FP16_SMALLEST_NORMAL).nonzero().view(-1)
+        if 2 * len(small) > columns.shape[1]:
             return _round(x, dtype, bits)
     rounded = (bits & ((1 << cut) - 1)).add_(x.view(torch.int32)).bitwise_and_(-1 << cut).view(torch.float32)
     if dtype == torch.float16 and len(small):
-        again = _round(rows.index_select(0, small), dtype, bits.view(-1, _ROW).index_select(0, small))
-        rounded.view(-1, _ROW).index_copy_(0, small, again)
+        given, into = columns.index_select(1, small), rounded.view(_COLUMN, -1)
+        again = _subnormal(given, bits.view(_COLUMN, -1).index_select(1, small)).copysign_(given)
+        normal = given.abs_() >= _FP16_SMALLEST_NORMAL
+        into.index_copy_(1, small, torch.where(normal, into.index_select(1, small), again))
     return rounded
 
 

@@ -183,7 +183,7 @@ def test_stochastic_rounding_is_exact(dtype: torch.dtype, round_: Callable[..., 
 
 @DTYPES
 @pytest.mark.parametrize("small", [0.0, 0.01, 0.9])
-@pytest.mark.parametrize("length", [64 * rounding._ROW, 64 * rounding._ROW + 5])
+@pytest.mark.parametrize("length", [64 * rounding._COLUMN, 64 * rounding._COLUMN + 5])
 def test_plain_values_are_rounded_quickly_to_the_same_bits(dtype: torch.dtype, small: float, length: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(length).clamp(-3, 3)
