@@ -629,19 +629,29 @@ def _log2_peak(x: Tensor, *, smooth: bool) -> Tensor:
 def _where_largest(rows: Tensor) -> Tensor:
     """Where the largest |x| of each row is; of a NaN if there is one: int64 [rows].
 
-    Without their sign the bits of floats sort as integers do, NaNs last. Less the row's largest they are 0 there and
-    negative elsewhere, where 2¹⁶ less leaves them so with the column added: the maximum is the place, two to four times
-    sooner than a search for it.
+    Without their sign the bits of floats sort as integers do, NaNs last. Beside 16 of them there is room for the
+    column; 32 are compared with the row's largest, and the column of what equals it is kept. A maximum then has the
+    place, up to three times sooner than a search for it.
     """
-    if rows.dtype not in _BITS or rows.shape[1] > 1 << 16:
+    count, size = rows.shape
+    if rows.dtype not in _BITS or size > 1 << 16:
         return rows.abs().max(-1).indices
     integer, positive = _BITS[rows.dtype]
-    bits = (rows.contiguous().view(integer) & positive).int()
-    bits.sub_(bits.amax(-1, keepdim=True)).clamp_(min=-1).mul_(1 << 16)
-    bits.add_(torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device))
-    return bits.amax(-1).long()
+    column = torch.arange(size, dtype=torch.int32, device=rows.device)
+    # A processor's caches hold so much at a time.
+    step = max(1, _AT_A_TIME // max(size, 1)) if rows.device.type == "cpu" else max(count, 1)
+    found = []
+    for part in rows.split(step):
+        bits = part.contiguous().view(integer) & positive
+        if integer == torch.int32:
+            places = bits.eq_(bits.amax(-1, keepdim=True)).mul_(column)
+        else:
+            places = bits.int().mul_(1 << 16).add_(column)
+        found.append(places.amax(-1).bitwise_and_(0xFFFF))
+    return torch.cat(found).long()
 
 
+_AT_A_TIME = 1 << 18
 _BITS = {
     torch.float32: (torch.int32, 0x7FFFFFFF),
     torch.bfloat16: (torch.int16, 0x7FFF),
