@@ -715,6 +715,7 @@ def on_a_rank(rank: int, folder: str) -> None:
     Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    os._exit(0)  # at an interpreter's end threads of gloo and DeepSpeed may still run, and crash
 
 
 def after_a_dropped_step(rank: int) -> list[float]:
