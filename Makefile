@@ -27,7 +27,7 @@ quality: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# What things cost, each beside what would be used otherwise: about half an hour on two idle cores.
+# What things cost, each beside what would be used otherwise: about twenty minutes on two idle cores.
 bench: install
 	for run in convert.py "convert.py --scale t5-v1_1-small t5-v1_1-base t5-v1_1-large --rounds 3" \
 		"certify.py --cost t5-v1_1-base t5-v1_1-large flan-t5-xl --threads 1" "certify.py --soundness 20" \

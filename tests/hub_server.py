@@ -133,12 +133,14 @@ class HubServer(http.server.ThreadingHTTPServer):
                 self.connections -= 1
 
     def settle(self) -> None:
-        """Wait until all that clients which have ended had sent was dealt with."""
+        """Wait until all that was sent by clients, which must have ended, was dealt with."""
         # Connections are accepted in order: once this one is answered, all older ones are counted.
         with socket.create_connection(("127.0.0.1", self.server_port), timeout=60) as last:
             last.shutdown(socket.SHUT_WR)
             last.recv(1)
+        began = time.monotonic()
         while self.connections:
+            assert time.monotonic() - began < 60, "a client that has not ended holds a connection"
             time.sleep(0.001)
 
     def clear(self) -> None:
