@@ -28,6 +28,7 @@ ROUNDINGS = pytest.mark.parametrize("how", ["stochastic", "nearest", "kahan"])
 SHAPES = [(40, 30), (7,), (), (3, 5, 2), (129, 130), (0, 4), (11,)]
 LARGE = module._SMALL + 1
 COMPILER = any(name and shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang", "cc"))
+NEEDS_COMPILER = pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
 
 
 def parameters(dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
@@ -244,7 +245,7 @@ def steps_of(dtype: torch.dtype, how: str, moments: str, compile: bool) -> list[
     return [*params, *(optimizer.state[p][name] for p in params for name in sorted(optimizer.state[p]))]
 
 
-@pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
+@NEEDS_COMPILER
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @ROUNDINGS
 @ALL
@@ -252,7 +253,7 @@ def test_the_native_step_gives_the_eager_bits(dtype: torch.dtype, how: str, mome
     assert_same_numbers(*(steps_of(dtype, how, moments, compile) for compile in (True, False)))
 
 
-@pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
+@NEEDS_COMPILER
 @ROUNDINGS
 def test_the_native_step_is_the_same_without_this_processors_instructions(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -265,7 +266,7 @@ def test_the_native_step_is_the_same_without_this_processors_instructions(
     assert_same_numbers(*results)
 
 
-@pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
+@NEEDS_COMPILER
 def test_a_cpu_gets_the_native_step_unless_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for compile, native in ((None, True), (True, True), (False, False)):
         seen: list[int] = []
@@ -275,7 +276,7 @@ def test_a_cpu_gets_the_native_step_unless_it_is_refused(monkeypatch: pytest.Mon
         assert seen == [2 if native else 0]
 
 
-@pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
+@NEEDS_COMPILER
 def test_the_native_step_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "SHARE", 1000)
     results = []

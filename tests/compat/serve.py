@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 import transformers
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent))  # which -I leaves out, as it does everything of the caller's
-from forked import in_a_fork  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1]))  # which -I leaves out, as it does everything of the caller's
 
+from forked import in_a_fork
+
+HERE = Path(__file__).parent
 TIMEOUT_SECONDS = 300
 USED = ("T5", "MT5", "UMT5", "Pegasus")
 
