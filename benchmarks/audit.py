@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.debug_utils import DebugUnderflowOverflow
 
-from bf16_to_fp16.observe import SiteObserver
+from bf16_to_fp16.observe.observer import SiteObserver
 
 VOCABULARY = 32128
 

@@ -13,6 +13,12 @@ cores are idle; the load and the processor seconds tell.
 
 shows how time and memory grow, in shards of at most 5 GB. With ``--certified`` the same shapes are converted whole and
 without a forward pass (``convert(..., run_model=False)``): planned from bounds, written, certified.
+
+    python benchmarks/convert.py --whole t5-v1_1-base
+
+converts a shape with outlier neurons once with all defaults, audit included, and prints each phase in seconds, in
+processor seconds and in U: one stock fp32 forward of 4 × 128 encoder and 4 × 32 decoder tokens. ``--until PHASE`` stops
+before the phase whose name begins so.
 """
 
 from __future__ import annotations
@@ -29,10 +35,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import synthetic
+
+from bf16_to_fp16.progress import Progress
 
 WIDTHS = synthetic.SHAPES["t5-v1_1-large"]
 EXPONENT = -4
@@ -49,8 +57,9 @@ def of_size(gigabytes: float) -> synthetic.Shape:
 
 def rewriting(source: Path, out: Path, hashes: bool) -> Callable[[], object]:
     """Return what rewrites the checkpoint."""
-    from bf16_to_fp16.checkpoint import open_checkpoint
-    from bf16_to_fp16.writer import Write, write_fp16
+    from bf16_to_fp16.checkpoint.reader import open_checkpoint
+    from bf16_to_fp16.checkpoint.shards import Write
+    from bf16_to_fp16.checkpoint.writer import write_fp16
 
     def act() -> None:
         checkpoint = open_checkpoint(source)
@@ -187,13 +196,81 @@ def scale(names: list[str], rounds: int, certified: bool) -> None:
         sys.stdout.flush()
 
 
+class Stopped(Exception):
+    """Raised before the phase at which a measurement is to stop."""
+
+
+class Phases(Progress):
+    """Progress that prints what each step took, and between them what was none."""
+
+    def __init__(self, until: str | None) -> None:
+        super().__init__(quiet=True)
+        self.until, self.last = until, (time.perf_counter(), processor_seconds())
+        self.unit = math.nan
+
+    def lap(self, name: str) -> None:
+        """Print the time since the last lap."""
+        now = (time.perf_counter(), processor_seconds())
+        seconds, used = (a - b for a, b in zip(now, self.last, strict=True))
+        self.last = now
+        if seconds > 0.5:
+            print(f"| {name} | {seconds:.1f} | {used:.1f} | {used / self.unit:.1f} |", flush=True)
+
+    @contextmanager
+    def step(self, text: str) -> Iterator[Callable[[int, int], None]]:
+        """Measure a step."""
+        self.lap("between")
+        if self.until is not None and text.startswith(self.until):
+            raise Stopped
+        yield lambda done, total: None
+        self.lap(text)
+
+
+def whole(name: str, until: str | None) -> None:
+    """Convert a shape with its audit and print the phases."""
+    import torch
+
+    from bf16_to_fp16 import convert
+    from bf16_to_fp16.run.stock import load
+
+    with checkpoint(synthetic.SHAPES[name], None, outliers=True) as (source, out, size):
+        model = load(source, torch.float32)
+        ids = torch.arange(512).view(4, 128) + 2
+        given = {"decoder_input_ids": ids[:, :32]} if synthetic.SHAPES[name].decoder_layers else {}
+        phases = Phases(until)
+        taken = []
+        with torch.no_grad():
+            for _ in range(3):
+                begin = processor_seconds()
+                model(input_ids=ids, **given)
+                taken.append(processor_seconds() - begin)
+        del model
+        begin = time.perf_counter()
+        copying(source, out)()
+        shutil.rmtree(out)
+        copy, phases.unit = time.perf_counter() - begin, min(taken)
+        print(
+            f"{name}, {size / 1e9:.2f} GB: U {phases.unit:.2f} processor seconds, cp -r {copy:.1f} s, load"
+            f" {os.getloadavg()[0]:.1f}\n| phase | seconds | processor | U |\n|---|---|---|---|"
+        )
+        start = phases.last = (time.perf_counter(), processor_seconds())
+        with suppress(Stopped):
+            convert(str(source), out, progress=phases)
+        phases.lap("between")
+        phases.last = start
+        phases.lap("all")
+        print(f"peak memory {peak_megabytes() / 1e3:.2f} GB")
+
+
 @contextmanager
-def checkpoint(shape: synthetic.Shape, shards: int | None) -> Iterator[tuple[Path, Path, int]]:
+def checkpoint(
+    shape: synthetic.Shape, shards: int | None, *, outliers: bool = False
+) -> Iterator[tuple[Path, Path, int]]:
     """Yield a source, a path for an output and the source's size; both are removed afterwards."""
     shards = shards or math.ceil(2 * shape.parameters / SHARD)
     with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-bench-") as work:
         source, out = Path(work) / "source", Path(work) / "out"
-        yield source, out, synthetic.write(source, shape, shards)
+        yield source, out, synthetic.write(source, shape, shards, outliers=outliers)
 
 
 def main() -> None:
@@ -204,12 +281,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", nargs="+", metavar="SHAPE", choices=synthetic.SHAPES)
     parser.add_argument("--certified", action="store_true", help="with --scale")
+    parser.add_argument("--whole", metavar="SHAPE", choices=synthetic.SHAPES)
+    parser.add_argument("--until", metavar="PHASE", help="with --whole")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         way, first, second = arguments.child
         print(json.dumps(child(way, Path(first), Path(second))))
         return
+    if arguments.whole:
+        return whole(arguments.whole, arguments.until)
     if arguments.scale:
         return scale(arguments.scale, arguments.rounds, arguments.certified)
     results: dict[str, list[dict[str, float]]] = {}

@@ -2,8 +2,8 @@
 
     python benchmarks/faults.py --kills 1000 [--only convert]
 
-The moments and the checks are those of ``tests/faults.py``: a kill at a random moment or, every fourth time, at a
-random time; then errors of the disk and signals at every moment there is. Output whole or absent, a second run that
+The moments and the checks are those of ``tests/support/faults.py``: a kill at a random moment or, every fourth time, at
+a random time; then errors of the disk and signals at every moment there is. Output whole or absent, a second run that
 succeeds, no strays after it. ``publish`` is killed on a request to a server of its own, before it is carried out or
 after, or at a random time: the repository has all or nothing. Exits with 1 where anything was wrong.
 """
@@ -25,8 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import faults
-from hub_server import HubServer
+from support import faults
+from support.hub_server import HubServer
 
 AGAIN = 10
 """Kills between two undisturbed runs."""

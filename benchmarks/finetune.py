@@ -35,17 +35,17 @@ from typing import Any
 import synthetic
 import torch
 
-from bf16_to_fp16.auditing import load, load_config
-from bf16_to_fp16.checkpoint import open_checkpoint
-from bf16_to_fp16.conversion import convert
-from bf16_to_fp16.corpus import open_corpus
-from bf16_to_fp16.distillation import Teacher
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning import make_accelerator, train
-from bf16_to_fp16.recipe import Wandb, parse_recipe
-from bf16_to_fp16.runlog import RunLog
-from bf16_to_fp16.talk import Talk
-from bf16_to_fp16.training import Trainer
+from bf16_to_fp16.finetuning.corpus import open_corpus
+from bf16_to_fp16.finetuning.distillation import Teacher
+from bf16_to_fp16.finetuning.log import RunLog
+from bf16_to_fp16.finetuning.recipe import Wandb, parse_recipe
+from bf16_to_fp16.finetuning.run import make_accelerator, train
+from bf16_to_fp16.finetuning.trainer import Trainer
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.run.stock import load, load_config
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -97,7 +97,7 @@ def measure(demo: str, work: Path, steps: int, rescale: bool, penalty: dict[str,
     shutil.rmtree(work, ignore_errors=True)
     folder.mkdir(parents=True)
     recipe = recipe_of(demo, folder / "out", steps, rescale=rescale, penalty=penalty, rate=rate)
-    run = train(recipe, open_checkpoint(recipe.source), talk=Talk(quiet=True))
+    run = train(recipe, open_checkpoint(recipe.source), progress=Progress(quiet=True))
     rows = [json.loads(line) for line in (folder / "out.run" / "log.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "headroom" in row]
     first, last = run.outcome.evaluations[0], run.outcome.evaluations[-1]
@@ -175,10 +175,10 @@ def train_in_amp(demo: str, source: Path, work: Path, steps: int) -> str:
     log.close()
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     scales = [row["loss_scale"] for row in rows if "loss_scale" in row]
-    skipped = [row["step"] for row in trainer.progress.skipped]
-    losses = [e["held_out_loss"] for e in trainer.progress.evaluations]
+    skipped = [row["step"] for row in trainer.position.skipped]
+    losses = [e["held_out_loss"] for e in trainer.position.evaluations]
     cells = (
-        trainer.progress.step,
+        trainer.position.step,
         f"{len(skipped)}" + (f" (the last at step {skipped[-1]})" if skipped else ""),
         f"{scales[0]:g}",
         f"{scales[-1]:g}",

@@ -1,10 +1,14 @@
 """Mutate every kind of input for as long as asked and print what was accepted, what refused, and every failure.
 
     python benchmarks/fuzz.py --minutes 10 [--only config] [--thorough]
+    python benchmarks/fuzz.py --config-edits 50000
 
-The mutations are those of ``tests/fuzzing.py``, with other seeds each time. A failure is any exception but an
+The mutations are those of ``tests/support/fuzzing.py``, with other seeds each time. A failure is any exception but an
 ``error:`` line, a run of more than a minute, or a peak of memory that grew by more than ``--megabytes``; those with the
 same exception from the same line of the package are one. Exits with 1 where there is any.
+
+The second form edits, for so many times over all families, one or two keys of a config.json that stock code knows, as
+``tests/support/config_edits.py`` does: what is certified then must stay under its bounds in stock code.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import fuzzing
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from support import config_edits, fuzzing
 
 EXAMPLES = 50
 """Runs between two looks at the clock."""
@@ -84,6 +88,21 @@ def fuzz(tally: Tally, kind: str, cases: st.SearchStrategy[fuzzing.Case], number
     mutate()
 
 
+def edit_configs(number: int, seed: int) -> int:
+    """Judge so many edits of configs, print what came of them, and return 1 where any failed."""
+    failures = []
+    kinds = ("t5", "gated", "t5-encoder", "mt5", "umt5", "pegasus")
+    print(f"seed {seed}\n\n| model | refused | not certified | agrees | failed |\n|---|---|---|---|---|")
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            found = config_edits.run(config_edits.original(kind, Path(folder)), number // len(kinds), seed)
+        columns = (found.counts[name] for name in ("refused", "uncertified", "agrees", "failed"))
+        print(f"| {kind} | {' | '.join(map(str, columns))} |", flush=True)
+        failures += found.failures
+    print(*failures, sep="\n")
+    return 1 if failures else 0
+
+
 def main() -> int:
     """Fuzz and print the table."""
     parser = argparse.ArgumentParser(description="fuzz everything that is read")
@@ -92,7 +111,10 @@ def main() -> int:
     parser.add_argument("--thorough", action="store_true", help="convert with the audit whatever opens")
     parser.add_argument("--megabytes", type=float, default=1024.0, help="most that memory may grow by in one case")
     parser.add_argument("--seed", type=int, default=random.randrange(10**9))
+    parser.add_argument("--config-edits", type=int, metavar="N", help="edit configs so many times, and nothing else")
     chosen = parser.parse_args()
+    if chosen.config_edits is not None:
+        return edit_configs(chosen.config_edits, chosen.seed)
     with tempfile.TemporaryDirectory() as folder:
         tally = Tally(fuzzing.originals(Path(folder)), chosen.thorough, chosen.megabytes)
         strategies = fuzzing.cases(tally.good)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import T5Config, T5ForConditionalGeneration
 
-from bf16_to_fp16.optimizer import AdamW
+from bf16_to_fp16.optim.adamw import AdamW
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Make = Callable[[list[nn.Parameter]], Optimizer]

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 
 from bf16_to_fp16 import convert
-from bf16_to_fp16.auditing import audit_model, load, load_config
-from bf16_to_fp16.display import counted
-from bf16_to_fp16.fidelity import fidelity
-from bf16_to_fp16.observe import FastProducts
-from bf16_to_fp16.probe import Batch, gather, run
+from bf16_to_fp16.auditing.fidelity import fidelity
+from bf16_to_fp16.auditing.regimes import audit_model
+from bf16_to_fp16.run.probe import Batch, audit_batches, run_batch
+from bf16_to_fp16.run.products import FastProducts
+from bf16_to_fp16.run.stock import load, load_config
+from bf16_to_fp16.wording import counted
 
 DATA = Path(str(files("bf16_to_fp16") / "demo_data"))
 NAMES = {"t5-gated-bytes": "T5", "pegasus-bytes": "Pegasus"}
@@ -46,7 +47,7 @@ def is_finite(model: Any, inputs: Sequence[Batch] | None) -> bool:
     if inputs is None:
         outputs = (model(input_ids=each, decoder_input_ids=torch.tensor([[0]])).logits for each in ids)
     else:
-        outputs = (run(model, batch).logits for batch in inputs if not batch.generate and batch.head)
+        outputs = (run_batch(model, batch).logits for batch in inputs if not batch.generate and batch.head)
     with torch.no_grad(), FastProducts():
         return all(bool(torch.isfinite(logits).all()) for logits in outputs)
 
@@ -92,7 +93,7 @@ def row(what: str, model: Any, regime: str, reference: Any, inputs: Sequence[Bat
 def compare(name: str) -> None:
     """Print the table of one checkpoint."""
     folder = DATA / name
-    inputs = gather(load_config(folder), folder, str(DATA / "held_out.txt"))
+    inputs = audit_batches(load_config(folder), folder, str(DATA / "held_out.txt"))
     reference = load(folder, torch.float32)
     print(f"\n| {NAMES[name]} | inf, NaN / saturated | KL to fp32 | same best token | MB |\n|---|---|---|---|---|")
     print(row("source in bf16", load(folder, torch.bfloat16), "", reference, inputs))
@@ -115,15 +116,15 @@ def draw(picture: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    from bf16_to_fp16.pictures import SERIES, points
+    from bf16_to_fp16.report.figures import SERIES, points
 
     with tempfile.TemporaryDirectory() as beside:
-        signals = convert(DATA / "t5-gated-bytes", Path(beside) / "out").report["signals"]
+        report = convert(DATA / "t5-gated-bytes", Path(beside) / "out").report
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "before-after", "font.size": 10}
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.9), sharey=True, layout="constrained")
     colours = ("tab:blue", "tab:purple", "tab:orange", "tab:green")
     for axis, stack in zip(axes, ("encoder", "decoder"), strict=True):
-        found = points(signals, stack)
+        found = points(report["signals"], stack, report["family"])
         for series, colour in zip(SERIES, colours, strict=True):
             mine = [p for p in found if p.series is series]
             x, look = [p.x for p in mine], {"color": colour, "marker": series.marker, "markersize": 4}

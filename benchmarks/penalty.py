@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from bf16_to_fp16 import ActivationPenalty
-from bf16_to_fp16.observe import Tap
+from bf16_to_fp16.observe.tap import Tap
 
 SIZES = {
     "tiny": {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_heads": 8, "vocab_size": 4096},

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bf16_to_fp16 import AdamW
-from bf16_to_fp16.auditing import load
-from bf16_to_fp16.corpus import TrainingBatch, open_corpus
-from bf16_to_fp16.recipe import Data
+from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.recipe import Data
+from bf16_to_fp16.run.stock import load
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -154,8 +154,8 @@ def main() -> None:
         batch_size=given.batch_size,
     )
     corpus = open_corpus(data, folder, model.config, seed=0)
-    stream = corpus.stream()
-    batches = [next(stream) for _ in range(given.steps)]
+    training_batches = corpus.training_batches()
+    batches = [next(training_batches) for _ in range(given.steps)]
     held = corpus.held_out(64)
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
     print(

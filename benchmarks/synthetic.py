@@ -94,10 +94,15 @@ NORMALS = 1 << 24
 """How many different normal numbers weights are made of; more of them are repeated."""
 
 
-def write(folder: Path, shape: Shape, shards: int = 1) -> int:
+OUTLIERS, IN, OUT = 3, 8.0, 64.0
+"""Neurons of every feed-forward that stand out, and the factors of their rows and of their output columns."""
+
+
+def write(folder: Path, shape: Shape, shards: int = 1, *, outliers: bool = False) -> int:
     """Write a bf16 checkpoint, flushed to the disk, and return its size in bytes.
 
-    Matrices are normal with standard deviation 1/√columns, norms about 1. Shards have about the same size.
+    Matrices are normal with standard deviation 1/√columns, norms about 1. Shards have about the same size. outliers:
+    with neurons that stand out, as published checkpoints have them.
     """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shape.config()))
@@ -113,7 +118,13 @@ def write(folder: Path, shape: Shape, shards: int = 1) -> int:
     placed: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         file = "model.safetensors" if shards == 1 else f"model-{number:05d}-of-{shards:05d}.safetensors"
-        save_file({name: weight(table[name], normals) for name in group}, folder / file, {"format": "pt"})
+        tensors = {name: weight(table[name], normals) for name in group}
+        for name, tensor in tensors.items() if outliers else ():
+            if name.endswith((".wi_0.weight", ".wi_1.weight")):
+                tensor[:OUTLIERS] *= IN
+            elif name.endswith(".wo.weight"):
+                tensor[:, :OUTLIERS] *= OUT
+        save_file(tensors, folder / file, {"format": "pt"})
         placed |= dict.fromkeys(group, file)
     if shards > 1:
         index = {"metadata": {"total_size": 2 * total}, "weight_map": placed}

@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Any
 from .errors import UserError
 
 if TYPE_CHECKING:
-    from .auditing import audit
-    from .certificate import Certificate, certify
-    from .conversion import Conversion, convert, rescale, undo
-    from .finetuning import finetune
-    from .formats import advise_format
-    from .initialisation import advise_init
-    from .lossreport import advise_losses
-    from .optimizer import AdamW
-    from .penalty import ActivationPenalty
-    from .publishing import publish
-    from .rescaling import Plan
-    from .updates import advise_updates
-    from .verifying import verify
+    from .advise.formats import advise_format
+    from .advise.initialisation import advise_init
+    from .advise.updates import advise_updates
+    from .bounds.certificate import Certificate
+    from .commands.audit import audit
+    from .commands.certify import certify
+    from .commands.convert import Conversion, convert
+    from .commands.publish import publish
+    from .commands.rescale import rescale
+    from .commands.undo import undo
+    from .commands.verify import verify
+    from .finetuning.penalty import ActivationPenalty
+    from .finetuning.run import finetune
+    from .losses.report import advise_losses
+    from .optim.adamw import AdamW
+    from .rescaling.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -51,23 +54,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ActivationPenalty": "penalty",
-    "AdamW": "optimizer",
-    "advise_format": "formats",
-    "advise_init": "initialisation",
-    "advise_losses": "lossreport",
-    "advise_updates": "updates",
-    "audit": "auditing",
-    "certify": "certificate",
-    "Certificate": "certificate",
-    "convert": "conversion",
-    "Conversion": "conversion",
-    "finetune": "finetuning",
-    "publish": "publishing",
-    "rescale": "conversion",
-    "undo": "conversion",
-    "Plan": "rescaling",
-    "verify": "verifying",
+    "ActivationPenalty": "finetuning.penalty",
+    "AdamW": "optim.adamw",
+    "advise_format": "advise.formats",
+    "advise_init": "advise.initialisation",
+    "advise_losses": "losses.report",
+    "advise_updates": "advise.updates",
+    "audit": "commands.audit",
+    "certify": "commands.certify",
+    "Certificate": "bounds.certificate",
+    "convert": "commands.convert",
+    "Conversion": "commands.convert",
+    "finetune": "finetuning.run",
+    "publish": "commands.publish",
+    "rescale": "commands.rescale",
+    "undo": "commands.undo",
+    "Plan": "rescaling.plan",
+    "verify": "commands.verify",
 }
 
 

@@ -1,7 +1,8 @@
 """The command line: thin, and the same promises for every command.
 
-Data go to standard output, talk to standard error. Exit status: 0 done (and safe, where there is a verdict), 1 done and
-unsafe, 2 bad input or usage with one line ``error: …``, 130 interrupted. Heavy imports wait until a command needs them.
+Data go to standard output, progress to standard error. Exit status: 0 done (and safe, where there is a verdict), 1 done
+and unsafe, 2 bad input or usage with one line ``error: …``, 130 interrupted, 141 the reader of our output has gone.
+Heavy imports wait until a command needs them.
 """
 
 from __future__ import annotations
@@ -17,22 +18,31 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .errors import UserError
 
-SAFE, UNSAFE, USAGE, INTERRUPTED = 0, 1, 2, 130
+if TYPE_CHECKING:
+    from .commands.convert import Conversion
+
+SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
+
 
 FOLDER = click.Path(path_type=Path)
 
+
 source = click.argument("source")
+
+
 data = click.option(
     "--data",
     metavar="FILE",
     help="Text to run on besides the built-in probe: JSONL, CSV, Parquet, text, or a Hub dataset.",
 )
+
+
 json_file = click.option(
     "--json",
     "json_file",
@@ -40,18 +50,35 @@ json_file = click.option(
     callback=lambda context, option, target: checked_target(target, "--json"),
     help="Write the report as JSON; - for standard output.",
 )
+
+
 force = click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+
+
 seed = click.option("--seed", type=int, default=0, show_default=True, help="Seed of the built-in probe.")
+
+
+sweep = click.option("--sweep", is_flag=True, help="Run every id of a large vocabulary, not a choice of them.")
+
+
 max_length = click.option(
     "--max-length", type=int, metavar="N", help="Positions for which the certificate holds; default 32768."
 )
+
+
 endpoint = click.option(
     "--endpoint", metavar="URL", help="Address of the Hub; default: HF_ENDPOINT, else https://huggingface.co."
 )
+
+
 public = click.option("--public", is_flag=True, help="Make the repository public; without it a new one is private.")
+
+
 allow_unsafe = click.option(
     "--allow-unsafe", is_flag=True, help="Publish an unsafe checkpoint; the first line of its card says that it is."
 )
+
+
 subfolder = click.option("--subfolder", metavar="NAME", help="Folder inside SOURCE (diffusers: text_encoder_2).")
 
 
@@ -59,14 +86,38 @@ def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> 
     """Print every key of a recipe with its default and meaning, one a line, and end."""
     if not wanted or context.resilient_parsing:
         return
-    from .recipe import keys
+    from .finetuning.recipe import keys
 
     for key, default, meaning in keys():
         click.echo(f"{key}: {default}  # {meaning}" if meaning else f"{key}: {default}")
     context.exit()
 
 
-@click.group(name="bf16-to-fp16", context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+class _UnreadError(Exception):
+    """Nobody reads our output any more."""
+
+
+class _Commands(click.Group):
+    """The commands; of a reader that has gone click itself would make status 1, which here says "unsafe"."""
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(context)
+        except BrokenPipeError as error:
+            raise _UnreadError from error
+        except SystemExit as stop:  # so rich
+            if isinstance(stop.__context__, BrokenPipeError):
+                raise _UnreadError from stop
+            raise
+
+
+@click.group(
+    cls=_Commands,
+    name="bf16-to-fp16",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+)
 @click.version_option(package_name="bf16_to_fp16", message="%(version)s")
 @click.pass_context
 def app(context: click.Context) -> None:
@@ -124,6 +175,7 @@ def app(context: click.Context) -> None:
 @allow_unsafe
 @endpoint
 @seed
+@sweep
 @force
 @json_file
 def convert_command(
@@ -145,53 +197,51 @@ def convert_command(
     allow_unsafe: bool,
     endpoint: str | None,
     seed: int,
+    sweep: bool,
     force: bool,
     json_file: str | None,
 ) -> int:
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
     written."""
-    from . import terminal
-    from .certificate import MAX_LENGTH
-    from .conversion import convert
-    from .planner import MARGIN_BITS
+    # As many parameters as options, which click passes one by one.
+    if out is not None and not dry_run:
+        from .checkpoint.staging import check_out
+
+        # Before the seconds that the rest takes to import.
+        check_out(out, Path(source) if Path(source).is_dir() else None, force=force)
+    from .bounds.arithmetic import MAX_LENGTH
+    from .commands.convert import convert_by
+    from .conversion.options import Destination, Options
+    from .rescaling.planner import MARGIN_BITS
 
     if recipe is not None and (dry_run or no_audit):
         raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
     if push_to is None and (public or allow_unsafe):
         raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
     if push_to is not None:
-        from .publishing import check_name, token_of
-
-        if dry_run:
-            raise UserError("a dry run writes nothing to publish; leave out either --dry-run or --push-to")
-        # What stands in the way of the upload is better known before the work than after it.
-        check_name(push_to)
-        token_of(None, endpoint)
+        check_publishable(push_to, endpoint, dry_run=dry_run)
         out = out or Path(push_to.rpartition("/")[2])
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
-    if recipe is not None:
-        from .finetuning import convert_or_finetune
-
-        convert = partial(convert_or_finetune, recipe)
-    result = convert(
-        source,
-        out,
+    options = Options(
         target=target,
         data=data,
-        dry_run=dry_run,
         run_model=not no_audit,
-        max_length=MAX_LENGTH if max_length is None else max_length,
         subfolder=subfolder,
         plan=plan,
-        force=force,
         margin_bits=MARGIN_BITS if margin is None else margin,
+        max_length=MAX_LENGTH if max_length is None else max_length,
         max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
         workers=workers,
         seed=seed,
-        endpoint=endpoint,
-        talk=talker(),
+        sweep=sweep,
     )
+    if recipe is not None:
+        from .finetuning.run import convert_or_finetune
+
+        convert_by = partial(convert_or_finetune, recipe)
+    place = Destination(out, force=force, dry_run=dry_run)
+    result = convert_by(options, source, place, endpoint=endpoint, progress=make_progress())
     published = None
     if push_to is not None and (result.safe or allow_unsafe):
         published = push(out, push_to, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
@@ -199,24 +249,42 @@ def convert_command(
         print(
             f"not published: {out} is unsafe in fp16; give --allow-unsafe to publish it all the same", file=sys.stderr
         )
-    write_report(json_file, result.report if published is None else {**result.report, "published": published})
-    if dry_run:
-        if json_file != "-":
-            terminal.print_plan(result.report, result.planned)
-        return SAFE
+    write_result(json_file, result.report if published is None else {**result.report, "published": published})
     if json_file != "-":
-        terminal.print_conversion(result.report, out)
-        if published is not None:
-            terminal.print_published(published)
-    return SAFE if result.safe else UNSAFE
+        show_conversion(result, published)
+    return SAFE if dry_run or result.safe else UNSAFE
+
+
+def show_conversion(result: Conversion, published: Mapping[str, Any] | None) -> None:
+    """Print what was done, or for a dry run what would be."""
+    from .report import terminal
+    from .report.schema import Report, read
+
+    report = read(Report, result.report)
+    if result.out is None:
+        terminal.print_plan(report.plan or result.plan, result.planned)
+        return
+    terminal.print_conversion(report, result.out)
+    if published is not None:
+        terminal.print_published(published)
+
+
+def check_publishable(repo_id: str, endpoint: str | None, *, dry_run: bool) -> None:
+    """Raise UserError for what stands in the way of an upload, which is better known before the work than after it."""
+    from .commands.publish import check_name, token_of
+
+    if dry_run:
+        raise UserError("a dry run writes nothing to publish; leave out either --dry-run or --push-to")
+    check_name(repo_id)
+    token_of(None, endpoint)
 
 
 def push(out: Path, repo_id: str, **options: Any) -> dict[str, Any]:
     """Publish what has just been converted and audited; where that fails, say how to go on."""
-    from .publishing import publish
+    from .commands.publish import publish
 
     try:
-        return publish(out, repo_id, audited=True, talk=talker(), **options)
+        return publish(out, repo_id, audited=True, progress=make_progress(), **options)
     except UserError as error:
         raise UserError(f"{error} ({out} is converted: go on with bf16-to-fp16 publish {out} {repo_id})") from None
 
@@ -248,6 +316,7 @@ def push(out: Path, repo_id: str, **options: Any) -> dict[str, Any]:
 )
 @subfolder
 @seed
+@sweep
 @click.option("--html", type=FOLDER, metavar="FILE", help="Write the report as a page.")
 @json_file
 def audit_command(
@@ -259,13 +328,17 @@ def audit_command(
     attack_steps: int | None,
     subfolder: str | None,
     seed: int,
+    sweep: bool,
     html: Path | None,
     json_file: str | None,
 ) -> int:
     """Run SOURCE in fp16 the ways people run it and measure every operation."""
+    # As many parameters as options, which click passes one by one.
     checked_target(html, "--html")
-    from . import terminal
-    from .auditing import ATTENTIONS, REGIMES, audit
+    from .auditing.regimes import ATTENTIONS, REGIMES
+    from .commands.audit import audit
+    from .report import terminal
+    from .report.schema import Report, read
 
     result = audit(
         source,
@@ -276,18 +349,19 @@ def audit_command(
         attack_steps=attack_steps,
         subfolder=subfolder,
         seed=seed,
-        talk=talker(),
+        sweep=sweep,
+        progress=make_progress(),
     )
-    write_report(json_file, result)
+    write_result(json_file, result)
     if html is not None:
-        from .page import write_page
+        from .report.page import write_page
 
         try:
-            write_page(html, result)
+            write_page(html, read(Report, result))
         except OSError as error:
             raise UserError(f"{html}: {error.strerror}; choose another file for --html") from error
     if json_file != "-":
-        terminal.print_audit(result)
+        terminal.print_audit(read(Report, result))
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
@@ -307,14 +381,16 @@ def certify_command(
     source: str, target: str, max_length: int | None, subfolder: str | None, json_file: str | None
 ) -> int:
     """Bound every signal of SOURCE for every input, from its weights alone; nothing is run."""
-    from . import terminal
-    from .certificate import MAX_LENGTH, certify
+    from .bounds.arithmetic import MAX_LENGTH
+    from .commands.certify import certify
+    from .report import terminal
+    from .report.schema import Report, read
 
     length = MAX_LENGTH if max_length is None else max_length
-    result = certify(source, max_length=length, target=target, subfolder=subfolder, talk=talker())
-    write_report(json_file, result)
+    result = certify(source, max_length=length, target=target, subfolder=subfolder, progress=make_progress())
+    write_result(json_file, result)
     if json_file != "-":
-        terminal.print_certificate(result)
+        terminal.print_certificate(read(Report, result))
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
@@ -349,11 +425,12 @@ def publish_command(
 
     The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
     """
-    from . import terminal
-    from .publishing import Parcel, publish
+    # As many parameters as options, which click passes one by one.
+    from .commands.publish import Upload, publish
+    from .report import terminal
 
-    def confirm(parcel: Parcel) -> bool:
-        terminal.print_parcel(parcel, repo_id, whole=dry_run, aside=json_file == "-")
+    def confirm(upload: Upload) -> bool:
+        terminal.print_upload(upload, repo_id, whole=dry_run, aside=json_file == "-")
         if yes or dry_run:
             return True
         if not sys.stdin.isatty():
@@ -375,9 +452,9 @@ def publish_command(
         dry_run=dry_run,
         endpoint=endpoint,
         confirm=confirm,
-        talk=talker(),
+        progress=make_progress(),
     )
-    write_report(json_file, result)
+    write_result(json_file, result)
     if json_file != "-":
         terminal.print_published(result)
     return SAFE if result["verdict"] == "safe" else UNSAFE
@@ -397,13 +474,16 @@ def verify_command(
 ) -> int:
     """Check SOURCE, a converted folder or its Hub id, against its report: hashes, plan, certificate and audit, all
     computed again."""
-    from . import terminal
-    from .verifying import verify
+    from .commands.verify import verify
+    from .report import terminal
+    from .report.schema import Verification, read
 
-    result = verify(source, original=original, data=data, run_model=not no_audit, endpoint=endpoint, talk=talker())
-    write_report(json_file, result)
+    result = verify(
+        source, original=original, data=data, run_model=not no_audit, endpoint=endpoint, progress=make_progress()
+    )
+    write_result(json_file, result)
     if json_file != "-":
-        terminal.print_verification(result)
+        terminal.print_verification(read(Verification, result))
     return SAFE if result["verified"] else UNSAFE
 
 
@@ -414,13 +494,19 @@ def verify_command(
 @json_file
 def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) -> int:
     """Write the source's weights back from a converted folder: the inverse of its recorded plan."""
-    from . import terminal
-    from .conversion import undo
+    from .checkpoint.staging import check_out
+    from .commands.undo import undo
+    from .report import terminal
+    from .report.schema import REPORT
 
-    written = undo(folder, out, force=force, talk=talker())
-    write_report(json_file, {"out": str(written)})
+    words = ""
+    if (folder / REPORT).is_file():  # what is no converted folder ``undo`` refuses in words of its own
+        check_out(out, folder, force=force)
+        words = terminal.exactness(folder)  # before anything is written
+    written = undo(folder, out, force=force, progress=make_progress())
+    write_result(json_file, {"out": str(written)})
     if json_file != "-":
-        print(f"{written} holds the weights from before the conversion: {terminal.exactness(folder)}")
+        print(f"{written} holds the weights from before the conversion: {words}")
     return SAFE
 
 
@@ -438,15 +524,16 @@ def finetune_command(recipe: Path, overrides: tuple[str, ...], force: bool, json
     Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
     RECIPE.
     """
-    from . import terminal
-    from .finetuning import finetune
+    from .finetuning.run import finetune
+    from .report import terminal
+    from .report.schema import Report, read
 
-    result = finetune(recipe, overrides=overrides, force=force, talk=talker())
+    result = finetune(recipe, overrides=overrides, force=force, progress=make_progress())
     if result is None:  # not the first process
         return SAFE
-    write_report(json_file, result.report)
+    write_result(json_file, result.report)
     if json_file != "-" and result.out is not None:
-        terminal.print_conversion(result.report, result.out)
+        terminal.print_conversion(read(Report, result.report), result.out)
     return SAFE if result.safe else UNSAFE
 
 
@@ -474,7 +561,7 @@ class _Numbers(click.Command):
     is_flag=False,
     flag_value="",
     metavar="[NUMBER]",
-    help="What bf16 and fp16 make of a number, of an expression like '283 x 10', or of SOURCE's weights.",
+    help="What bf16 and fp16 make of a number, or of SOURCE's weights.",
 )
 @click.option("--losses", is_flag=True, help="What went wrong in a training log: SOURCE is the log or its folder.")
 @click.option("--lr", "rate", type=float, default=1e-4, show_default=True, help="updates: the learning rate.")
@@ -510,7 +597,7 @@ def advise_command(
     **options: Any,
 ) -> int:
     """Advise on training in low precision: updates that vanish, initialisation, what a format holds, loss curves."""
-    from . import advice
+    from .advise import tables as advice
 
     modes = {"--updates": updates, "--init": init, "--format": number is not None, "--losses": losses}
     asked = [name for name, given in modes.items() if given]
@@ -522,8 +609,8 @@ def advise_command(
         wanted = {"--losses": "the log", "--init": "a checkpoint or hidden size", "--format": "a number or checkpoint"}
         needed = wanted.get(asked[0], "a checkpoint")
         raise UserError(f"{asked[0]} needs {needed}: bf16-to-fp16 advise SOURCE {asked[0]}")
-    result = advice.advise(asked[0].removeprefix("--"), source, number, options, talk=talker())
-    write_report(json_file, result.report)
+    result = advice.advise(asked[0].removeprefix("--"), source, number, options, progress=make_progress())
+    write_result(json_file, result.report)
     if json_file != "-":
         result.show()
     return SAFE
@@ -533,8 +620,8 @@ def advise_command(
 @json_file
 def families_command(json_file: str | None) -> int:
     """List what is supported."""
-    from . import terminal
-    from .families import FAMILIES
+    from .families.known import FAMILIES
+    from .report.screen import print_families
 
     rows = [
         {
@@ -546,9 +633,9 @@ def families_command(json_file: str | None) -> int:
         }
         for f in FAMILIES
     ]
-    write_report(json_file, {"families": rows})
+    write_result(json_file, {"families": rows})
     if json_file != "-":
-        terminal.print_families(rows)
+        print_families(rows)
     return SAFE
 
 
@@ -561,34 +648,34 @@ def demo_command(out: Path, json_file: str | None) -> int:
     """Break two small trained checkpoints in fp16, convert them, and show the difference; no network."""
     from .demo import demo
 
-    reports = demo(out, talk=talker(), show=json_file != "-")
-    write_report(json_file, {"demos": reports})
+    reports = demo(out, progress=make_progress(), show=json_file != "-")
+    write_result(json_file, {"demos": reports})
     return SAFE if all(r["verdict"] == "safe" for r in reports) else UNSAFE
 
 
-def talker() -> Any:
-    """Return the speaker of the command line."""
-    from .talk import Talk
+def make_progress() -> Any:
+    """Return what shows the progress of a command."""
+    from .progress import Progress
 
-    return Talk()
+    return Progress()
 
 
 def checked_target(target: Any, option: str) -> Any:
     """Return ``target``; raise UserError at once where a report could not be written after the work is done."""
     if target is None or str(target) == "-":
         return target
-    from .folder import check_file
+    from .checkpoint.staging import check_file
 
     check_file(Path(target), f"choose another file for {option}")
     return target
 
 
-def write_report(target: str | None, data: Mapping[str, Any]) -> None:
+def write_result(target: str | None, data: Mapping[str, Any]) -> None:
     """Write ``data`` and the version of its keys as JSON to a file, or to standard output for ``-``."""
     if target is None:
         return
+    from .checkpoint.folder import finite, write_json
     from .environment import SCHEMA
-    from .folder import finite, write_json
 
     data = {"schema": SCHEMA, **data}
     if target == "-":
@@ -646,10 +733,8 @@ def main(arguments: list[str] | None = None) -> int:
         return complain(f"{error.format_message()}{hint}")
     except (KeyboardInterrupt, click.Abort):
         return interrupted()
-    except BrokenPipeError:
-        # The reader of our output has gone (| head); nothing is wrong.
-        sys.stderr.close()
-        return SAFE
+    except (BrokenPipeError, _UnreadError):
+        return unread()
     except Exception:
         # Compiled modules that are interrupted while they are imported turn it into errors of their own.
         if interrupts:
@@ -664,6 +749,20 @@ def interrupted() -> int:
     """Say that the work was stopped and return the status for it."""
     print("interrupted", file=sys.stderr)
     return INTERRUPTED
+
+
+def unread() -> int:
+    """Return the status for output that nobody reads any more (``| head``), as a shell gives it to what SIGPIPE ends.
+
+    What is left in the buffers goes nowhere, so that the interpreter does not fail on it while it ends.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    return UNREAD
 
 
 def complain(message: str) -> int:

@@ -12,37 +12,40 @@ from typing import Any
 
 import torch
 
-from . import terminal
-from .auditing import audit
-from .conversion import convert
-from .folder import check_out
-from .talk import Talk
+from .checkpoint.staging import check_out
+from .commands.audit import audit
+from .commands.convert import convert
+from .progress import Progress
+from .report import terminal
+from .report.schema import Report, read
 
-NAMES = ("t5-gated-bytes", "pegasus-bytes")
+CHECKPOINTS = ("t5-gated-bytes", "pegasus-bytes")
+
+
 TEXT = "held_out.txt"
 
 
-def demo(out: Path, *, talk: Talk, show: bool = True) -> list[dict[str, Any]]:
+def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, Any]]:
     """Audit each shipped checkpoint in fp16 as it is, convert it into ``out``, and return the reports of the results.
 
     ``show``: print the tables to standard output. Raises UserError, before any work, where ``out`` cannot hold them.
     """
-    for name in NAMES:
+    for name in CHECKPOINTS:
         check_out(out / name, force=True)
     reports = []
     # On models this small, threads wait for each other longer than they work.
     torch.set_num_threads(1)
     with as_file(files("bf16_to_fp16") / "demo_data") as data:
-        for name in NAMES:
-            talk.say(f"{name}: as trained, every parameter in fp16")
-            before = audit(data / name, regimes=("half",), data=str(data / TEXT), talk=talk)
+        for name in CHECKPOINTS:
+            progress.say(f"{name}: as trained, every parameter in fp16")
+            before = audit(data / name, regimes=("half",), data=str(data / TEXT), progress=progress)
             if show:
                 terminal.print_title(f"{name}, as trained")
-                terminal.print_audit(before)
-            talk.say(f"{name}: converting")
-            result = convert(data / name, out / name, data=str(data / TEXT), force=True, talk=talk)
+                terminal.print_audit(read(Report, before))
+            progress.say(f"{name}: converting")
+            result = convert(data / name, out / name, data=str(data / TEXT), force=True, progress=progress)
             if show:
                 terminal.print_title(f"{name}, converted")
-                terminal.print_conversion(result.report, out / name)
+                terminal.print_conversion(read(Report, result.report), out / name)
             reports.append(dict(result.report) | {"name": name, "before": before})
     return reports

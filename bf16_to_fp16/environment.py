@@ -11,6 +11,7 @@ import torch
 SCHEMA = 1
 """Version of the report's keys."""
 
+
 PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy")
 
 

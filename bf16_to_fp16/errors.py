@@ -1,10 +1,18 @@
-"""The one exception a user is meant to see.
+"""The one exception a user is meant to see, and the first line of any other.
 
 Everything that is the input's fault raises ``UserError`` with a message of one line that names the file or
 tensor and says how to mend it. The command line prints it as ``error: …`` and exits with status 2; any other
-exception is a bug of this package and keeps its traceback.
+exception is a bug of this package: status 70, and the traceback in a file.
 """
+
+from __future__ import annotations
 
 
 class UserError(Exception):
     """Input that cannot be used; the message names what is wrong and how to mend it, in one line."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, else its kind."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

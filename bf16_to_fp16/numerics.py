@@ -1,10 +1,12 @@
-"""Limits and exact scaling in the 16-bit formats.
+"""The limits of the 16-bit formats, and how far a number is from them.
 
 Two facts carry the whole package. fp16 has 11 significant bits, stops at 65504 and has its last subnormal at
 2⁻²⁴; bf16 has 8 significant bits and fp32's range. And a multiplication by a power of two is exact as long as the
 result neither overflows nor loses bits below the last subnormal, so such factors may be moved between weights
 without changing what a network computes.
 """
+
+from __future__ import annotations
 
 import math
 
@@ -13,23 +15,32 @@ import torch
 FP16_MAX = 65504.0
 """Largest finite fp16 value, (2 − 2⁻¹⁰)·2¹⁵."""
 
+
+OVERFLOWED = 2.0**16
+"""What is reported of a value that overflowed fp16: the least power of two past its range."""
+
+
 FP16_TINY = 2.0**-14
 """Smallest normal fp16 value; below it the absolute spacing stays at ``FP16_STEP``."""
+
 
 FP16_STEP = 2.0**-24
 """Smallest positive fp16 value, and the spacing of all subnormal ones."""
 
+
 FP16_SIGNIFICANT_BITS = 11
+
+
 BF16_SIGNIFICANT_BITS = 8
+
 
 SATURATED_FROM = 64504.0
 """Values from here to 65504 count as saturated: stock T5 and Pegasus code clamps to 64504 (65504 − 1000)."""
 
-GELU_CUBE_LIMIT = FP16_MAX ** (1 / 3)
-"""|x| beyond which ``gelu_new``'s x³ is inf in fp16 (40.3); tanh makes it harmless in the forward pass."""
 
 GELU_CUBE_BACKWARD_LIMIT = math.sqrt(FP16_MAX / 3)
 """|x| beyond which the derivative of x³ is inf in fp16 and 0·inf gives NaN gradients (147.8)."""
+
 
 NORM_SAFE_LIMIT = 2.0**8
 """Largest ‖h‖₂ of which a square summed in fp16 stays under 2¹⁶ (the norm-safe tier), about √65504."""

@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +19,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 import pytest
 import torch
 from compat import harness
+from support.download_server import serving
 
 
 def pytest_configure() -> None:
@@ -26,7 +28,20 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SLOW = ("launch", "finetune", "demo", "hard", "training", "stock_loading", "attack", "compat", "faults", "optimizer")
+SLOW = (
+    "launch",
+    "finetune",
+    "demo",
+    "hard",
+    "trainer",
+    "config_edits",
+    "stock_loading",
+    "attack",
+    "compat",
+    "faults",
+    "adamw",
+    "convert",
+)
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
 
 
@@ -42,6 +57,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in gpu]
 
 
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Put the signals' handlers back: the program and the command line set them for the rest of their process, and a
+    later test of the same worker would meet them in its children."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def compat_python() -> Path:
     """Return the second environment's interpreter, making the environment where it is missing."""
@@ -54,3 +80,10 @@ def compat_python() -> Path:
 def run_compat(compat_python: Path) -> Callable[..., str]:
     """Return a function that runs a script of ``tests/compat`` in the second environment."""
     return partial(harness.run_script, compat_python)
+
+
+@pytest.fixture
+def hub() -> Iterator[ThreadingHTTPServer]:
+    """Return a Hub on this machine; its ``repo`` has the files of its one good repository."""
+    with serving() as server:
+        yield server

@@ -23,7 +23,7 @@ from compat.harness import (
     relative_error,
 )
 from safetensors.torch import load_file, save_file
-from tiny import KINDS, T5_SHAPE
+from support.tiny import KINDS, T5_SHAPE
 
 VOCABULARY = 384  # that of the byte tokenizer, which needs no file of its own
 UNTIED = ["gated", "mt5", "umt5"]

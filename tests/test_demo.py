@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from support import tiny
+from support.forked import in_a_fork
 
+from bf16_to_fp16 import __main__ as program
 from bf16_to_fp16 import __version__, cli
-from bf16_to_fp16.auditing import load
+from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.environment import SCHEMA
-from bf16_to_fp16.probe import batches, run
+from bf16_to_fp16.report.schema import Report, dump, read
+from bf16_to_fp16.run.probe import batches, run_batch
+from bf16_to_fp16.run.stock import load
 
 DEMOS = ("t5-gated-bytes", "pegasus-bytes")
 ROOT = Path(__file__).parent.parent
@@ -50,6 +54,14 @@ def test_the_demo_breaks_in_half_before_and_is_clean_after(demo: Any, name: str)
 
 
 @pytest.mark.parametrize("name", DEMOS)
+def test_the_demos_reports_are_what_their_types_declare_and_stay_so_when_read(demo: Any, name: str) -> None:
+    text = (demo[3] / name / "fp16_report.json").read_text(encoding="utf-8")
+    for made in (Report.model_validate(json.loads(text)), read(Report, json.loads(text))):
+        assert json.dumps(finite(dump(made)), indent=2, ensure_ascii=False) + "\n" == text
+    Report.model_validate(demo[0][name]["before"])
+
+
+@pytest.mark.parametrize("name", DEMOS)
 def test_the_demos_fp16_is_at_least_32_times_closer_than_bf16(demo: Any, name: str) -> None:
     report = demo[0][name]
     assert report["fidelity"]["kl_fp16"] <= report["fidelity"]["kl_bf16"] / 32
@@ -65,7 +77,7 @@ def test_the_demos_files_compute_the_same_function(demo: Any, name: str) -> None
     for batch in batches(source.config, DATA / name, str(DATA / "held_out.txt")):
         if not batch.generate:
             with torch.no_grad():
-                a, b = run(source, batch).logits, run(out, batch).logits
+                a, b = run_batch(source, batch).logits, run_batch(out, batch).logits
             assert float((a - b).abs().max()) <= allowed + 1e-6 * float(a.abs().max())
 
 
@@ -209,18 +221,60 @@ def test_a_caller_of_the_command_line_keeps_its_own_handler_of_interrupts(capsys
 
 
 def test_an_error_that_no_interrupt_caused_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bf16_to_fp16.terminal.print_families", lambda rows: 1 / 0)
+    # An error of our own has to be planted.
+    monkeypatch.setattr("bf16_to_fp16.report.screen.print_families", lambda rows: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["families"])
+
+
+def test_a_bug_is_status_70_and_one_line_that_names_the_file_with_the_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bf16_to_fp16.report.screen.print_families", lambda rows: 1 / 0)
+    monkeypatch.setattr("sys.argv", ["bf16-to-fp16", "families"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert program.main() == 70
+    printed = capsys.readouterr()
+    (written,) = tmp_path.iterdir()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("bug: ZeroDivisionError: ") and str(written) in printed.err
+    assert "please report it" in printed.err and "Traceback" not in printed.err
+    assert "print_families" in written.read_text() and "ZeroDivisionError" in written.read_text()
+
+
+@pytest.mark.parametrize("arguments", [["families"], ["families", "--json", "-"], ["certify", str(DATA / DEMOS[0])]])
+def test_a_reader_that_has_gone_is_status_141_and_never_a_verdict(arguments: list[str], tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "bf16_to_fp16", *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 141
+    assert not any(word in done.stderr for word in ("unsafe", "Traceback", "BrokenPipe", "bug: "))
 
 
 @pytest.mark.parametrize("name", ["audit", "convert"])
 def test_a_dataset_out_of_reach_is_one_line_and_status_2(name: str, tmp_path: Path) -> None:
     out = ["out"] if name == "convert" else []
-    done = command(name, str(DATA / DEMOS[0]), *out, "--data", "some/dataset", cwd=tmp_path)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: some/dataset: ") and done.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    here = tmp_path / "here"
+    here.mkdir()
+
+    def run_there() -> int:
+        os.chdir(here)
+        return cli.main([name, str(DATA / DEMOS[0]), *out, "--data", "some/dataset"])
+
+    # A process of its own, whose libraries' messages are seen too.
+    status, _ = in_a_fork(run_there, tmp_path / "out", tmp_path / "errors")
+    assert status == 2 and (tmp_path / "out").read_text() == ""
+    said = (tmp_path / "errors").read_text()
+    assert said.startswith("error: some/dataset: ") and said.count("\n") == 1
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize("out", ["file", "file/out", "/proc/out"])
@@ -229,8 +283,8 @@ def test_a_demo_that_has_no_place_says_so_before_any_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
-    monkeypatch.setattr("bf16_to_fp16.demo.audit", lambda *_, **__: pytest.fail("work was done"))
-    assert cli.main(["demo", "--out", out]) == 2
+    with tiny.no_models():
+        assert cli.main(["demo", "--out", out]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and printed.out == ""
     assert (tmp_path / "file").read_text() == "mine"

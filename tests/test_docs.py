@@ -22,8 +22,8 @@ import click
 import pytest
 import yaml
 
-from bf16_to_fp16 import cli
-from bf16_to_fp16.recipe import keys
+from bf16_to_fp16 import UserError, cli
+from bf16_to_fp16.finetuning.recipe import keys
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(files("bf16_to_fp16") / "demo_data" / "t5-gated-bytes")
@@ -228,9 +228,13 @@ def test_every_option_spoken_of_is_one_of_the_program() -> None:
         command = cli.app.get_command(context, name)
         assert command is not None
         known |= {option for parameter in command.params for option in parameter.opts}
-    for path in TEXTS:
-        for code in re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")):
-            assert not code.startswith("--") or code.split()[0].partition("=")[0] in known, f"{path.name}: {code}"
+    spoken = {
+        (path.name, code.split()[0].partition("=")[0])
+        for path in TEXTS
+        for code in re.findall(r"`(--[^`\n]+)`", path.read_text(encoding="utf-8"))
+    }
+    assert not [place for place in spoken if place[1] not in known]
+    assert len(spoken) > 20
 
 
 def test_every_make_target_shown_exists() -> None:
@@ -245,9 +249,13 @@ def test_every_make_target_shown_exists() -> None:
 
 
 def test_every_script_and_test_shown_exists() -> None:
-    for path in TEXTS:
-        for script in re.findall(r"python (?:-m pytest )?([\w/]+\.py)", path.read_text()):
-            assert (ROOT / script).is_file(), f"{path.name}: {script}"
+    shown = {
+        (path.name, script)
+        for path in TEXTS
+        for script in re.findall(r"python (?:-m pytest )?([\w/]+\.py)", path.read_text())
+    }
+    assert not [place for place in shown if not (ROOT / place[1]).is_file()]
+    assert len(shown) > 5
 
 
 OFFLINE = [
@@ -329,6 +337,37 @@ def test_the_penalty_in_a_loop_runs_as_the_page_has_it() -> None:
     row = {"input_ids": torch.tensor([[5, 6, 1]]), "labels": torch.tensor([[7, 1]])}
     names["train"](model, [row, row], torch.optim.SGD(model.parameters(), lr=1e-3))
     assert not torch.equal(model.lm_head.weight, before)
+
+
+def test_the_family_of_the_page_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's file is a family as it stands: registered here, a small model of it goes through the checks."""
+    import transformers
+    from support import contract, tiny
+
+    from bf16_to_fp16 import families
+    from bf16_to_fp16.families import known
+
+    (code,) = [code for code in blocks(ROOT / "docs" / "families.md", "python") if "BLENDERBOT = replace(" in code]
+    names: dict[str, Any] = {"__package__": families.__name__, "__name__": f"{families.__name__}.blenderbot"}
+    exec(compile(code, "families.md", "exec"), names)
+    monkeypatch.setattr(known, "FAMILIES", (*known.FAMILIES, names["BLENDERBOT"]))
+
+    def blenderbot(**changes: Any) -> Any:
+        shape = tiny.PEGASUS_SHAPE | {"scale_embedding": False} | changes
+        return transformers.BlenderbotForConditionalGeneration(transformers.BlenderbotConfig(**shape))
+
+    (code,) = [code for code in blocks(ROOT / "docs" / "families.md", "python") if "BLENDERBOT = Entry(" in code]
+    entry: dict[str, Any] = {"Entry": tiny.Entry, "blenderbot": blenderbot}
+    exec(compile(code, "families.md", "exec"), entry)
+    monkeypatch.setattr(tiny, "ENTRIES", (*tiny.ENTRIES, entry["BLENDERBOT"]))
+    monkeypatch.setitem(tiny.KINDS, "blenderbot", blenderbot)
+    contract.check_classified(tiny.build("blenderbot"))
+    contract.check_couplings(tiny.build("blenderbot"), 1)
+    assert not contract.certified(tiny.build("blenderbot"))[1].holds  # as the contract wants it before a conversion
+    layout, certificate = contract.certified(tiny.build("blenderbot", factor=1.0))
+    assert certificate.holds and layout.family is names["BLENDERBOT"]
+    with pytest.raises(UserError, match="scale_embedding"):
+        tiny.build("blenderbot", scale_embedding=True)
 
 
 def test_the_recipe_keys_shown_are_keys() -> None:

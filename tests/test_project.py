@@ -98,6 +98,14 @@ def test_importing_the_package_does_not_import_transformers(module: str) -> None
     assert done.stdout.split() == []
 
 
+@pytest.mark.parametrize(("arguments", "status"), [(["families"], 0), (["convert", "org/name", "tests"], 2)])
+def test_what_needs_no_model_is_answered_before_torch_is_loaded(arguments: list[str], status: int) -> None:
+    code = f"import sys; sys.argv = ['bf16-to-fp16', *{arguments}]; from bf16_to_fp16.cli import main; status = main()"
+    code += "; print(status, 'torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == f"{status} False", done.stderr
+
+
 def test_a_gpu_test_is_deselected_where_there_is_no_gpu(tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
     (tmp_path / "test_two.py").write_text(
@@ -113,3 +121,69 @@ def test_a_gpu_test_is_deselected_where_there_is_no_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "1 passed, 1 deselected" in done.stdout
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several share is in a helper."""
+    tests = Path(__file__).parent
+    found = {
+        (path.name, name)
+        for path in tests.rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if name.rpartition(".")[2].startswith("test_")
+    }
+    assert found == set()
+
+
+MOST_LINES, MOST_PARAMETERS = 80, 8
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def size_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, int]:
+    """Lines from ``def`` to the last, and parameters; what a method is called on is none of them."""
+    given = function.args
+    named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")]
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    return lines, len(named) + (given.vararg is not None) + (given.kwarg is not None)
+
+
+def too_large(text: str) -> list[str]:
+    """The functions that are over a limit without a sentence, in docstring or comment, of so "many" of them."""
+    found = []
+    for function in functions(ast.parse(text)):
+        lines, parameters = size_of(function)
+        body = text.splitlines()[function.lineno - 1 : function.end_lineno]
+        comments = " ".join(line for line in body if line.lstrip().startswith("#"))
+        said = f"{ast.get_docstring(function)} {comments}"
+        over = {"lines": lines > MOST_LINES, "parameters": parameters > MOST_PARAMETERS}
+        if any(past and not re.search(rf"\bmany {word}\b", said) for word, past in over.items()):
+            found.append(f"{function.name}: {lines} lines, {parameters} parameters")
+    return found
+
+
+def test_a_function_over_80_lines_or_8_parameters_says_why() -> None:
+    paths = [path for path in project_files() if path.suffix == ".py"]
+    found = {str(path.relative_to(ROOT)): large for path in paths if (large := too_large(path.read_text()))}
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "count", "large"),
+    [
+        ("    pass\n" * 79, 8, False),
+        ("    pass\n" * 80, 8, True),
+        ("    pass\n", 9, True),
+        ('    """Its many parameters are options."""\n', 9, False),
+        ("    # As many parameters as options.\n    pass\n", 9, False),
+        ('    """Return the model\'s parameters."""\n', 9, True),
+        ('    """As many lines as there are kinds."""\n' + "    pass\n" * 80, 9, True),
+    ],
+)
+def test_a_function_that_is_too_large_is_found(body: str, count: int, large: bool) -> None:
+    names = ", ".join(f"p{number}" for number in range(count))
+    assert bool(too_large(f"def f({names}):\n{body}")) == large

@@ -4,9 +4,12 @@ Its stock class differs from T5's in the head alone: transformers 5 never multip
 transformers 4 does when the config ties. A tied mT5 therefore stays tied, since no stored head suits both.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 from .t5 import DEFAULTS, T5
+from .types import OutputScale
 
 MT5 = replace(
     T5,
@@ -16,5 +19,6 @@ MT5 = replace(
     seq2seq=("MT5ForConditionalGeneration",),
     encoder_only=("MT5EncoderModel",),
     defaults=DEFAULTS | {"feed_forward_proj": "gated-gelu"},
+    output_scale=OutputScale.NEVER,
     untie="",
 )

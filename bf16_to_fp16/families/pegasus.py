@@ -5,11 +5,34 @@ about eps/(2·s²·var), and the plan weighs that. The positions are added to th
 it, so they are written even where a file lacks them. Scores are multiplied by head_dim^-1/2 after the product.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import torch
+from .types import (
+    RESIDUAL,
+    Attention,
+    Deviation,
+    Family,
+    FeedForward,
+    Initialisation,
+    Kind,
+    OutputScale,
+    Part,
+    Signal,
+    Stack,
+    StackEnds,
+    StockAttributes,
+    Tensor,
+    divided_by,
+    input_of,
+    multiplied_by,
+    output_of,
+)
 
-from .types import RESIDUAL, Attention, Ends, Family, FeedForward, Kind, Part, Signal, Stack, Tensor
+if TYPE_CHECKING:
+    import torch
 
 
 def positions(count: int, width: int) -> torch.Tensor:
@@ -17,6 +40,8 @@ def positions(count: int, width: int) -> torch.Tensor:
 
     Angle of pair k at position p: p / 10000^(2k / width).
     """
+    import torch  # slow to load, and a list of the families needs none of it
+
     pair = torch.arange(width, dtype=torch.float64) // 2
     angles = torch.arange(count, dtype=torch.float64)[:, None] / 10000.0 ** (2 * pair / width)
     return torch.cat([torch.sin(angles[:, 0::2]), torch.cos(angles[:, 1::2])], dim=1).float()
@@ -25,28 +50,28 @@ def positions(count: int, width: int) -> torch.Tensor:
 def attention(at: str, module: str, norm: str, size: str = "model", *, memory: bool = False) -> Part:
     """Return the records of one attention sublayer; with ``memory`` keys and values read the encoder's output."""
     norm, m = f"{at}.{norm}", f"{at}.{module}"
-    reads = "" if memory else f"-{norm}"
+    reads = None if memory else divided_by(norm)
     qk, value = f"{m}.query_key", f"{m}.value"
     return Part(
         signals=(
-            Signal(RESIDUAL, Kind.RESIDUAL, "model", (f"+{norm}:input", f"+{m}.out_proj:output")),
-            Signal(norm, Kind.NORM, "model", (f"+{norm}:output",)),
-            Signal(qk, Kind.QUERY_KEY, size, (f"+{m}.q_proj:output", f"-{m}.k_proj:output")),
-            Signal(value, Kind.VALUE, size, (f"+{m}.v_proj:output", f"+{m}.out_proj:input")),
+            Signal(RESIDUAL, Kind.RESIDUAL, "model", (input_of(norm), output_of(f"{m}.out_proj"))),
+            Signal(norm, Kind.NORM, "model", (output_of(norm),)),
+            Signal(qk, Kind.QUERY_KEY, size, (output_of(f"{m}.q_proj"), output_of(f"{m}.k_proj", -1))),
+            Signal(value, Kind.VALUE, size, (output_of(f"{m}.v_proj"), input_of(f"{m}.out_proj"))),
         ),
         tensors=(
-            Tensor(f"{norm}.weight", ("model",), (f"+{norm}",)),
-            Tensor(f"{norm}.bias", ("model",), (f"+{norm}",)),
-            Tensor(f"{m}.q_proj.weight", (size, "model"), (f"+{qk}", f"-{norm}")),
-            Tensor(f"{m}.q_proj.bias", (size,), (f"+{qk}",)),
-            Tensor(f"{m}.k_proj.weight", (size, "model"), (f"-{qk}", reads)),
-            Tensor(f"{m}.k_proj.bias", (size,), (f"-{qk}",)),
-            Tensor(f"{m}.v_proj.weight", (size, "model"), (f"+{value}", reads)),
-            Tensor(f"{m}.v_proj.bias", (size,), (f"+{value}",)),
-            Tensor(f"{m}.out_proj.weight", ("model", size), (f"+{RESIDUAL}", f"-{value}")),
-            Tensor(f"{m}.out_proj.bias", ("model",), (f"+{RESIDUAL}",)),
+            Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),)),
+            Tensor(f"{norm}.bias", ("model",), (multiplied_by(norm),)),
+            Tensor(f"{m}.q_proj.weight", (size, "model"), (multiplied_by(qk), divided_by(norm))),
+            Tensor(f"{m}.q_proj.bias", (size,), (multiplied_by(qk),)),
+            Tensor(f"{m}.k_proj.weight", (size, "model"), (divided_by(qk), reads)),
+            Tensor(f"{m}.k_proj.bias", (size,), (divided_by(qk),)),
+            Tensor(f"{m}.v_proj.weight", (size, "model"), (multiplied_by(value), reads)),
+            Tensor(f"{m}.v_proj.bias", (size,), (multiplied_by(value),)),
+            Tensor(f"{m}.out_proj.weight", ("model", size), (multiplied_by(RESIDUAL), divided_by(value))),
+            Tensor(f"{m}.out_proj.bias", ("model",), (multiplied_by(RESIDUAL),)),
         ),
-        wiring=Attention(
+        topology=Attention(
             at=m,
             norm=norm,
             query=f"{m}.q_proj",
@@ -66,22 +91,22 @@ def feed_forward(at: str, ff: str, config: Mapping[str, object]) -> Part:
     """Return the records of one feed-forward sublayer; its neurons carry a factor only through a ReLU."""
     norm, neuron = f"{at}.final_layer_norm", f"{at}.neuron"
     moves = config["activation_function"] == "relu"
-    out, back = (f"+{neuron}", f"-{neuron}") if moves else ("", "")
+    out, back = (multiplied_by(neuron), divided_by(neuron)) if moves else (None, None)
     return Part(
         signals=(
-            Signal(RESIDUAL, Kind.RESIDUAL, "model", (f"+{norm}:input", f"+{at}.fc2:output")),
-            Signal(norm, Kind.NORM, "model", (f"+{norm}:output",)),
-            Signal(neuron, Kind.NEURON if moves else Kind.FIXED, ff, (f"+{at}.fc1:output", f"+{at}.fc2:input")),
+            Signal(RESIDUAL, Kind.RESIDUAL, "model", (input_of(norm), output_of(f"{at}.fc2"))),
+            Signal(norm, Kind.NORM, "model", (output_of(norm),)),
+            Signal(neuron, Kind.NEURON if moves else Kind.FIXED, ff, (output_of(f"{at}.fc1"), input_of(f"{at}.fc2"))),
         ),
         tensors=(
-            Tensor(f"{norm}.weight", ("model",), (f"+{norm}",)),
-            Tensor(f"{norm}.bias", ("model",), (f"+{norm}",)),
-            Tensor(f"{at}.fc1.weight", (ff, "model"), (out, f"-{norm}")),
+            Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),)),
+            Tensor(f"{norm}.bias", ("model",), (multiplied_by(norm),)),
+            Tensor(f"{at}.fc1.weight", (ff, "model"), (out, divided_by(norm))),
             Tensor(f"{at}.fc1.bias", (ff,), (out,)),
-            Tensor(f"{at}.fc2.weight", ("model", ff), (f"+{RESIDUAL}", back)),
-            Tensor(f"{at}.fc2.bias", ("model",), (f"+{RESIDUAL}",)),
+            Tensor(f"{at}.fc2.weight", ("model", ff), (multiplied_by(RESIDUAL), back)),
+            Tensor(f"{at}.fc2.bias", ("model",), (multiplied_by(RESIDUAL),)),
         ),
-        wiring=FeedForward(
+        topology=FeedForward(
             at=at,
             norm=norm,
             gate="",
@@ -110,26 +135,26 @@ def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     )
 
 
-def ends(stack: str) -> tuple[Signal, Tensor]:
+def residual_and_positions(stack: str) -> tuple[Signal, Tensor]:
     """Return what the embedding and final norm of a stack show of the residual stream, and its positions."""
     at = f"model.{stack}"
-    seen = (f"+{at}.embed_tokens:output", f"+{at}.embed_positions:output", f"+{at}.layer_norm:input")
+    seen = (output_of(f"{at}.embed_tokens"), output_of(f"{at}.embed_positions"), input_of(f"{at}.layer_norm"))
     return (
         Signal(RESIDUAL, Kind.RESIDUAL, "model", seen),
         Tensor(
             f"{at}.embed_positions.weight",
             ("positions", "model"),
-            ("", f"+{RESIDUAL}"),
+            (None, multiplied_by(RESIDUAL)),
             absent="stock code makes absent positions, unscaled; they are made, scaled and written",
             generate=positions,
         ),
     )
 
 
-def wiring(stack: str) -> Ends:
+def stack_ends(stack: str) -> StackEnds:
     """Return how a stack begins and ends."""
     at = f"model.{stack}"
-    return Ends(
+    return StackEnds(
         at=at,
         embedding=f"{at}.embed_tokens",
         positions=f"{at}.embed_positions.weight",
@@ -138,9 +163,14 @@ def wiring(stack: str) -> Ends:
     )
 
 
-ENCODER_RESIDUAL, ENCODER_POSITIONS = ends("encoder")
-DECODER_RESIDUAL, DECODER_POSITIONS = ends("decoder")
+ENCODER_RESIDUAL, ENCODER_POSITIONS = residual_and_positions("encoder")
+
+
+DECODER_RESIDUAL, DECODER_POSITIONS = residual_and_positions("decoder")
+
+
 FINAL_NORM = "model.decoder.layer_norm"
+
 
 PEGASUS = Family(
     name="pegasus",
@@ -149,12 +179,12 @@ PEGASUS = Family(
     seq2seq=("PegasusForConditionalGeneration",),
     encoder_only=(),
     sizes={
-        "vocab": "vocab_size",
-        "model": "d_model",
-        "encoder_ff": "encoder_ffn_dim",
-        "decoder_ff": "decoder_ffn_dim",
-        "positions": "max_position_embeddings",
-        "one": "1",
+        "vocab": ("vocab_size",),
+        "model": ("d_model",),
+        "encoder_ff": ("encoder_ffn_dim",),
+        "decoder_ff": ("decoder_ffn_dim",),
+        "positions": ("max_position_embeddings",),
+        "one": (),
     },
     defaults={
         "max_position_embeddings": 1024,
@@ -172,47 +202,65 @@ PEGASUS = Family(
     encoder_ends=Part(
         signals=(
             ENCODER_RESIDUAL,
-            Signal("encoder.output", Kind.FIXED, "model", ("+model.encoder.layer_norm:output",)),
+            Signal("encoder.output", Kind.FIXED, "model", (output_of("model.encoder.layer_norm"),)),
         ),
         tensors=(
-            Tensor("model.shared.weight", ("vocab", "model"), ("", f"+{RESIDUAL}")),
+            Tensor("model.shared.weight", ("vocab", "model"), (None, multiplied_by(RESIDUAL))),
             ENCODER_POSITIONS,
-            Tensor("model.encoder.layer_norm.weight", ("model",), ("",)),
-            Tensor("model.encoder.layer_norm.bias", ("model",), ("",)),
+            Tensor("model.encoder.layer_norm.weight", ("model",), (None,)),
+            Tensor("model.encoder.layer_norm.bias", ("model",), (None,)),
         ),
-        wiring=wiring("encoder"),
+        topology=stack_ends("encoder"),
     ),
     decoder_ends=Part(
-        signals=(DECODER_RESIDUAL, Signal("logits", Kind.FIXED, "vocab", ("+lm_head:output",))),
+        signals=(DECODER_RESIDUAL, Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))),
         tensors=(
             DECODER_POSITIONS,
-            Tensor("final_logits_bias", ("one", "vocab"), ("", ""), absent="stock code takes zeros"),
+            Tensor("final_logits_bias", ("one", "vocab"), (None, None), absent="stock code takes zeros"),
         ),
-        wiring=wiring("decoder"),
+        topology=stack_ends("decoder"),
     ),
     tied_head=Part(
-        signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (f"-{FINAL_NORM}:output",)),),
+        signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(FINAL_NORM, -1),)),),
         tensors=(
-            Tensor(f"{FINAL_NORM}.weight", ("model",), (f"-{RESIDUAL}",)),
-            Tensor(f"{FINAL_NORM}.bias", ("model",), (f"-{RESIDUAL}",)),
+            Tensor(f"{FINAL_NORM}.weight", ("model",), (divided_by(RESIDUAL),)),
+            Tensor(f"{FINAL_NORM}.bias", ("model",), (divided_by(RESIDUAL),)),
         ),
     ),
     untied_head=Part(
-        signals=(Signal(FINAL_NORM, Kind.NORM, "model", (f"+{FINAL_NORM}:output",)),),
+        signals=(Signal(FINAL_NORM, Kind.NORM, "model", (output_of(FINAL_NORM),)),),
         tensors=(
-            Tensor(f"{FINAL_NORM}.weight", ("model",), (f"+{FINAL_NORM}",)),
-            Tensor(f"{FINAL_NORM}.bias", ("model",), (f"+{FINAL_NORM}",)),
-            Tensor("lm_head.weight", ("vocab", "model"), ("", f"-{FINAL_NORM}")),
+            Tensor(f"{FINAL_NORM}.weight", ("model",), (multiplied_by(FINAL_NORM),)),
+            Tensor(f"{FINAL_NORM}.bias", ("model",), (multiplied_by(FINAL_NORM),)),
+            Tensor("lm_head.weight", ("vocab", "model"), (None, divided_by(FINAL_NORM))),
         ),
     ),
     embedding="model.shared.weight",
     head="lm_head.weight",
     copies=("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"),
     ignorable=(),
+    logits_bias="final_logits_bias",
+    output_scale=OutputScale.NEVER,
+    output_scale_key="",
+    kept_in_fp32=(),
     eps_key=None,
     eps=1e-5,
     centred_norm=True,
     norm_site="layer_norm",
     dropout={"stream": "dropout", "attention": "attention_dropout", "neurons": "activation_dropout"},
+    free_keys=("encoder_layerdrop", "decoder_layerdrop"),
+    buckets=None,
+    attributes=StockAttributes(heads="num_heads", head_size="head_dim", embedding_scale="embed_scale"),
+    initialisation=Initialisation(
+        title="Pegasus",
+        factor="init_std",
+        default=0.02,
+        modules={
+            "embed_positions": None,
+            "*layer_norm": Deviation(scaled=False),
+            "*layernorm_embedding": Deviation(scaled=False),
+            "*": Deviation(),
+        },
+    ),
     untie="copy",
 )

@@ -5,9 +5,32 @@ head after multiplying by d^-1/2; v1.1 and its descendants have a gate and a hea
 bias lives in the first block of each stack and is shared by the others.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 
-from .types import RESIDUAL, Attention, Ends, Family, FeedForward, Kind, Part, Signal, Stack, Tensor
+from .types import (
+    RESIDUAL,
+    Attention,
+    Deviation,
+    DropoutKind,
+    Family,
+    FeedForward,
+    Initialisation,
+    Kind,
+    OutputScale,
+    Part,
+    SameAs,
+    Signal,
+    Stack,
+    StackEnds,
+    StockAttributes,
+    Tensor,
+    divided_by,
+    input_of,
+    multiplied_by,
+    output_of,
+)
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
@@ -17,25 +40,25 @@ def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared:
     ``shared``: the attention whose position bias it uses, where it has none of its own.
     """
     norm, m = f"{at}.layer_norm", f"{at}.{module}"
-    reads = "" if memory else f"-{norm}"
+    reads = None if memory else divided_by(norm)
     tensors = [
-        Tensor(f"{norm}.weight", ("model",), (f"+{norm}",)),
-        Tensor(f"{m}.q.weight", ("inner", "model"), (f"+{m}.query_key", f"-{norm}")),
-        Tensor(f"{m}.k.weight", ("inner", "model"), (f"-{m}.query_key", reads)),
-        Tensor(f"{m}.v.weight", ("inner", "model"), (f"+{m}.value", reads)),
-        Tensor(f"{m}.o.weight", ("model", "inner"), (f"+{RESIDUAL}", f"-{m}.value")),
+        Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),)),
+        Tensor(f"{m}.q.weight", ("inner", "model"), (multiplied_by(f"{m}.query_key"), divided_by(norm))),
+        Tensor(f"{m}.k.weight", ("inner", "model"), (divided_by(f"{m}.query_key"), reads)),
+        Tensor(f"{m}.v.weight", ("inner", "model"), (multiplied_by(f"{m}.value"), reads)),
+        Tensor(f"{m}.o.weight", ("model", "inner"), (multiplied_by(RESIDUAL), divided_by(f"{m}.value"))),
     ]
     if bias:
-        tensors.append(Tensor(f"{m}.relative_attention_bias.weight", ("buckets", "heads"), ("", "")))
+        tensors.append(Tensor(f"{m}.relative_attention_bias.weight", ("buckets", "heads"), (None, None)))
     return Part(
         signals=(
-            Signal(RESIDUAL, Kind.RESIDUAL, "model", (f"+{norm}:input", f"+{m}.o:output")),
-            Signal(norm, Kind.NORM, "model", (f"+{norm}:output",)),
-            Signal(f"{m}.query_key", Kind.QUERY_KEY, "inner", (f"+{m}.q:output", f"-{m}.k:output")),
-            Signal(f"{m}.value", Kind.VALUE, "inner", (f"+{m}.v:output", f"+{m}.o:input")),
+            Signal(RESIDUAL, Kind.RESIDUAL, "model", (input_of(norm), output_of(f"{m}.o"))),
+            Signal(norm, Kind.NORM, "model", (output_of(norm),)),
+            Signal(f"{m}.query_key", Kind.QUERY_KEY, "inner", (output_of(f"{m}.q"), output_of(f"{m}.k", -1))),
+            Signal(f"{m}.value", Kind.VALUE, "inner", (output_of(f"{m}.v"), input_of(f"{m}.o"))),
         ),
         tensors=tuple(tensors),
-        wiring=Attention(
+        topology=Attention(
             at=m,
             norm=norm,
             query=f"{m}.q",
@@ -60,21 +83,21 @@ def feed_forward(at: str, config: Mapping[str, object]) -> Part:
     linear = "wi_1" if projection.startswith("gated-") else "wi"
     moves = linear == "wi_1" or projection == "relu"
     neuron = f"{m}.neuron"
-    out, back = (f"+{neuron}", f"-{neuron}") if moves else ("", "")
+    out, back = (multiplied_by(neuron), divided_by(neuron)) if moves else (None, None)
     tensors = [
-        Tensor(f"{norm}.weight", ("model",), (f"+{norm}",)),
-        Tensor(f"{m}.{linear}.weight", ("ff", "model"), (out, f"-{norm}")),
-        Tensor(f"{m}.wo.weight", ("model", "ff"), (f"+{RESIDUAL}", back)),
+        Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),)),
+        Tensor(f"{m}.{linear}.weight", ("ff", "model"), (out, divided_by(norm))),
+        Tensor(f"{m}.wo.weight", ("model", "ff"), (multiplied_by(RESIDUAL), back)),
     ]
     signals = [
-        Signal(RESIDUAL, Kind.RESIDUAL, "model", (f"+{norm}:input", f"+{m}.wo:output")),
-        Signal(norm, Kind.NORM, "model", (f"+{norm}:output",)),
-        Signal(neuron, Kind.NEURON if moves else Kind.FIXED, "ff", (f"+{m}.{linear}:output", f"+{m}.wo:input")),
+        Signal(RESIDUAL, Kind.RESIDUAL, "model", (input_of(norm), output_of(f"{m}.wo"))),
+        Signal(norm, Kind.NORM, "model", (output_of(norm),)),
+        Signal(neuron, Kind.NEURON if moves else Kind.FIXED, "ff", (output_of(f"{m}.{linear}"), input_of(f"{m}.wo"))),
     ]
     if linear == "wi_1":
-        tensors.append(Tensor(f"{m}.wi_0.weight", ("ff", "model"), ("", f"-{norm}")))
-        signals.append(Signal(f"{m}.gate", Kind.FIXED, "ff", (f"+{m}.wi_0:output",)))
-    wiring = FeedForward(
+        tensors.append(Tensor(f"{m}.wi_0.weight", ("ff", "model"), (None, divided_by(norm))))
+        signals.append(Signal(f"{m}.gate", Kind.FIXED, "ff", (output_of(f"{m}.wi_0"),)))
+    topology = FeedForward(
         at=m,
         norm=norm,
         gate=f"{m}.wi_0" if linear == "wi_1" else "",
@@ -85,7 +108,7 @@ def feed_forward(at: str, config: Mapping[str, object]) -> Part:
         add=f"{at}:add",
         dropouts=(f"{m}.dropout", f"{at}.dropout"),
     )
-    return Part(tuple(signals), tuple(tensors), wiring)
+    return Part(tuple(signals), tuple(tensors), topology)
 
 
 def activation_of(projection: str) -> str:
@@ -113,9 +136,9 @@ def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     )
 
 
-def ends(stack: str) -> Ends:
+def stack_ends(stack: str) -> StackEnds:
     """Return how a stack begins and ends."""
-    return Ends(
+    return StackEnds(
         at=stack,
         embedding=f"{stack}.embed_tokens",
         positions="",
@@ -127,51 +150,102 @@ def ends(stack: str) -> Ends:
 
 ENCODER_ENDS = Part(
     signals=(
-        Signal(RESIDUAL, Kind.RESIDUAL, "model", ("+encoder.embed_tokens:output", "+encoder.final_layer_norm:input")),
+        Signal(
+            RESIDUAL, Kind.RESIDUAL, "model", (output_of("encoder.embed_tokens"), input_of("encoder.final_layer_norm"))
+        ),
         # Users of the encoder read this output, so nothing may move it.
-        Signal("encoder.output", Kind.FIXED, "model", ("+encoder.final_layer_norm:output",)),
+        Signal("encoder.output", Kind.FIXED, "model", (output_of("encoder.final_layer_norm"),)),
     ),
     tensors=(
-        Tensor("shared.weight", ("vocab", "model"), ("", f"+{RESIDUAL}")),
-        Tensor("encoder.final_layer_norm.weight", ("model",), ("",)),
+        Tensor("shared.weight", ("vocab", "model"), (None, multiplied_by(RESIDUAL))),
+        Tensor("encoder.final_layer_norm.weight", ("model",), (None,)),
     ),
-    wiring=ends("encoder"),
+    topology=stack_ends("encoder"),
 )
+
+
 DECODER_ENDS = Part(
     signals=(
-        Signal(RESIDUAL, Kind.RESIDUAL, "model", ("+decoder.embed_tokens:output", "+decoder.final_layer_norm:input")),
-        Signal("logits", Kind.FIXED, "vocab", ("+lm_head:output",)),
+        Signal(
+            RESIDUAL, Kind.RESIDUAL, "model", (output_of("decoder.embed_tokens"), input_of("decoder.final_layer_norm"))
+        ),
+        Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),)),
     ),
-    wiring=ends("decoder"),
+    topology=stack_ends("decoder"),
 )
+
+
 TIED_HEAD = Part(
-    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", ("-decoder.final_layer_norm:output",)),),
-    tensors=(Tensor("decoder.final_layer_norm.weight", ("model",), (f"-{RESIDUAL}",)),),
+    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of("decoder.final_layer_norm", -1),)),),
+    tensors=(Tensor("decoder.final_layer_norm.weight", ("model",), (divided_by(RESIDUAL),)),),
 )
+
+
 UNTIED_HEAD = Part(
-    signals=(Signal("decoder.final_layer_norm", Kind.NORM, "model", ("+decoder.final_layer_norm:output",)),),
+    signals=(Signal("decoder.final_layer_norm", Kind.NORM, "model", (output_of("decoder.final_layer_norm"),)),),
     tensors=(
-        Tensor("decoder.final_layer_norm.weight", ("model",), ("+decoder.final_layer_norm",)),
-        Tensor("lm_head.weight", ("vocab", "model"), ("", "-decoder.final_layer_norm")),
+        Tensor("decoder.final_layer_norm.weight", ("model",), (multiplied_by("decoder.final_layer_norm"),)),
+        Tensor("lm_head.weight", ("vocab", "model"), (None, divided_by("decoder.final_layer_norm"))),
     ),
 )
+
+
 SIZES = {
-    "vocab": "vocab_size",
-    "model": "d_model",
-    "inner": "num_heads*d_kv",
-    "ff": "d_ff",
-    "heads": "num_heads",
-    "buckets": "relative_attention_num_buckets",
+    "vocab": ("vocab_size",),
+    "model": ("d_model",),
+    "inner": ("num_heads", "d_kv"),
+    "ff": ("d_ff",),
+    "heads": ("num_heads",),
+    "head": ("d_kv",),
+    "buckets": ("relative_attention_num_buckets",),
 }
+
+
 COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
 IGNORABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+
+
 DEFAULTS = {
-    "num_decoder_layers": "=num_layers",
+    "num_decoder_layers": SameAs("num_layers"),
     "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
     "tie_word_embeddings": True,
     "dropout_rate": 0.1,
 }
-DROPOUT = {"stream": "dropout_rate", "attention": "dropout_rate", "neurons": "dropout_rate"}
+
+
+DROPOUT: Mapping[DropoutKind, str] = {"stream": "dropout_rate", "attention": "dropout_rate", "neurons": "dropout_rate"}
+
+
+# Scores are not scaled: queries begin smaller by 1/√d_kv instead.
+QUERIES, INPUTS = Deviation(("model", "head")), Deviation(("model",))
+
+
+INITIALISATION = Initialisation(
+    title="T5",
+    factor="initializer_factor",
+    default=1.0,
+    modules={
+        "shared": Deviation(),
+        "embed_tokens": Deviation(),
+        "lm_head": Deviation(),
+        "q": QUERIES,
+        "k": INPUTS,
+        "v": INPUTS,
+        "o": Deviation(("inner",)),
+        "relative_attention_bias": INPUTS,
+        "wi": INPUTS,
+        "wi_0": INPUTS,
+        "wi_1": INPUTS,
+        "wo": Deviation(("ff",)),
+        "layer_norm": Deviation(),
+        "final_layer_norm": Deviation(),
+    },
+    shown=("shared", "q", "k", "v", "o", "wi", "wo"),
+)
+
 
 T5 = Family(
     name="t5",
@@ -192,10 +266,19 @@ T5 = Family(
     head="lm_head.weight",
     copies=COPIES,
     ignorable=IGNORABLE,
+    logits_bias="",
+    # T5Config reads tie_word_embeddings as "scale the outputs", unless an explicit key overrides that.
+    output_scale=OutputScale.CONFIG,
+    output_scale_key="scale_decoder_outputs",
+    kept_in_fp32=("wo",),
     eps_key="layer_norm_epsilon",
     eps=1e-6,
     centred_norm=False,
     norm_site="mul#2",
     dropout=DROPOUT,
+    free_keys=(),
+    buckets=("relative_attention_num_buckets", "relative_attention_max_distance"),
+    attributes=StockAttributes(heads="n_heads", head_size="key_value_proj_dim"),
+    initialisation=INITIALISATION,
     untie="scaled",
 )

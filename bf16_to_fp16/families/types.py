@@ -3,9 +3,9 @@
 The idea that makes every coupling one line of data: a *signal* is something that flows between weights (the residual
 stream, one attention's values, the output of one norm), and it may carry a power of two, one for each channel. A
 weight that writes a signal is multiplied by the signal's factor along the axis that produces it, a weight that reads
-it is divided along the axis that consumes it. So each axis of a tensor says ``+signal``, ``-signal`` or nothing, and
-the exponent of an element is the sum over its axes. Queries and keys meet in a product that must not move, so queries
-write ``+query_key`` and keys ``-query_key``.
+it is divided along the axis that consumes it. So each axis of a tensor is ``multiplied_by(signal)``,
+``divided_by(signal)`` or None, and the exponent of an element is the sum over its axes. Queries and keys meet in a
+product that must not move, so queries are multiplied by their factor and keys divided by it.
 
 A family is a list of such records. Nothing here or in the family files computes on weights.
 """
@@ -16,11 +16,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Kind(StrEnum):
@@ -44,23 +45,65 @@ RESIDUAL = "residual"
 """Name of the one residual signal."""
 
 
+Sign = Literal[1, -1]
+"""How a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides."""
+
+
+Side = Literal["input", "output"]
+"""Side of a module."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The signal whose exponent an axis of a tensor carries, and its sign there."""
+
+    sign: Sign
+    signal: str
+
+
+def multiplied_by(signal: str) -> Axis:
+    """Return an axis that a signal's factor multiplies: where a weight writes the signal."""
+    return Axis(1, signal)
+
+
+def divided_by(signal: str) -> Axis:
+    """Return an axis that a signal's factor divides: where a weight reads the signal, or cancels its factor (keys)."""
+    return Axis(-1, signal)
+
+
+@dataclass(frozen=True)
+class ObservationPoint:
+    """One place where a signal is observed: the sign of its exponent there, the module's path, the side of it."""
+
+    sign: Sign
+    module: str
+    side: Side
+
+
+def output_of(module: str, sign: Sign = 1) -> ObservationPoint:
+    """Return the output of the module at a path, where a signal's exponent is observed with this sign."""
+    return ObservationPoint(sign, module, "output")
+
+
+def input_of(module: str) -> ObservationPoint:
+    """Return the input of the module at a path, where a signal's exponent is observed."""
+    return ObservationPoint(1, module, "input")
+
+
 @dataclass(frozen=True)
 class Signal:
-    """A signal and the places where it can be observed.
-
-    ``seen``: entries ``+path:output`` or ``-path:input``: the module, which side of it, and the sign with which the
-    signal's exponent appears there.
-    """
+    """A signal, the named size of its channels, and the places where it can be observed."""
 
     name: str
     kind: Kind
     size: str
-    seen: tuple[str, ...]
+    seen: tuple[ObservationPoint, ...]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter: its name, the named sizes of its axes, and for each axis the signal whose exponent it carries.
+    """One parameter: its name, the named sizes of its axes, and for each axis the signal whose exponent it carries,
+    None for none.
 
     ``absent``: why it may be missing from a file, or "" where it must be there. ``generate``: makes its unscaled
     values from its shape where stock code would.
@@ -68,14 +111,14 @@ class Tensor:
 
     name: str
     shape: tuple[str, ...]
-    axes: tuple[str, ...]
+    axes: tuple[Axis | None, ...]
     absent: str = ""
     generate: Callable[[int, int], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class Attention:
-    """How the modules of an attention sublayer are wired, for the bounds on what flows between them.
+    """How the modules of an attention sublayer are connected, for the bounds on what flows between them.
 
     ``at``: the module that forms the scores. ``norm``, ``query``, ``key``, ``value``, ``output``: module paths.
     ``memory``: keys and values read the encoder's output. ``bias``: tensor of the position bias, "" where there is
@@ -100,7 +143,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """How the modules of a feed-forward sublayer are wired.
+    """How the modules of a feed-forward sublayer are connected.
 
     ``at``: the module that forms the product. ``gate``: path of the linear whose activation multiplies ``linear``'s
     output, "" for a plain sublayer, whose ``linear`` is activated itself. ``activation``: its name in the config;
@@ -119,7 +162,7 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
-class Ends:
+class StackEnds:
     """Where a stack begins and ends.
 
     ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" where there is
@@ -134,21 +177,29 @@ class Ends:
     norm: str
     dropouts: tuple[str, ...] = ()
 
+    @property
+    def stream(self) -> str:
+        """The site at which the residual stream begins, as the audit names it."""
+        return f"{self.at}:add" if self.positions else f"{self.embedding}:embedding"
 
-Wiring = Attention | FeedForward | Ends
+
+Sublayer = Attention | FeedForward
+
+
+Topology = Sublayer | StackEnds
 
 
 @dataclass(frozen=True)
 class Part:
     """Signals and tensors that belong together: a sublayer, an embedding, a head.
 
-    Signals of the same name in several parts are one signal; their ``seen`` entries add up. ``wiring`` says how
+    Signals of the same name in several parts are one signal; their ``seen`` entries add up. ``topology`` says how
     the modules are connected, None for a head.
     """
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()
-    wiring: Wiring | None = None
+    topology: Topology | None = None
 
 
 @dataclass(frozen=True)
@@ -160,19 +211,80 @@ class Stack:
     block: Callable[[Mapping[str, object], int], Sequence[Part]]
 
 
+class OutputScale(StrEnum):
+    """When the stock class multiplies the decoder's output by d^-1/2 before the head."""
+
+    NEVER = "never"
+    ALWAYS = "always"
+    CONFIG = "config"
+    """When the config says so: by ``output_scale_key``, in its absence by the tie flag."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A standard deviation: one over the root of the product of the named sizes ``over``, 1 where there are none.
+
+    ``scaled``: multiplied by the family's factor, see ``Initialisation``.
+    """
+
+    over: tuple[str, ...] = ()
+    scaled: bool = True
+
+
+@dataclass(frozen=True)
+class Initialisation:
+    """How the stock class draws its weights; biases begin at 0.
+
+    ``title``: of the rule. ``factor``: config key of the number that multiplies deviations, ``default`` where the
+    config has none. ``modules``: by the last part of a module's name, which may have wildcards, of which the first that
+    fits counts; None for what is not drawn. ``shown``: the modules that stand for the rule in a list of rules; none
+    where every matrix has the same.
+    """
+
+    title: str
+    factor: str
+    default: float
+    modules: Mapping[str, Deviation | None]
+    shown: tuple[str, ...] = ()
+
+
+DropoutKind = Literal["stream", "attention", "neurons"]
+"""What a dropout is applied to: the residual stream and what joins it, attention weights, neurons."""
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """A default that is the value of another config key."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class StockAttributes:
+    """Under which names modules of the stock class keep what the bounds depend on.
+
+    ``heads``, ``head_size``: of an attention. ``embedding_scale``: of a stack, the factor on its embedding, "" where
+    the class has none.
+    """
+
+    heads: str
+    head_size: str
+    embedding_scale: str = ""
+
+
 @dataclass(frozen=True)
 class Family:
-    """What a model family is made of; pure data, and everything the rest of the package knows about it."""
+    """What a model family is made of, and all that the package knows of one family and not of another; pure data."""
 
     name: str
     title: str
     model_type: str
     seq2seq: tuple[str, ...]
     encoder_only: tuple[str, ...]
-    sizes: Mapping[str, str]
-    """Named sizes as products of config keys: ``num_heads*d_kv``."""
+    sizes: Mapping[str, tuple[str, ...]]
+    """Named sizes, each the product of these config keys, 1 for none."""
     defaults: Mapping[str, object]
-    """What the stock config class takes where a key is absent; a value ``=key`` copies another key."""
+    """What the stock config class takes where a key is absent, a value or ``SameAs`` another key."""
     encoder: Stack
     decoder: Stack
     encoder_ends: Part
@@ -187,6 +299,14 @@ class Family:
     """Names under which stock files may repeat the embedding."""
     ignorable: tuple[str, ...]
     """Tensors that stock classes drop without a word."""
+    logits_bias: str
+    """Tensor that the stock class adds to the logits, "" for none."""
+    output_scale: OutputScale
+    output_scale_key: str
+    """Config key that switches the scale before the head, "" where there is none."""
+    kept_in_fp32: tuple[str, ...]
+    """Modules that the stock class leaves in fp32 when it loads a model in fp16, as ``_keep_in_fp32_modules`` names
+    them."""
     eps_key: str | None
     """Config key of the norms' eps, None where stock code has it fixed."""
     eps: float
@@ -195,15 +315,22 @@ class Family:
     """True for LayerNorm (mean subtracted), False for RMSNorm."""
     norm_site: str
     """Name of the operation that gives a norm's output, as the audit names it in fp16."""
-    dropout: Mapping[str, str]
-    """Config keys of the dropout rates: of the residual "stream" and what joins it, of "attention" weights, of
-    "neurons"."""
-    untie: str
+    dropout: Mapping[DropoutKind, str]
+    """Config keys of the dropout rates."""
+    free_keys: tuple[str, ...]
+    """Config keys that the stock class reads and no bound depends on, such as the rate of layers dropped in
+    training."""
+    buckets: tuple[str, str] | None
+    """Config keys of a table of position buckets and of the distance that its last one stands for, None without. Stock
+    code computes indices outside the table unless there are 4 buckets and the distance is more than half of them."""
+    attributes: StockAttributes
+    initialisation: Initialisation
+    untie: Literal["", "copy", "scaled"]
     """How an embedding used as head can be separated: "copy", "scaled" (the d^-1/2 before the head folded in), or
     "" (never)."""
 
 
-class TensorInfo(Protocol):
+class TensorMetadata(Protocol):
     """What the families need to know of a stored tensor."""
 
     @property
@@ -227,7 +354,7 @@ class TensorSource(Protocol):
         """Return its config."""
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
+    def tensors(self) -> Mapping[str, TensorMetadata]:
         """Return its tensors by name."""
 
     def read(self, name: str) -> torch.Tensor:
@@ -237,10 +364,14 @@ class TensorSource(Protocol):
         """Return rows [start, stop) of a tensor."""
 
 
+TensorReader = Callable[[str], "torch.Tensor"]
+"""Gives a layout's tensor by name, in any floating dtype."""
+
+
 @dataclass(frozen=True)
 class ResolvedTensor:
-    """A tensor of one checkpoint: the source tensor it is made from (None: generated), its shape, and each axis'
-    (sign, signal).
+    """A tensor of one checkpoint: the source tensor it is made from (None: generated), its shape, and the
+    signal that each axis carries.
 
     ``gain``: a factor on top of the exponents, other than 1 only for a head separated with its d^-1/2 folded in.
     """
@@ -248,18 +379,9 @@ class ResolvedTensor:
     name: str
     source: str | None
     shape: tuple[int, ...]
-    axes: tuple[tuple[int, str] | None, ...]
+    axes: tuple[Axis | None, ...]
     generate: Callable[[int, int], torch.Tensor] | None = None
     gain: float = 1.0
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """One place where a signal is observed: module path, "input" or "output", and the sign of its exponent there."""
-
-    sign: int
-    module: str
-    side: str
 
 
 @dataclass(frozen=True)
@@ -269,7 +391,16 @@ class ResolvedSignal:
     name: str
     kind: Kind
     size: int
-    seen: tuple[Sighting, ...]
+    seen: tuple[ObservationPoint, ...]
+
+
+@dataclass(frozen=True)
+class ResolvedStack:
+    """The encoder or the decoder of one checkpoint: its two ends, and its sublayers in the order in which they run."""
+
+    is_encoder: bool
+    ends: StackEnds
+    sublayers: tuple[Sublayer, ...]
 
 
 @dataclass(frozen=True)
@@ -289,13 +420,38 @@ class Layout:
     signals: Mapping[str, ResolvedSignal]
     dropped: Mapping[str, str]
     head_scale: float
-    wiring: tuple[Wiring, ...] = ()
+    topology: tuple[Topology, ...] = ()
     """Encoder ends, its sublayers in order, then the same of the decoder."""
+
+    def stacks(self) -> tuple[ResolvedStack, ...]:
+        """Return the encoder and, unless there is none, the decoder."""
+        found: list[tuple[StackEnds, list[Sublayer]]] = []
+        for topology in self.topology:
+            if isinstance(topology, StackEnds):
+                found.append((topology, []))
+            else:
+                found[-1][1].append(topology)
+        return tuple(ResolvedStack(i == 0, ends, tuple(sublayers)) for i, (ends, sublayers) in enumerate(found))
+
+    def heads(self, attention: Attention) -> int:
+        """Return the number of heads of an attention."""
+        number = config_value(self.family, self.config, attention.heads)
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise UserError(
+                f"config.json: {attention.heads!r} is {number!r}, not a number of heads;"
+                " take it from the original checkpoint"
+            )
+        return number
 
     @property
     def norms(self) -> tuple[str, ...]:
         """Module paths of the norms that read the residual stream, in order."""
         return tuple(s.module for s in self.signals[RESIDUAL].seen if s.side == "input")
+
+    @property
+    def gates(self) -> frozenset[str]:
+        """Module paths of the linears whose activation multiplies another's output."""
+        return frozenset(w.gate for w in self.topology if isinstance(w, FeedForward) and w.gate)
 
     @property
     def eps(self) -> float:
@@ -312,24 +468,24 @@ class Layout:
         return float(found)
 
 
-def value(family: Family, config: Mapping[str, object], key: str) -> object:
+def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
     """Return the config's value for ``key``, or what the stock class takes in its place."""
     found = config.get(key)
     if found is None:
         found = family.defaults.get(key)
-        if isinstance(found, str) and found.startswith("="):
-            return value(family, config, found[1:])
+        if isinstance(found, SameAs):
+            return config_value(family, config, found.key)
     if found is None:
         raise UserError(f"config.json has no {key!r}, which {family.title} needs; take it from the original checkpoint")
     return found
 
 
-def size(family: Family, config: Mapping[str, object], name: str) -> int:
+def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     """Return the number of elements along the axis called ``name``."""
     product = 1
-    for factor in family.sizes[name].split("*"):
-        number = int(factor) if factor.isdigit() else value(family, config, factor)
+    for key in family.sizes[name]:
+        number = config_value(family, config, key)
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise UserError(f"config.json: {factor!r} is {number!r}, not a size; take it from the original checkpoint")
+            raise UserError(f"config.json: {key!r} is {number!r}, not a size; take it from the original checkpoint")
         product *= number
     return product

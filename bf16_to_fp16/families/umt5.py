@@ -5,11 +5,13 @@ d^-1/2 whatever the config says, transformers 4 only when the config ties. Resca
 computes on the source; a tied head is never separated.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .t5 import DEFAULTS, T5, attention, feed_forward
-from .types import Part, Stack
+from .types import OutputScale, Part, Stack
 
 
 def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
@@ -39,5 +41,6 @@ UMT5 = replace(
     encoder=Stack("num_layers", encoder_block),
     decoder=Stack("num_decoder_layers", decoder_block),
     ignorable=(),
+    output_scale=OutputScale.ALWAYS,
     untie="",
 )

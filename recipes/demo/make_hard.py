@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from train_demo import Recipe, ScaledAdam, save, standard_deviation
 from transformers import T5Config, T5ForConditionalGeneration
 
-from bf16_to_fp16.corpus import Corpus, TrainingBatch, open_corpus
-from bf16_to_fp16.recipe import read_recipe
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.recipe import read_recipe
 
 HERE = Path(__file__).resolve().parent
 SITES = ("scores", "gate", "logits")
@@ -112,7 +112,7 @@ def held_out_loss(model: Any, corpus: Corpus) -> float:
 def train(model: Any, scales: dict[str, Tensor], corpus: Corpus, recipe: Recipe) -> None:
     """Train ``model`` by the recipe, in place; progress goes to standard error."""
     optimizer, magnitudes = RelativeAdam(model, scales), Magnitudes(model, recipe)
-    grow, batches = recipe["grow"], corpus.stream()
+    grow, batches = recipe["grow"], corpus.training_batches()
     size = sum(weight.numel() for weight in model.parameters())
     print(f"{size} parameters", file=sys.stderr)
     started, recent = time.monotonic(), 0.0

@@ -17,7 +17,7 @@ import transformers
 
 sys.path.append(str(Path(__file__).parents[1]))  # which -I leaves out, as it does everything of the caller's
 
-from forked import in_a_fork
+from support.forked import in_a_fork
 
 HERE = Path(__file__).parent
 TIMEOUT_SECONDS = 300

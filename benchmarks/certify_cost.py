@@ -1,0 +1,170 @@
+"""What does a certificate cost? Times it at the layer shapes of large checkpoints beside reading their files.
+
+python benchmarks/certify_cost.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import itertools
+import json
+import os
+import pstats
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import synthetic
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bf16_to_fp16.bounds.certificate import bound, fp16_weights
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.families.resolve import resolve
+
+WHOLE = [name for name, shape in synthetic.SHAPES.items() if shape.decoder_layers]
+PRODUCTS = {"mm", "bmm", "addmm", "mv", "dot", "addmv", "baddbmm"}
+FACTORISATIONS = {"linalg_cholesky_ex", "_linalg_eigh", "linalg_eigh", "linalg_qr", "_linalg_eigvals", "geqrf"}
+
+
+class Clock(TorchDispatchMode):
+    """Sums the seconds and multiplications of matrix products, and the seconds of factorisations and of the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.multiplications: dict[torch.dtype, float] = defaultdict(float)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        begin = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        spent = time.perf_counter() - begin
+        if name in PRODUCTS:
+            self.seconds["products"] += spent
+            self.multiplications[out.dtype] += out.numel() * args[-2].shape[-1]
+        else:
+            self.seconds["factorisations" if name in FACTORISATIONS else name] += spent
+        return out
+
+
+def read_once(folder: Path) -> float:
+    """Return the seconds of reading a folder's weights once, in pieces of 16 MB."""
+    buffer = bytearray(1 << 24)
+    begin = time.perf_counter()
+    with open(folder / "model.safetensors", "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    return time.perf_counter() - begin
+
+
+def peak_megabytes() -> float:
+    """Return the peak resident size of this process in MB."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+
+
+def cost_of(folder: Path, threads: int) -> dict[str, Any]:
+    """Certify a folder in this process and return its figures."""
+
+    torch.set_num_threads(threads)
+    with Clock():  # the first of all operations under a dispatch mode imports much of torch
+        torch.linalg.eigvalsh(torch.eye(8, dtype=torch.float64))
+    floor = peak_megabytes()
+    read_once(folder)
+    reading_seconds = min(read_once(folder) for _ in range(3))
+    checkpoint = open_checkpoint(folder)
+    layout = resolve(checkpoint)
+    begin = time.perf_counter()
+    bound(layout, fp16_weights(checkpoint, layout))
+    seconds = time.perf_counter() - begin
+    # Once more under the instruments, which cost something themselves, for its parts.
+    marks = [time.perf_counter()]
+    profiler, clock = cProfile.Profile(), Clock()
+    with profiler, clock:
+        found = bound(
+            layout, fp16_weights(checkpoint, layout), advance=lambda done, total: marks.append(time.perf_counter())
+        )
+        marks.append(time.perf_counter())
+    slower = (marks[-1] - marks[0]) / seconds
+    functions: dict[str, float] = {}
+    stats: Any = pstats.Stats(profiler)
+    for (file, line, name), (_, _, _, cumulative, _) in stats.stats.items():
+        if Path(file).parent.name in ("bounds", "checkpoint"):
+            functions[f"{Path(file).stem}:{line} {name}"] = cumulative / slower
+    return {
+        "reading": reading_seconds,
+        "seconds": seconds,
+        "sublayers": [(b - a) / slower for a, b in itertools.pairwise(marks)],
+        "parts": dict(clock.seconds),
+        "multiplications": {str(k).removeprefix("torch."): v for k, v in clock.multiplications.items()},
+        "megabytes": peak_megabytes() - floor,
+        "headroom": found.headroom_bits,
+        "functions": functions,
+    }
+
+
+def cost(names: list[str], threads: int, profile: bool) -> None:
+    """Print what certifying costs at the layer shapes of ``names``."""
+    print(
+        f"one encoder and one decoder layer and both ends, bf16, {threads} thread(s); load {os.getloadavg()[0]:.1f}\n"
+    )
+    print(
+        "| shapes | GB | read s | certify s | / read | products s | TFLOP | factorisations s |"
+        " / (read + products) | / all three |"
+        " encoder layer s | decoder layer s | ends s | whole model s (extrapolated) | peak MB |\n|" + "---|" * 15
+    )
+    profiles = {}
+    for name in names:
+        shape = synthetic.SHAPES[name]
+        with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-bench-") as work:
+            folder = Path(work) / "source"
+            size = synthetic.write(folder, shape.with_layers(1))
+            command = [sys.executable, __file__, "--child", str(folder), "--threads", str(threads)]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        result = json.loads(output.splitlines()[-1])
+        profiles[name] = result
+        times, parts = result["sublayers"], result["parts"]
+        # Each stack's first sublayer was counted with its embedding, the last mark is the head's.
+        begin = sum(v for k, v in result["functions"].items() if k.endswith(" begin"))
+        encoder, decoder, ends = sum(times[:2]) - begin / 2, sum(times[2:5]) - begin / 2, times[5] + begin
+        whole = ends + shape.layers * (encoder + decoder)
+        both = result["reading"] + parts["products"]
+        flops = 2 * sum(result["multiplications"].values()) / 1e12
+        print(
+            f"| {name} | {size / 1e9:.2f} | {result['reading']:.2f} | {result['seconds']:.1f} |"
+            f" {result['seconds'] / result['reading']:.0f} | {parts['products']:.1f} | {flops:.2f} |"
+            f" {parts.get('factorisations', 0.0):.1f} | {result['seconds'] / both:.2f} |"
+            f" {result['seconds'] / (both + parts.get('factorisations', 0.0)):.2f} | {encoder:.1f} |"
+            f" {decoder:.1f} |"
+            f" {ends:.1f} | {whole:.0f} | {result['megabytes']:.0f} |",
+            flush=True,
+        )
+    if profile:
+        for name, result in profiles.items():
+            print(f"\n{name}: operations", sorted(result["parts"].items(), key=lambda x: -x[1])[:12])
+            print("TFLOP by dtype", {k: 2 * v / 1e12 for k, v in result["multiplications"].items()})
+            for function, seconds in sorted(result["functions"].items(), key=lambda x: -x[1])[:30]:
+                print(f"  {seconds:8.2f} {function}")
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(WHOLE)}; all by default")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--profile", action="store_true", help="where the time goes")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(cost_of(Path(options.child), options.threads)))
+    else:
+        cost(options.shapes or WHOLE, options.threads, options.profile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Random models of every family, of shapes and weights that a certificate may find hard, and the demo checkpoints
+brought into fp16's range."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Attention, FeedForward, Layout
+from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.stock import load
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "bf16_to_fp16" / "demo_data"
+
+KINDS = ("t5", "v1.1", "mt5", "umt5", "pegasus", "t5-encoder", "mt5-encoder", "umt5-encoder", "pegasus", "demo")
+
+
+def t5_config(r: random.Random, kind: str) -> Any:
+    """Return a random small configuration of a T5 family."""
+    plain = r.choice(["relu", "gelu", "silu", "gelu_new"])
+    gate = r.choice(["gated-gelu", "gated-silu", "gated-relu"])
+    shape: dict[str, Any] = {
+        "d_model": r.choice([1, 2, 3, 5, 8, 13, 24, 40, 64]),
+        "d_kv": r.choice([1, 2, 3, 5, 8, 12]),
+        "num_heads": r.choice([1, 2, 3, 5]),
+        "d_ff": r.choice([1, 2, 7, 37, 96]),
+        "num_layers": r.choice([1, 2, 3]),
+        "num_decoder_layers": r.choice([1, 2]),
+        "vocab_size": r.choice([5, 31, 97]),
+        "relative_attention_num_buckets": r.choice([4, 9, 32]),
+        "relative_attention_max_distance": 128,
+        "decoder_start_token_id": 0,
+        "dropout_rate": r.choice([0.05, 0.1, 0.15, 0.3, 0.5]),
+        "feed_forward_proj": plain if kind == "t5" else gate,
+    }
+    if kind == "v1.1":
+        shape["tie_word_embeddings"] = False
+    config = {"mt5": transformers.MT5Config, "umt5": transformers.UMT5Config}.get(kind, transformers.T5Config)
+    return config(**shape)
+
+
+def pegasus_config(r: random.Random) -> Any:
+    """Return a random small configuration of Pegasus."""
+    heads, other = r.choice([(1, 1), (2, 1), (3, 2), (4, 4)])
+    return transformers.PegasusConfig(
+        d_model=2 * heads * other * r.choice([1, 2, 3, 5]),
+        encoder_attention_heads=heads,
+        decoder_attention_heads=other,
+        encoder_layers=r.choice([1, 2]),
+        decoder_layers=r.choice([1, 2]),
+        encoder_ffn_dim=r.choice([1, 7, 37]),
+        decoder_ffn_dim=r.choice([2, 29]),
+        vocab_size=r.choice([5, 31, 97]),
+        max_position_embeddings=512,
+        activation_function=r.choice(["relu", "gelu", "silu", "gelu_new"]),
+        scale_embedding=r.choice([True, False]),
+        dropout=r.choice([0.1, 0.3]),
+        attention_dropout=r.choice([0.0, 0.15]),
+        activation_dropout=r.choice([0.0, 0.2]),
+        decoder_start_token_id=0,
+    )
+
+
+def random_model(seed: int) -> tuple[str, Any]:
+    """Return the kind and a random fp32 model in eval mode, every weight of which fp16 can hold."""
+    r = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    torch.manual_seed(seed)
+    model: Any
+    if kind == "demo":
+        model = demo(r.choice(["t5", "pegasus"]), -r.choice([4, 6, 8]))
+        model.config.dropout_rate = model.config.dropout = 0.1
+        return kind, model.requires_grad_()
+    if kind == "pegasus":
+        model = transformers.PegasusForConditionalGeneration(pegasus_config(r))
+    else:
+        family, _, encoder = kind.partition("-")
+        prefix = {"mt5": "MT5", "umt5": "UMT5"}.get(family, "T5")
+        name = f"{prefix}EncoderModel" if encoder else f"{prefix}ForConditionalGeneration"
+        model = getattr(transformers, name)(t5_config(r, family))
+        if hasattr(model, "lm_head") and kind != "t5" and r.random() < 0.7:
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    randomise(model, r)
+    return kind, model.eval()
+
+
+def demo(family: str, exponent: int) -> Any:
+    """Return a demo checkpoint's trained weights with its residual stream multiplied by 2^``exponent``."""
+    model = load(DEMO / ("t5-gated-bytes" if family == "t5" else "pegasus-bytes"), torch.float32)
+    layout = resolve(ModelTensors(model))
+    return rounded(apply(model, layout, Plan(family=family, residual_exponent=exponent)))
+
+
+@torch.no_grad()
+def rounded(model: Any) -> Any:
+    """Return a model in eval mode, not to be trained, with every weight rounded to fp16."""
+    for tensor in model.state_dict().values():
+        tensor.copy_(tensor.half().float())
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def randomise(model: Any, r: random.Random) -> None:
+    """Fill a model with weights of many shapes: heavy tails, imbalances by powers of two, zeros, pairs that cancel."""
+    power, wild = r.randint(-12, 8), r.random() < 0.5
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1 and "norm" in name:
+            weight.copy_(gains(r, weight.numel()) if name.endswith("weight") else vector(r, weight.numel()))
+        elif weight.dim() == 1:
+            weight.copy_(vector(r, weight.numel()))
+        elif not name.endswith("embed_positions.weight"):
+            weight.copy_(matrix(r, weight.shape[0], weight.shape[1], wild))
+            if name.endswith(("shared.weight", "o.weight", "wo.weight", "out_proj.weight", "fc2.weight")):
+                weight.mul_(2.0**power)
+    layout = resolve(ModelTensors(model))
+    state = dict(model.named_parameters())
+    for topology in layout.topology:
+        if isinstance(topology, Attention):
+            cancel_attention(state, topology, layout.heads(topology), r)
+            if r.random() < 0.2:
+                # Steps of the last subnormals, whose partial sums round by their own size.
+                tiny = state[f"{r.choice([topology.query, topology.key, topology.value])}.weight"]
+                tiny.copy_(tiny.sign() * 2.0**-24 * r.choice([1, 1, 2, 3]))
+        elif r.random() < 0.3 and isinstance(topology, FeedForward):
+            cancel_neurons(state, topology)
+        elif r.random() < 0.3 and isinstance(topology, FeedForward):
+            sink_neurons(state, topology)
+    if r.random() < 0.25:
+        # One magnitude everywhere, so that the largest entry meets whatever its mantissa does to a rounding.
+        table = state[layout.family.embedding]
+        table.copy_(torch.randn_like(table).sign() * (1 + r.random()) * 2.0 ** r.randint(-4, 8))
+    if layout.family.centred_norm and r.random() < 0.3:
+        cancel_biases(state, layout)
+    if "final_logits_bias" in model.state_dict():
+        model.final_logits_bias.copy_(vector(r, model.config.vocab_size))
+    for tensor in model.state_dict().values():
+        tensor.copy_(tensor.clamp(-6e4, 6e4).half().float())
+
+
+def vector(r: random.Random, size: int) -> Tensor:
+    """Return a random bias."""
+    return torch.randn(size) * r.choice([0.0, 0.1, 1.0, 50.0])
+
+
+def gains(r: random.Random, size: int) -> Tensor:
+    """Return random gains of a norm."""
+    style = r.randrange(6)
+    if style == 0:
+        return torch.zeros(size)
+    if style == 1:
+        return torch.randn(size) * (torch.rand(size) < 0.7)
+    if style == 2:
+        return 2.0 ** torch.randint(-12, 5, (size,)).float()
+    return torch.rand(size) + 0.5
+
+
+def matrix(r: random.Random, rows: int, columns: int, wild: bool) -> Tensor:
+    """Return a random matrix whose rows have length about 1, or anything where ``wild``."""
+    style = r.randrange(7)
+    x = torch.randn(rows, columns)
+    if style == 0:
+        x = x * x.abs() ** 3
+    elif style == 1:
+        x = x * (torch.rand(rows, columns) < 0.1)
+    elif style == 2:
+        x = torch.randn(rows, 1) * torch.randn(1, columns) + x * 2.0 ** -r.randint(0, 12)
+    elif style == 3:
+        x = x.sign()
+    elif style == 4:
+        x = x.abs()
+    x = x / math.sqrt(columns)
+    if wild:
+        if r.random() < 0.08:
+            return torch.zeros(rows, columns)
+        x = x * 2.0 ** r.randint(-8, 4)
+        if r.random() < 0.6:
+            x = x * 2.0 ** torch.randint(-9, 3, (rows, 1)).float()
+        if r.random() < 0.3:
+            x = x * 2.0 ** torch.randint(-9, 3, (columns,)).float()
+    return x
+
+
+def cancel_attention(state: Mapping[str, Tensor], w: Attention, heads: int, r: random.Random) -> None:
+    """Make channels of an attention come in pairs whose contributions cancel all but exactly."""
+    inner = state[f"{w.value}.weight"].shape[0]
+    size = inner // heads
+    if size < 2:
+        return
+    pairs = [(h * size + j, h * size + j + 1) for h in range(heads) for j in range(0, size - 1, 2)]
+    for read, write in (((w.value, 0), (w.output, 1)), ((w.query, 0), (w.key, 0))):
+        if r.random() < 0.3:
+            for a, b in pairs:
+                for path, axis in (read, write):
+                    tensor = state[f"{path}.weight"]
+                    rows = tensor if axis == 0 else tensor.t()
+                    rows[b] = rows[a] * (1 if (path, axis) == read else -1)
+                    bias = state.get(f"{path}.bias") if axis == 0 else None
+                    if bias is not None:
+                        bias[b] = bias[a] * (1 if (path, axis) == read else -1)
+                state[f"{read[0]}.weight"][b, 0] *= 1 + 2.0**-10
+
+
+def cancel_neurons(state: Mapping[str, Tensor], w: FeedForward) -> None:
+    """Make neurons come in equal pairs that the output weighs with opposite signs."""
+    out = state[f"{w.output}.weight"]
+    for j in range(0, out.shape[1] - 1, 2):
+        for path in (w.linear, w.gate):
+            for part in ("weight", "bias"):
+                tensor = state.get(f"{path}.{part}")
+                if tensor is not None:
+                    tensor[j + 1] = tensor[j]
+        out[:, j + 1] = -out[:, j] * (1 + 2.0**-10)
+
+
+def sink_neurons(state: Mapping[str, Tensor], w: FeedForward) -> None:
+    """Make all neurons of a plain feed-forward alike, with negative output weights: together they reach the least that
+    an activation gives."""
+    if w.gate:
+        return
+    linear, out = state[f"{w.linear}.weight"], state[f"{w.output}.weight"]
+    linear.copy_(linear[:1] / linear[:1].norm().clamp(min=1e-6) * 2)
+    out.copy_(-out.abs())
+    if f"{w.linear}.bias" in state:
+        state[f"{w.linear}.bias"].zero_()
+
+
+def cancel_biases(state: Mapping[str, Tensor], layout: Layout) -> None:
+    """Make every bias behind a norm take out what the norm's shift gives."""
+    for topology in layout.topology:
+        paths = (
+            [topology.query, topology.key, topology.value]
+            if isinstance(topology, Attention) and not topology.memory
+            else [topology.linear]
+            if isinstance(topology, FeedForward)
+            else []
+        )
+        for path in paths:
+            state[f"{path}.bias"].copy_(-state[f"{path}.weight"] @ state[f"{topology.norm}.bias"])

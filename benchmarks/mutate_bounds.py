@@ -1,0 +1,403 @@
+"""Make the certificate's bounds wrong, one at a time, and show that the checks of the tests notice every one.
+
+    python benchmarks/mutate_bounds.py
+
+Perturbed is the text of one function of the certificate, which is compiled again and put in its place: a rounding, a
+bias or a head left out, a row's bound made a tenth smaller. Then the tests run that say why a bound is what it is, and
+an adversary tries models. Exits with 1 where a mutant survives that ``COVERED`` does not show to be covered by another
+allowance.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import pytest
+import torch
+from support import contract, tiny
+from support.adversary import adverse_inputs, cancelling, observe, scaled
+
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.attention import attention_output, gathered, score_bounds
+from bf16_to_fp16.bounds.certificate import _Walk
+from bf16_to_fp16.bounds.feed_forward import GatedNeurons, PlainNeurons, output_bound
+from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, layer_normalised, lengthened, rms_normalised
+from bf16_to_fp16.errors import UserError
+
+TESTS = Path(__file__).parents[1] / "tests"
+
+CAUGHT = (AssertionError, UserError, RuntimeError, ValueError)
+"""A test that fails, or a plan that is refused because it does not fit."""
+
+
+@contextmanager
+def rewritten(function: Any, old: str, new: str) -> Iterator[None]:
+    """Put other text in place of ``old``, which stands once in a function, for the length of the block."""
+    text = textwrap.dedent(inspect.getsource(function))
+    if text.count(old) != 1:
+        raise LookupError(f"{function.__qualname__} has {old!r} {text.count(old)} times")
+    text = text[text.index("def ") :]  # a property's decorator would hide the function
+    space = dict(function.__globals__)
+    exec(compile(text.replace(old, new), "<mutant>", "exec", flags=0x1000000), space)  # annotations stay text
+    before = function.__code__
+    function.__code__ = space[function.__name__].__code__
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+Seen = dict[str, float]
+
+
+def cases() -> list[tuple[Any, Arithmetic, Seen]]:
+    """Return models, arithmetics and what an adversary makes of every site: fp16 and, in exact arithmetic, fp32."""
+    made = []
+    for kind in ("t5", "gated", "gelu", "umt5", "pegasus"):
+        for seed, factor in ((1, 1.0), (2, 0.02)):
+            half = tiny.build(kind, seed, factor=factor).half()
+            half = scaled(half, seed, 12) if seed == 2 else half
+            layout = contract.layout_of(half)
+            wide = copy.deepcopy(half).float()
+            inputs = adverse_inputs(wide, layout, 48, seed)
+            made.append((half, Arithmetic(), observe(half, layout, inputs)))
+            if seed == 1:
+                seen = {name: amax * (1 - 1e-4) for name, amax in observe(wide, layout, inputs).items()}
+                made.append((wide, Arithmetic(exact=True), seen))
+    half = cancelling()
+    layout = contract.layout_of(half)
+    inputs = adverse_inputs(copy.deepcopy(half).float(), layout, 128, 0)
+    made.append((half, Arithmetic(), observe(half, layout, inputs)))
+    return made
+
+
+QUICK = (
+    "test_the_roundings_of_a_norm_need_their_allowance",
+    "test_the_roundings_of_a_linears_inputs_need_their_allowance",
+    "test_inputs_that_are_subnormal_need_their_allowance",
+    "test_results_that_are_subnormal_need_their_allowance",
+    "test_the_partial_sums_of_a_linear_need_their_allowance",
+    "test_long_sums_in_fp32_need_their_allowance",
+    "test_the_two_roundings_of_a_products_result_need_their_allowance",
+    "test_rows_of_attention_weights_need_their_allowance",
+    "test_what_fp32_loses_of_a_long_row_of_attention_needs_its_allowance",
+    "test_a_norm_that_is_multiplied_once_more_needs_its_allowance",
+    "test_one_more_rounding_needs_its_allowance",
+    "test_a_layer_norms_subnormals_need_their_allowance",
+    "test_roundings_that_all_go_up_stay_under_the_bounds_and_come_close",
+    "test_the_streams_roundings_need_their_allowance",
+    "test_activations_below_zero_need_their_allowance",
+    "test_scores_that_cancel_need_their_roundings",
+    "test_a_model_whose_rows_point_one_way_reaches_every_bound",
+    "test_one_heads_products_reach_the_bounds_of_two_matrices_at_once",
+    "test_neurons_that_share_an_inputs_length_reach_the_feed_forwards_bound",
+    "test_dropout_that_keeps_everything_reaches_every_bound",
+    "test_without_the_additive_rounding_terms_the_bound_would_be_unsound",
+    "test_the_norm_safe_bound_covers_the_length_of_the_stream",
+    "test_the_rounding_of_a_long_row_of_attention_weights_is_covered",
+    "test_the_length_enters_the_bound",
+    "test_activations_stay_where_the_bounds_need_them",
+    "test_layer_norms_outputs_stay_in_the_ball_however_near_constant_their_inputs_are",
+    "test_partial_sums_of_any_split_stay_under_their_bound",
+    "test_a_rows_own_eigenvalue_is_tighter_and_still_sound",
+)
+"""Tests of the certificate, which a mutant meets first."""
+
+SLOW = (
+    "test_dropout_multiplies_the_bounds_in_train_mode",
+    "test_no_model_input_passes_a_bound_and_every_audited_site_has_one[t5]",
+    "test_no_model_input_passes_a_bound_and_every_audited_site_has_one[pegasus]",
+    "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[t5]",
+    "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[gated]",
+    "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[pegasus]",
+)
+"""Tests that only mutants meet which neither a quick test nor a model has shown."""
+
+W, A, N = _Walk, Arithmetic, NormOutput
+G, P = GatedNeurons, PlainNeurons
+
+MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
+    # Too small: the value itself.
+    ("a linear's bias left out", bound_linear, "centre + bias.double(), bias", "centre, bias"),
+    ("a norm's shift left out", bound_linear, "if source.shift is not None", "if False"),
+    ("a linear's row bound a tenth smaller", bound_linear, "norms = source.radius *", "norms = 0.9 * source.radius *"),
+    ("a linear's column gain left out", bound_linear, "matrix = weight * source.gain.to(dtype)", "matrix = weight"),
+    ("a radius of √(d−1)", rms_normalised, "radius = math.sqrt(width)", "radius = math.sqrt(width - 1)"),
+    ("a norm's bound a tenth smaller", N.bound.fget, "return (", "return 0.9 * ("),
+    ("a sublayer not added to the stream", W.add, "self.rounded(self.stream + branch)", "self.rounded(self.stream)"),
+    ("the stream's length without its sublayer", W.add, "(self.stream_norm + length)", "(self.stream_norm)"),
+    ("positions not added to the embedding", W.begin, "self.rounded(amax + extra)", "self.rounded(amax)"),
+    ("the embedding's √d left out", W.begin, "amax * math.sqrt(width)), square", "amax), square"),
+    ("a head left out of the scores", score_bounds, "for h in range(heads)", "for h in range(heads - 1)"),
+    ("the position bias left out of the scores", W.score, "self.rounded(scaled + offset)", "self.rounded(scaled)"),
+    ("the context a tenth smaller", gathered, "a.summed(values.bound *", "a.summed(0.9 * values.bound *"),
+    (
+        "a head left out of the attention's output",
+        attention_output,
+        "for h in range(heads)",
+        "for h in range(1, heads)",
+    ),
+    ("the bias of the attention's output left out", attention_output, "signed.abs() + error", "error"),
+    ("the values' bias left out behind the output", attention_output, "(o @ values.centre[part]).abs())", "0)"),
+    ("a gate's product a tenth smaller", G.__init__, "scale = gate.norms *", "scale = 0.9 * gate.norms *"),
+    ("a product's sign taken for positive", G.__init__, "(1 + self.cosine.abs()) / 2", "(1 + self.cosine) / 2"),
+    (
+        "half the gated neurons at their maximum",
+        G.__init__,
+        "largest_eigenvalue(both) / 2",
+        "largest_eigenvalue(both) / 4",
+    ),
+    (
+        "half the plain neurons at their maximum",
+        P.__init__,
+        "gram(made.unit_rows())) *",
+        "gram(made.unit_rows())) / 2 *",
+    ),
+    ("a plain neuron's bias left out", P.__init__, "self.offset = made", "self.offset = 0 * made"),
+    ("negative activations left out", P.__init__, "LOWEST[activation]", "0 * LOWEST[activation]"),
+    ("negative activations left out of sums", P.__init__, "self.depth = self.lowest", "self.depth = 0 * self.lowest"),
+    ("the feed-forward's bias left out", output_bound, "* COMPUTED + extra", "* COMPUTED"),
+    ("the logits' bias left out", W.head, "self.rounded(bound + offset)", "self.rounded(bound)"),
+    ("the head's factor left out", W.head, "final.scaled(scale, self.arithmetic)", "final"),
+    ("dropout's factor left out", W.kept, "return (1 - rate) / (1 + UNIT) if rate else 1.0", "return 1.0"),
+    ("dropout left out of a stack's end", W.end, "final.scaled(1 / keep, self.arithmetic)", "final"),
+    ("dropout left out of attention", gathered, "total = total / keep *", "total = total *"),
+    ("dropout left out of the stream", W.add, "self.rounded(branch / keep)", "self.rounded(branch)"),
+    ("dropout left out of gated neurons", G.__init__, "self.size = scale / keep", "self.size = scale"),
+    ("dropout left out of plain neurons", P.__init__, "self.size = made.norms / keep", "self.size = made.norms"),
+    # Too small: what arithmetic adds.
+    (
+        "all roundings of a linear left out",
+        bound_linear,
+        "error = error + 2 * arithmetic.unit * (exact + error) + arithmetic.floor",
+        "error = 0 * error",
+    ),
+    ("the roundings of a linear's inputs left out", bound_linear, "computed + incoming +", "computed +"),
+    ("their relative part left out", bound_linear, "source.relative * spread + ", ""),
+    ("their subnormal part left out", bound_linear, "+ magnitudes(weight, source.absolute) * COMPUTED", ""),
+    ("the rounding of a linear's result left out", bound_linear, "2 * arithmetic.unit * (exact + error) +", ""),
+    ("the floor of subnormals left out of a linear", bound_linear, "+ arithmetic.floor", ""),
+    ("partial sums without their bias and rounding", bound_linear, "spread + added + error)", "0.5 * spread)"),
+    ("the splits of a sum left out", A.gamma, "+ self.splits * UNIT", ""),
+    ("the length of a sum in fp32 left out", A.gamma, "(terms + 2) * UNIT32 +", ""),
+    ("one of a norm's two roundings left out", rms_normalised, "2 * a.unit + a.unit**2", "a.unit"),
+    ("subnormals left out of a norm", rms_normalised, "a.tiny * (gain.abs() * (1 + a.unit) + 1)", "0 * gain"),
+    ("fp32's deviations left out of a LayerNorm", lengthened, "4 * off * off", "0 * off"),
+    ("the roundings of what attention gathers left out", A.summed, "return values *", "return values + 0 * values *"),
+    (
+        "one of a result's two roundings left out",
+        A.summed,
+        "(1 + self.unit) ** 2",
+        "(1 + self.unit)",
+    ),
+    (
+        "the length of rows left out",
+        A.attention_sum.fget,
+        "(self.max_length + 8) * UNIT32) + self.max_length * TINY",
+        "UNIT32)",
+    ),
+    ("the rounding of attention weights left out", A.attention_sum.fget, "(1 + UNIT) *", "1.0 *"),
+    ("what fp32 loses of a row left out", A.attention_sum.fget, "(self.max_length + 8) * UNIT32", "UNIT32"),
+    (
+        "a factor's rounding left out of a norm",
+        N.scaled,
+        "(1 + arithmetic.unit) + arithmetic.unit,",
+        "(1 + arithmetic.unit),",
+    ),
+    (
+        "subnormals left out of a norm's factor",
+        N.scaled,
+        "(1 + arithmetic.unit) + arithmetic.tiny",
+        "(1 + arithmetic.unit)",
+    ),
+    ("a norm's subnormals left out of its factor", N.scaled, "self.absolute * factor *", "0 * self.absolute *"),
+    ("a norm's bound without subnormals", N.bound.fget, "+ self.absolute) *", ") *"),
+    ("one more rounding left out", A.rounded, "values * (1 + self.unit)", "values"),
+    ("subnormals left out of one more rounding", A.rounded, "+ self.tiny", ""),
+    ("one more rounding left out of a length", A.rounded_length, "length * (1 + self.unit)", "length"),
+    ("subnormals left out of a length", A.rounded_length, "+ self.tiny * math.sqrt(width)", ""),
+    ("the floor of subnormals left out of a result", A.summed, "+ self.floor", ""),
+    (
+        "the rounding of the embedding's √d left out",
+        W.begin,
+        "self.rounded(amax * math.sqrt(width))",
+        "amax * math.sqrt(width)",
+    ),
+    ("the rounding of positions left out", W.begin, "self.rounded(amax + extra)", "(amax + extra)"),
+    ("the rounding of the stream left out", W.add, "self.rounded(self.stream + branch)", "(self.stream + branch)"),
+    ("the rounding of dropout's factor left out", W.kept, "(1 - rate) / (1 + UNIT)", "(1 - rate)"),
+    (
+        "subnormals left out of a LayerNorm",
+        layer_normalised,
+        "torch.full_like(gain, 2 * a.tiny)",
+        "torch.zeros_like(gain)",
+    ),
+    ("the bare norm's rounding left out", W.norm, "made.radius * (1 + UNIT)", "made.radius"),
+    (
+        "the sum's rounding left out of scores",
+        score_bounds,
+        "rounding = a.gamma(size) * partial",
+        "rounding = 0 * partial",
+    ),
+    ("the sum's rounding left out of the context", gathered, "* total * (1 + gamma))", "* total)"),
+    (
+        "the context's rounding left out behind the output",
+        attention_output,
+        "rounding = (1 + gamma) * (1 + a.unit) ** 2 - 1",
+        "rounding = 0",
+    ),
+    ("the context's subnormals left out behind the output", attention_output, "values.bound + a.floor", "values.bound"),
+    (
+        "the output's sum's rounding left out",
+        attention_output,
+        "* COMPUTED + a.gamma(weight.shape[1]) * partial",
+        "* COMPUTED",
+    ),
+    ("the feed-forward's sum's rounding left out", output_bound, "summed * (1 + a.gamma(weight.shape[1]))", "summed"),
+    (
+        "a gate's and a product's rounding left out",
+        G.__init__,
+        "factor = (1 + 2 * a.unit) * (1 + a.unit) - 1",
+        "factor = 0.0",
+    ),
+    (
+        "the errors of a gate's two sides left out",
+        G.__init__,
+        "(product + off) * (1 + factor) + absolute",
+        "product * (1 + factor) + absolute",
+    ),
+    ("a plain activation's rounding left out", P.__init__, "else 2 * a.unit", "else 0.0"),
+    ("subnormals left out of a row of attention weights", A.attention_sum.fget, "+ self.max_length * TINY", ""),
+    ("all errors of scores left out", score_bounds, "exact * COMPUTED + error + rounding", "exact * COMPUTED"),
+    (
+        "the errors of queries and keys left out",
+        score_bounds,
+        "exact * COMPUTED + error + rounding",
+        "exact * COMPUTED + rounding",
+    ),
+    ("the values' errors left out behind the output", attention_output, "total * values.error + total", "total"),
+    (
+        "all errors left out behind the output",
+        attention_output,
+        "error = against(magnitude, off) * COMPUTED + a.gamma(weight.shape[1]) * partial",
+        "error = 0 * partial",
+    ),
+    ("the neurons' errors left out", output_bound, "(exact + off) * COMPUTED", "exact * COMPUTED"),
+    # Too large.
+    ("a linear's row bound a tenth larger", bound_linear, "norms = source.radius *", "norms = 1.1 * source.radius *"),
+    ("scores a tenth larger", score_bounds, "exact[h] = crossed", "exact[h] = 1.1 * crossed"),
+    ("the attention's output a tenth larger", attention_output, "exact += total *", "exact += 1.1 * total *"),
+    ("the context a tenth larger", gathered, "a.summed(values.bound *", "a.summed(1.1 * values.bound *"),
+    ("a gate's product a tenth larger", G.__init__, "product = scale *", "product = 1.1 * scale *"),
+    (
+        "twice the gated neurons at their maximum",
+        G.__init__,
+        "largest_eigenvalue(both) / 2",
+        "largest_eigenvalue(both) / 1",
+    ),
+    (
+        "twice the plain neurons at their maximum",
+        P.__init__,
+        "gram(made.unit_rows())) *",
+        "gram(made.unit_rows())) * 2 *",
+    ),
+    (
+        "plain neurons counted without their mean",
+        P.side,
+        "half = (straight[at : at + len(part)] + self.product_error(values) + ball) / 2",
+        "half = ball",
+    ),
+    ("a stream that grows a tenth too fast", W.add, "self.stream + branch", "self.stream + 1.1 * branch"),
+)
+
+
+COVERED = {
+    "a gate's and a product's rounding left out": "covered: an activation of an fp16 number x rounds to at most x, and"
+    " each of the two linears is allowed a unit more than inputs, sum and result round by (no gated family has biases)",
+    "a plain activation's rounding left out": "covered: an activation of an fp16 number x rounds to at most x, and near"
+    " its least value the linear's own error, two units of |x| and more, is larger than what the rounding adds",
+}
+"""Mutants that stay above what arithmetic does, because another allowance covers what they leave out, and why."""
+
+
+class FirstFailure:
+    """A pytest plugin that keeps the first test to fail, and why."""
+
+    name = ""
+    error: BaseException | None = None
+
+    def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[object]) -> None:
+        """Keep what has failed."""
+        if self.error is None and call.excinfo is not None:
+            self.name, self.error = getattr(node, "originalname", node.name), call.excinfo.value
+
+
+@functools.cache
+def place(test: str) -> str:
+    """Return the node id of one of the tests."""
+    definition = f"def {test.partition('[')[0]}("
+    [path] = [path for path in TESTS.rglob("test_*.py") if definition in path.read_text(encoding="utf-8")]
+    return f"{path}::{test}"
+
+
+def failing(tests: tuple[str, ...]) -> str:
+    """Return which of the tests fails first, "" where none does."""
+    first, said = FirstFailure(), io.StringIO()
+    with redirect_stdout(said):
+        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *map(place, tests)], [first])
+    if first.error is not None and not isinstance(first.error, CAUGHT):
+        raise first.error
+    if first.error is None and status != pytest.ExitCode.OK:
+        raise RuntimeError(said.getvalue())
+    return first.name
+
+
+def caught_by(made: list[tuple[Any, Arithmetic, Seen]]) -> str:
+    """Return what notices the mutant that is in place, "" where nothing does."""
+    quick = failing(QUICK)
+    if quick:
+        return f"`{quick}`"
+    for model, arithmetic, seen in made:
+        _, certificate = contract.certified(model, arithmetic)
+        wrong = contract.broken(certificate, seen, contract.FREE)
+        if wrong:
+            return f"`{wrong[0].split(':')[0].split('.')[-1]}` passed its bound"
+    slow = failing(SLOW)
+    return f"`{slow}`" if slow else ""
+
+
+def main() -> int:
+    """Perturb and print the table."""
+    torch.set_num_threads(1)
+    survivors = []
+    made = cases()
+    control = caught_by(made)
+    if control:
+        print(f"the checks fail without a mutant: {control}")
+        return 1
+    print("| bound | noticed by |\n|---|---|")
+    for what, function, old, new in MUTANTS:
+        with rewritten(function, old, new):
+            noticed = caught_by(made)
+        print(f"| {what} | {noticed or COVERED.get(what, '**nothing**')} |", flush=True)
+        survivors += [] if noticed or what in COVERED else [what]
+    print("\n".join(["", *(f"survived: {name}" for name in survivors)]))
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""What bf16 and fp16 make of numbers: value, gap, what vanishes beside it, and how much of a checkpoint each holds.
+
+A format with p significant bits has 2ᵖ⁻¹ values in every binade, so the gap between neighbours is 2⁻ᵖ⁺¹ of the power of
+two below, and what is added to a value vanishes where it does not pass the middle between it and its neighbour: half a
+gap. bf16 (p = 8) and fp16 (p = 11) differ in that, and in where they end.
+
+Numbers are rounded here in exact arithmetic, not by torch, whose conversion from double rounds twice. Weights are
+streamed through the checkpoint's reader, a few megabytes at a time.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.reader import FLOATING_DTYPES, Checkpoint, open_checkpoint, read_header, read_pickle
+from ..errors import UserError
+from ..numerics import BF16_SIGNIFICANT_BITS, FP16_MAX, FP16_SIGNIFICANT_BITS
+from ..progress import Advance
+
+PIECE = 1 << 20
+"""Elements that are looked at together."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A 16-bit format: significant bits, exponent of the smallest normal number, largest finite value."""
+
+    name: str
+    dtype: torch.dtype
+    bits: int
+    least: int
+    largest: float
+
+    def gap(self, value: float) -> float:
+        """Return the distance from the binade of ``value``'s magnitude to the next larger value, as a power of two."""
+        binade = math.frexp(value)[1] - 1 if value else self.least
+        return math.ldexp(1.0, max(binade, self.least) - self.bits + 1)
+
+    def nearest(self, value: float | Fraction) -> float:
+        """Return the value of the format that is nearest, ties to even, ±inf past the middle beyond the largest."""
+        if isinstance(value, float) and (not math.isfinite(value) or value == 0):
+            return value
+        exact = Fraction(value)
+        size = abs(exact)
+        binade = size.numerator.bit_length() - size.denominator.bit_length()
+        binade -= Fraction(2) ** binade > size
+        gap = Fraction(2) ** (max(binade, self.least) - self.bits + 1)
+        rounded = round(size / gap) * gap
+        return math.copysign(math.inf if rounded > self.largest else float(rounded), exact)
+
+
+BF16 = Format("bf16", torch.bfloat16, BF16_SIGNIFICANT_BITS, -126, float(torch.finfo(torch.bfloat16).max))
+
+
+FP16 = Format("fp16", torch.float16, FP16_SIGNIFICANT_BITS, -14, FP16_MAX)
+
+
+FORMATS: dict[str, Format] = {f.name: f for f in (BF16, FP16)}
+"""The formats by name."""
+
+
+def half_gaps(x: Tensor, target: Format, towards_zero: Tensor | None = None) -> Tensor:
+    """Return half the distance from each value to its neighbour in ``target``: an update below it vanishes.
+
+    x: fp32 with finite values of the format. towards_zero: bool, where the neighbour below is meant instead of the one
+    above; they differ at powers of two, where the lower gap is half as large. Returns fp32 powers of two.
+    """
+    binade = torch.frexp(x).exponent - 1
+    binade = torch.where(x == 0, torch.full_like(binade, target.least), binade)
+    if towards_zero is not None:
+        power = (torch.frexp(x).mantissa.abs() == 0.5) & towards_zero
+        binade = binade - power.to(binade.dtype)
+    exponent = binade.clamp(min=target.least) - target.bits
+    # 2⁻¹³⁴, half of bf16's last step, is subnormal in fp32 and still exact.
+    return torch.ldexp(torch.ones_like(x), exponent)
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+_NUMERIC = re.compile(r"\s*[-+]?(?:inf|nan)\s*|(?=.*\d)[\s\d.ex×·÷−*/^()+-]+", re.IGNORECASE)
+"""What can only be meant for a number: one, or a sum, which ``number`` refuses."""
+
+
+def is_number(thing: str) -> bool:
+    """Return whether ``thing`` is a number, or a sum that is meant for one, and no file or folder of that name."""
+    if not _NUMERIC.fullmatch(thing):
+        return False
+    try:
+        return not Path(thing).expanduser().exists()
+    except (OSError, RuntimeError):
+        return True
+
+
+def number_report(text: str) -> dict[str, Any]:
+    """Return what each format makes of a number: its ``value`` as a double, and ``formats``.
+
+    Of each format: ``value`` and ``nearest``, both the value nearest to the number, with ``relative_error``, ``exact``
+    and ``overflow``; and where that is finite whether it is ``subnormal``, the ``gap`` and ``half_gap`` there, its
+    neighbours ``below`` and ``above``, and ``adding_from`` and ``subtracting_from``: how much must be added to or taken
+    from the number to be rounded elsewhere. Raises UserError for what is no number.
+    """
+    try:
+        exact = float(text)
+    except ValueError:
+        accepted = "one like 0.0129 or 2e-5 (sums are not worked out), or a checkpoint"
+        raise UserError(f"{text!r} is not a number; give {accepted}") from None
+    return {"number": text, "value": exact, "formats": {f.name: _in_format(exact, f) for f in FORMATS.values()}}
+
+
+def _in_format(exact: float, target: Format) -> dict[str, Any]:
+    stored = target.nearest(exact)
+    found: dict[str, Any] = {
+        "value": stored,
+        "exact": stored == exact,
+        "overflow": math.isinf(stored) and math.isfinite(exact),
+        "relative_error": abs(stored / exact - 1) if exact and math.isfinite(exact) and math.isfinite(stored) else None,
+        "nearest": stored,
+    }
+    if not math.isfinite(stored):
+        return found
+    gap = target.gap(stored)
+    lower = target.gap(math.nextafter(abs(stored), 0)) if stored else gap
+    outwards = abs(stored) + gap
+    inwards = abs(stored) - lower if stored else -gap
+    shown = math.inf if outwards > target.largest else outwards
+    sign = math.copysign(1.0, stored)
+    up, down = (outwards, inwards) if sign > 0 else (-inwards, -outwards)
+    middle = Fraction(stored)
+    return found | {
+        "subnormal": 0 < abs(stored) < math.ldexp(1.0, target.least),
+        "gap": gap,
+        "half_gap": gap / 2,
+        "below": inwards if sign > 0 else -shown,
+        "above": shown if sign > 0 else -inwards,
+        "adding_from": float((middle + Fraction(up)) / 2 - Fraction(exact)),
+        "subtracting_from": float(Fraction(exact) - (middle + Fraction(down)) / 2),
+    }
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Held:
+    """How much of some weights a format holds, in elements: ``exact`` ones, those that overflow to inf, subnormal ones,
+    and those not zero that become zero."""
+
+    exact: int = 0
+    overflow: int = 0
+    subnormal: int = 0
+    zeroed: int = 0
+
+
+def open_weights(source: str | Path, subfolder: str | None = None) -> Checkpoint:
+    """Open a checkpoint as ``open_checkpoint`` does, or a single ``.safetensors`` or ``.bin`` file without a config."""
+    path = Path(source).expanduser()
+    if subfolder is None and path.is_file():
+        if path.suffix not in (".safetensors", ".bin"):
+            raise UserError(f"{path} is not a checkpoint; give its folder, a .safetensors file or a Hub id")
+        tensors = (read_header if path.suffix == ".safetensors" else read_pickle)(path)
+        return Checkpoint(path.parent, str(source), None, {}, dict(sorted(tensors.items())), (path,), None)
+    return open_checkpoint(source, subfolder)
+
+
+def chosen(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> list[str]:
+    """Return the names of the tensors that match one of ``patterns`` (shell wildcards), all where there are none.
+
+    Raises UserError where none matches, and for a tensor of whole numbers.
+    """
+    names = [n for n in checkpoint.tensors if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]
+    if not names:
+        known = ", ".join(list(checkpoint.tensors)[:3])
+        raise UserError(f"{checkpoint.source}: no tensor {' or '.join(patterns)}; it has {known}, ...")
+    for name in names:
+        if checkpoint.tensors[name].dtype not in FLOATING_DTYPES:
+            raise UserError(
+                f"{checkpoint.source}: tensor {name} is {checkpoint.tensors[name].dtype}, whole numbers, which have no"
+                " gaps to fall into; choose floating tensors with --tensor"
+            )
+    return names
+
+
+def tensor_pieces(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
+    """Yield a tensor in its own dtype, flat, at most about ``PIECE`` elements (or one row) at a time."""
+    shape = checkpoint.tensors[name].shape
+    if not shape:
+        yield checkpoint.read(name).reshape(-1)
+        return
+    rows = max(1, PIECE // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        yield checkpoint.read_rows(name, start, min(start + rows, shape[0])).reshape(-1)
+
+
+def count_held(x: Tensor, target: Format) -> Held:
+    """Count what a format makes of a tensor's finite elements."""
+    narrow = x.to(target.dtype)
+    same = narrow.to(x.dtype) == x
+    size = narrow.abs()
+    smallest = math.ldexp(1.0, target.least)
+    finite = x.isfinite()
+    return Held(
+        exact=int((same & finite).sum()),
+        overflow=int((narrow.isinf() & finite).sum()),
+        subnormal=int(((size > 0) & (size < smallest)).sum()),
+        zeroed=int(((narrow == 0) & (x != 0)).sum()),
+    )
+
+
+def held(
+    source: str | Path,
+    *,
+    tensors: Sequence[str] = (),
+    subfolder: str | None = None,
+    advance: Advance | None = None,
+) -> dict[str, Any]:
+    """Return how much of each tensor of a checkpoint, and of them all, bf16 and fp16 hold.
+
+    source: folder, Hub id or weight file; tensors: names, with shell wildcards. The result has ``tensors``, a list with
+    ``name``, ``dtype``, ``elements``, ``amax``, ``nonfinite`` and ``formats`` (of each the fields of ``Held`` and
+    ``exact_fraction``), and the same sums under ``total``. Raises UserError for a source that cannot be read and for
+    tensors of whole numbers.
+    """
+    checkpoint = open_weights(source, subfolder)
+    names = chosen(checkpoint, tensors)
+    rows = []
+    for place, name in enumerate(names):
+        row: dict[str, Any] = {"name": name, "dtype": checkpoint.tensors[name].dtype}
+        row |= {"elements": 0, "nonfinite": 0, "amax": 0.0}
+        counts = {f: Held() for f in FORMATS}
+        for part in tensor_pieces(checkpoint, name):
+            row["elements"] += part.numel()
+            finite = part.isfinite()
+            row["nonfinite"] += int((~finite).sum())
+            row["amax"] = max(row["amax"], float(part[finite].abs().max()) if bool(finite.any()) else 0.0)
+            for f, sums in counts.items():
+                for field, count in asdict(count_held(part, FORMATS[f])).items():
+                    setattr(sums, field, getattr(sums, field) + count)
+        rows.append(row | {"formats": {f: _with_share(sums, row["elements"]) for f, sums in counts.items()}})
+        if advance is not None:
+            advance(place + 1, len(names))
+    elements = sum(row["elements"] for row in rows)
+    total = {
+        "elements": elements,
+        "nonfinite": sum(row["nonfinite"] for row in rows),
+        "amax": max(row["amax"] for row in rows),
+        "formats": {
+            f: _with_share(Held(**{k: sum(row["formats"][f][k] for row in rows) for k in vars(Held())}), elements)
+            for f in FORMATS
+        },
+    }
+    return {"source": checkpoint.source, "tensors": rows, "total": total}
+
+
+def _with_share(sums: Held, elements: int) -> dict[str, Any]:
+    return asdict(sums) | {"exact_fraction": sums.exact / max(1, elements)}
+
+
+def advise_format(
+    *things: str,
+    tensors: Sequence[str] = (),
+    subfolder: str | None = None,
+    advance: Advance | None = None,
+) -> dict[str, Any]:
+    """Return what bf16 and fp16 make of numbers and checkpoints: ``numbers`` and ``checkpoints``.
+
+    things: each a number ("0.0129") or what ``held`` takes; what exists as a path is one. Raises UserError for anything
+    else.
+    """
+    report: dict[str, Any] = {"mode": "format", "numbers": [], "checkpoints": []}
+    for thing in things:
+        if is_number(thing):
+            report["numbers"].append(number_report(thing))
+        else:
+            report["checkpoints"].append(held(thing, tensors=tensors, subfolder=subfolder, advance=advance))
+    if not things:
+        raise UserError("--format needs a number, like 0.0129, or a checkpoint")
+    return report

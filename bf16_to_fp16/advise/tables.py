@@ -1,0 +1,310 @@
+"""What ``bf16-to-fp16 advise`` prints: tables of updates that vanish, initialisations, numbers and loss curves."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..checkpoint.staging import check_file
+from ..losses.events import Curve, Event
+from ..losses.logs import read_log
+from ..losses.report import (
+    check_picture,
+    event_in_words,
+    loss_report,
+    sparkline,
+    steps_in_words,
+    write_loss_page,
+    write_picture,
+)
+from ..progress import Progress
+from ..report.screen import console
+from ..report.terminal import plain
+from ..wording import counted, percent, rounded_up
+from .formats import advise_format, is_number
+from .initialisation import FAR, advise_init, with_own_rules
+from .updates import advise_updates
+
+_MOST_PRINTED = 100  # of tensors that are printed; all are in the JSON
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A report, and what prints it."""
+
+    report: Mapping[str, Any]
+    show: Callable[[], None]
+
+
+def advise(
+    mode: str, source: str | None, number: str | None, options: Mapping[str, Any], *, progress: Progress
+) -> Advice:
+    """Return the advice of one mode: updates, init, format or losses.
+
+    source, number: what was asked about; ``number`` only for a format. options: the command line's, by name. Raises
+    UserError for what cannot be used.
+    """
+    which = {name: options[name] for name in ("tensors", "subfolder")}
+    if mode == "format":
+        things = [thing for thing in (number, source) if thing]
+        with progress.step("Looking at the weights") if not all(map(is_number, things)) else nullcontext() as advance:
+            result = advise_format(*things, **which, advance=advance)
+        return Advice(result, partial(print_format, result))
+    assert source is not None
+    if mode == "init":
+        result = advise_init(source, **which, progress=progress)
+        return Advice(result, partial(print_init, result))
+    if mode == "updates":
+        wanted = ("rate", "optimizer", "dtype", "relative_update", "data", "steps", "batch_size", "share", "seed")
+        result = advise_updates(source, **{name: options[name] for name in wanted}, **which, progress=progress)
+        return Advice(result, partial(print_updates, result))
+    picture, page = options["picture"], options["html"]
+    if picture is not None:
+        check_picture(picture)
+    if page is not None:
+        check_file(page, "choose another file for --html")
+    curve = read_log(source)
+    result, found = loss_report(source, curve, z=options["z"], window=options["window"])
+    if picture is not None:
+        write_picture(picture, curve, found, Path(source).name)
+    if page is not None:
+        write_loss_page(page, result, curve, found)
+    return Advice(result, partial(print_losses, result, curve, found))
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """Return a table whose columns after the first are numbers."""
+    made = Table(*columns, title=title, title_justify="left")
+    for column in made.columns[1:]:
+        column.justify = "right"
+    return made
+
+
+def share(fraction: float) -> str:
+    """Return a share in percent with one decimal; 0 and 100 only where it is exactly that."""
+    if 0 < fraction < 0.001:
+        return "under 0.1%"
+    if 0.999 < fraction < 1:
+        return "over 99.9%"
+    return f"{100 * fraction:.1f}%"
+
+
+# ---- updates --------------------------------------------------------------------------------------------------------
+
+
+def print_updates(result: Mapping[str, Any]) -> None:
+    """Print what would not move, layer by layer and in all, and what to do about it."""
+    screen = console()
+    screen.print(what_was_asked(result), markup=False)
+    wanted = f"{result['share']:.0%} move from lr"
+    rows = table("layer", "weights", "no update", "would not move", wanted)
+    for row in (*result["layers"], result["total"]):
+        rate = row["rate_for_share"]
+        if row is result["total"]:
+            rows.add_section()
+        rows.add_row(
+            row["name"],
+            f"{row['elements']:,}",
+            share(row["no_update"] / max(1, row["elements"])),
+            share(row["stalled_fraction"]),
+            "-" if rate is None else f"{rounded_up(rate, 3):.3g}",
+        )
+    screen.print(rows)
+    if overflow := result["total"]["overflow"]:
+        screen.print(f"{counted(overflow, 'weight')} not finite in {result['dtype']}, counted as without update")
+    if not result["advice"]:
+        moving = share(1 - result["total"]["stalled_fraction"])
+        screen.print(f"{moving} of the weights move, at least the {result['share']:.0%} asked for: nothing to do")
+        return
+    screen.print("What helps, best first:")
+    for number, item in enumerate(result["advice"], 1):
+        screen.print(f"{number}. {item['why']}", markup=False)
+
+
+def what_was_asked(result: Mapping[str, Any]) -> str:
+    """Return in a sentence whose updates were looked at."""
+    rate, dtype = result["learning_rate"], result["dtype"]
+    if result["gradients"] is not None:
+        given = result["gradients"]
+        where = f"step {given['steps']} with gradients on {given['data']}"
+        source = f"{result['optimizer']} at learning rate {rate:g}, {where}"
+    elif result["relative_update"] is not None:
+        source = (
+            f"updates of {result['relative_update']:g} of each tensor's root mean square, at learning rate {rate:g}"
+        )
+    else:
+        size = " times each tensor's root mean square" if result["optimizer"] == "adafactor" else ""
+        source = f"{result['optimizer']} at learning rate {rate:g}, every update of that size{size}"
+    return f"{dtype} weights rounded to nearest, {source}"
+
+
+# ---- initialisation -------------------------------------------------------------------------------------------------
+
+
+def print_init(result: Mapping[str, Any]) -> None:
+    """Print the rules for a hidden size and, layer by layer, how far a checkpoint is from its own."""
+    screen = console()
+    rules = result["rules"]
+    hidden = rules["hidden_size"]
+    known = table("rule", f"standard deviation at h = {hidden:,}")
+    known.add_row("Transformers without Tears, √(2/(5h))", f"{rules['small']:.3g}")
+    known.add_row("MT-NLG 530B, √(1/(3h))", f"{rules['megatron']:.3g}")
+    for family in with_own_rules():
+        own, title = rules[family.name], family.initialisation.title
+        if isinstance(own, Mapping):
+            listed = ", ".join(f"{name} {rule:.3g}" for name, rule in own.items())
+            known.add_row(f"{title} (heads of 64, 4h neurons)", listed)
+        else:
+            known.add_row(title, f"{own:g}")
+    screen.print(known)
+    if result["source"] is None:
+        return
+    layers: dict[str, list[Mapping[str, Any]]] = {}
+    for row in result["tensors"]:
+        if row["own_rule"] is not None:
+            layers.setdefault(row["name"].removesuffix(".weight").rpartition(".")[0] or "ends", []).append(row)
+    rows = Table(
+        "layer",
+        f"root mean square (times {result['family']}'s own rule; far ones marked !)",
+        title=result["source"],
+        title_justify="left",
+    )
+    for layer, tensors in layers.items():
+        cells = []
+        for row in tensors:
+            module = row["name"].removesuffix(".weight").rpartition(".")[2]
+            mark = "!" if row["far"] else ""
+            cells.append(f"{module} {row['rms']:.3g} ({ratio_text(row['times'])}×{mark})")
+        rows.add_row(layer, ", ".join(cells))
+    screen.print(rows)
+    far = [row for row in result["tensors"] if row["far"]]
+    if not far:
+        screen.print(f"all within {FAR:g} times the rule of the family")
+        return
+    broken = [row for row in far if row["nonfinite"]]
+    if broken:
+        worst = max(broken, key=lambda row: row["nonfinite"])
+        holds = f"{counted(len(broken), 'tensor')} with inf or NaN, most {worst['name']}"
+        screen.print(f"{holds}: {counted(worst['nonfinite'], 'weight')}", markup=False)
+    large = [row for row in far if row["times"] is not None and row["times"] > FAR]
+    small = [row for row in far if row["times"] is not None and row["times"] < 1 / FAR]
+    for rows_, word in ((large, "larger"), (small, "smaller")):
+        if rows_:
+            worst = max(rows_, key=lambda row: abs(math.log(row["times"] or 1e-300)))
+            times = worst["times"] if word == "larger" else 1 / max(worst["times"], 1e-300)
+            screen.print(
+                f"{counted(len(rows_), 'tensor')} over {FAR:g} times {word} than drawn, most {worst['name']}:"
+                f" {times:.3g} times",
+                markup=False,
+            )
+    if large:
+        screen.print("Large weights that write the residual stream make it large: bf16-to-fp16 certify says how large.")
+
+
+def ratio_text(value: float) -> str:
+    """Return a ratio with two digits, and without a power of ten where it is large."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}"
+
+
+# ---- formats --------------------------------------------------------------------------------------------------------
+
+
+def print_format(result: Mapping[str, Any]) -> None:
+    """Print what the formats make of numbers and checkpoints."""
+    screen = console()
+    for entry in result["numbers"]:
+        print_number(screen, entry)
+    for entry in result["checkpoints"]:
+        print_held(screen, entry)
+
+
+def print_number(screen: Console, entry: Mapping[str, Any]) -> None:
+    """Print a number in both formats."""
+    formats = entry["formats"]
+    value = exact(entry["value"])
+    shown = table(value if entry["number"] == value else f"{entry['number']} = {value}", *formats)
+
+    def row(what: str, key: str) -> None:
+        shown.add_row(what, *(exact(f[key]) if f.get(key) is not None else "-" for f in formats.values()))
+
+    row("value", "value")
+    shown.add_row("relative error", *(error(f) for f in formats.values()))
+    row("gap to the next value", "gap")
+    row("half a gap", "half_gap")
+    row("next below", "below")
+    row("next above", "above")
+    row("changes when this is added, or more", "adding_from")
+    row("changes when this is taken, or more", "subtracting_from")
+    screen.print(shown)
+    for name, f in formats.items():
+        if f["overflow"]:
+            screen.print(f"{name}: overflows to {f['value']}")
+        elif f.get("subnormal"):
+            screen.print(f"{name}: subnormal, with fewer significant bits the smaller it is")
+
+
+def exact(value: float) -> str:
+    """Return a number with up to ten digits."""
+    return f"{value:.10g}"
+
+
+def error(found: Mapping[str, Any]) -> str:
+    """Return how far a value is from the exact one."""
+    if found["exact"]:
+        return "exact"
+    return "-" if found["relative_error"] is None else f"{found['relative_error']:.2g}"
+
+
+def print_held(screen: Console, entry: Mapping[str, Any]) -> None:
+    """Print how much of a checkpoint each format holds, tensor by tensor and in all."""
+    rows = Table(title=entry["source"], title_justify="left")
+    for column in ("tensor", "dtype", "max |w|", "bf16 exact", "fp16 exact", "fp16: inf", "subnormal", "to 0"):
+        rows.add_column(column, justify="left" if column in ("tensor", "dtype") else "right", overflow="fold")
+    for row in entry["tensors"][:_MOST_PRINTED]:
+        add_held(rows, row["name"], row["dtype"].lower(), row)
+    if len(entry["tensors"]) > _MOST_PRINTED:
+        rows.add_row(f"and {len(entry['tensors']) - _MOST_PRINTED} more, see --json", *[""] * 7)
+    rows.add_section()
+    add_held(rows, f"all {entry['total']['elements']:,} weights", "", entry["total"])
+    screen.print(rows)
+    if entry["total"]["nonfinite"]:
+        screen.print(f"{counted(entry['total']['nonfinite'], 'weight')} inf or NaN in the file itself")
+
+
+def add_held(rows: Table, name: str, dtype: str, row: Mapping[str, Any]) -> None:
+    """Add a tensor, or the sum, to the table."""
+    bf16, fp16 = row["formats"]["bf16"], row["formats"]["fp16"]
+    counts = [f"{fp16[key]:,}" for key in ("overflow", "subnormal", "zeroed")]
+    held = [percent(f["exact_fraction"]) for f in (bf16, fp16)]
+    rows.add_row(name, dtype, plain(row["amax"]), *held, *counts)
+
+
+# ---- loss curves ----------------------------------------------------------------------------------------------------
+
+
+def print_losses(result: Mapping[str, Any], curve: Curve, found: Sequence[Event]) -> None:
+    """Print the curve as a line, and each event with its steps and usual cause."""
+    screen = console()
+    span = f"steps {result['first_step']:,} to {result['last_step']:,}"
+    screen.print(f"{result['log']}: {result['losses']:,} losses, {span}", markup=False)
+    bars, letters = sparkline(curve, found, min(100, screen.width))
+    screen.print(bars, markup=False)
+    if letters:
+        screen.print(letters, markup=False)
+    if not result["events"]:
+        screen.print("no spike, no divergence, no plateau, no bump after a resume, no collapse of the loss scale")
+        return
+    rows = Table("event", "steps", "loss or scale", "usual cause, and what helps")
+    for event in result["events"]:
+        name = re.sub(r"(?<!^)(?=[A-Z])", " ", event["kind"]).lower()
+        rows.add_row(name, steps_in_words(event), event_in_words(event), event["cause"])
+    screen.print(rows)

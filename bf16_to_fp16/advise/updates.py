@@ -1,0 +1,395 @@
+"""Which weights would not move: updates below half the gap of a 16-bit weight vanish when it is rounded to nearest.
+
+The gap between neighbouring values is a power of two, so one histogram of exponents says for every learning rate at
+once which share of a tensor moves. How large updates are is either stated (Adam's are about the learning rate, whatever
+the gradient is; Adafactor's about the learning rate times the tensor's root mean square) or measured: a few steps with
+real gradients, in fp32, of which the last one is looked at.
+
+The remedies in the order in which they cost least: round stochastically, so that the mean of many lost updates arrives
+(Gupta et al., arXiv:1502.02551; Zamirai et al., arXiv:2010.06192); keep an fp32 copy of the weights; or raise the
+learning rate, and with it, linearly (Goyal et al., arXiv:1706.02677), the batch size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.reader import Checkpoint
+from ..errors import UserError
+from ..families.roles import layer_of
+from ..finetuning.corpus import open_corpus
+from ..finetuning.recipe import Data
+from ..optim import rounding
+from ..progress import Advance, Progress
+from ..run.probe import has_decoder
+from ..run.stock import load
+from ..wording import rounded_up
+from .formats import FORMATS, Format, chosen, half_gaps, open_weights, tensor_pieces
+
+OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
+
+
+DEFAULT_RATE, DEFAULT_SHARE, DEFAULT_STEPS, DEFAULT_BATCH = 1e-4, 0.5, 8, 8
+
+
+SMALLEST_SCALE = 1e-3
+"""Adafactor takes a tensor's root mean square for at least this (Shazeer and Stern, arXiv:1804.04235)."""
+
+
+_BINS_PER_DOUBLING = 16  # bins of a histogram in a doubling
+
+
+_LOWEST_RATE, _HIGHEST_RATE = -200, 140  # binary exponents that are told apart
+
+
+_RATE_BINS = (_HIGHEST_RATE - _LOWEST_RATE) * _BINS_PER_DOUBLING + 1
+
+
+@dataclass
+class Layer:
+    """Elements of a tensor by the learning rate from which they move.
+
+    ``moves``: float64 histogram over log₂ of that rate, 16 bins to a doubling. ``still``: elements without any update,
+    which no rate moves. ``lost``: elements that do not move at the rate that was asked for. ``overflow``: elements that
+    are not finite, or not finite in the format.
+    """
+
+    name: str
+    elements: int = 0
+    still: int = 0
+    lost: int = 0
+    overflow: int = 0
+    moves: Tensor = field(default_factory=lambda: torch.zeros(_RATE_BINS, dtype=torch.float64))
+
+    def add(self, rates: Tensor, rate: float) -> None:
+        """Take in elements by the rate from which each moves, inf where there is none."""
+        finite = rates[rates.isfinite()]
+        self.elements += rates.numel()
+        self.still += rates.numel() - finite.numel()
+        self.lost += int((finite > rate).sum())
+        place = (
+            ((finite.double().log2() - _LOWEST_RATE) * _BINS_PER_DOUBLING)
+            .ceil()
+            .clamp(0, _RATE_BINS - 1)
+            .to(torch.int64)
+        )
+        self.moves += torch.bincount(place, minlength=_RATE_BINS)
+
+    def join(self, other: Layer) -> None:
+        """Add the elements of another one."""
+        for name in ("elements", "still", "lost", "overflow"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.moves += other.moves
+
+    def rate_for(self, share: float) -> float | None:
+        """Return the least learning rate (to 1/16 of a doubling, from above) at which ``share`` of the elements that
+        have updates move; None where none has."""
+        if not float(self.moves.sum()):
+            return None
+        reached = (self.moves.cumsum(0) >= share * self.moves.sum() * (1 - 1e-12)).nonzero()[0]
+        return 2.0 ** (int(reached) / _BINS_PER_DOUBLING + _LOWEST_RATE)
+
+    def to_json(self, share: float) -> dict[str, Any]:
+        """Return the counts and what follows from them."""
+        live = self.elements - self.still
+        return {
+            "name": self.name,
+            "elements": self.elements,
+            "no_update": self.still,
+            "stalled": self.lost,
+            "stalled_fraction": self.lost / live if live else 0.0,
+            "overflow": self.overflow,
+            "rate_for_share": self.rate_for(share),
+        }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Whose updates are looked at, on which format; ``advise_updates`` says what each field means."""
+
+    rate: float
+    optimizer: str
+    dtype: str
+    relative_update: float | None
+    data: str | None
+    steps: int
+    batch_size: int | None
+    share: float
+    seed: int
+
+    @property
+    def format(self) -> Format:
+        """The format of the weights."""
+        return FORMATS[self.dtype]
+
+    @property
+    def examples(self) -> int:
+        """Examples of a step with real gradients."""
+        return self.batch_size or DEFAULT_BATCH
+
+    def check(self) -> None:
+        """Raise UserError for settings that make no sense, alone or together."""
+        if self.optimizer not in OPTIMIZERS:
+            raise UserError(f"optimizer {self.optimizer!r} is not known; choose from {', '.join(OPTIMIZERS)}")
+        if self.dtype not in FORMATS:
+            raise UserError(f"dtype {self.dtype!r} is not a 16-bit format; choose from {', '.join(FORMATS)}")
+        for what, given in (("learning rate", self.rate), ("relative update", self.relative_update)):
+            if given is not None and not 0 < given < math.inf:
+                raise UserError(f"the {what} is {given:g}; give a positive number")
+        if not 0 < self.share <= 1:
+            raise UserError(f"the share is {self.share:g}; give one above 0, up to 1")
+        if self.steps < 1 or (self.batch_size is not None and self.batch_size < 1):
+            raise UserError("steps and batch size must be at least 1")
+        if self.relative_update is not None and self.data is not None:
+            raise UserError("the updates are either stated or measured; leave out --relative-update or --data")
+        if self.optimizer == "sgd" and self.relative_update is None and self.data is None:
+            raise UserError(
+                "sgd's updates are as large as its gradients; give --data FILE to measure them, or --relative-update"
+            )
+
+
+def advise_updates(
+    source: str | Path,
+    *,
+    rate: float = DEFAULT_RATE,
+    optimizer: str = "adamw",
+    dtype: str = "bf16",
+    relative_update: float | None = None,
+    data: str | None = None,
+    steps: int = DEFAULT_STEPS,
+    batch_size: int | None = None,
+    share: float = DEFAULT_SHARE,
+    tensors: Sequence[str] = (),
+    subfolder: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Return which share of a checkpoint's weights an optimizer's update would not move, and what to do about it.
+
+    Its many parameters are the command's options, as keywords. rate: the learning rate. optimizer: one of
+    ``OPTIMIZERS``. dtype: the format of the weights, "bf16" or "fp16". relative_update: root mean square of a tensor's
+    update over that of the tensor, at ``rate``, instead of what the optimizer does by itself. data: text for real
+    gradients of ``steps`` steps of ``batch_size`` examples (default 8), of which the last is looked at; this loads the
+    model, everything else streams. share: of the elements, that should move. tensors: names with wildcards, of those to
+    look at.
+
+    The result has ``layers`` and ``tensors`` (name, elements, ``no_update`` for those whose update is 0, ``stalled``
+    ones of the others and their fraction, ``rate_for_share``), the same for all as ``total``, and ``advice``. Raises
+    UserError for settings, a source or data that cannot be used.
+    """
+    settings = Settings(rate, optimizer, dtype, relative_update, data, steps, batch_size, share, seed)
+    settings.check()
+    progress = progress or Progress(quiet=True)
+    checkpoint = open_weights(source, subfolder)
+    names = chosen(checkpoint, tensors)
+    with progress.step("Looking at the weights" if data is None else "Taking steps") as advance:
+        if data is None:
+            found = stated(checkpoint, names, settings, advance)
+        else:
+            found = measured(checkpoint, set(names) if tensors else None, data, settings, advance)
+    total = Layer("all")
+    layers: dict[str, Layer] = {}
+    for row in found:
+        layer = layers.setdefault(layer_of(row.name), Layer(layer_of(row.name)))
+        for sums in (layer, total):
+            sums.join(row)
+    result = {
+        "mode": "updates",
+        "source": checkpoint.source,
+        "optimizer": optimizer,
+        "dtype": dtype,
+        "learning_rate": rate,
+        "relative_update": relative_update,
+        "gradients": None
+        if data is None
+        else {"data": Path(data).name, "steps": steps, "batch_size": settings.examples},
+        "share": share,
+        "batch_size": batch_size,
+        "total": total.to_json(share),
+        "layers": [layer.to_json(share) for layer in layers.values()],
+        "tensors": [row.to_json(share) for row in found],
+    }
+    return result | {"advice": advice_for(result)}
+
+
+# ---- stated updates -------------------------------------------------------------------------------------------------
+
+
+def stated(checkpoint: Checkpoint, names: Sequence[str], settings: Settings, advance: Advance) -> list[Layer]:
+    """Return the elements of each tensor by the learning rate from which they move, every update being of one size.
+
+    adamw, adam, lion: the learning rate; adafactor: times the tensor's root mean square.
+    """
+    target, rate = settings.format, settings.rate
+    found = []
+    for place, name in enumerate(names):
+        row = Layer(name)
+        exponents = torch.zeros(512, dtype=torch.float64)
+        square = 0.0
+        for part in tensor_pieces(checkpoint, name):
+            narrow = part.to(target.dtype)
+            finite = narrow[narrow.isfinite()].float()
+            row.overflow += part.numel() - finite.numel()
+            square += float(finite.double().square().sum())
+            exponents += torch.bincount(half_gaps(finite, target).log2().to(torch.int64) + 200, minlength=512)
+        elements = float(exponents.sum())
+        rms = math.sqrt(square / elements) if elements else 0.0
+        size = 1.0  # of an update, in units of the learning rate
+        if settings.relative_update is not None:
+            size = settings.relative_update * rms / rate
+        elif settings.optimizer == "adafactor":
+            size = max(SMALLEST_SCALE, rms)
+        row.elements = row.overflow + int(elements)
+        row.still = row.overflow
+        for bin_ in exponents.nonzero().flatten().tolist():
+            # Where updates are 0, as in a tensor of zeros with a relative update, nothing moves.
+            moves_from = math.ldexp(1.0, bin_ - 200) / size if size else math.inf
+            many = Layer(name)
+            many.add(torch.tensor([moves_from], dtype=torch.float64), rate)
+            count = int(exponents[bin_])
+            row.lost += count * many.lost
+            row.still += count * many.still
+            row.moves += many.moves * count
+        found.append(row)
+        advance(place + 1, len(names))
+    return found
+
+
+# ---- measured updates -----------------------------------------------------------------------------------------------
+
+
+def measured(
+    checkpoint: Checkpoint, names: set[str] | None, data: str, settings: Settings, advance: Advance
+) -> list[Layer]:
+    """Return the elements of each parameter by the learning rate from which the last of the steps moves them.
+
+    The model runs in fp32 from weights of the format, which move by the exact updates; the elements that have had no
+    gradient count as without an update.
+    """
+    model = load(checkpoint.folder, torch.float32, attention="sdpa")
+    if not has_decoder(model.config):
+        raise UserError(f"{checkpoint.source}: an encoder alone has no loss of its own; leave out --data")
+    wanted = Data(path=data, batch_size=settings.examples, held_out=0.0)
+    corpus = open_corpus(wanted, checkpoint.folder, model.config, seed=settings.seed)
+    parameters = {n: p for n, p in model.named_parameters() if names is None or n in names}
+    target, rate, steps = settings.format, settings.rate, settings.steps
+    rule = Rule(settings.optimizer)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.copy_(rounding.nearest(parameter, target.dtype))
+    training_batches = corpus.training_batches()
+    found: list[Layer] = []
+    for step in range(1, steps + 1):
+        model.zero_grad()
+        model(**next(training_batches).inputs()).loss.backward()
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                update = rule.update(name, parameter, gradient, step)
+                if step == steps:
+                    found.append(moving(name, parameter, update, target, rate))
+                parameter.sub_(update, alpha=rate)
+        advance(step, steps)
+    return found
+
+
+def moving(name: str, value: Tensor, update: Tensor, target: Format, rate: float) -> Layer:
+    """Return a parameter's elements by the learning rate from which ``update``, which is taken away, moves them."""
+    row = Layer(name)
+    stored = rounding.nearest(value, target.dtype).flatten()
+    update = update.flatten()
+    gap = half_gaps(stored, target, towards_zero=update.sign() == stored.sign())
+    row.add(torch.where(update == 0, math.inf, gap.double() / update.double().abs()), rate)
+    return row
+
+
+class Rule:
+    """The updates of an optimizer at a learning rate of 1, from gradients alone, without weight decay.
+
+    adamw and adam: betas 0.9 and 0.999; adafactor: as in T5, no first moment, updates clipped to a root mean square of
+    1 and multiplied by the tensor's; lion: betas 0.9 and 0.99; sgd: the gradient.
+    """
+
+    def __init__(self, optimizer: str) -> None:
+        """Start without moments."""
+        self.optimizer = optimizer
+        self.moments: dict[str, list[Tensor]] = {}
+
+    def update(self, name: str, parameter: Tensor, gradient: Tensor, step: int) -> Tensor:
+        """Return the update, which is subtracted from the parameter times the learning rate; ``step`` counts from 1."""
+        if self.optimizer == "sgd":
+            return gradient
+        if self.optimizer == "adafactor":
+            return self._adafactor(name, parameter, gradient, step)
+        first, second = self.moments.setdefault(name, [torch.zeros_like(gradient) for _ in range(2)])
+        if self.optimizer == "lion":
+            update = (0.9 * first + 0.1 * gradient).sign()
+            first.mul_(0.99).add_(gradient, alpha=0.01)
+            return update
+        first.mul_(0.9).add_(gradient, alpha=0.1)
+        second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        return first / (1 - 0.9**step) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+
+    def _adafactor(self, name: str, parameter: Tensor, gradient: Tensor, step: int) -> Tensor:
+        decay = 1 - step**-0.8
+        square = gradient.square() + 1e-30
+        if gradient.ndim < 2:
+            (second,) = self.moments.setdefault(name, [torch.zeros_like(gradient)])
+            second.mul_(decay).add_(square, alpha=1 - decay)
+        else:
+            rows, columns = self.moments.setdefault(name, [torch.zeros_like(square.mean(d)) for d in (-1, -2)])
+            rows.mul_(decay).add_(square.mean(-1), alpha=1 - decay)
+            columns.mul_(decay).add_(square.mean(-2), alpha=1 - decay)
+            second = (rows / rows.mean(-1, keepdim=True))[..., None] * columns[..., None, :]
+        update = gradient / second.sqrt()
+        scale = max(SMALLEST_SCALE, float(parameter.square().mean().sqrt()))
+        return update * (scale / max(1.0, float(update.square().mean().sqrt())))
+
+
+# ---- advice ---------------------------------------------------------------------------------------------------------
+
+
+def advice_for(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what to do, best first: ``what`` is stochastic-rounding, fp32-master or learning-rate, ``why`` a sentence.
+
+    Empty where at least the share that was asked for moves already.
+    """
+    total, share = result["total"], result["share"]
+    if 1 - total["stalled_fraction"] >= share:
+        return []
+    dtype = result["dtype"]
+    found: list[dict[str, Any]] = [
+        {
+            "what": "stochastic-rounding",
+            "why": 'bf16_to_fp16.AdamW(..., rounding="stochastic") moves every weight as far as it should on average,'
+            f" with weights in {dtype} and no copy",
+        },
+        {
+            "what": "fp32-master",
+            "why": f"an fp32 copy of the weights keeps what {dtype} loses, for 4 bytes more a weight",
+        },
+    ]
+    needed = total["rate_for_share"]
+    if needed is not None:
+        needed = rounded_up(needed, 3)
+        factor = needed / result["learning_rate"]
+        batch = result["batch_size"] and math.ceil(result["batch_size"] * factor)
+        bigger = f"a batch size of {batch:,}" if batch else "the batch size times as much as well"
+        found.append(
+            {
+                "what": "learning-rate",
+                "learning_rate": needed,
+                "factor": factor,
+                "batch_size": batch,
+                "why": f"a learning rate of {needed:.3g} ({factor:.3g} times as much) moves {share:.0%} of the weights;"
+                f" it wants {bigger}, and may be too high to train with",
+            }
+        )
+    return found

@@ -1,0 +1,605 @@
+"""The adversary: a gradient search for the inputs that bring each site nearest to its limit.
+
+Random inputs rarely find what one rare token sequence does. Here every row of a batch goes after a goal of its own,
+many goals at once: over input embeddings, as convex combinations of rows of the embedding table (the hull that the
+certificate covers), and over token ids, changing one position at a time to what the gradient prefers and keeping what
+improves (HotFlip, Ebrahimi et al. 2018). A goal is a site, or 1/σ of what a norm reads: a norm hides its other
+channels behind a few large ones until an input makes those small. The search runs in rounds. After each one every
+input found is tried on every goal, and the next round's rows go to the goals whose bound lies farthest above the best
+found, each starting from the best inputs that any goal has found for it. What is found is measured again in fp32 and
+in real fp16 arithmetic. The pair of the worst found and the certificate's bound is the honest answer to how near a
+model can come.
+
+The certificate knows of an embedding only how large each channel and how long the whole can be. A second search moves
+embeddings as freely as that. What it reaches and the first does not is out of reach of the vocabulary, not a looseness
+of the bound, so the two are kept apart: no text need come near it.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..families.types import Layout
+from ..families.walk import walk
+from ..numerics import FP16_MAX, headroom_bits
+from ..observe.observer import SiteObserver
+from ..observe.points import watched
+from ..rescaling.weights import ModelTensors
+
+LENGTH = 16
+"""Positions of an attack's sequences: enough for every score and every mixture of values."""
+
+
+GROUP = 48
+"""Goals attacked in one batch."""
+
+
+ROUNDS = 4
+"""Times that the rows are dealt out anew."""
+
+
+STARTS = 3
+"""Best inputs kept for each goal, for as many rows to start from."""
+
+
+POOL = 8
+"""Groups of random inputs among which the first rows choose their start."""
+
+
+TOKEN_SHARE = 4
+"""One step in so many changes tokens; it costs several times what the others do."""
+
+
+FREE_SHARE = 4
+"""One step in so many moves embeddings freely."""
+
+
+START_WEIGHT = 0.7
+"""Weight of its starting point in a row's first mixture."""
+
+
+WORDS = 512
+"""Rows of the table that the hull is searched over; with a larger vocabulary a random choice of them."""
+
+
+INVERSE_SIGMA = "1/σ"
+"""The operation under which a norm's own goal is named."""
+
+
+MIXTURE_RATE = 0.3
+
+
+FREE_RATE = 0.1
+
+
+FLIPS = 4
+"""Best changes tried at each token step."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one site reached: by as many random inputs, by tokens, by mixtures of the table's rows (``embeddings``), all
+    in fp32, and in fp16 by any of them.
+
+    ``covered``: by embeddings no larger than the table's, all that the certificate covers, in fp32 or fp16; it says how
+    tight the bound is, not how near an input can come.
+    """
+
+    name: str
+    random: float
+    tokens: float
+    embeddings: float
+    half: float
+    limit: float = FP16_MAX
+    covered: float = 0.0
+
+    @property
+    def worst(self) -> float:
+        """The largest value found in the hull of the vocabulary, in fp32 or fp16."""
+        return max(self.random, self.tokens, self.embeddings, self.half)
+
+    @property
+    def gain(self) -> float:
+        """How many times more than random inputs the search reached."""
+        return self.worst / self.random if self.random else math.inf
+
+
+@dataclass(frozen=True)
+class Attack:
+    """The result of a search: each site's findings, and the token ids that were worst for it.
+
+    ``inputs``: per attacked site the encoder's and the decoder's ids (empty for an encoder).
+    """
+
+    steps: int
+    seed: int
+    found: tuple[Found, ...]
+    inputs: Mapping[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+
+    @property
+    def worst_headroom_bits(self) -> float:
+        """log2(limit / worst) at the tightest site."""
+        return min((headroom_bits(f.worst, f.limit) for f in self.found), default=math.inf)
+
+    @property
+    def worst(self) -> dict[str, float]:
+        """The worst value found at every site."""
+        return {f.name: f.worst for f in self.found}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ``attack`` entry of the report; ``gain`` is over as many random inputs, ``ids`` replay it."""
+        gains = [f.gain for f in self.found if f.name in self.inputs and f.random > 0]
+        return {
+            "steps": self.steps,
+            "seed": self.seed,
+            "worst_headroom_bits": self.worst_headroom_bits,
+            "median_gain": statistics.median(gains) if gains else None,
+            "sites": [
+                {
+                    "name": f.name,
+                    "worst": f.worst,
+                    "random": f.random,
+                    "tokens": f.tokens,
+                    "embeddings": f.embeddings,
+                    "half": f.half,
+                    "covered": f.covered,
+                    "limit": f.limit,
+                    "headroom_bits": headroom_bits(f.worst, f.limit),
+                    "gain": f.gain,
+                    "ids": self.inputs.get(f.name),
+                }
+                for f in sorted(self.found, key=lambda f: headroom_bits(f.worst, f.limit))
+            ],
+        }
+
+
+@dataclass
+class _Inputs:
+    """A batch for both sides: ids [rows, length], or embeddings [rows, length, d]; decoder None for an encoder."""
+
+    encoder: Tensor
+    decoder: Tensor | None
+
+    @property
+    def sides(self) -> list[Tensor]:
+        return [self.encoder] if self.decoder is None else [self.encoder, self.decoder]
+
+    def rows(self, chosen: Tensor | slice) -> _Inputs:
+        return _Inputs(self.encoder[chosen], None if self.decoder is None else self.decoder[chosen])
+
+
+def joined(parts: Sequence[_Inputs]) -> _Inputs:
+    """Return the rows of several batches as one."""
+    decoders = [p.decoder for p in parts if p.decoder is not None]
+    return _Inputs(torch.cat([p.encoder for p in parts]), torch.cat(decoders) if decoders else None)
+
+
+class _Elite:
+    """The best inputs found so far for each goal, best first, with what they reach."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[tuple[float, _Inputs]]] = {}
+
+    def offer(self, x: _Inputs, reached: Mapping[str, Tensor]) -> None:
+        """Take the rows of ``x`` that are among the best; reached: what each row reaches of every goal, [rows]."""
+        for goal, values in reached.items():
+            kept = self.kept.setdefault(goal, [])
+            # NaN is past every limit.
+            top = values.nan_to_num(math.inf, math.inf).topk(min(STARTS, len(values)))
+            for value, row in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                # The same input comes by again whenever a row did not improve.
+                if all(value != old for old, _ in kept):
+                    part = x.rows(slice(row, row + 1))
+                    kept.append((value, _Inputs(part.encoder.clone(), _cloned(part.decoder))))
+            kept.sort(key=lambda pair: -pair[0])
+            del kept[STARTS:]
+
+    def best(self, goal: str) -> float:
+        return self.kept[goal][0][0] if self.kept.get(goal) else 0.0
+
+    def starts(self, goals: Sequence[str]) -> _Inputs:
+        """Return a start for each row: of rows with the same goal the n-th takes the n-th best."""
+        seen: dict[str, int] = {}
+        parts = []
+        for goal in goals:
+            kept, turn = self.kept[goal], seen.get(goal, 0)
+            seen[goal] = turn + 1
+            parts.append(kept[turn % len(kept)][1])
+        return joined(parts)
+
+
+def _cloned(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone()
+
+
+def deal(weights: Mapping[str, float], rows: int) -> list[str]:
+    """Return which goal each row goes after: rows in proportion to the weights, none for a weight of 0 (d'Hondt)."""
+    queue = [(-weight, number, goal) for number, (goal, weight) in enumerate(weights.items()) if weight > 0]
+    heapq.heapify(queue)
+    dealt: dict[str, int] = {}
+    for _ in range(rows if queue else 0):
+        _, number, goal = queue[0]
+        dealt[goal] = dealt.get(goal, 0) + 1
+        heapq.heapreplace(queue, (-weights[goal] / (dealt[goal] + 1), number, goal))
+    return [goal for goal, count in dealt.items() for _ in range(count)]
+
+
+class _Subject:
+    """A model under attack: inputs for it, what they reach of every goal, and what they make of every operation."""
+
+    def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
+        self.model, self.layout, self.length = model, layout, length
+        self.generator = torch.Generator().manual_seed(seed)
+        self.table = model.get_input_embeddings().weight.detach()
+        stack = model.get_encoder() if hasattr(model, "get_encoder") else model
+        # Pegasus's encoder scales embeddings that it looks up, but not those that it is given; its decoder both.
+        self.encoder_scale = float(getattr(stack, "embed_scale", 1.0))
+        self.narrow = {f"{reader.norm}:{INVERSE_SIGMA}": reader.site for reader in walk(layout)}
+        """Goals that are 1/σ of a norm's input, with the site that the norm reads."""
+
+    def draw(self, rows: int) -> _Inputs:
+        """Return random ids; every fourth row repeats one token."""
+
+        def side() -> Tensor:
+            ids = torch.randint(len(self.table), (rows, self.length), generator=self.generator)
+            ids[::4] = ids[::4, :1]
+            return ids
+
+        return _Inputs(side(), None if self.layout.encoder_only else side())
+
+    def embed(self, ids: _Inputs) -> _Inputs:
+        return _Inputs(self.table[ids.encoder], None if ids.decoder is None else self.table[ids.decoder])
+
+    def run(self, x: _Inputs, model: Any = None, mask: Tensor | None = None) -> None:
+        """Run the model on embeddings; mask: the encoder's attention mask."""
+        model = model or self.model
+        dtype = next(model.parameters()).dtype
+        encoder = (x.encoder * self.encoder_scale).to(dtype)
+        if x.decoder is None:
+            model(inputs_embeds=encoder, attention_mask=mask)
+        else:
+            decoder = x.decoder.to(dtype)
+            model(inputs_embeds=encoder, decoder_inputs_embeds=decoder, attention_mask=mask, use_cache=False)
+
+    def run_ids(self, x: _Inputs, model: Any, mask: Tensor | None = None) -> None:
+        """Run a model on token ids; mask: the encoder's attention mask."""
+        if x.decoder is None:
+            model(input_ids=x.encoder, attention_mask=mask)
+        else:
+            model(input_ids=x.encoder, decoder_input_ids=x.decoder, attention_mask=mask, use_cache=False)
+
+    def values(self, x: _Inputs) -> dict[str, Tensor]:
+        """Return what each goal is read from, differentiable: a site's values, or 1/σ of what a norm reads."""
+        with watched(self.model, self.layout) as found:
+            self.run(x)
+        for goal, stream in self.narrow.items():
+            if stream in found:
+                h = found[stream]
+                if self.layout.family.centred_norm:
+                    h = h - h.mean(-1, keepdim=True)
+                found[goal] = (h.square().mean(-1) + self.layout.eps).rsqrt()
+        return found
+
+    def reached(self, x: _Inputs, goals: Sequence[str]) -> Tensor:
+        """Return the largest |value| of each row's own goal, differentiable: [rows]."""
+        values = self.values(x)
+        return torch.stack([values[name][row].abs().max() for row, name in enumerate(goals)])
+
+    def survey(self, x: _Inputs) -> dict[str, Tensor]:
+        """Return the largest |value| of every goal on every row: [rows] each."""
+        with torch.no_grad():
+            return {name: value.abs().flatten(1).amax(1) for name, value in self.values(x).items()}
+
+    def nearest(self, x: _Inputs) -> _Inputs:
+        """Return the ids whose embeddings are nearest to mixtures."""
+        return _Inputs(
+            self.best_words(x.encoder, nearest=True)[1],
+            None if x.decoder is None else self.best_words(x.decoder, nearest=True)[1],
+        )
+
+    def best_words(self, x: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
+        """Return for every position the largest x·row of the table and its id, a few thousand rows at a time.
+
+        nearest: the largest x·row − ‖row‖²/2, which is that of the row with the least ‖x − row‖.
+        """
+        best = torch.full(x.shape[:2], -math.inf)
+        word = torch.zeros(x.shape[:2], dtype=torch.int64)
+        for start in range(0, len(self.table), 4096):
+            part = self.table[start : start + 4096]
+            products = x @ part.t()
+            if nearest:
+                products = products - part.square().sum(1) / 2
+            found = products.max(-1)
+            better = found.values > best
+            best, word = torch.where(better, found.values, best), torch.where(better, found.indices + start, word)
+        return best, word
+
+    def measure(self, model: nn.Module, inputs: Sequence[tuple[_Inputs, bool]]) -> dict[str, float]:
+        """Return the largest |x| of every operation on all inputs; each is ids (True) or embeddings.
+
+        The first row of each comes again with its last position masked, so that the mask's own operations run.
+        """
+        observer = SiteObserver(model)
+        with torch.no_grad(), observer:
+            for x, tokens in inputs:
+                again = joined([x, x.rows(slice(0, 1))])
+                mask = torch.ones(again.encoder.shape[:2], dtype=torch.int64)
+                mask[-1, 1:][-1:] = 0
+                self.run_ids(again, model, mask) if tokens else self.run(again, model, mask)
+        # What has no limit in fp16 is benign; masks are not an input's doing.
+        half = next(model.parameters()).dtype == torch.float16
+        return {
+            s.name: s.amax for s in observer.sites() if ":constant " not in s.name and (s.limit is not None or not half)
+        }
+
+
+@dataclass(frozen=True)
+class _Climb:
+    """A way uphill: each row's goal, the inputs it starts from, in how many steps, and what to call after each."""
+
+    goals: Sequence[str]
+    start: _Inputs
+    steps: int
+    done: Callable[[], None]
+
+
+class _Adversary(_Subject):
+    """The searches: each goes uphill from a start, and returns the best that every row has come by."""
+
+    def in_hull(self, climb: _Climb) -> _Inputs:
+        """Climb over convex combinations of table rows from embeddings; return each row's best."""
+        count = min(len(self.table), WORDS)
+        words = torch.randperm(len(self.table), generator=self.generator)[:count]
+        table = self.table[words]
+        # The starting point is one more word of each position; the others share what is left of the weight.
+        lead = math.log(START_WEIGHT / (1 - START_WEIGHT))
+
+        def logits() -> Tensor:
+            drawn = 2 * torch.randn(len(climb.goals), self.length, count, generator=self.generator)
+            first = drawn.logsumexp(-1, keepdim=True) + lead
+            return torch.cat([first, drawn], -1).requires_grad_()
+
+        given = climb.start.sides
+        sides = [logits() for _ in given]
+        optimizer = torch.optim.Adam(sides, lr=MIXTURE_RATE)
+
+        def made() -> _Inputs:
+            mixed = []
+            for side, origin in zip(sides, given, strict=True):
+                weights = torch.softmax(side, -1)
+                mixed.append(weights[..., :1] * origin + weights[..., 1:] @ table)
+            return _Inputs(mixed[0], mixed[1] if len(mixed) > 1 else None)
+
+        return self.climb(climb, made, optimizer)
+
+    def in_box(self, climb: _Climb) -> _Inputs:
+        """Climb from embeddings over all that are, channel by channel, no larger than the table's rows and no longer
+        than the longest; return each row's best."""
+        top, longest = self.table.abs().amax(0), self.table.norm(dim=1).max()
+        safe = top.clamp(min=torch.finfo(top.dtype).tiny)
+
+        def inverse(x: Tensor) -> Tensor:
+            # Not too far out, where tanh has no gradient left.
+            return (x / safe).clamp(-0.95, 0.95).atanh().requires_grad_()
+
+        def embeddings(side: Tensor) -> Tensor:
+            x = torch.tanh(side) * top
+            # A little inside, for the rounding of the length to fp16.
+            return x * (longest * (1 - 2.0**-10) / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)).clamp(max=1)
+
+        sides = [inverse(side) for side in climb.start.sides]
+        optimizer = torch.optim.Adam(sides, lr=FREE_RATE)
+
+        def made() -> _Inputs:
+            moved = [embeddings(side) for side in sides]
+            return _Inputs(moved[0], moved[1] if len(moved) > 1 else None)
+
+        return self.climb(climb, made, optimizer)
+
+    def climb(self, climb: _Climb, made: Callable[[], _Inputs], optimizer: torch.optim.Optimizer) -> _Inputs:
+        """Step uphill on the embeddings that ``made`` gives; return each row's best, its start included."""
+        with torch.no_grad():
+            best, kept = self.reached(climb.start, climb.goals), climb.start
+        for _ in range(climb.steps):
+            x = made()
+            reached = self.reached(x, climb.goals)
+            better = reached.detach() > best
+            best = torch.where(better, reached.detach(), best)
+            kept = choose(better, x, kept)
+            optimizer.zero_grad()
+            (-reached.clamp(min=1e-30).log().sum()).backward()
+            optimizer.step()
+            climb.done()
+        return kept
+
+    def by_tokens(self, climb: _Climb) -> _Inputs:
+        """Change one token at a time of ids to what the gradient prefers; return each row's best."""
+        ids, goals = climb.start, climb.goals
+        with torch.no_grad():
+            best = self.reached(self.embed(ids), goals)
+        for step in range(climb.steps):
+            x = self.embed(ids)
+            for side in (x.encoder, x.decoder):
+                if side is not None:
+                    side.requires_grad_()
+            self.reached(x, goals).clamp(min=1e-30).log().sum().backward()
+            for trial in self.flips(ids, x, step):
+                with torch.no_grad():
+                    reached = self.reached(self.embed(trial), goals)
+                better = reached > best
+                best = torch.where(better, reached, best)
+                ids = choose(better, trial, ids)
+            climb.done()
+        return ids
+
+    def flips(self, ids: _Inputs, x: _Inputs, step: int) -> list[_Inputs]:
+        """Return changed ids: per row the most promising tokens by first order, at its most promising positions."""
+        trials = []
+        for name in ("encoder", "decoder"):
+            side, given = getattr(x, name), getattr(ids, name)
+            if side is None or side.grad is None:
+                continue
+            gain, word = self.best_words(side.grad)
+            gain = gain - (side.grad * side.detach()).sum(-1)
+            places = gain.topk(min(FLIPS, self.length), dim=1).indices
+            for k in range(places.shape[1]):
+                changed = given.clone()
+                place = places[:, k : k + 1]
+                changed.scatter_(1, place, word.gather(1, place))
+                trials.append(_Inputs(changed, ids.decoder) if name == "encoder" else _Inputs(ids.encoder, changed))
+            if step % 4 == 3:
+                # One token everywhere: what a single change cannot reach.
+                best = word.gather(1, places[:, :1]).expand_as(given)
+                trials.append(_Inputs(best, ids.decoder) if name == "encoder" else _Inputs(ids.encoder, best))
+        return trials
+
+
+def choose(better: Tensor, new: _Inputs, old: _Inputs) -> _Inputs:
+    """Return row by row the new input where it is better, else the old."""
+
+    def pick(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(better.view(-1, *[1] * (a.dim() - 1)), a.detach(), b)
+
+    return _Inputs(
+        pick(new.encoder, old.encoder),
+        None if new.decoder is None or old.decoder is None else pick(new.decoder, old.decoder),
+    )
+
+
+def attack(
+    model: Any,
+    layout: Layout,
+    *,
+    steps: int,
+    seed: int = 0,
+    length: int = LENGTH,
+    sites: Sequence[str] | None = None,
+    certificate: Certificate | None = None,
+    advance: Callable[[int, int], None] | None = None,
+) -> Attack:
+    """Return what ``steps`` gradient steps, most over embeddings and one in ``TOKEN_SHARE`` over tokens, find at each
+    site of ``model``.
+
+    model: a stock model in eval mode with the weights that will run in fp16, in any dtype; it is not changed. sites:
+    audit names to go after, by default every linear, product, score, context, norm and residual add; a name given
+    several times gets as many rows. Every other operation is measured on the same inputs. certificate: the bounds that
+    say where to search harder, by default computed here. length: positions of both sides. Deterministic for a seed.
+    """
+    wide, half = copy.deepcopy(model).float().eval(), copy.deepcopy(model).half().eval()
+    for each in (wide, half):
+        each.set_attn_implementation("eager")
+        each.requires_grad_(False)
+    if certificate is None:
+        certificate = bound(layout, fp16_weights(ModelTensors(half), layout))
+    adversary = _Adversary(wide, layout, seed, min(length, longest(model.config)))
+    if sites is None:
+        sites = list(adversary.survey(adversary.embed(adversary.draw(1))))
+    search = _AttackSearch(adversary, list(sites), certificate)
+    search.run(steps, advance)
+    chosen = list(dict.fromkeys(s for s in sites if s not in adversary.narrow))
+    tokens = [(part, True) for part in search.best(search.tokens, chosen)]
+    mixed = [(part, False) for part in search.best(search.mixtures, chosen)]
+    free = [(part, False) for part in search.best(search.free, chosen)]
+    inputs = {}
+    for name in chosen:
+        ids = search.tokens.kept[name][0][1]
+        inputs[name] = (ids.encoder[0].tolist(), [] if ids.decoder is None else ids.decoder[0].tolist())
+    # As many random inputs as the search has run forward passes.
+    random = [(adversary.draw(GROUP), True) for _ in range(min(steps * (2 + 2 * FLIPS) // 2, 64))]
+    by_random, by_tokens, by_mixture = (adversary.measure(wide, x) for x in (random, tokens, mixed))
+    in_half = adversary.measure(half, tokens + mixed)
+    covered, covered_half = adversary.measure(wide, free), adversary.measure(half, free)
+    found = []
+    for name in in_half:
+        if name in by_random or name in inputs:
+            at_random, text, mixture, rounded = (
+                seen.get(name, 0.0) for seen in (by_random, by_tokens, by_mixture, in_half)
+            )
+            most = max(at_random, text, mixture, rounded, covered.get(name, 0.0), covered_half.get(name, 0.0))
+            found.append(Found(name, at_random, text, mixture, rounded, covered=most))
+    return Attack(steps, seed, tuple(found), inputs)
+
+
+class _AttackSearch:
+    """The rounds of a search: what each goal has reached so far, and which goals the next rows go after."""
+
+    def __init__(self, adversary: _Adversary, sites: list[str], certificate: Certificate) -> None:
+        self.adversary, self.sites = adversary, sites
+        self.tops = {s: certificate.at(s) for s in sites}
+        site = adversary.layout.family.norm_site
+        # The search for a small σ is worth what the norm's own bracket leaves open.
+        self.tops |= {goal: certificate.at(f"{goal.removesuffix(INVERSE_SIGMA)}{site}") for goal in adversary.narrow}
+        self.outputs = {goal: f"{goal.removesuffix(INVERSE_SIGMA)}{site}" for goal in adversary.narrow}
+        self.tokens, self.mixtures, self.free = _Elite(), _Elite(), _Elite()
+
+    def run(self, steps: int, advance: Callable[[int, int], None] | None) -> None:
+        """Search with as many steps for each group of rows, in rounds."""
+        goals = self.sites + [g for g in self.adversary.narrow if g not in self.sites]
+        rows = len(goals)
+        free, changes = steps // FREE_SHARE, max(1, steps // TOKEN_SHARE)
+        parts = (steps - free - changes, free, changes)
+        rounds = max(1, min(ROUNDS, parts[2]))
+        total, count = -(-rows // GROUP) * steps, 0
+
+        def done() -> None:
+            nonlocal count
+            count += 1
+            if advance is not None:
+                advance(count, total)
+
+        for _ in range(POOL):
+            self.offer(self.adversary.draw(GROUP), tokens=True)
+        adversary = self.adversary
+        for turn in range(rounds):
+            climb, move, change = (part * (turn + 1) // rounds - part * turn // rounds for part in parts)
+            with torch.enable_grad():
+                for group in self.groups(goals, self.mixtures, turn):
+                    mixed = adversary.in_hull(_Climb(group, self.mixtures.starts(group), climb, done))
+                    self.offer(mixed)
+                    self.offer(adversary.nearest(mixed), tokens=True)
+                    found = adversary.by_tokens(_Climb(group, self.tokens.starts(group), change, done))
+                    self.offer(found, tokens=True)
+                for group in self.groups(goals, self.free, turn):
+                    self.offer(adversary.in_box(_Climb(group, self.free.starts(group), move, done)), free=True)
+
+    def groups(self, goals: list[str], elite: _Elite, turn: int) -> list[list[str]]:
+        """Return each row's goal, in groups: all ``goals`` at the first turn, then where the bracket is widest."""
+        dealt = deal(self.weights(elite), len(goals)) if turn else goals
+        return [dealt[i : i + GROUP] for i in range(0, len(dealt), GROUP)]
+
+    def offer(self, x: _Inputs, *, tokens: bool = False, free: bool = False) -> None:
+        """Try inputs on every goal and keep the best; tokens are mixtures too, and mixtures free embeddings."""
+        embedded = self.adversary.embed(x) if tokens else x
+        reached = self.adversary.survey(embedded)
+        if tokens:
+            self.tokens.offer(x, reached)
+        if not free:
+            self.mixtures.offer(embedded, reached)
+        self.free.offer(embedded, reached)
+
+    def weights(self, elite: _Elite) -> dict[str, float]:
+        """Return how many bits of each goal's bracket are open; one where it has no bound."""
+        open_bits = {}
+        for goal, top in self.tops.items():
+            best = elite.best(self.outputs.get(goal, goal))
+            open_bits[goal] = max(0.0, math.log2(top / best)) if top and best > 0 and math.isfinite(top) else 1.0
+        return open_bits
+
+    def best(self, elite: _Elite, sites: Sequence[str]) -> list[_Inputs]:
+        """Return the best input of each site, in groups."""
+        return [elite.starts(sites[i : i + GROUP]) for i in range(0, len(sites), GROUP)]
+
+
+def longest(config: Any) -> int:
+    """Return the most positions that a model takes; models without positions of their own take any number."""
+    return int(getattr(config, "max_position_embeddings", 0) or 1 << 30)

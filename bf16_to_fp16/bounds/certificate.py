@@ -1,0 +1,555 @@
+"""The bounds of one model: a walk along its residual stream, from which every site gets its bound.
+
+A norm makes a vector of known length out of whatever enters it: n with ‖n‖₂ ≤ √d, times the gain. So every sublayer
+has a bounded input, and each of its signals a bound that no input can pass; the residual stream is the embedding plus
+what every sublayer can add to it. The bounds hold for the values that fp16 arithmetic really computes: each rounding
+is allowed for, and as an additive term, because a sum of large products that cancel can be off by more than any
+multiple of the sum. What is covered is stated by ``Arithmetic``; how each part of a sublayer is bounded, by
+``linear``, ``attention`` and ``feed_forward``. Here their bounds are put together: layer by layer, what a norm reads,
+what a sublayer adds to the stream, and the head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..families.resolve import unscaled
+from ..families.types import (
+    Attention,
+    DropoutKind,
+    FeedForward,
+    Layout,
+    ResolvedStack,
+    StackEnds,
+    Sublayer,
+    TensorReader,
+    TensorSource,
+    config_value,
+)
+from ..families.walk import walk
+from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
+from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
+from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, largest
+from .attention import attention_output, gathered, score_bounds
+from .feed_forward import LOWEST, GatedNeurons, Neurons, PlainNeurons, feed_forward_output
+from .linear import (
+    LinearBound,
+    NormOutput,
+    Projection,
+    bound_linear,
+    chunks,
+    layer_normalised,
+    rms_normalised,
+    squared_matrix_vector,
+    table_of,
+)
+
+REFINED_ROWS = 4
+"""Rows of one feed-forward output that get an eigenvalue of their own."""
+
+
+HOPELESS = 2.0**62
+"""Weights this large cannot be planned for: an element has three exponents of 24 at most, and squares overflow fp32."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The bounds of every site of a model, and what they hold for.
+
+    ``ranges``: the same bounds by module and channel, as the planner takes them, with expected mean squares for
+    normalised inputs that point anywhere. Not every site is a maximum of its own: ``at`` finds the bound of any site
+    that an audit names.
+    """
+
+    sites: tuple[Bound, ...]
+    arithmetic: Arithmetic
+    ranges: Mapping[str, ModuleRange]
+    inner: Mapping[str, float] = field(default_factory=dict)
+    """Bounds of module inputs and weights, which copies and casts inside the module carry."""
+    unlimited: Mapping[str, float] = field(default_factory=dict)
+    """Bounds of operations that may give inf and harm nothing by it."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether no site can pass its limit."""
+        return all(site.holds for site in self.sites)
+
+    @property
+    def headroom_bits(self) -> float:
+        """log2(limit / bound) at the tightest site."""
+        return min((site.headroom_bits for site in self.sites), default=math.inf)
+
+    def at(self, name: str) -> float | None:
+        """Return the bound of a site by the audit's name; None for one that the certificate does not know.
+
+        Copies, casts, masks, clamps and dropout's own steps carry what is in their module; of repeated operations
+        the largest counts.
+        """
+        if name in self.unlimited:
+            return self.unlimited[name]
+        by_name = {site.name: site.largest for site in self.sites}
+        if name in by_name or name in self.inner:
+            return max(by_name.get(name, 0.0), self.inner.get(name, 0.0))
+        plain = name.split("#")[0]
+        same = [v for n, v in by_name.items() if n.split("#")[0] == plain]
+        if same:
+            return max(same)
+        path, _, operation = plain.partition(":")
+        if operation and operation not in CARRYING:
+            return None
+        inside = [v for n, v in by_name.items() if is_inside(n, path)]
+        inside += [v for n, v in self.inner.items() if is_inside(n, path)]
+        return max(inside, default=None)
+
+    def to_json(self, observed: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """Return the ``certificate`` entry of the report; ``observed``: the largest value found at each site."""
+        found = observed or {}
+        return {
+            "holds": self.holds,
+            "headroom_bits": self.headroom_bits,
+            "max_length": self.arithmetic.max_length,
+            "splits": self.arithmetic.splits,
+            "train_mode": self.arithmetic.train,
+            "sites": [
+                {
+                    "name": s.name,
+                    "kind": s.kind,
+                    "bound": s.bound,
+                    "partial": s.partial,
+                    "limit": s.limit,
+                    "headroom_bits": s.headroom_bits,
+                    "observed": found.get(s.name),
+                    "holds": s.holds,
+                }
+                for s in self.sites
+            ],
+        }
+
+
+FP16_OVERFLOW = 65520.0
+"""Values from here on are inf in fp16."""
+
+
+CARRYING = {"to", "clone", "cat", "where", "clamp", "mul", "div", "bernoulli", "native_dropout", "embedding", "add"}
+"""Operations that only move, choose, limit or mask values of their module."""
+
+
+def is_inside(name: str, path: str) -> bool:
+    """Return whether a site lies in the module ``path`` or below it."""
+    return name == path or name.startswith((f"{path}:", f"{path}."))
+
+
+class _Findings:
+    """The bounds found so far, by site and by module, and the weights that they are found from."""
+
+    def __init__(
+        self, layout: Layout, weights: TensorReader, arithmetic: Arithmetic, limits: Mapping[str, float]
+    ) -> None:
+        self.layout, self.read, self.arithmetic, self.limits = layout, weights, arithmetic, limits
+        self.sites: dict[str, Bound] = {}
+        self.inner: dict[str, float] = {}
+        self.unlimited: dict[str, float] = {}
+        self.inputs: dict[str, tuple[Tensor, Tensor]] = {}
+        self.outputs: dict[str, tuple[Tensor, Tensor]] = {}
+        self.norms: dict[str, NormRange] = {}
+        self.scores: dict[str, ScoreRange] = {}
+
+    def certificate(self) -> Certificate:
+        """Return what was found."""
+        paths = [*self.outputs, *(p for p in self.scores if p not in self.outputs)]
+        empty = (torch.zeros(0), torch.zeros(0))
+        ranges = {
+            path: ModuleRange(
+                channels(self.inputs.get(path, empty)),
+                channels(self.outputs.get(path, empty)),
+                self.norms.get(path),
+                self.scores.get(path),
+            )
+            for path in paths
+        }
+        return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited)
+
+    def note(self, name: str, kind: str, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
+        """Record a site; of one that runs twice (dropout at both ends of a stack) the larger counts."""
+        top = largest(bound)
+        sums = top if partial is None else largest(partial)
+        before = self.sites.get(name)
+        if before is not None:
+            top, sums = max(top, before.bound), max(sums, before.partial)
+        self.sites[name] = Bound(name, kind, top, sums, self.limits.get(kind, FP16_MAX))
+
+    def dropout(self, path: str, keep: float) -> None:
+        """Record the steps of a dropout in module ``path``: a mask of 0 and 1, divided by 1 − p."""
+        self.inner[f"{path}:bernoulli"] = self.inner[f"{path}:div"] = (1 + UNIT) / keep
+
+    def kept(self, what: DropoutKind) -> float:
+        """Return a lower bound of 1 over the factor that a dropout multiplies with; 1 outside training."""
+        if not self.arithmetic.train:
+            return 1.0
+        key = self.layout.family.dropout[what]
+        rate = float(str(config_value(self.layout.family, self.layout.config, key)))
+        if not 0 <= rate < 1:
+            raise UserError(f"config.json: {key!r} is {rate}, not a dropout rate; give a number from 0 to under 1")
+        # Kernels may round the factor 1/(1−p) to fp16 before they multiply with it.
+        return (1 - rate) / (1 + UNIT) if rate else 1.0
+
+    def tensor(self, name: str) -> Tensor | None:
+        """Return a tensor, None where the model has none of this name."""
+        if name not in self.layout.tensors:
+            return None
+        return self.checked(name, self.read(name))
+
+    def checked(self, name: str, weight: Tensor) -> Tensor:
+        """Record a tensor's largest entry; one that fp16 cannot hold becomes a site that fails."""
+        low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
+        path = name.rsplit(".", 1)[0]
+        self.inner[f"{path}:{name.rsplit('.', 1)[-1]}"] = max(-low, high)
+        if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
+            raise UserError(
+                f"tensor {name}: weights are NaN or up to {max(-low, high):.3g}, which no exponent brings under 65504;"
+                " use another revision of the checkpoint or repair the tensor"
+            )
+        if not (math.isfinite(low) and math.isfinite(high)):
+            self.note(name, "weight", math.inf)
+            weight = torch.nan_to_num(weight.float(), 0.0, FP16_MAX, -FP16_MAX)
+        return weight
+
+    def weight(self, path: str) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of a linear."""
+        weight = self.tensor(f"{path}.weight")
+        assert weight is not None
+        return weight, self.tensor(f"{path}.bias")
+
+
+class _Walk(_Findings):
+    """One pass over a layout, sublayer by sublayer; only one sublayer's weights are in memory."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        weights: TensorReader,
+        arithmetic: Arithmetic,
+        limits: Mapping[str, float],
+        refine: int,
+        squares: bool,
+    ) -> None:
+        super().__init__(layout, weights, arithmetic, limits)
+        self.refine, self.squares = refine, squares
+        self.rounded = arithmetic.rounded
+        self.stream = torch.zeros(0)
+        self.stream_square = torch.zeros(0)
+        self.stream_norm = 0.0
+        self.memory: tuple[NormOutput, Tensor] | None = None
+        """What a decoder reads of the encoder: its final norm's output, and the mean square of each component."""
+
+    def run(self, advance: Callable[[int, int], None] | None = None) -> Certificate:
+        done, total = 0, sum(len(stack.sublayers) for stack in self.layout.stacks())
+        for reader in walk(self.layout):
+            if reader.is_first:
+                self.begin(reader.stack.ends)
+            if reader.sublayer is None:
+                self.end(reader.stack)
+                continue
+            if isinstance(reader.sublayer, Attention):
+                self.attention(reader.sublayer)
+            else:
+                self.feed_forward(reader.sublayer)
+            done += 1
+            if advance is not None:
+                advance(done, total)
+        return self.certificate()
+
+    # -- a stack ----------------------------------------------------------------------------------------------------
+
+    def begin(self, ends: StackEnds) -> None:
+        """Start the residual stream from the embedding: per channel its largest entry over the vocabulary."""
+        family, config, a = self.layout.family, self.layout.config, self.arithmetic
+        table = self.tensor(family.embedding)
+        assert table is not None
+        amax, square, length = table_of(table)
+        self.note(f"{ends.embedding}:embedding", "embedding", amax)
+        width = table.shape[1]
+        if ends.scale and config_value(family, config, ends.scale):
+            amax, square = self.rounded(amax * math.sqrt(width)), square * width
+            length = a.rounded_length(length * math.sqrt(width), width)
+            self.note(f"{ends.at}:mul", "embedding", amax)
+        self.outputs[ends.embedding] = (amax, square)
+        if ends.positions:
+            positions = self.tensor(ends.positions)
+            assert positions is not None
+            extra, extra_square, extra_length = table_of(positions)
+            path = ends.positions.removesuffix(".weight")
+            self.note(f"{path}:embedding", "embedding", extra)
+            self.outputs[path] = (extra, extra_square)
+            amax, square = self.rounded(amax + extra), square + extra_square
+            length = a.rounded_length(length + extra_length, width)
+            self.note(f"{ends.at}:add", "residual", amax)
+        keep = self.kept("stream")
+        if keep != 1.0:
+            amax, length = self.rounded(amax / keep), a.rounded_length(length / keep, width)
+            path = ends.dropouts[0] if ends.dropouts else ends.at
+            self.note(f"{path}:mul", "residual", amax)
+            self.dropout(path, keep)
+        self.stream, self.stream_square, self.stream_norm = amax, square, length
+
+    def end(self, stack: ResolvedStack) -> None:
+        """Bound what a stack's final norm gives, and the logits if it is the decoder's."""
+        ends = stack.ends
+        final, square = self.norm(ends.norm)
+        keep = self.kept("stream") if ends.dropouts else 1.0
+        if keep != 1.0:
+            final = final.scaled(1 / keep, self.arithmetic)
+            self.note(f"{ends.dropouts[-1]}:mul", "norm", final.bound)
+            self.dropout(ends.dropouts[-1], keep)
+        if stack.is_encoder:
+            self.memory = (final, square)
+        else:
+            self.head(final, square)
+
+    def add(self, w: Sublayer, made: Projection, square: Tensor) -> None:
+        """Add a sublayer's output, of mean square ``square``, to the residual stream, channel by channel."""
+        keep, branch = self.kept("stream"), made.bound
+        width = branch.numel()
+        length = min(made.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
+        total = (self.stream_norm + length) * (1 + self.arithmetic.unit)
+        self.stream_norm = total * COMPUTED + 2 * self.arithmetic.tiny * math.sqrt(width)
+        if keep != 1.0:
+            branch = self.rounded(branch / keep)
+            path = output_dropout(w) or w.add.partition(":")[0]
+            self.note(f"{path}:mul", "output", branch)
+            self.dropout(path, keep)
+        self.stream = self.rounded(self.stream + branch)
+        self.stream_square = self.stream_square + square
+        self.note(w.add, "residual", self.stream)
+
+    def norm(self, path: str) -> tuple[NormOutput, Tensor]:
+        """Return what a norm of the residual stream gives, and the mean square of its components."""
+        gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
+        assert gain is not None
+        width, a = gain.numel(), self.arithmetic
+        gain = gain.double()
+        shift = None if shift is None else shift.double()
+        if self.layout.family.centred_norm:
+            # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
+            mean = min(float(self.stream.mean()) * 2.0 ** (a.planned or 0), FP16_MAX)
+            made = layer_normalised(gain, shift, mean, self.layout.eps, a)
+            self.note(f"{path}:layer_norm", "norm", made.bound)
+            self.note(f"{path}:layer_norm.1", "statistic", self.rounded(self.stream.mean()))
+            self.note(f"{path}:layer_norm.2", "statistic", self.layout.eps**-0.5 * (1 + 2 * UNIT))
+        else:
+            made = rms_normalised(gain, a)
+            self.note(f"{path}:to#2", "normalised", made.radius * (1 + UNIT))
+            self.note(f"{path}:mul#2", "norm", made.bound)
+        square = gain.square() if shift is None else gain.square() + shift.square()
+        self.inputs[path] = (self.stream, self.stream_square)
+        self.outputs[path] = (made.bound, square)
+        variance = float(self.stream_square.mean()) if width else 0.0
+        length = min(float(self.stream.norm()), self.stream_norm)
+        self.norms[path] = NormRange(length, torch.tensor([[variance, 1.0]], dtype=torch.float64))
+        if self.squares:
+            self.note(f"{path} (sum of squares)", "squares", length**2 * (1 + (width + 2) * UNIT) + width * TINY)
+        self.inner[f"{path}:input"] = largest(self.stream)
+        return made, square
+
+    def linear(self, path: str, kind: str, source: NormOutput, square: Tensor) -> tuple[LinearBound, Tensor]:
+        """Bound a linear on a norm's output; return it and the expected mean square of each of its outputs."""
+        weight, bias = self.weight(path)
+        made = bound_linear(source, weight, bias, self.arithmetic)
+        expected = (made.norms / made.radius).square() + made.centre.square()
+        self.note(path, kind, made.bound, made.partial)
+        self.inner[f"{path}:input"] = largest(source.bound)
+        self.inputs[path] = (source.bound, square)
+        self.outputs[path] = (torch.maximum(made.bound, made.partial), expected)
+        return made, expected
+
+    def project(self, w: Sublayer, weight: Tensor, made: Projection, entering: Tensor, square: Tensor) -> None:
+        """Record a sublayer's output projection and add what it makes to the stream; entering, square: bounds and mean
+        squares of its input."""
+        self.note(w.output, "output", made.bound, made.partial)
+        expected = squared_matrix_vector(weight, square)
+        self.inputs[w.output] = (entering, square)
+        self.outputs[w.output] = (torch.maximum(made.bound, made.partial), expected)
+        self.add(w, made, expected)
+
+    # -- sublayers --------------------------------------------------------------------------------------------------
+
+    def attention(self, w: Attention) -> None:
+        """Bound one attention sublayer and add it to the stream."""
+        heads = self.layout.heads(w)
+        source, square = self.norm(w.norm)
+        other = (source, square) if not w.memory else self.memory
+        assert other is not None
+        query, _ = self.linear(w.query, "query", source, square)
+        key, _ = self.linear(w.key, "key", *other)
+        self.score(w, heads, query, key)
+        del query, key
+        values, mean_square = self.linear(w.value, "value", *other)
+        keep = self.kept("attention")
+        if keep != 1.0:
+            self.note(f"{w.at}:mul#2", "weights", self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
+            self.dropout(w.at, keep)
+        context = gathered(values, keep, self.arithmetic)
+        self.note(f"{w.at}:context", "context", context.bound)
+        weight, bias = self.weight(w.output)
+        made = attention_output(context, weight, bias, heads, self.arithmetic)
+        self.project(w, weight, made, context.bound, mean_square / 4)
+
+    def score(self, w: Attention, heads: int, query: LinearBound, key: LinearBound) -> None:
+        """Bound the scores of every head: the bare product, the scaled one, and with the position bias."""
+        bound, partial = score_bounds(query, key, heads, self.arithmetic)
+        self.note(f"{w.at}:scores", "scores", bound, partial)
+        scaled = self.rounded(bound * (query.norms.numel() // heads) ** -0.5) if w.scaled else bound
+        self.note(f"{w.at}:mul", "scores", scaled)
+        # SDPA's plain path multiplies queries and keys by the root of the scale instead.
+        self.inner[f"{w.at}:mul"] = self.inner[f"{w.at}:mul#2"] = max(largest(query.bound), largest(key.bound))
+        bias = self.tensor(w.bias) if w.bias else None
+        offset = torch.zeros(heads, dtype=torch.float64) if bias is None else bias.double().abs().amax(0)
+        biased = self.rounded(scaled + offset)
+        if bias is not None:
+            self.note(f"{w.bias.removesuffix('.weight')}:embedding", "position bias", offset)
+        self.note(f"{w.at}:add", "scores", biased)
+        self.note(f"{w.at}:softmax", "weights", 1.0)
+        self.scores[w.at] = ScoreRange(largest(torch.maximum(bound, partial)), largest(torch.maximum(biased, scaled)))
+
+    def feed_forward(self, w: FeedForward) -> None:
+        """Bound one feed-forward sublayer and add it to the stream."""
+        if w.activation not in LOWEST:
+            raise UserError(
+                f"activation {w.activation!r} has no bound; the certificate knows {', '.join(sorted(LOWEST))}"
+            )
+        source, square = self.norm(w.norm)
+        if w.gate:
+            gate, gate_square = self.linear(w.gate, "gate", source, square)
+            other, other_square = self.linear(w.linear, "neuron", source, square)
+            self.activation(w, gate)
+            gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"))
+            neurons: Neurons = gated
+            self.note(f"{w.at}:mul", "product", neurons.undropped)
+            mean_square = (gate_square * other_square + 2 * gated.products.square()) / 2
+        else:
+            plain, plain_square = self.linear(w.linear, "neuron", source, square)
+            self.activation(w, plain)
+            neurons = PlainNeurons(plain, w.activation, self.arithmetic, self.kept("neurons"))
+            mean_square = plain_square / 2
+        if self.kept("neurons") != 1.0 and w.dropouts:
+            self.note(f"{w.dropouts[0]}:mul", "product", neurons.bound)
+            self.dropout(w.dropouts[0], self.kept("neurons"))
+        weight, bias = self.weight(w.output)
+        made = feed_forward_output(neurons, weight, bias, self.refine, self.arithmetic)
+        self.inner[f"{w.output}:input"] = largest(neurons.bound)
+        self.project(w, weight, made, neurons.bound, mean_square)
+
+    def activation(self, w: FeedForward, before: LinearBound) -> None:
+        """Record the sites inside the activation; each is at most |x|, or bounded by tanh."""
+        after = self.rounded(before.bound)
+        if w.activation == "gelu_new":
+            self.note(f"{w.act}:mul", "activation", self.rounded(before.bound / 2))
+            self.unlimited |= gelu_new_steps(w.act, largest(before.bound), self.arithmetic)
+            self.note(f"{w.act}:tanh", "activation", 1.0)
+            self.note(f"{w.act}:add#2", "activation", 2.0)
+            self.note(f"{w.act}:mul#4", "activation", self.rounded(after))
+        else:
+            name = "silu" if w.activation == "swish" else w.activation
+            self.note(f"{w.act}:{name}", "activation", after)
+
+    # -- the head ---------------------------------------------------------------------------------------------------
+
+    def head(self, final: NormOutput, square: Tensor) -> None:
+        """Bound the logits."""
+        layout = self.layout
+        path = layout.family.head.removesuffix(".weight")
+        scale = layout.head_scale
+        if scale != 1.0:
+            final = final.scaled(scale, self.arithmetic)
+            self.note("model:mul", "norm", final.bound)
+        name = layout.family.head if layout.family.head in layout.tensors else layout.family.embedding
+        table = self.checked(name, self.read(name))
+        bounds, partials, expected = [], [], []
+        for rows in chunks(table):
+            made = bound_linear(final, rows, None, self.arithmetic)
+            bounds.append(made.bound)
+            partials.append(made.partial)
+            expected.append((made.norms / made.radius).square() + made.centre.square())
+        bound, partial = torch.cat(bounds), torch.cat(partials)
+        self.note(path, "logits", bound, partial)
+        self.inner[f"{path}:input"] = largest(final.bound)
+        self.inputs[path] = (final.bound, square * scale**2)
+        self.outputs[path] = (torch.maximum(bound, partial), torch.cat(expected))
+        if layout.family.logits_bias:
+            offset = self.tensor(layout.family.logits_bias)
+            offset = torch.zeros_like(bound) if offset is None else offset.double().abs().view(-1)
+            bound = self.rounded(bound + offset)
+            self.note("model:add", "logits", bound)
+
+
+def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, float]:
+    """Return the bounds of the operations of gelu_new before its tanh, for an input up to ``x``, by the audit's names.
+
+    x³, its multiple, the sum with x, and the multiple that tanh reads. From |x| = 40.3 on the first is inf in fp16, and
+    what follows from it; tanh makes ±1 of that, so none has a limit of its own.
+    """
+
+    def computed(value: float) -> float:
+        rounded = value * (1 + arithmetic.unit) * COMPUTED + arithmetic.tiny
+        return rounded if rounded < FP16_OVERFLOW else math.inf
+
+    cube = computed(x * x * x)
+    multiple = computed(0.044715 * cube)
+    total = computed(x + multiple)
+    product = computed(math.sqrt(2 / math.pi) * total)
+    return {f"{path}:pow": cube, f"{path}:mul#2": multiple, f"{path}:add": total, f"{path}:mul#3": product}
+
+
+def output_dropout(w: Sublayer) -> str:
+    """Return the module that drops a sublayer's output in training, "" where it is a function."""
+    if isinstance(w, Attention):
+        return w.dropout
+    return w.dropouts[-1] if w.dropouts else ""
+
+
+def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
+    """Return bounds and expected mean squares as the planner takes them."""
+    return ChannelRange(pair[0].float(), pair[1].float(), 1)
+
+
+@full_precision()
+def bound(
+    layout: Layout,
+    weights: TensorReader,
+    arithmetic: Arithmetic | None = None,
+    *,
+    target: str = "half",
+    refine: int = REFINED_ROWS,
+    advance: Callable[[int, int], None] | None = None,
+) -> Certificate:
+    """Return the certificate of a layout's model with the given weights, read sublayer by sublayer.
+
+    weights: gives a tensor by name with the values to bound for. target: ``train`` holds gate pre-activations
+    under 147.8, where the derivative of gelu_new's cube overflows. refine: rows of each feed-forward output that
+    get an eigenvalue of their own. advance: called with sublayers done and their number. Raises UserError for an
+    activation without a bound.
+    """
+    arithmetic = arithmetic or Arithmetic()
+    if layout.eps < 2.0**-126:
+        raise UserError(f"norm eps {layout.eps:g} is subnormal in fp32: a zero vector gives NaN; give it 1e-6 or so")
+    limits = {}
+    if target not in ("half", "norm-safe", "train"):
+        raise UserError(f"target {target!r} is unknown; choose one of half, norm-safe, train")
+    if target == "train":
+        arithmetic = replace(arithmetic, train=True)
+        if any(isinstance(w, FeedForward) and w.activation == "gelu_new" for w in layout.topology):
+            limits["gate"] = GELU_CUBE_BACKWARD_LIMIT
+    with torch.no_grad():
+        return _Walk(layout, weights, arithmetic, limits, refine, target == "norm-safe").run(advance)
+
+
+def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
+    """Return a function from a layout's tensor name to the fp16 values that a checkpoint's user gets."""
+    return lambda name: unscaled(checkpoint, layout.tensors[name]).half()

@@ -1,0 +1,243 @@
+"""Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
+
+A gated neuron is a product of which the maximum on the sphere is known, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2, and an
+activation is x·Φ(x) with 0 ≤ Φ ≤ 1. No input maximises all neurons at once: with neurons scaled to at most 1, their sum
+is at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ), so a row of the output projection is at most the sum of its M largest entries
+(gated), or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Rows that set a layer's maximum get an eigenvalue of
+their own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .arithmetic import COMPUTED, Arithmetic, full_precision
+from .linear import (
+    LinearBound,
+    Projection,
+    chunks,
+    column_norms,
+    in_ball,
+    knapsack,
+    matrix_vector,
+    row_norms,
+    row_products,
+)
+from .spectral import gram, largest_eigenvalue, working_dtype
+
+LOWEST = {"relu": 0.0, "gelu": 0.17, "gelu_new": 0.1701, "silu": 0.2785, "swish": 0.2785}
+"""How far below zero an activation goes, rounded up; all are x·Φ(x) with 0 ≤ Φ ≤ 1."""
+
+
+STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "silu": 1.1, "swish": 1.1}
+"""Largest derivative of an activation, rounded up."""
+
+
+class Neurons:
+    """The inner signals of a feed-forward: ``undropped`` and ``bound``, fp64 [n], before and after dropout.
+
+    ``depth``: how far below zero an activation may go, which ``rows`` counts for negative weights only.
+    """
+
+    undropped: Tensor
+    bound: Tensor
+    depth: float
+
+    def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return upper bounds of ±(out · neurons) for every row without their rounding: fp64 [d] each."""
+        raise NotImplementedError
+
+    def row(self, out: Tensor) -> float:
+        """Return a tighter bound of |out · neurons| for one row."""
+        raise NotImplementedError
+
+    def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
+        """Return what the rounding of the neurons adds to every row, given what ``rows`` bounds it by: fp64 [d]."""
+        raise NotImplementedError
+
+
+class GatedNeurons(Neurons):
+    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n."""
+
+    def __init__(self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float) -> None:
+        a = arithmetic
+        self.gate, self.other, self.keep, self.depth = gate, other, keep, 0.0
+        scale = gate.norms * other.norms
+        self.products = row_products(gate.matrix, other.matrix)
+        cosine = self.products * gate.radius * other.radius
+        self.cosine = (cosine / scale.clamp(min=1e-300)).clamp(-1, 1)
+        self.caps = ((1 + self.cosine.abs()) / 2 * COMPUTED).clamp(0.5, 1)
+        self.size = scale / keep
+        product = scale * self.caps
+        # Errors of x and y, then of the activation (two roundings) and the product (one), and of dropout.
+        factor = (1 + 2 * a.unit) * (1 + a.unit) - 1
+        self.crossed = gate.error * other.error
+        off = gate.norms * other.error + other.norms * gate.error + self.crossed
+        absolute = 2 * a.tiny * (other.norms + other.error) * (1 + a.unit) + a.tiny
+        self.undropped = (product + off) * (1 + factor) + absolute
+        if keep != 1.0:
+            factor = (1 + factor) * (1 + a.unit) - 1
+            absolute = absolute * (1 + a.unit) / keep + a.tiny
+        self.factor, self.absolute = factor, absolute
+        self.bound = (product + off) / keep * (1 + factor) + absolute
+        both = gram(gate.unit_rows()).add_(gram(other.unit_rows()))
+        self.budget = largest_eigenvalue(both) / 2 * COMPUTED
+
+    def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        caps, size = self.caps.to(out.dtype), self.size.to(out.dtype)
+        best = []
+        for part in chunks(out):
+            values = part.abs() * size
+            best.append(torch.minimum(knapsack(values, caps, self.budget), matrix_vector(values, caps)))
+        both = torch.cat(best) * COMPUTED
+        return both, both
+
+    def row(self, out: Tensor) -> float:
+        values = out.double().abs() * self.size
+        roots = (values / 4).sqrt()
+        u, w = self.gate.scaled_rows(roots), self.other.scaled_rows(roots * out.sign())
+        # x·y = ((x̂ + ŷ)² − (x̂ − ŷ)²)/4, so the positive part of ±x·y is at most a single square.
+        best = max(largest_eigenvalue(gram(u + w)), largest_eigenvalue(gram(u - w)))
+        # Four roundings of each element of u and w at most: a matrix whose norm is within its Frobenius norm.
+        off = 5 * torch.finfo(u.dtype).eps / 2 * math.sqrt(float(values.sum()))
+        return (math.sqrt(best) + off) ** 2 * COMPUTED
+
+    def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
+        keep, dtype = self.keep, out.dtype
+        gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
+        root = math.sqrt(2 * self.budget)
+        total = []
+        rest = self.crossed / keep * (1 + self.factor) + self.absolute
+        for part in chunks(out):
+            a = part.abs()
+            plain = matrix_vector(a, gate_off + other_off)
+            # Not all |x| are large at once: Σ x̂² ≤ λmax(Σ ûûᵀ) ≤ 2M.
+            ball = root * (row_norms(a * gate_off.to(dtype)) + row_norms(a * other_off.to(dtype)))
+            total.append(torch.minimum(plain, ball) * (1 + self.factor) + matrix_vector(a, rest))
+        return torch.cat(total) * COMPUTED + self.factor * exact
+
+
+class PlainNeurons(Neurons):
+    """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c."""
+
+    def __init__(self, made: LinearBound, activation: str, arithmetic: Arithmetic, keep: float) -> None:
+        a = arithmetic
+        self.made, self.keep = made, keep
+        self.lowest = LOWEST[activation]
+        self.depth = self.lowest / keep
+        size = made.norms.clamp(min=1e-300)
+        self.caps = ((made.norms + made.centre.clamp(max=0)).clamp(min=0) / size).clamp(max=1)
+        self.offset = made.centre.clamp(min=0) / keep
+        self.size = made.norms / keep
+        rounding = 0.0 if activation == "relu" else 2 * a.unit
+        top = torch.maximum(made.norms + made.centre, torch.full_like(made.norms, self.lowest)).clamp(min=0)
+        self.error = STEEPEST[activation] * made.error
+        self.error = self.error + rounding * (top + self.error) + (2 * a.tiny if rounding else 0.0)
+        self.undropped = top + self.error
+        if keep != 1.0:
+            self.error = self.error / keep * (1 + a.unit) + a.unit * top / keep + a.tiny
+        self.bound = top / keep + self.error
+        self.budget = largest_eigenvalue(gram(made.unit_rows())) * COMPUTED
+
+    def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        return self.side(out), self.side(-out)
+
+    def side(self, out: Tensor) -> Tensor:
+        """Return an upper bound of Σ out_i·neuron_i for every row."""
+        dtype = out.dtype
+        caps, size, ones = self.caps.to(dtype), self.size.to(dtype), torch.ones_like(self.caps).to(dtype)
+        bent = bool((self.caps < 1).any())
+        total = []
+        for many in chunks(out, 1 << 23):  # as many rows as make a good matrix product
+            straight = row_norms((many.clamp(min=0) / self.keep) @ self.made.matrix) * self.made.radius
+            at = 0
+            for part in chunks(many):
+                positive = part.clamp(min=0)
+                values = positive * size
+                ball = in_ball(values, ones, self.budget)
+                # Σ c·max(x, 0) = ½ (Σ c·x + Σ c·|x|).
+                half = (straight[at : at + len(part)] + self.product_error(values) + ball) / 2
+                best = torch.minimum(half, in_ball(values, caps, self.budget) if bent else ball)
+                below = (positive - part).sum(1, dtype=torch.float64) * self.depth
+                total.append(best + matrix_vector(positive, self.offset) + below)
+                at += len(part)
+        return torch.cat(total) * COMPUTED
+
+    def row(self, out: Tensor) -> float:
+        best = 0.0
+        for direction in (1, -1):
+            positive = (out * direction).clamp(min=0).double()
+            values = positive * self.size
+            ball = math.sqrt(float(values.sum()) * largest_eigenvalue(gram(self.made.scaled_rows(values.sqrt()))))
+            row = (positive / self.keep).to(self.made.matrix.dtype)[None]
+            straight = float(row_norms(row @ self.made.matrix) * self.made.radius)
+            straight += float(self.product_error(values.to(row.dtype)[None]))
+            rest = positive @ self.offset + (out * direction).double().clamp(max=0).abs().sum() * self.depth
+            best = max(best, min(ball, (straight + ball) / 2) + float(rest))
+        return best * COMPUTED
+
+    def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
+        return matrix_vector(out.abs(), self.error) * COMPUTED
+
+    def product_error(self, values: Tensor) -> Tensor:
+        """Return what a matrix product in the working dtype may be off by, as a length: n·u·Σ|c_i|·‖row_i‖."""
+        unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
+        return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
+
+
+def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic) -> Tensor:
+    """Return the bound of every row of a feed-forward's output projection: fp64 [d]; it covers partial sums too.
+
+    First one eigenvalue for the whole layer, then one each for the ``refine`` rows that set the maximum.
+    """
+    a = arithmetic
+    dtype = working_dtype(weight.numel())
+    out = weight.to(dtype)
+    added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
+    up, down = neurons.rows(out)
+    error = neurons.row_errors(out, torch.maximum(up, down))
+
+    def whole(exact: Tensor, off: Tensor, extra: Tensor) -> Tensor:
+        summed = (exact + off) * COMPUTED + extra
+        return a.summed(summed * (1 + a.gamma(weight.shape[1])))
+
+    bound = whole(torch.maximum(up, down), error, added)
+    done: set[int] = set()
+    for _ in range(min(refine, weight.shape[0])):
+        row = int(bound.argmax())
+        if row in done:
+            break
+        done.add(row)
+        better = torch.tensor([neurons.row(out[row])], dtype=torch.float64)
+        at = slice(row, row + 1)
+        bound[row] = torch.minimum(bound[at], whole(better, error[at], added[at]))[0]
+    return bound
+
+
+def output_length(neurons: Neurons, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> float:
+    """Return a bound of the ‖·‖₂ of a feed-forward's output."""
+    a = arithmetic
+    # ‖W·x‖ ≤ Σ ‖column_i‖·|x_i|: one more row, of column lengths.
+    columns = column_norms(weight)[None].to(working_dtype(weight.numel())) * COMPUTED
+    up, _ = neurons.rows(columns)
+    length = float(up + neurons.row_errors(columns, up))
+    length += neurons.depth * float(columns.sum())
+    length *= (1 + a.gamma(weight.shape[1])) * (1 + a.unit) ** 2
+    if bias is not None:
+        length += float(bias.double().norm()) * (1 + a.unit) ** 2
+    return length + a.floor * math.sqrt(weight.shape[0])
+
+
+@full_precision()
+def feed_forward_output(
+    neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic
+) -> Projection:
+    """Return the bounds of a feed-forward's output projection; weight [d, n], bias [d].
+
+    refine: rows that get an eigenvalue of their own.
+    """
+    bound = output_bound(neurons, weight, bias, refine, arithmetic)
+    return Projection(bound, bound, output_length(neurons, weight, bias, arithmetic))

@@ -1,0 +1,271 @@
+"""Bounds of what linear maps make of a norm's output: n with ‖n‖₂ ≤ √d, times a gain, plus a shift.
+
+With A the weight times the gain, row i of a linear on a norm is at most √d·‖A_i‖ (Cauchy-Schwarz), plus
+|A·shift + bias| after a LayerNorm. The other bounds are made of the same few maps: lengths of rows and columns, sums of
+largest entries, and maxima over a ball.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .arithmetic import COMPUTED, UNIT32, Arithmetic, full_precision
+from .spectral import working_dtype
+
+NORM_ERROR = 2.0**-10
+"""Relative error allowed to what a LayerNorm computes in fp32, on inputs that vary."""
+
+
+NORM_ULPS = 4
+"""Units of 2⁻²⁴ of the mean magnitude that a LayerNorm's deviations from the mean, and its standard deviation, may be
+off by; the latter may be as small as √eps: inputs almost the same in every channel. Kernels measured here stay under
+2."""
+
+
+@dataclass(frozen=True)
+class NormOutput:
+    """A norm's output as arithmetic makes it: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``.
+
+    ``gain``, ``shift``, ``absolute``: fp64 [d]. Each component of the error is at most ``relative``·(|gain·n| +
+    |shift|) + ``absolute``.
+    """
+
+    gain: Tensor
+    shift: Tensor | None
+    radius: float
+    relative: float
+    absolute: Tensor
+
+    def scaled(self, factor: float, arithmetic: Arithmetic) -> NormOutput:
+        """Return it multiplied by a number and rounded once more."""
+        if factor == 1.0:
+            return self
+        return NormOutput(
+            self.gain * factor,
+            None if self.shift is None else self.shift * factor,
+            self.radius,
+            self.relative * (1 + arithmetic.unit) + arithmetic.unit,
+            self.absolute * factor * (1 + arithmetic.unit) + arithmetic.tiny,
+        )
+
+    @property
+    def exact(self) -> Tensor:
+        """Bound of each component without its error: fp64 [d]."""
+        largest = self.gain.abs() * self.radius
+        return largest if self.shift is None else largest + self.shift.abs()
+
+    @property
+    def bound(self) -> Tensor:
+        """Bound of each component: fp64 [d]."""
+        return (self.exact * (1 + self.relative) + self.absolute) * COMPUTED
+
+
+@dataclass(frozen=True)
+class LinearBound:
+    """What a linear makes of a normalised input, row by row; all fp64 [m].
+
+    ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖. ``centre``: what the shift and the bias give.
+    ``error``: largest difference from the exact value. ``bound``, ``partial``: of the result, of its partial sums.
+    """
+
+    matrix: Tensor
+    radius: float
+    norms: Tensor
+    centre: Tensor
+    error: Tensor
+    bound: Tensor
+    partial: Tensor
+
+    def unit_rows(self) -> Tensor:
+        """Return the rows scaled to length 1 (zero rows stay zero)."""
+        return self.scaled_rows(torch.ones_like(self.norms))
+
+    def scaled_rows(self, lengths: Tensor) -> Tensor:
+        """Return the rows scaled to the given lengths, negative ones turned round (zero rows stay zero)."""
+        length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(self.matrix.dtype).tiny)
+        return self.matrix * (lengths / length).to(self.matrix.dtype)[:, None]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What a sublayer's output projection adds to the residual stream.
+
+    ``bound``, ``partial``: of each component and of its partial sums, fp64 [d]. ``length``: of its ‖·‖₂.
+    """
+
+    bound: Tensor
+    partial: Tensor
+    length: float
+
+
+def rms_normalised(gain: Tensor, arithmetic: Arithmetic) -> NormOutput:
+    """Return what an RMS norm makes of any vector; gain: fp64 [d]."""
+    a, width = arithmetic, gain.numel()
+    radius = math.sqrt(width)
+    if not a.exact:
+        radius *= 1 + (width + 16) * UNIT32
+    # It rounds n itself, then the product with the gain.
+    absolute = a.tiny * (gain.abs() * (1 + a.unit) + 1)
+    return NormOutput(gain, None, radius, 2 * a.unit + a.unit**2, absolute)
+
+
+def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float, arithmetic: Arithmetic) -> NormOutput:
+    """Return what a LayerNorm makes of any vector whose components' magnitudes have at most this mean; gain, shift:
+    fp64 [d]."""
+    a = arithmetic
+    radius = math.sqrt(gain.numel())
+    if not a.exact:
+        radius *= lengthened(mean, eps) * (1 + NORM_ERROR)
+    # It rounds once, after gain and shift.
+    absolute = torch.full_like(gain, 2 * a.tiny)
+    return NormOutput(gain, shift, radius, a.unit * (1 + 2.0**-9), absolute)
+
+
+def lengthened(mean: float, eps: float) -> float:
+    """Return how much longer than √d a LayerNorm's output may be, its deviations being off by NORM_ULPS of ``mean``.
+
+    Let them be off by e, with rms a. They are divided by √(s² + eps) with s ≥ a − e and s ≥ 0, so with t = a − e the
+    quotient's rms is at most (t + 2e)/√(t² + eps), whose maximum over t ≥ 0 is √(1 + 4e²/eps); for t < 0 it is less
+    than 2e/√eps. Nothing is added for e itself: the quotient is the vector that the bounds are about.
+    """
+    off = NORM_ULPS * UNIT32 * mean
+    return math.sqrt(1 + 4 * off * off / eps)
+
+
+@full_precision()
+def bound_linear(source: NormOutput, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> LinearBound:
+    """Return the bounds of a linear on a norm's output; weight [m, d], bias [m]."""
+    dtype = working_dtype(weight.numel())
+    weight = weight.to(dtype)
+    matrix = weight * source.gain.to(dtype)
+    norms = source.radius * row_norms(matrix) * COMPUTED
+    # The terms that do not depend on the input: signed in the result, absolute in partial sums.
+    centre, spread, added = torch.zeros_like(norms), norms, torch.zeros_like(norms)
+    computed = torch.zeros_like(norms)
+    if source.shift is not None:
+        centre, magnitude = matrix_vector(weight, source.shift), matrix_vector(weight.abs(), source.shift.abs())
+        spread, computed = norms + magnitude * COMPUTED, magnitude * (COMPUTED - 1)
+    if bias is not None:
+        centre, added = centre + bias.double(), bias.double().abs()
+    incoming = source.relative * spread + magnitudes(weight, source.absolute) * COMPUTED
+    error = computed + incoming + arithmetic.gamma(weight.shape[1]) * (spread + incoming + added)
+    exact = norms + centre.abs()
+    error = error + 2 * arithmetic.unit * (exact + error) + arithmetic.floor
+    return LinearBound(matrix, source.radius, norms, centre, error, exact + error, spread + added + error)
+
+
+def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return matrix·vector with products and sums in fp64, a few rows at a time: fp64 [m]."""
+    return torch.cat([part.double() @ vector.double() for part in chunks(matrix)])
+
+
+@full_precision()
+def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return an upper bound of |matrix|·vector for a vector of no negative entries: fp64 [m].
+
+    Summed in the matrix's dtype: where no term is negative, a sum of n rounded products is off by at most γ of n + 2
+    terms (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), besides what underflows.
+    """
+    limits, terms = torch.finfo(matrix.dtype), matrix.shape[1] + 2
+    top = vector.to(matrix.dtype)
+    sums = torch.cat([part.abs() @ top for part in chunks(matrix)]).double()
+    return sums * (1 + 2 * terms * limits.eps) + terms * limits.tiny
+
+
+def row_norms(matrix: Tensor) -> Tensor:
+    """Return ‖row‖₂ of every row: fp64, computed in it."""
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in chunks(matrix)]
+    return torch.cat(norms) if norms else matrix.new_zeros(0, dtype=torch.float64)
+
+
+def column_norms(matrix: Tensor) -> Tensor:
+    """Return ‖column‖₂ of every column: fp64, computed in it."""
+    total = torch.zeros(matrix.shape[1], dtype=torch.float64)
+    for part in chunks(matrix):
+        total += part.double().square().sum(0)
+    return total.sqrt()
+
+
+def row_products(one: Tensor, other: Tensor) -> Tensor:
+    """Return the inner product of every row with the other matrix's: fp64 [m], summed in it."""
+    pairs = zip(chunks(one), chunks(other), strict=True)
+    return torch.cat([(left * right).sum(1, dtype=torch.float64) for left, right in pairs])
+
+
+def squared_matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return the squared entries of a matrix times a vector: fp64 [m], computed in it."""
+    return torch.cat([part.double().square() @ vector for part in chunks(matrix)])
+
+
+def knapsack(values: Tensor, caps: Tensor, budget: float) -> Tensor:
+    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row of values: [m]. caps: [n], over 0."""
+    count = min(values.shape[1], math.ceil(budget / float(caps.min())) + 1)
+    top = values.topk(count, dim=1)
+    taken = caps.double()[top.indices]
+    fill = torch.minimum((budget - (taken.cumsum(1) - taken)).clamp(min=0), taken)
+    return (top.values * fill).sum(1)
+
+
+def in_ball(values: Tensor, caps: Tensor, square: float) -> Tensor:
+    """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m].
+
+    Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; bisection finds a good one.
+    """
+    largest = (values.norm(dim=1) / (2 * math.sqrt(max(square, 1e-30)))).clamp(min=1e-30)
+    low, high = largest * 2.0**-20, largest
+    for _ in range(24):
+        middle = low.sqrt() * high.sqrt()
+        used = torch.minimum(values / (2 * middle[:, None]), caps).square().sum(1)
+        low, high = torch.where(used > square, middle, low), torch.where(used > square, high, middle)
+    chosen = torch.minimum(values / (2 * high[:, None]), caps)
+    gained = (values * chosen - high[:, None] * chosen.square()).sum(1, dtype=torch.float64)
+    return torch.minimum(high.double() * square + gained, matrix_vector(values, caps))
+
+
+def chunks(matrix: Tensor, elements: int = 1 << 17) -> Iterator[Tensor]:
+    """Yield a matrix in runs of rows of so many elements at most; as a rule what a core's cache holds in fp64."""
+    rows = max(1, elements // max(1, matrix.shape[1]))
+    for start in range(0, matrix.shape[0], rows):
+        yield matrix[start : start + rows]
+
+
+def square_root(matrix: Tensor) -> Tensor:
+    """Return the symmetric root of a positive semidefinite fp64 matrix, its eigenvalues raised by their error."""
+    values, vectors = torch.linalg.eigh(matrix)
+    raised = values.clamp(min=0) + matrix.shape[0] * 2.0**-48 * float(matrix.trace())
+    return (vectors * raised.sqrt()) @ vectors.t()
+
+
+def balanced(one: Tensor, other: Tensor) -> Tensor:
+    """Return √(one/other) per channel, 1 where a channel is always 0: what balances two sides of a product."""
+    usable = (one > 0) & (other > 0)
+    return torch.where(usable, (one / other.clamp(min=1e-300)).sqrt(), torch.ones_like(one)).clamp(1e-12, 1e12)
+
+
+def outer_scaled(matrix: Tensor, factors: Tensor) -> Tensor:
+    """Return diag(factors)·G·diag(factors)."""
+    return matrix * factors[:, None] * factors[None, :]
+
+
+def quadratic(matrix: Tensor, vector: Tensor) -> float:
+    """Return √(vᵀGv) for a Gram matrix G."""
+    return math.sqrt(max(0.0, float(vector @ matrix @ vector)))
+
+
+def table_of(table: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return each channel's largest |x| and mean square over an embedding, fp64 [d], and the largest ‖row‖₂."""
+    amax = torch.zeros(table.shape[1], dtype=torch.float64)
+    square = torch.zeros(table.shape[1], dtype=torch.float64)
+    length = 0.0
+    for part in chunks(table):
+        wide = part.float()
+        amax = torch.maximum(amax, wide.abs().amax(0).double())
+        squares = wide.double().square()
+        square += squares.sum(0)
+        length = max(length, float(squares.sum(1).max()))
+    return amax, square / max(1, table.shape[0]), math.sqrt(length)

@@ -1,0 +1,170 @@
+"""What lies in a checkpoint's folder besides its weights, and what a converted one has of its own.
+
+Tokenizer, generation settings and the modules of a sentence encoder are carried over byte for byte; weights in other
+formats are not, since they would still hold the old values, and the report names them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import shutil
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from ..errors import UserError
+from .reader import Checkpoint, contained
+from .staging import FULL_OR_FAILING
+
+OTHER_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".h5",
+    ".msgpack",
+    ".ot",
+    ".onnx",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".npz",
+    ".tflite",
+    ".index.json",
+)
+"""Endings of weight files and their indexes, which are rewritten or left out, never copied."""
+
+
+OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html", ".gitattributes")
+"""Top-level files that a converted folder has of its own."""
+
+
+def carry_over(
+    source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
+) -> tuple[list[str], list[str]]:
+    """Copy the files that belong to a checkpoint besides its weights, and return the names carried over and left
+    out.
+
+    ``tokenizer``: a folder beside the source that holds the tokenizer (diffusers layouts). A folder that
+    ``modules.json`` names is carried over whole; one that is missing raises UserError. The source's model card
+    becomes ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind.
+    """
+    carried, left_out = [], []
+    modules = side_modules(source)
+    for entry in sorted(source.iterdir()):
+        if entry.is_dir():
+            if entry.name in modules:
+                for path in sorted(p for p in entry.rglob("*") if not p.is_dir()):
+                    copy(path, target / path.relative_to(source), source)
+                carried.append(f"{entry.name}/")
+            elif not entry.name.startswith("."):
+                left_out.append(f"{entry.name}/")
+        elif entry.name == "README.md":
+            if not back:
+                copy(entry, target / "SOURCE_README.md", source)
+                carried.append("README.md")
+        elif back and entry.name == "SOURCE_README.md":
+            copy(entry, target / "README.md", source)
+            carried.append(entry.name)
+        elif entry.name in OWN_FILES:
+            continue
+        elif entry.name.endswith(OTHER_WEIGHTS):
+            left_out.append(entry.name)
+        else:
+            copy(entry, target / entry.name, source)
+            carried.append(entry.name)
+    if tokenizer is not None and tokenizer.is_dir():
+        for entry in sorted(tokenizer.iterdir()):
+            if entry.is_file() and not (target / entry.name).exists() and entry.name not in OWN_FILES:
+                copy(entry, target / entry.name, tokenizer)
+                carried.append(entry.name)
+    return carried, left_out
+
+
+def copy(file: Path, place: Path, folder: Path) -> None:
+    """Copy a file of ``folder``; raise UserError where it is no regular file, cannot be read, or is a link to one
+    outside, which would publish what lies there."""
+    contained(folder, file.relative_to(folder).as_posix())
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not file.is_file():
+            raise OSError(errno.EINVAL, "not a regular file" if file.exists() else "a link to nowhere")
+        shutil.copyfile(file, place)
+    except OSError as error:
+        if error.errno in FULL_OR_FAILING:
+            raise
+        raise UserError(f"{file}: {error.strerror or error}; restore it from the original checkpoint") from error
+
+
+def records(folder: Path, known: Collection[str] = ()) -> list[dict[str, object]]:
+    """Return name, size in bytes (``nbytes``) and SHA-256 of every file below ``folder`` whose name is not ``known``,
+    by name."""
+    found: list[dict[str, object]] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in known:
+            found.append({"name": name, "nbytes": path.stat().st_size, "sha256": sha256_of(path)})
+    return found
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def side_modules(source: Path) -> set[str]:
+    """Return the sub-folders that a sentence encoder's ``modules.json`` names; raise UserError where one is not
+    there."""
+    listing = source / "modules.json"
+    if not listing.is_file():
+        return set()
+    try:
+        names = {str(m["path"]) for m in json.loads(listing.read_text(encoding="utf-8")) if m["path"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{listing}: not a list of modules with paths; restore it from the original checkpoint"
+        ) from error
+    for name in sorted(names):
+        if Path(name).is_absolute() or ".." in Path(name).parts or len(Path(name).parts) != 1:
+            raise UserError(
+                f"{listing}: module path {name!r} leaves the folder; restore it from the original checkpoint"
+            )
+        if not (source / name).is_dir():
+            raise UserError(
+                f"{listing}: module {name!r} is not in {source}; fetch the whole checkpoint, its output depends on it"
+            )
+    return names
+
+
+def write_json(path: Path, data: Mapping[str, object]) -> None:
+    """Write ``data`` as JSON with two spaces of indent and a final newline, UTF-8, numbers as ``finite`` makes them."""
+    path.write_text(json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def finite(data: object) -> object:
+    """Return ``data`` with ±inf as ±the largest double and NaN as None: JSON has neither, and readers compare these
+    as numbers."""
+    if isinstance(data, float):
+        if math.isnan(data):
+            return None
+        return math.copysign(sys.float_info.max, data) if math.isinf(data) else data
+    if isinstance(data, Mapping):
+        return {str(k): finite(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(v) for v in data]
+    return data
+
+
+def tokenizer_beside(checkpoint: Checkpoint, subfolder: str | None) -> Path | None:
+    """Return the tokenizer's folder of a diffusers layout: ``text_encoder_2`` has ``tokenizer_2`` beside it."""
+    if subfolder is None or "text_encoder" not in subfolder:
+        return None
+    return checkpoint.folder.parent / checkpoint.folder.name.replace("text_encoder", "tokenizer")
+
+
+def is_converted(folder: Path) -> bool:
+    """Return whether this program wrote the checkpoint in ``folder``."""
+    return (Path(folder) / "fp16_report.json").is_file()

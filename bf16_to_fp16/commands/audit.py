@@ -1,0 +1,96 @@
+"""``audit``: a checkpoint run in its regimes, every site measured, and its worst input searched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..auditing.attack import attack
+from ..auditing.regimes import ATTENTIONS, REGIMES, audit_folder, verdict
+from ..bounds.certificate import bound, fp16_weights
+from ..checkpoint.folder import is_converted
+from ..checkpoint.reader import open_checkpoint
+from ..environment import SCHEMA, environment
+from ..errors import UserError
+from ..progress import Progress
+from ..report.remedies import over_limits, unsafe_sites
+from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
+from ..run import probe
+from ..run.agreement import agreed_layout
+from ..run.stock import load, load_config
+from ..wording import listed
+
+
+def audit(
+    source: str | Path,
+    *,
+    regimes: Sequence[str] = REGIMES,
+    data: str | None = None,
+    train_mode: bool = False,
+    attention: Sequence[str] = ATTENTIONS,
+    attack_steps: int | None = None,
+    subfolder: str | None = None,
+    seed: int = 0,
+    sweep: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run ``source`` (folder or Hub id) in ``regimes`` and return the report: verdict, regimes with every site,
+    environment.
+
+    Its many parameters are the command's options, as keywords. data: text to run on besides the built-in probe.
+    train_mode: with dropout and the backward pass under a loss scale. attention: implementations, of ``ATTENTIONS`` and
+    "scaled". attack_steps: gradient steps of a search for every site's worst input, reported beside the certificate's
+    bounds. sweep: have the probe run every id of the vocabulary. Raises ``UserError`` for a source or data that cannot
+    be used.
+    """
+    progress = progress or Progress(quiet=True)
+    if attack_steps is not None and attack_steps < 1:
+        raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
+    checkpoint = open_checkpoint(source, subfolder)
+    layout = agreed_layout(checkpoint)
+    inputs = probe.audit_batches(load_config(checkpoint.folder), checkpoint.folder, data, seed=seed, sweep=sweep)
+    shown = ["SDPA" if name == "sdpa" else name for name in attention]
+    with progress.step(f"Auditing {', '.join(regimes)}, {listed(shown)}") as advance:
+        results = audit_folder(
+            checkpoint.folder,
+            regimes=regimes,
+            inputs=inputs,
+            train_mode=train_mode,
+            advance=advance,
+            attention=attention,
+            seed=seed,
+        )
+    described = regimes_of(results)
+    searched: dict[str, Any] = {}
+    broken = False
+    if attack_steps is not None:
+        with progress.step("Bounding every signal"):
+            certificate = bound(layout, fp16_weights(checkpoint, layout))
+        with progress.step("Searching for the worst inputs") as advance:
+            model = load(checkpoint.folder, torch.float16, half=True)
+            adversary = attack(model, layout, steps=attack_steps, seed=seed, certificate=certificate, advance=advance)
+        seen = dict(adversary.worst)
+        for site in results["half"].sites if "half" in results else ():
+            seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
+        proven = CertificateEntry.model_validate(certificate.to_json(seen))
+        searched = {"attack": AttackEntry.model_validate(adversary.to_json()), "certificate": proven}
+        searched["uncertified"] = over_limits(proven)
+        broken = adversary.worst_headroom_bits < 0
+    report = Report(
+        schema=SCHEMA,
+        verdict="unsafe" if broken else verdict(results),
+        proof="certified" if searched and searched["certificate"].holds else "observed",
+        family=layout.family.name,
+        source=Source.of(checkpoint),
+        train_mode=train_mode,
+        attention=list(attention),
+        inputs=Inputs.model_validate(probe.describe_batches(inputs, seed=seed, data=data)),
+        regimes=described,
+        unsafe=unsafe_sites(described, converted=is_converted(checkpoint.folder)),
+        **searched,
+        environment=Environment.model_validate(environment()),
+    )
+    return dump(report)

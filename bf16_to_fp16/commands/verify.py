@@ -1,0 +1,456 @@
+"""Whether a converted folder is what its report says: anyone's check of a published or local checkpoint.
+
+A report is only a claim. The files are hashed, the plan is held against config and weights (and replayed, where the
+original is at hand), the certificate is computed again from the weights, and the audit is run again. Each thing that
+does not hold is named with its reason; what comes after a failed hash would speak of other files and is not run.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..auditing.regimes import REGIMES, RegimeResult, audit_folder
+from ..bounds.arithmetic import Arithmetic
+from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..checkpoint.folder import sha256_of
+from ..checkpoint.hub import reading_from
+from ..checkpoint.reader import Checkpoint, bytes_of, contained, looks_like_repo_id, open_checkpoint, own_name
+from ..checkpoint.writer import write_fp16
+from ..environment import SCHEMA, environment
+from ..errors import UserError
+from ..families.resolve import resolve
+from ..families.types import Layout
+from ..progress import Progress
+from ..report.remedies import CONVERT_AGAIN, REMOVE, RIGHT_REVISION, UNSAFE_BY_REPORT, unsafe_sites
+from ..report.schema import (
+    REPORT,
+    BoundEntry,
+    CertificateEntry,
+    Claim,
+    Environment,
+    FileEntry,
+    Inputs,
+    ProblemEntry,
+    Report,
+    Source,
+    Verification,
+    dump,
+    read_report,
+    regimes_of,
+)
+from ..rescaling.apply import writes
+from ..rescaling.plan import Plan, exponents_of
+from ..rescaling.planner import TARGETS
+from ..run import probe
+from ..run.agreement import agreed_layout
+from ..run.stock import load_config
+from ..wording import bytes_in_words
+
+LISTS_OTHER = "lists something that convert does not write; convert the source again"
+
+
+NEEDED = {
+    key: f"has no {key}, so convert did not write it; convert the source again"
+    for key in ("verdict", "source.sha256", "source.config_changes", "output.files", "plan", "certificate.sites")
+}
+"""What a report must have to be checked, and what is said where it is missing."""
+
+
+WRONG = {
+    "plan.": "its plan is not one of this program; convert the source again",
+    "target": "its certificate names no target and length; convert the source again",
+    "certificate.max_length": "its certificate names no target and length; convert the source again",
+    "certificate.splits": "its certificate names no target and length; convert the source again",
+    "inputs.seed": "its seed is not a number; convert the source again",
+}
+"""What is said where something in it is not what convert writes."""
+
+
+CHECKS = ("files", "plan", "replay", "certificate", "audit")
+
+
+BOUND_TOLERANCE = 1e-3
+"""Relative difference of a recomputed bound that another machine's arithmetic may make."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that does not hold: which check found it, at which file or site, why, and what to do."""
+
+    check: str
+    name: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """Return it in one line."""
+        return f"{self.name}: {self.reason}; {self.remedy}"
+
+
+def verify(
+    source: str | Path,
+    *,
+    original: str | Path | None = None,
+    data: str | None = None,
+    run_model: bool = True,
+    endpoint: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Check a converted checkpoint (folder or Hub id) against its report and return what was found.
+
+    original: the source (folder or Hub id) that the recorded plan is replayed on. data: text to audit on besides the
+    built-in probe. run_model: False leaves the audit out. endpoint: the Hub's address. ``verdict`` is "safe" where
+    every check holds and the report itself says so; ``problems`` names the others. Raises UserError for a source that
+    is not a converted checkpoint.
+    """
+    progress = progress or Progress(quiet=True)
+    if data is not None and not run_model:
+        raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
+    folder, revision, extra = locate(source, endpoint, progress)
+    report = read_recorded(folder)
+    if original is not None and report.finetune is not None:
+        raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
+    outcome = dict.fromkeys(CHECKS, "not run")
+    regimes: Mapping[str, RegimeResult] = {}
+    certificate: Certificate | None = None
+    with progress.step("Hashing the files") as advance:
+        problems = check_files(folder, report, extra=extra, advance=advance)
+    outcome["files"] = "failed" if problems else "passed"
+    if not problems:
+        checkpoint = open_checkpoint(folder)
+        layout = agreed_layout(checkpoint)
+        plan = recorded_plan(folder)
+        problems += tried(outcome, "plan", check_plan(checkpoint, layout, plan, report.source))
+        if original is not None:
+            origin = open_checkpoint(original, endpoint=endpoint)
+            problems += tried(outcome, "replay", replay(origin, checkpoint, plan, report.source, progress))
+        certificate = recompute(checkpoint, layout, report, progress)
+        problems += tried(outcome, "certificate", check_certificate(certificate, report))
+        if run_model:
+            regimes = repeat_audit(folder, report, progress, data=data)
+            problems += tried(outcome, "audit", check_audit(regimes))
+    if not report.safe:
+        problems.append(Problem("report", REPORT, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
+    totals = None if certificate is None else {k: v for k, v in certificate.to_json().items() if k != "sites"}
+    found = Verification(
+        schema=SCHEMA,
+        verdict="unsafe" if problems else "safe",
+        verified=not problems,
+        source=Source(path=str(source) if revision is not None else own_name(source), revision=revision),
+        report=Claim(verdict=report.verdict, proof=report.proof, family=report.family),
+        checks=outcome,
+        problems=[ProblemEntry(**asdict(problem)) for problem in problems],
+        files=len(report.output.files),
+        certificate=None if totals is None else CertificateEntry.model_validate(totals),
+        regimes=regimes_of(regimes),
+        environment=Environment.model_validate(environment()),
+    )
+    return dump(found)
+
+
+def tried(outcome: dict[str, str], check: str, problems: list[Problem]) -> list[Problem]:
+    """Note how a check ended, and return its problems."""
+    outcome[check] = "failed" if problems else "passed"
+    return problems
+
+
+# --- where it lies ---------------------------------------------------------------------------------------------------
+
+
+def locate(source: str | Path, endpoint: str | None, progress: Progress) -> tuple[Path, str | None, list[str]]:
+    """Return the folder of a converted checkpoint, the commit that a Hub id stood for (else None), and the files of
+    its repository that its report does not know."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder, None, []
+    if folder.exists() or not looks_like_repo_id(str(source)):
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {problem}; give a converted folder or a Hub id like org/name")
+    return fetch(str(source), endpoint, progress)
+
+
+def fetch(source: str, endpoint: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
+    """Download what a repository's report lists and nothing else; return the folder, the commit, and the names of the
+    repository's other files.
+
+    Raises UserError for a repository without a report, and where the disk has no room for it.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.hf_api import RepoFile
+
+    repo, _, asked = source.partition("@")
+    api = HfApi(endpoint=endpoint)
+
+    def tree() -> tuple[str, dict[str, int]]:
+        commit = str(api.repo_info(repo, revision=asked or None).sha)
+        entries = api.list_repo_tree(repo, revision=commit, recursive=True)
+        return commit, {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
+
+    def download(*names: str) -> Path:
+        patterns = [glob.escape(name) for name in names]
+        return reading_from(
+            repo,
+            asked,
+            lambda: Path(snapshot_download(repo, revision=commit, allow_patterns=patterns, endpoint=endpoint)),
+            endpoint,
+        )
+
+    commit, sizes = reading_from(repo, asked, tree, endpoint)
+    if REPORT not in sizes:
+        raise UserError(
+            f"{repo} has no {REPORT}, so this program did not convert it; audit and certify take any source"
+        )
+    folder = download(REPORT)
+    listed = [entry.name for entry in read_recorded(folder).output.files]
+    wanted = [name for name in listed if name in sizes]
+    nbytes = sum(sizes[name] for name in wanted if not (folder / name).exists())  # what the cache has is not fetched
+    check_free_space(repo, nbytes, Path(constants.HF_HUB_CACHE))
+    with progress.step(f"Fetching {len(wanted)} files, {bytes_in_words(nbytes)}"):
+        folder = download(REPORT, *wanted)
+    return folder, commit, sorted(set(sizes) - {REPORT, *listed})
+
+
+def check_free_space(repo: str, nbytes: int, cache: Path) -> None:
+    """Raise UserError where the disk of ``cache`` has no room for so many bytes."""
+    place = cache
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < nbytes:
+        raise UserError(
+            f"{repo} needs {bytes_in_words(nbytes)} and the disk of the cache has {bytes_in_words(free)};"
+            " free some space, or set HF_HOME to a folder on another disk"
+        )
+
+
+def read_recorded(folder: Path, *, whole: bool = False) -> Report:
+    """Return the report of a converted folder: what is checked of it but for the plan, or the ``whole``.
+
+    Raises UserError where there is none, or it lacks what can be checked.
+    """
+    path = folder / REPORT
+    if not path.is_file():
+        raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
+    contained(folder, REPORT)
+    also, unread = (None, ()) if whole else (("target", "proof", "family", "inputs", "finetune"), ("plan",))
+    report = read_report(path, NEEDED, LISTS_OTHER, also=also, unread=unread, wrong=WRONG, version=SCHEMA)
+    if any(entry.nbytes is None or entry.sha256 is None for entry in report.output.files):
+        raise UserError(f"{path}: {LISTS_OTHER}")
+    return report
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def present_files(folder: Path) -> list[str]:
+    """Return the names of all files below a folder but hidden ones, which no library reads, sorted."""
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    return sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
+
+
+def check_files(folder: Path, report: Report, *, extra: Sequence[str] = (), advance: Any = None) -> list[Problem]:
+    """Return what differs between the files of a folder and those that its report lists.
+
+    extra: names of further files, known to exist elsewhere in the same repository.
+    """
+    listed = {entry.name: entry for entry in report.output.files}
+    if not any(map(is_weights, listed)) or "config.json" not in listed:
+        return [Problem("files", REPORT, "lists no weights or no config.json", CONVERT_AGAIN)]
+    owner = {str(entry.sha256): name for name, entry in listed.items()}
+    total, done, problems = sum(entry.nbytes or 0 for entry in listed.values()), 0, []
+    for name, entry in listed.items():
+        path = contained(folder, name)
+        if not path.is_file():
+            problems.append(Problem("files", name, "is missing", CONVERT_AGAIN))
+            continue
+        digest = sha256_of(path)
+        if digest != entry.sha256:
+            problems.append(Problem("files", name, difference(path, name, digest, entry, owner, report), CONVERT_AGAIN))
+        done += entry.nbytes or 0
+        if advance is not None:
+            advance(done, total)
+    for name in sorted({*present_files(folder), *extra} - {REPORT, *listed}):
+        if not name.startswith("."):
+            reason = "is not in the report, so nothing is known of it"
+            problems.append(Problem("files", name, reason, REMOVE))
+    return problems
+
+
+def difference(path: Path, name: str, digest: str, entry: FileEntry, owner: Mapping[str, str], report: Report) -> str:
+    """Return how a file differs from what the report says of it."""
+    size, expected = path.stat().st_size, entry.nbytes or 0
+    if owner.get(digest, name) != name and is_weights(name) and is_weights(owner[digest]):
+        return f"holds what belongs in {owner[digest]}: the shards are swapped"
+    if name == "config.json":
+        changed = changed_keys(path, report)
+        return f"the config was changed{changed} (SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…)"
+    if size != expected:
+        return f"has {size:,} bytes and the report says {expected:,}: cut short, or another file"
+    kind = "the weights were changed or damaged" if is_weights(name) else "was changed or damaged"
+    return f"{kind}: its {size:,} bytes have the SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…"
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file holds weights."""
+    return name.endswith(".safetensors")
+
+
+def changed_keys(path: Path, report: Report) -> str:
+    """Return which of the keys that the conversion set have another value now, in words; empty for none of them."""
+    try:
+        config = json.loads(path.read_bytes())
+        edits = report.source.config_changes
+        wrong = {key: sides["after"] for key, sides in edits.items() if config.get(key) != sides.get("after")}
+    except (ValueError, KeyError, AttributeError):
+        return ""
+    return "".join(f", {key} is {config.get(key)} instead of {value}" for key, value in wrong.items())
+
+
+# --- plan ------------------------------------------------------------------------------------------------------------
+
+
+def recorded_plan(folder: Path) -> Plan:
+    """Return the plan that the report of a converted folder holds; raise UserError where it holds none."""
+    plan = read_report(folder / REPORT, {"plan": NEEDED["plan"]}, LISTS_OTHER, wrong=WRONG).plan
+    assert plan is not None  # asked for
+    return plan
+
+
+def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Source) -> list[Problem]:
+    """Return where the recorded plan and the checkpoint contradict each other: family, signals, channels, config."""
+
+    def problem(name: str, reason: str) -> Problem:
+        return Problem("plan", name, reason, CONVERT_AGAIN)
+
+    if plan.family != layout.family.name:
+        return [problem("plan", f"is for {plan.family}, and the checkpoint is {layout.family.name}")]
+    problems = [
+        problem(name, "the plan moves it, and the checkpoint has no such signal")
+        for name in plan.exponents
+        if name not in layout.signals
+    ]
+    for tensor in layout.tensors.values():
+        try:
+            exponents_of(tensor, plan)
+        except (UserError, RuntimeError, OverflowError) as error:
+            problems.append(problem(tensor.name, " ".join(str(error).partition(";")[0].split())))
+    if plan.untied_head and layout.tied is not False:
+        problems.append(problem("config.json", "the plan separates the head, and the checkpoint has it tied"))
+    key = layout.family.eps_key
+    if key is not None and plan.eps is not None and checkpoint.config.get(key) != plan.eps:
+        problems.append(problem("config.json", f"{key} is {checkpoint.config.get(key)} and the plan needs {plan.eps}"))
+    for name, sides in source.config_changes.items():
+        if "after" in sides and checkpoint.config.get(name) != sides["after"]:
+            reason = f"{name} is {checkpoint.config.get(name)} and the report says {sides['after']}"
+            problems.append(problem("config.json", reason))
+    return problems
+
+
+def replay(
+    original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Source, progress: Progress
+) -> list[Problem]:
+    """Return where applying the recorded plan to the original does not give the checkpoint's weights, bit for bit."""
+    for file in original.weight_files:
+        name = str(file.relative_to(original.folder))
+        if source.sha256.get(name) != original.sha256(file):
+            return [Problem("replay", name, "is not the file that was converted", RIGHT_REVISION)]
+    layout = resolve(original, untie=plan.untied_head)
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
+        with progress.step("Replaying the plan on the original") as advance:
+            write_fp16(original, writes(layout, plan), Path(scratch), advance=advance)
+        (Path(scratch) / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
+        again = open_checkpoint(scratch)
+        differing = sorted(set(again.tensors) ^ set(checkpoint.tensors))
+        for name in sorted(set(again.tensors) & set(checkpoint.tensors)):
+            ours, theirs = again.read(name), checkpoint.read(name)
+            if ours.dtype != theirs.dtype or ours.shape != theirs.shape or bytes_of(ours) != bytes_of(theirs):
+                differing.append(name)
+    reason = "is not what the plan makes of the original"
+    return [Problem("replay", name, reason, CONVERT_AGAIN) for name in differing]
+
+
+# --- certificate and audit -------------------------------------------------------------------------------------------
+
+
+def recompute(checkpoint: Checkpoint, layout: Layout, report: Report, progress: Progress) -> Certificate:
+    """Return the certificate of the files, for the same target, length and partial sums as the recorded one."""
+    recorded, target = report.certificate, report.target or "half"
+    if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
+        raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
+    with progress.step("Bounding every signal") as advance:
+        return bound(
+            layout,
+            fp16_weights(checkpoint, layout),
+            Arithmetic(recorded.max_length, splits=recorded.splits),
+            target=target,
+            advance=advance,
+        )
+
+
+def check_certificate(certificate: Certificate, report: Report) -> list[Problem]:
+    """Return where the recorded certificate says another thing than the recomputed one."""
+    assert report.certificate is not None  # NEEDED
+    recorded = {site.name: site for site in report.certificate.sites}
+    problems = []
+    for site in certificate.sites:
+        claim = recorded.pop(site.name, None)
+        if claim is None:
+            problems.append(Problem("certificate", site.name, "the report has no bound for it", CONVERT_AGAIN))
+        elif not agree(claim, site.bound, site.partial):
+            reason = f"its bound is {site.largest:.6g} and the report says {claim.bound}"
+            problems.append(Problem("certificate", site.name, reason, CONVERT_AGAIN))
+    problems += [
+        Problem("certificate", name, "the report bounds it, and the checkpoint has no such place", CONVERT_AGAIN)
+        for name in recorded
+    ]
+    if report.certificate.holds != certificate.holds and not problems:
+        reason = f"the report says that it {'holds' if not certificate.holds else 'does not hold'}, wrongly"
+        problems.append(Problem("certificate", "certificate", reason, CONVERT_AGAIN))
+    if report.proof == "certified" and not certificate.holds:
+        worst = min(certificate.sites, key=lambda site: site.headroom_bits)
+        reason = f"its bound is {worst.largest:.6g}, over its limit, and the report says certified"
+        problems.append(Problem("certificate", worst.name, reason, CONVERT_AGAIN))
+    return problems
+
+
+def agree(claim: BoundEntry, bound: float, partial: float) -> bool:
+    """Return whether recorded bounds are the recomputed ones, up to another machine's arithmetic."""
+    for said, found in ((claim.bound, bound), (claim.partial, partial)):
+        if math.isnan(said):
+            return False
+        # JSON has no infinity; reports write the largest double in its place.
+        if math.isinf(found) or abs(said) > 1e300:
+            if not (math.isinf(found) and abs(said) > 1e300):
+                return False
+        elif abs(said - found) > BOUND_TOLERANCE * max(abs(found), abs(said)):
+            return False
+    return True
+
+
+def repeat_audit(
+    folder: Path, report: Report, progress: Progress, *, data: str | None = None
+) -> Mapping[str, RegimeResult]:
+    """Return what every regime shows on the files as stock code loads them, on the probe that the report names."""
+    said, config = report.inputs or Inputs(), load_config(folder)
+    seed = said.seed or 0
+    swept = any(entry.kind == probe.SWEEP for entry in said.batches)
+    inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, chosen=probe.usable(said.chosen, config))
+    with torch.random.fork_rng(devices=[]), progress.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
+        train_mode = report.target == "train"
+        return audit_folder(folder, inputs=inputs, seed=seed, advance=advance, train_mode=train_mode)
+
+
+def check_audit(regimes: Mapping[str, RegimeResult]) -> list[Problem]:
+    """Return the sites that break when the checkpoint is run."""
+    broken = unsafe_sites(regimes_of(regimes), converted=True)
+    return [Problem("audit", site.signal, site.reason, site.remedy) for site in broken]

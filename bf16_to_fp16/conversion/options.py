@@ -1,0 +1,104 @@
+"""How a conversion is done, where it goes, and what it comes from: the frozen values that ``convert`` begins with."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..bounds.arithmetic import MAX_LENGTH
+from ..checkpoint.reader import Checkpoint, own_name
+from ..checkpoint.staging import check_out
+from ..errors import UserError
+from ..report.schema import Lineage
+from ..rescaling.planner import MARGIN_BITS, TARGETS
+
+MOST_MARGIN = 12
+"""Bits of margin that leave a signal any room: 65504·2⁻¹² is 16."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a conversion is done, apart from where: one field for each of the command's options.
+
+    target: ``half``, ``norm-safe`` or ``train``. data: text to observe and audit on besides the built-in probe.
+    run_model: False plans from the bounds and lets the certificate alone decide; the model is never in memory. plan: a
+    report whose plan is replayed instead of observing. margin_bits: kept between what is observed and each limit.
+    max_length: positions for which the certificate holds. max_shard_size: bytes, else sharded like the source.
+    workers: processes that write shards. sweep: have the probe run every id of the vocabulary.
+    """
+
+    target: str = "half"
+    data: str | None = None
+    run_model: bool = True
+    subfolder: str | None = None
+    plan: str | Path | None = None
+    margin_bits: float = MARGIN_BITS
+    max_length: int = MAX_LENGTH
+    max_shard_size: int | None = None
+    workers: int = 1
+    seed: int = 0
+    sweep: bool = False
+
+    def check(self) -> None:
+        """Raise UserError for a value that cannot be used, or for two that do not go together."""
+        if self.target not in TARGETS:
+            raise UserError(f"target {self.target!r} is unknown; choose one of {', '.join(TARGETS)}")
+        if not 0 <= self.margin_bits <= MOST_MARGIN:
+            raise UserError(f"a margin of {self.margin_bits} bits cannot be kept; give 0 to {MOST_MARGIN}")
+        if self.max_length < 1:
+            raise UserError(f"a maximum length of {self.max_length} is not a number of positions; give 1 or more")
+        if self.data is not None and not self.run_model:
+            raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
+        if self.sweep and not self.run_model:
+            raise UserError("nothing is run to sweep; leave out either --sweep or --no-audit")
+
+    def command(self, source: str | Path, out: Path) -> str:
+        """Return the command line that does the same again; of local paths only the last part, since it is
+        published."""
+        given = {
+            "--target": None if self.target == "half" else self.target,
+            "--no-audit": None if self.run_model else "",
+            "--margin": None if self.margin_bits == MARGIN_BITS else f"{self.margin_bits:g}",
+            "--data": self.data,
+            "--sweep": "" if self.sweep else None,
+            "--plan": self.plan,
+            "--subfolder": self.subfolder,
+            "--max-shard-size": None if self.max_shard_size is None else f"{self.max_shard_size}B",
+            "--seed": self.seed or None,
+            "--max-length": None if self.max_length == MAX_LENGTH else self.max_length,
+        }
+        words = ["bf16-to-fp16", "convert", shown_in_a_command(source), out.name]
+        for option, value in given.items():
+            if value is not None:
+                words += [option] if value == "" else [option, shown_in_a_command(value)]
+        return shlex.join(words)
+
+
+def shown_in_a_command(value: object) -> str:
+    """Return a word of a command line as it is published: of a local path the last part."""
+    return own_name(value) if isinstance(value, (str, Path)) and Path(value).exists() else str(value)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where the output goes, whether it may replace what is there, and whether it is written at all."""
+
+    out: Path
+    force: bool = False
+    dry_run: bool = False
+
+    def check(self, source: Path | None) -> None:
+        """Raise UserError unless the folder can be made, apart from ``source``; costs nothing."""
+        if not self.dry_run:
+            check_out(self.out, source, force=self.force)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a report says of a checkpoint that was trained: the command that made it, where it comes from, and the
+    original, with which the output is compared besides its source."""
+
+    command: str
+    lineage: Lineage
+    original: Checkpoint

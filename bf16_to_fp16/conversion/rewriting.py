@@ -1,0 +1,45 @@
+"""The step of ``convert`` that writes: weights in a stream of pieces, config, and the files beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
+from ..checkpoint.writer import Written, write_fp16
+from ..errors import UserError
+from ..progress import Progress
+from ..report.evidence import Decided, Rewritten
+from ..rescaling.apply import edited_config, writes
+from ..run import probe
+from .options import Options
+from .planning import Opened
+
+
+def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Rewritten:
+    """Write the rescaled weights in a stream, the config, and the files that belong to them."""
+    checkpoint, layout = opened.checkpoint, decided.layout
+    with progress.step(f"Writing {len(layout.tensors)} tensors") as advance:
+        written = write_fp16(
+            checkpoint,
+            writes(layout, decided.plan),
+            work,
+            max_shard_size=options.max_shard_size,
+            workers=options.workers,
+            advance=advance,
+        )
+    check_finite(written)
+    write_json(work / "config.json", edited_config(layout, decided.plan))
+    carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, options.subfolder))
+    if not probe.has_tokenizer(work):
+        progress.say(f"{checkpoint.name} has no tokenizer, so the output has none; put the original's there to use it")
+    return Rewritten(written, carried, left_out)
+
+
+def check_finite(written: Written) -> None:
+    """Raise UserError for a weight that is inf or NaN in the source or beyond fp16 at every exponent."""
+    for name, stats in written.stats.items():
+        if stats.nonfinite:
+            raise UserError(
+                f"tensor {name}: {stats.nonfinite} of {stats.elements} weights are inf, NaN or so large that no"
+                " exponent brings them under 65504; use another revision of the checkpoint or repair the tensor"
+            )

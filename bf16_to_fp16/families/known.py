@@ -1,0 +1,91 @@
+"""The supported families, and which of them a config names.
+
+A family is chosen by the config's ``model_type``. ``audit_model`` runs models of no known family too, about whose
+modules nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import UserError
+from .mt5 import MT5
+from .pegasus import PEGASUS
+from .roles import Roles, roles
+from .t5 import T5
+from .types import Family
+from .umt5 import UMT5
+
+FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS)
+"""Every supported family."""
+
+
+def family_of(config: Mapping[str, object]) -> Family:
+    """Return the family of a config by its ``model_type``.
+
+    Raises UserError with the list of the known ones where there is none, or where ``architectures`` names a class
+    that is not supported.
+    """
+    model_type = config.get("model_type")
+    known = "; ".join(f"{f.model_type}: {', '.join(f.seq2seq + f.encoder_only)}" for f in FAMILIES)
+    family = of_model_type(model_type)
+    if family is None:
+        raise UserError(f"config.json: model_type {model_type!r} is not supported; the known ones are {known}")
+    for name in architectures(config):
+        if name not in family.seq2seq + family.encoder_only:
+            raise UserError(f"config.json: architecture {name} is not supported; the known ones are {known}")
+    return family
+
+
+def named(name: object) -> Family | None:
+    """Return the family of this name, None where there is none; a report has a family's name and no layout."""
+    return next((family for family in FAMILIES if family.name == name), None)
+
+
+def of_model_type(model_type: object) -> Family | None:
+    """Return the family of a stock model's ``config.model_type``, None where there is none."""
+    return next((family for family in FAMILIES if family.model_type == model_type), None)
+
+
+def roles_of(family: Family | None) -> Roles:
+    """Return what the modules of a family are called by their roles; of an unknown family nothing."""
+    return Roles() if family is None else roles(family)
+
+
+def is_encoder_class(name: str) -> bool:
+    """Return whether a stock class of this name is an encoder alone."""
+    return any(name in family.encoder_only for family in FAMILIES)
+
+
+def may_be_absent(family: Family) -> frozenset[str]:
+    """Return the tensors outside the blocks that a file may lack: stock code makes or zeroes them."""
+    parts = (family.encoder_ends, family.decoder_ends, family.tied_head, family.untied_head)
+    return frozenset(t.name for part in parts for t in part.tensors if t.absent)
+
+
+def stock_class(config: Mapping[str, object]) -> str:
+    """Return the name of the transformers class that loads a checkpoint with this config.
+
+    Raises UserError as ``family_of`` does, and where the config names no class.
+    """
+    family = family_of(config)
+    return family.encoder_only[0] if is_encoder_only(family, config) else family.seq2seq[0]
+
+
+def architectures(config: Mapping[str, object]) -> list[str]:
+    """Return the class names of a config, empty where it names none."""
+    names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise UserError(
+            "config.json: 'architectures' is not a list; write [\"T5ForConditionalGeneration\"] or the like"
+        )
+    return [str(name) for name in names]
+
+
+def is_encoder_only(family: Family, config: Mapping[str, object]) -> bool:
+    """Return whether a checkpoint is an encoder alone, which its class says."""
+    names = architectures(config)
+    if not names:
+        choices = " or ".join(f'["{c[0]}"]' for c in (family.seq2seq, family.encoder_only) if c)
+        raise UserError(f'config.json names no class; add "architectures": {choices}')
+    return names[0] in family.encoder_only

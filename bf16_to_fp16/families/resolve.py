@@ -1,0 +1,253 @@
+"""Which tensor of a checkpoint is what.
+
+Whether a head is tied is decided from the tensors, because the flag in the config has meant different things:
+transformers 5 writes ``true`` beside a head of its own. Every tensor must be accounted for, since stock code fills a
+missing one with random numbers and drops one that it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..checkpoint.reader import FLOATING_DTYPES, Checkpoint
+from ..errors import UserError
+from .known import family_of, is_encoder_only
+from .types import (
+    Family,
+    Layout,
+    OutputScale,
+    Part,
+    ResolvedSignal,
+    ResolvedTensor,
+    Stack,
+    StackEnds,
+    Tensor,
+    TensorSource,
+    axis_size,
+    config_value,
+)
+
+ROWS_AT_A_TIME = 4096
+
+
+MOST_POSITIONS = 1 << 16
+"""Positions that are made where a file lacks them; published Pegasus models have 512 and 1024."""
+
+
+def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
+    """Classify every tensor of ``checkpoint`` and return its layout.
+
+    ``untie``: give an embedding that serves as head a copy of its own; no effect where it already has one.
+    Raises UserError for a tensor that is missing, unknown, of the wrong shape or not floating, by name.
+    """
+    config, names = checkpoint.config, set(checkpoint.tensors)
+    try:
+        family = family_of(config)
+        encoder_only = is_encoder_only(family, config)
+    except UserError as error:
+        raise UserError(f"{checkpoint.source}/{error}") from None
+    embedding = next((n for n in (family.embedding, *family.copies) if n in names), None)
+    if embedding is None:
+        raise UserError(
+            f"{checkpoint.source}: tensor {family.embedding} is missing; take the whole original checkpoint"
+        )
+    dropped = find_dropped(checkpoint, family, embedding, encoder_only)
+    tied = None if encoder_only else is_tied(checkpoint, family, embedding)
+    if tied and family.head in names:
+        dropped[family.head] = f"the same values as {family.embedding}, to which stock classes tie it"
+
+    parts = [family.encoder_ends, *blocks(family.encoder, family, config, len(names))]
+    separate = bool(tied and untie and family.untie)
+    if not encoder_only:
+        parts += [family.decoder_ends, *blocks(family.decoder, family, config, len(names))]
+        parts.append(family.tied_head if tied and not separate else family.untied_head)
+
+    scale = head_scale(family, config, tied)
+    sources = {family.embedding: embedding}
+    if separate:
+        sources[family.head] = embedding
+    tensors = {}
+    for record in (t for part in parts for t in part.tensors):
+        if record.name not in tensors:
+            gain = scale if separate and record.name == family.head and family.untie == "scaled" else 1.0
+            resolved = resolve_tensor(checkpoint, family, record, sources.get(record.name, record.name), gain)
+            if resolved is not None:
+                tensors[record.name] = resolved
+    if separate and family.untie == "copy":
+        # Stock Pegasus with tie_word_embeddings false ties nothing, and makes an absent embedding at random.
+        for copy in family.copies:
+            tensors[copy] = resolve_tensor_like(tensors[family.embedding], copy)
+
+    used = {t.source for t in tensors.values()}
+    for name in sorted(names - used - set(dropped)):
+        raise UserError(
+            f"{checkpoint.source}: tensor {name} is not part of {family.title} as config.json describes it;"
+            " stock code would drop it, so check the config's layer counts or remove the tensor"
+        )
+    return Layout(
+        family=family,
+        config=config,
+        encoder_only=encoder_only,
+        tied=tied if not separate else False,
+        tensors=tensors,
+        signals=merge_signals(family, config, parts, tensors),
+        dropped=dropped,
+        head_scale=1.0 if separate and family.untie == "scaled" else scale,
+        topology=tuple(part.topology for part in parts if part.topology is not None),
+    )
+
+
+def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, encoder_only: bool) -> dict[str, str]:
+    """Return the tensors that are not carried over, each with the reason."""
+    dropped = {}
+    decoder = family.decoder_ends.topology
+    assert isinstance(decoder, StackEnds)
+    for name in checkpoint.tensors:
+        if name in family.ignorable:
+            dropped[name] = "stock classes ignore it"
+        elif encoder_only and (name.startswith(f"{decoder.at}.") or name == family.head):
+            dropped[name] = f"{family.encoder_only[0]} ignores it"
+        elif name in family.copies and name != embedding:
+            if not same_values(checkpoint, name, embedding):
+                raise UserError(
+                    f"{checkpoint.source}: {name} differs from {embedding}, but they are one tensor in"
+                    f" {family.title}; remove the wrong one"
+                )
+            dropped[name] = f"the same values as {family.embedding}, to which stock classes tie it"
+    return dropped
+
+
+def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
+    """Return whether the embedding serves as head, which the tensors say.
+
+    A stored head with the embedding's very values is a copy (``.bin`` files hold one), unless the config says in so
+    many words that the two are apart.
+    """
+    if family.head not in checkpoint.tensors:
+        return True
+    if checkpoint.config.get("tie_word_embeddings") is False:
+        return False
+    return same_values(checkpoint, family.head, embedding)
+
+
+def head_scale(family: Family, config: Mapping[str, object], tied: bool | None) -> float:
+    """Return what the stock class (transformers 5) multiplies the decoder's output with before the head."""
+    scales: object = tied is not None and family.output_scale is not OutputScale.NEVER
+    if scales and family.output_scale is OutputScale.CONFIG:
+        scales = config.get(family.output_scale_key, config.get("tie_word_embeddings") is not False)
+    return axis_size(family, config, "model") ** -0.5 if scales else 1.0
+
+
+def same_values(checkpoint: TensorSource, one: str, other: str) -> bool:
+    """Return whether two tensors of a checkpoint are equal in every bit, reading a few thousand rows at a time."""
+    a, b = checkpoint.tensors[one], checkpoint.tensors[other]
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    for start in range(0, a.shape[0], ROWS_AT_A_TIME):
+        stop = min(start + ROWS_AT_A_TIME, a.shape[0])
+        left, right = (checkpoint.read_rows(n, start, stop).view(torch.uint8) for n in (one, other))
+        if not torch.equal(left, right):
+            return False
+    return True
+
+
+def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: int) -> list[Part]:
+    """Return the parts of every block of a stack, in order; raise UserError for more blocks than the checkpoint has
+    tensors."""
+    full = {key: config_value(family, config, key) for key in family.defaults} | {
+        k: v for k, v in config.items() if v is not None
+    }
+    count = config_value(family, config, stack.layers)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UserError(
+            f"config.json: {stack.layers!r} is {count!r}, not a number of layers; take it from the original checkpoint"
+        )
+    if count > tensors:
+        raise UserError(
+            f"config.json: {stack.layers!r} is {count}, more than the {tensors} tensors that there are;"
+            " use the config.json that belongs to these weights"
+        )
+    return [part for i in range(count) for part in stack.block(full, i)]
+
+
+def resolve_tensor(
+    checkpoint: TensorSource, family: Family, record: Tensor, source: str, gain: float
+) -> ResolvedTensor | None:
+    """Check one declared tensor against the checkpoint; None where it may be absent and is."""
+    shape = tuple(axis_size(family, checkpoint.config, name) for name in record.shape)
+    info = checkpoint.tensors.get(source)
+    if info is None:
+        if record.generate is not None:
+            if shape[0] > MOST_POSITIONS:
+                raise UserError(
+                    f"{checkpoint.source}: tensor {record.name} is missing, and config.json asks for {shape[0]} rows;"
+                    " take the whole original checkpoint"
+                )
+            return ResolvedTensor(record.name, None, shape, record.axes, record.generate)
+        if record.absent:
+            return None
+        raise UserError(
+            f"{checkpoint.source}: tensor {record.name} is missing, and stock code would fill it with random numbers;"
+            " take the whole original checkpoint"
+        )
+    if info.dtype not in FLOATING_DTYPES:
+        raise UserError(
+            f"{checkpoint.source}: tensor {source} is {info.dtype}; use the checkpoint from before quantisation"
+        )
+    if tuple(info.shape) != shape:
+        raise UserError(
+            f"{checkpoint.source}: tensor {source} has shape {list(info.shape)} but config.json asks for {list(shape)};"
+            " use the config.json that belongs to these weights"
+        )
+    return ResolvedTensor(record.name, source, shape, record.axes, None, gain)
+
+
+def resolve_tensor_like(tensor: ResolvedTensor, name: str) -> ResolvedTensor:
+    """Return ``tensor`` under another name."""
+    return ResolvedTensor(name, tensor.source, tensor.shape, tensor.axes, None, tensor.gain)
+
+
+def merge_signals(
+    family: Family, config: Mapping[str, object], parts: list[Part], tensors: Mapping[str, ResolvedTensor]
+) -> dict[str, ResolvedSignal]:
+    """Return the signals of all parts, those of one name joined, and check that every axis names one of the right
+    size."""
+    merged: dict[str, ResolvedSignal] = {}
+    for record in (s for part in parts for s in part.signals):
+        old = merged.get(record.name)
+        merged[record.name] = ResolvedSignal(
+            record.name,
+            record.kind,
+            old.size if old else axis_size(family, config, record.size),
+            old.seen + record.seen if old else record.seen,
+        )
+    for tensor in tensors.values():
+        for axis, length in zip(tensor.axes, tensor.shape, strict=True):
+            if axis is not None and merged[axis.signal].size != length:
+                size = merged[axis.signal].size
+                raise AssertionError(f"{tensor.name}: axis of {length} carries {axis.signal} of {size}")
+    return merged
+
+
+def unscaled(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
+    """Return a tensor's values before any exponent: the checkpoint's in their dtype, fp32 where a gain is folded in or
+    they are generated."""
+    if tensor.source is None:
+        assert tensor.generate is not None
+        return tensor.generate(tensor.shape[0], tensor.shape[1])
+    weight = checkpoint.read(tensor.source)
+    return weight if tensor.gain == 1.0 else weight.float() * tensor.gain
+
+
+def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:
+    """Raise UserError for a norm whose every gain is zero: nothing behind it depends on its input, which no training
+    gives."""
+    for path in layout.norms:
+        name = layout.tensors[f"{path}.weight"].source
+        if name is not None and not checkpoint.read(name).any():
+            raise UserError(
+                f"{checkpoint.tensors[name].file}: tensor {name} is zero throughout; the file is damaged,"
+                " fetch it again from the original checkpoint"
+            )

@@ -1,0 +1,90 @@
+"""What the modules of a family are called by their roles, for whoever has a report or a stock model and no layout.
+
+Read from the declaration itself: the first block of each stack under the stock defaults.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .types import Attention, Family, FeedForward, Stack
+
+_BLOCK = re.compile(r"(?:^|\.)(\d+)(?=[.:])")
+
+
+_STACK = re.compile(r"(?:^|\.)(encoder|decoder)\.")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The last parts of module paths by role.
+
+    ``attentions``: the modules that form scores. ``insides``: activation functions and position biases, whose outputs
+    are no signals of their own. ``norms``: for "encoder" and "decoder" what each norm of a block reads for, in order:
+    self-attention, feed-forward.
+    """
+
+    attentions: frozenset[str] = frozenset()
+    attention_outputs: tuple[str, ...] = ()
+    feed_forward_outputs: tuple[str, ...] = ()
+    insides: frozenset[str] = frozenset()
+    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def roles(family: Family) -> Roles:
+    """Return a family's roles."""
+    blocks = {"encoder": sublayers(family, family.encoder), "decoder": sublayers(family, family.decoder)}
+    attentions = [w for block in blocks.values() for w in block if isinstance(w, Attention)]
+    feed_forwards = [w for block in blocks.values() for w in block if isinstance(w, FeedForward)]
+    biases = (w.bias.removesuffix(".weight") for w in attentions if w.bias)
+    return Roles(
+        attentions=frozenset(last(w.at) for w in attentions),
+        attention_outputs=tuple(dict.fromkeys(last(w.output) for w in attentions)),
+        feed_forward_outputs=tuple(dict.fromkeys(last(w.output) for w in feed_forwards)),
+        insides=frozenset(last(path) for path in (*(w.act for w in feed_forwards), *biases)),
+        norms={name: tuple(readers(block)) for name, block in blocks.items()},
+    )
+
+
+def sublayers(family: Family, stack: Stack) -> list[Attention | FeedForward]:
+    """Return how the sublayers of a stack's first block are wired, with the config that stock code takes."""
+    topology = [part.topology for part in stack.block(family.defaults, 0)]
+    return [w for w in topology if isinstance(w, Attention | FeedForward)]
+
+
+def readers(block: Sequence[Attention | FeedForward]) -> Iterator[str]:
+    """Yield in words what the norm of each sublayer of a block reads for."""
+    crosses = any(isinstance(w, Attention) and w.memory for w in block)
+    for w in block:
+        if isinstance(w, FeedForward):
+            yield "feed-forward"
+        elif crosses:
+            yield "cross-attention" if w.memory else "self-attention"
+        else:
+            yield "attention"
+
+
+def last(path: str) -> str:
+    """Return the last part of a module's path."""
+    return path.rpartition(".")[2]
+
+
+def stack_of(path: str) -> str | None:
+    """Return the stack, "encoder" or "decoder", that a module or one of its sites belongs to, None for a head."""
+    found = _STACK.search(path)
+    return found[1] if found else None
+
+
+def block_of(path: str) -> int | None:
+    """Return the number of the block that a module or one of its sites belongs to, None for ends and head."""
+    found = _BLOCK.search(path)
+    return int(found[1]) if found else None
+
+
+def layer_of(site: str) -> str:
+    """Return the part of a site's name up to its layer's number: ``encoder.block.3``, or its first module."""
+    parts = site.partition(":")[0].split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]

@@ -1,0 +1,41 @@
+"""One walk along the residual stream, in which bounds, hooks and searches visit a model.
+
+A sublayer reads the stream through a norm and adds its output to it; the final norm of a stack reads it last. So the
+norms, in the order in which they run, lead past everything that flows through a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .types import Layout, ResolvedStack, Sublayer
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A norm that reads the residual stream.
+
+    ``norm``: its module path. ``site``: where the stream that it reads was made, as the audit names it. ``sublayer``:
+    what reads the norm's output, None for the final norm of a stack. ``stack``: the one that both are in.
+    """
+
+    norm: str
+    site: str
+    sublayer: Sublayer | None
+    stack: ResolvedStack
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it reads what its stack begins with, to which no sublayer has added."""
+        return self.site == self.stack.ends.stream
+
+
+def walk(layout: Layout) -> Iterator[Reader]:
+    """Yield every norm that reads the residual stream, in the order in which they run, the encoder's first."""
+    for stack in layout.stacks():
+        site = stack.ends.stream
+        for sublayer in stack.sublayers:
+            yield Reader(sublayer.norm, site, sublayer, stack)
+            site = sublayer.add
+        yield Reader(stack.ends.norm, site, None, stack)

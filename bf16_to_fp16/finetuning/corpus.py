@@ -1,0 +1,581 @@
+"""From text to training batches, so that a model can be repaired with whatever text there is.
+
+Pairs of input and target are used as they are; plain text gets the objective that the model was pretrained with
+(``objectives``), made on the fly.
+
+Everything random is a function of (seed, epoch, row), and the order of an epoch of the seed and the number of examples
+in one step. So a batch does not depend on how many processes share a step, and training goes on bit for bit from two
+numbers. A step is cut from one endless sequence of epochs; one that straddles two epochs takes from both, so that
+every example is seen once in each and none is dropped or repeated to fill a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..run import probe
+from ..run.texts import open_texts, plain_errors
+from .objectives import (
+    BYTE_SENTINEL,
+    BYTE_SPAN,
+    SUBWORD_SPAN,
+    Objective,
+    conventions,
+    gap_sentences,
+    noise_spans,
+    span_corruption,
+    split_sentences,
+    window_length,
+)
+from .recipe import Data
+
+_GROUP = 64
+"""Steps of examples that are sorted by length together: long enough to group, short enough to stay shuffled."""
+
+
+_CHARACTERS = 8
+"""Characters of a long text that are tokenised for each token that is wanted."""
+
+
+_TRAINING, _HELD_OUT, _SPLIT, _ORDER = range(4)
+"""What random numbers are for, so that no two uses share any."""
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """One forward pass of one process: int64 ids and 0/1 mask of shape [rows, length], labels with −100 as padding.
+
+    ``examples``: (epoch, row in the data) of every example, for the log of a bad batch. It is empty for a batch whose
+    labels are all −100, which only keeps processes in step. ``labels`` is None for an encoder. ``targets``: the texts
+    that generation should give, where the data have them.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor | None
+    examples: tuple[tuple[int, int], ...]
+    targets: tuple[str, ...] | None = None
+
+    def inputs(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Return the arguments of a stock model, on ``device``."""
+        tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
+        return {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
+
+
+Row = tuple[str, str | None]
+"""Text and target of a row; a row whose text is blank is left out."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows that are shuffled together: an epoch of a table, or a buffer of streamed rows.
+
+    ``start``: JSON from which the same source makes the same block again; ``sizes``: characters of each row.
+    """
+
+    epoch: int
+    start: dict[str, Any]
+    rows: Sequence[int] | np.ndarray
+    sizes: np.ndarray
+    read: Callable[[Sequence[int]], list[Row]]
+
+
+class _Source(Protocol):
+    columns: tuple[str, str | None]
+
+    def blocks(self, start: Mapping[str, Any] | None) -> Iterator[_Block]: ...
+
+    def held_out(self, count: int | None) -> tuple[list[int], list[Row]]: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+class _TableRows:
+    """Rows that are all at hand, in an Arrow table on the disk."""
+
+    def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
+        self.dataset, self.columns = _open(data, streaming=False)
+        self.name = data.path
+        self.sizes = self._sizes()
+        rows = np.flatnonzero(self.sizes)
+        if not len(rows):
+            raise UserError(f"{data.path}: no examples in it; give data with at least one line of text")
+        count = len(rows) if whole else _held_out_count(len(rows), data.held_out)
+        mixed = np.random.default_rng([seed, _SPLIT]).permutation(rows)
+        self.kept_out = mixed[:count].tolist()
+        self.training = np.sort(mixed[count:])
+
+    def _sizes(self) -> np.ndarray:
+        """Characters of every row, 0 where the text is blank."""
+        import pyarrow.compute as compute
+
+        sizes = [np.zeros(0, np.int64)]
+        for table in self.dataset.with_format("arrow").iter(batch_size=10_000):
+            parts = [compute.fill_null(table.column(name), "") for name in self.columns if name is not None]
+            lengths = [compute.utf8_length(part).to_numpy().astype(np.int64) for part in parts]
+            blank = compute.utf8_length(compute.utf8_trim_whitespace(parts[0])).to_numpy() == 0
+            sizes.append(np.where(blank, 0, sum(lengths)))
+        return np.concatenate(sizes)
+
+    def blocks(self, start: Mapping[str, Any] | None) -> Iterator[_Block]:
+        for epoch in itertools.count(0 if start is None else int(start["epoch"])):
+            yield _Block(epoch, {"epoch": epoch}, self.training, self.sizes[self.training], self.read)
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        part = self.dataset[[int(row) for row in rows]]
+        text, target = self.columns
+        targets = part[target] if target is not None else itertools.repeat(None)
+        return list(zip(part[text], targets, strict=False))
+
+    def held_out(self, count: int | None) -> tuple[list[int], list[Row]]:
+        rows = self.kept_out[:count]
+        return rows, self.read(rows) if rows else []
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "rows": len(self.sizes),
+            "blank": int((self.sizes == 0).sum()),
+            "training": len(self.training),
+            "held_out": len(self.kept_out),
+            "characters": int(self.sizes.sum()),
+        }
+
+
+class _StreamedRows:
+    """Rows that are read as they are needed; a buffer of them is shuffled at a time."""
+
+    def __init__(self, data: Data, seed: int) -> None:
+        self.data, self.seed = data, seed
+        dataset, self.columns = _open(data, streaming=True)
+        if not any(text.strip() for _, (text, _) in self._rows(dataset, 0)):
+            raise UserError(f"{data.path}: no examples in it; give data with at least one line of text")
+
+    def _rows(self, dataset: Any, first: int) -> Iterator[tuple[int, Row]]:
+        text, target = self.columns
+        with plain_errors(self.data.path):
+            for number, row in enumerate(dataset, first):
+                found = row.get(text)
+                if found is not None and not isinstance(found, str):
+                    raise UserError(f"{self.data.path}: row {number} of column {text!r} is not text; make it a string")
+                yield number, (found or "", row.get(target) if target is not None else None)
+
+    def _kept_out(self, row: int) -> bool:
+        digest = hashlib.blake2b(f"{self.seed}:{row}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.data.held_out * 2.0**64
+
+    def blocks(self, start: Mapping[str, Any] | None) -> Iterator[_Block]:
+        here: dict[str, Any] = {"epoch": 0, "row": 0, "source": None} if start is None else dict(start)
+        while True:
+            dataset, _ = _open(self.data, streaming=True)
+            if here["source"] is not None:
+                dataset.load_state_dict(here["source"])
+            rows = self._rows(dataset, here["row"])
+            seen = here["row"] > 0
+            while True:
+                buffer: list[tuple[int, Row]] = []
+                last = here["row"] - 1
+                for last, row in rows:
+                    if row[0].strip() and not self._kept_out(last):
+                        buffer.append((last, row))
+                    if len(buffer) == self.data.shuffle_buffer:
+                        break
+                if not buffer:
+                    break
+                seen = True
+                texts = dict(buffer)
+                sizes = np.array([len(text) + len(target or "") for text, target in texts.values()], np.int64)
+                yield _Block(here["epoch"], here, list(texts), sizes, _chosen(texts))
+                # The dataset's own state is where the next buffer starts.
+                here = {"epoch": here["epoch"], "row": last + 1, "source": dataset.state_dict()}
+            if not seen:
+                raise UserError(f"{self.data.path}: every example is held out; lower data.held_out")
+            here = {"epoch": here["epoch"] + 1, "row": 0, "source": None}
+
+    def held_out(self, count: int | None) -> tuple[list[int], list[Row]]:
+        if self.data.held_out == 0:
+            return [], []
+        dataset, _ = _open(self.data, streaming=True)
+        kept = ((number, row) for number, row in self._rows(dataset, 0) if row[0].strip() and self._kept_out(number))
+        found = list(itertools.islice(kept, count))
+        return [number for number, _ in found], [row for _, row in found]
+
+    def describe(self) -> dict[str, Any]:
+        return {"streaming": True, "shuffle_buffer": self.data.shuffle_buffer}
+
+
+def _chosen(texts: Mapping[int, Row]) -> Callable[[Sequence[int]], list[Row]]:
+    return lambda rows: [texts[row] for row in rows]
+
+
+def _held_out_count(count: int, share: float) -> int:
+    """How many of ``count`` are held out: at least one where any are wanted, and never all."""
+    return min(max(1, round(count * share)), count - 1) if share else 0
+
+
+def _open(data: Data, *, streaming: bool) -> tuple[Any, tuple[str, str | None]]:
+    return open_texts(
+        data.path,
+        streaming=streaming,
+        subset=data.subset,
+        split=data.split,
+        input_column=data.input_column,
+        target_column=data.target_column,
+    )
+
+
+def epoch_order(
+    sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator, *, group: bool
+) -> np.ndarray:
+    """Return a permutation of the examples, int64, in which those of one step are of like size where ``group`` is set.
+
+    sizes: any measure of length; position: how many examples the steps before have taken, which tells where the next
+    step begins. What lies before that and after the last whole step stays mixed, since it shares a step with another
+    epoch.
+    """
+    order = rng.permutation(len(sizes))
+    if not group:
+        return order
+    head = min(-position % step_examples, len(order))
+    steps = (len(order) - head) // step_examples
+    body = order[head : head + steps * step_examples]
+    groups = []
+    for first in range(0, len(body), _GROUP * step_examples):
+        part = body[first : first + _GROUP * step_examples]
+        groups.append(part[np.argsort(-sizes[part], kind="stable")])
+    if groups:
+        body = np.concatenate(groups).reshape(steps, step_examples)[rng.permutation(steps)].ravel()
+    return np.concatenate([order[:head], body, order[head + steps * step_examples :]])
+
+
+class Corpus:
+    """Data, tokenizer and objective together: everything from a row to a batch.
+
+    Made by ``open_corpus``. ``objective`` is what examples are made of, ``window`` the most tokens that are taken from
+    one text, ``input_length`` and ``target_length`` the most ids of each side.
+    """
+
+    def __init__(self, data: Data, folder: Path, config: Any, *, seed: int) -> None:
+        """Open the data and the tokenizer and settle the objective; see ``open_corpus``."""
+        self.data, self.folder, self.seed = data, folder, seed
+        self.vocabulary = int(config.vocab_size)
+        self.tokenizer = probe.load_tokenizer(folder)
+        self.conventions = conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
+        own = data if data.held_out_path is None else data.model_copy(update={"held_out": 0.0})
+        self.source: _Source = _StreamedRows(own, seed) if data.streaming else _TableRows(own, seed)
+        self.held_out_source: _Source = self.source
+        if data.held_out_path is not None:
+            self.held_out_source = _TableRows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
+        self.decodes = probe.has_decoder(config)
+        self.objective = self._objective()
+        longest = probe.longest_sequence(config)
+        self.input_length = min(data.input_length, longest)
+        self.target_length = min(data.target_length, longest)
+        self.mean_span = data.mean_span_length or (BYTE_SPAN if self.conventions.bytes else SUBWORD_SPAN)
+        self.window = self.input_length - 1
+        if self.objective == "span-corruption":
+            count = len(self.conventions.sentinels)
+            self.window = window_length(
+                self.input_length, self.target_length, data.noise_density, self.mean_span, count
+            )
+        # Text may spell a special token; taken for one it would break the target. Bytes are text, whatever they mean.
+        named = [k for k in self.conventions.sentinels if not (self.conventions.bytes and k <= BYTE_SENTINEL)]
+        self._reserved = {self.conventions.pad, self.conventions.end, self.conventions.mask, *named}
+
+    def _objective(self) -> Objective:
+        asked, path = self.data.objective, self.data.path
+        paired = all(source.columns[1] is not None for source in (self.source, self.held_out_source))
+        if not self.decodes:
+            if asked in ("span-corruption", "gap-sentences"):
+                raise UserError(f"objective {asked} needs a decoder, and this is an encoder; use auto or none")
+            return "text"
+        if asked == "none" or (asked == "auto" and paired):
+            if not paired:
+                raise UserError(
+                    f"{path}: objective none needs targets; name target_column, or let plain text have objective auto"
+                )
+            return "pairs"
+        if asked == "auto":
+            asked = "gap-sentences" if self.conventions.mask is not None else "span-corruption"
+        if asked == "gap-sentences":
+            if self.conventions.mask is None:
+                raise UserError(f"{self.folder}: the tokenizer has no <mask_1> for a sentence; use span-corruption")
+            return "gap-sentences"
+        if not self.conventions.sentinels:
+            raise UserError(
+                f"{self.folder}: the tokenizer has no sentinels for span corruption;"
+                " give data.first_sentinel, or targets"
+            )
+        return "span-corruption"
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the ids of plain text, without the end and without special tokens that the text happens to spell."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._checked([token for token in ids if token not in self._reserved])
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if ids and max(ids) >= self.vocabulary:
+            raise UserError(
+                f"{self.folder}: its tokenizer gives id {max(ids)}, past the vocabulary of {self.vocabulary};"
+                " the tokenizer belongs to another checkpoint"
+            )
+        return ids
+
+    def example(self, row: int, content: Row, epoch: int, *, held_out: bool = False) -> tuple[list[int], list[int]]:
+        """Return the (input, target) ids of a row in an epoch; the target is empty for an encoder."""
+        text, target = content
+        if self.objective == "pairs":
+            if target is None:
+                raise UserError(f"{self.data.path}: row {row} has no target; give every row one, or an objective")
+            return self._cut(text, self.input_length), self._cut(target, self.target_length)
+        rng = np.random.default_rng([self.seed, _HELD_OUT if held_out else _TRAINING, epoch, row])
+        if len(text) > (most := self.window * _CHARACTERS):
+            first = _first(len(text), most, rng)
+            text = text[first : first + most]
+        if self.objective == "gap-sentences":
+            return self._gaps(text, rng)
+        tokens = self.tokens(text)
+        first = _first(len(tokens), self.window, rng)
+        tokens = tokens[first : first + self.window]
+        end = self.conventions.end
+        if self.objective == "text":
+            return [*tokens, end], []
+        spans = noise_spans(len(tokens), self.data.noise_density, self.mean_span, rng)
+        return span_corruption(tokens, spans, self.conventions.sentinels, end)
+
+    def _cut(self, text: str, length: int) -> list[int]:
+        # No token is longer than this, so that the cut text has the same first ids.
+        ids = self.tokenizer(text[: 64 * length], truncation=True, max_length=length)["input_ids"]
+        return self._checked(list(ids))
+
+    def _gaps(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+        limit = min(self.window, self.target_length - 1)
+        sentences: list[tuple[str, list[int]]] = []
+        for sentence in split_sentences(text):
+            ids = self.tokens(sentence)
+            parts = [ids[k : k + limit] for k in range(0, len(ids), limit)]
+            texts = [sentence] if len(parts) == 1 else [self.tokenizer.decode(part) for part in parts]
+            sentences += zip(texts, parts, strict=True)
+        lengths = np.array([len(ids) for _, ids in sentences], np.int64)
+        # Any sentence from which the rest still fills the window may be the first.
+        rest = np.cumsum(lengths[::-1])[::-1]
+        last = int((rest > self.window).sum())
+        first = int(rng.integers(last + 1))
+        fitting = int((np.cumsum(lengths[first:]) <= self.window).sum())
+        sentences = sentences[first : first + fitting]
+        if len(sentences) == 1 and len(sentences[0][1]) > 1:
+            ids = sentences[0][1]
+            sentences = [("", ids[: len(ids) // 2]), ("", ids[len(ids) // 2 :])]
+        mask = self.conventions.mask
+        if mask is None:
+            raise ValueError("gap sentences need a mask")
+        return gap_sentences(
+            sentences,
+            ratio=self.data.gap_ratio,
+            mask=mask,
+            end=self.conventions.end,
+            target_length=self.target_length,
+            rng=rng,
+        )
+
+    def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
+        """Return the batch of (epoch, row, content) of at least one example."""
+        made = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
+        ids, mask = probe.stack([torch.tensor(source) for source, _ in made], self.conventions.pad)
+        labels = None
+        if self.decodes:
+            labels, _ = probe.stack([torch.tensor(target) for _, target in made], probe.IGNORED_LABEL)
+        targets = tuple(target or "" for _, _, (_, target) in rows) if self.objective == "pairs" else None
+        return TrainingBatch(ids, mask, labels, tuple((epoch, row) for epoch, row, _ in rows), targets)
+
+    def training_batches(self, rank: int = 0, world: int = 1) -> TrainingBatches:
+        """Return the endless training batches of one of ``world`` processes, from the beginning."""
+        return TrainingBatches(self, rank, world)
+
+    def check_processes(self, count: int) -> None:
+        """Raise UserError for more processes than there are examples, of which some would only repeat the others'."""
+        found = len(next(self.source.blocks(None)).sizes)
+        if found < count:
+            raise UserError(
+                f"{self.data.path}: {found} examples to train on are too few for {count} processes;"
+                " give more data or launch fewer processes"
+            )
+
+    def held_out(self, examples: int | None = None, rank: int = 0, world: int = 1) -> list[TrainingBatch]:
+        """Return the held-out batches of one of ``world`` processes, the same at every call.
+
+        examples: at most so many in all. Every process gets equally many batches; one for which none is left gets a
+        batch without examples, whose labels are all −100.
+        """
+        rows, contents = self.held_out_source.held_out(examples)
+        found = [(0, row, content) for row, content in zip(rows, contents, strict=True)]
+        if self.data.group_by_length:
+            found.sort(key=lambda item: -len(item[2][0]))
+        size = self.data.batch_size * world
+        made = []
+        for first in range(0, len(found), size):
+            part = found[first : first + size][rank::world]
+            if part:
+                made.append(self.batch(part, held_out=True))
+                continue
+            filler = self.batch(found[first : first + 1], held_out=True)
+            labels = None if filler.labels is None else torch.full_like(filler.labels, probe.IGNORED_LABEL)
+            made.append(TrainingBatch(filler.input_ids, filler.attention_mask, labels, ()))
+        return made
+
+    def describe(self) -> dict[str, Any]:
+        """Return the data and the objective as JSON types, for a report and to tell whether a checkpoint fits."""
+        described = self.source.describe() | {
+            "path": self.data.path,
+            "objective": self.objective,
+            "input_length": self.input_length,
+            "target_length": self.target_length,
+            "window": self.window,
+            "seed": self.seed,
+        }
+        if self.data.held_out_path is not None:
+            described["held_out"] = self.held_out_source.describe()["held_out"]
+        if self.objective == "span-corruption":
+            described["noise_density"], described["mean_span_length"] = self.data.noise_density, self.mean_span
+            described["first_sentinel"] = self.conventions.sentinels[0]
+        if self.objective == "gap-sentences":
+            described["gap_ratio"], described["mask"] = self.data.gap_ratio, self.conventions.mask
+        return described
+
+
+def _first(length: int, most: int, rng: np.random.Generator) -> int:
+    """Where a piece of at most ``most`` begins: half a piece beyond an end counts as the end, so that ends are seen."""
+    beyond = most // 2
+    place = int(rng.integers(-beyond, max(1, length - most + 1) + beyond))
+    return max(0, min(place, length - most))
+
+
+def open_corpus(data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> Corpus:
+    """Return the corpus of a recipe's ``data`` for a checkpoint.
+
+    folder: of the checkpoint, for its tokenizer; config: its transformers configuration; seed: of the split into
+    training and held-out rows, the order and the noise. Raises UserError for data or a tokenizer that cannot be used,
+    and for an objective that they do not allow.
+    """
+    return Corpus(data, Path(folder), config, seed=seed)
+
+
+class TrainingBatches(Iterator[TrainingBatch]):
+    """The endless training batches of one process; made by ``Corpus.training_batches``.
+
+    A step takes ``step_examples`` = batch size × accumulation × processes examples. They are the same, in the same
+    order, however that product is made up; each process then takes its share of each forward pass.
+    """
+
+    def __init__(self, corpus: Corpus, rank: int = 0, world: int = 1) -> None:
+        """Begin at the first batch of the first epoch."""
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} of {world}")
+        self.corpus, self.rank, self.world = corpus, rank, world
+        self.pass_examples = corpus.data.batch_size * world
+        self.step_examples = self.pass_examples * corpus.data.gradient_accumulation
+        self.steps = 0
+        self._pass = 0
+        self._current: list[tuple[_Block, int]] = []
+        self._begin: dict[str, Any] = {}
+        self._blocks = corpus.source.blocks(None)
+        self._enter(0)
+
+    def _enter(self, position: int, offset: int = 0) -> None:
+        self._block = next(self._blocks)
+        seeds = [self.corpus.seed, _ORDER, self._block.epoch, int(self._block.start.get("row", 0))]
+        self._order = epoch_order(
+            self._block.sizes,
+            self.step_examples,
+            position,
+            np.random.default_rng(seeds),
+            group=self.corpus.data.group_by_length,
+        )
+        self._offset = offset
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the newest example, from 0."""
+        return self._block.epoch
+
+    def _take(self) -> None:
+        """Choose the examples of the next step."""
+        self._begin = {"steps": self.steps, "start": self._block.start, "offset": self._offset}
+        self._current = []
+        while len(self._current) < self.step_examples:
+            if self._offset == len(self._order):
+                self._enter(self.steps * self.step_examples + len(self._current))
+            more = self._order[self._offset : self._offset + self.step_examples - len(self._current)]
+            self._current += [(self._block, int(index)) for index in more]
+            self._offset += len(more)
+
+    def __next__(self) -> TrainingBatch:
+        """Return the next forward pass of this process."""
+        if self._pass == 0:
+            self._take()
+        first = self._pass * self.pass_examples
+        mine = self._current[first : first + self.pass_examples][self.rank :: self.world]
+        rows: list[tuple[int, int, Row]] = []
+        for block, items in itertools.groupby(mine, key=lambda item: item[0]):
+            numbers = [int(block.rows[index]) for _, index in items]
+            rows += zip(itertools.repeat(block.epoch), numbers, block.read(numbers), strict=False)
+        batch = self.corpus.batch(rows)
+        self._pass += 1
+        if self._pass == self.corpus.data.gradient_accumulation:
+            self._end_step()
+        return batch
+
+    def _end_step(self) -> None:
+        self.steps += 1
+        self._pass = 0
+
+    def skip(self, steps: int) -> None:
+        """Leave out the rest of the step that has begun, if one has, and then ``steps`` more, without making them."""
+        if self._pass:
+            self._end_step()
+        for _ in range(steps):
+            self._take()
+            self._end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the batches stand, as JSON types; it is the same for every process."""
+        here = {"steps": self.steps, "start": self._block.start, "offset": self._offset}
+        return (self._begin if self._pass else here) | {"pass": self._pass, "settings": self._settings()}
+
+    def _settings(self) -> dict[str, Any]:
+        described = {key: value for key, value in self.corpus.describe().items() if key != "path"}
+        return described | {
+            "step_examples": self.step_examples,
+            "gradient_accumulation": self.corpus.data.gradient_accumulation,
+            "group_by_length": self.corpus.data.group_by_length,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where ``state`` was taken: the next batch is, bit for bit, the one that came next there.
+
+        Raises UserError where data or settings are others than there, since every following batch would differ.
+        """
+        now, then = self._settings(), state["settings"]
+        if not state["pass"]:  # between two steps it does not matter how a step is cut into passes
+            now, then = ({**settings, "gradient_accumulation": None} for settings in (now, then))
+        changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
+        if changed:
+            shown = ", ".join(f"{key} was {then.get(key)} and is {now.get(key)}" for key in changed[:3])
+            raise UserError(
+                f"the checkpoint was written with other data settings ({shown}); restore them or start anew"
+            )
+        self.steps, self._pass = int(state["steps"]), 0
+        self._blocks = self.corpus.source.blocks(state["start"])
+        self._enter(self.steps * self.step_examples - int(state["offset"]), int(state["offset"]))
+        if state["pass"]:
+            self._take()
+            self._pass = int(state["pass"])

@@ -1,0 +1,156 @@
+"""Keeping the original's function: how far the student's outputs are from the frozen teacher's.
+
+For models with a head it is KL(teacher ‖ student) of the next-token distributions (Hinton et al., arXiv:1503.02531),
+times the squared temperature, so that its gradient does not shrink with it; for encoders the squared error of the
+hidden states relative to their squared length. Both are sums over the positions that count, so that a step has the
+same gradient however it is cut into passes and processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import UserError
+from ..run.probe import IGNORED_LABEL
+from .corpus import TrainingBatch
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The teacher's ``k`` largest logits of each position that counts: fp32 [positions, k] log probabilities at the
+    temperature, int64 [positions, k] ids."""
+
+    log_probabilities: Tensor
+    ids: Tensor
+
+
+def kl_divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return Σ over positions of KL(teacher ‖ student)·T², in nats; [positions, vocabulary] logits of any dtype."""
+    p = (teacher.float() / temperature).log_softmax(-1)
+    q = (student.float() / temperature).log_softmax(-1)
+    return functional.kl_div(q, p, reduction="sum", log_target=True) * temperature**2
+
+
+def kl_divergence_from_top(student: Tensor, teacher: TopK, temperature: float) -> Tensor:
+    """Return Σ over positions of the KL·T² of the distributions over the teacher's top k and all else as one outcome.
+
+    It is at most the KL of the whole distributions (data-processing inequality), and 0 where they agree.
+    """
+    q = (student.float() / temperature).log_softmax(-1)
+    chosen = q.gather(-1, teacher.ids)
+    p = teacher.log_probabilities
+    # What is left of either is at least fp32's resolution of 1, so that its logarithm is finite.
+    tiny = torch.finfo(torch.float32).eps
+    rest_p = (1 - p.exp().sum(-1)).clamp(min=tiny)
+    rest_q = (1 - chosen.exp().sum(-1)).clamp(min=tiny)
+    kl = (p.exp() * (p - chosen)).sum() + (rest_p * (rest_p.log() - rest_q.log())).sum()
+    return kl * temperature**2
+
+
+def hidden_error(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return Σ over positions of ‖student − teacher‖²/‖teacher‖²; [positions, channels]."""
+    s, t = student.float(), teacher.float()
+    length = t.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((s - t).square().sum(-1) / length).sum()
+
+
+def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed cross-entropy in nats of [rows, length, vocabulary] logits; labels of −100 do not count."""
+    return functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+
+
+def counted_positions(batch: TrainingBatch) -> Tensor:
+    """Return which positions of a batch's outputs count: bool [rows, length]."""
+    if batch.labels is not None:
+        return batch.labels != IGNORED_LABEL
+    return batch.attention_mask.bool() if batch.examples else torch.zeros_like(batch.attention_mask, dtype=torch.bool)
+
+
+def arguments(model: Any, batch: TrainingBatch, device: torch.device) -> dict[str, Any]:
+    """Return what to call a stock model with: the decoder's inputs are the labels, shifted as the model does it."""
+    given: dict[str, Any] = {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
+    if batch.labels is not None:
+        labels = batch.labels.to(device)
+        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        # A cache is of no use for a whole target, and changes the order of sums.
+        given["use_cache"] = False
+    return given
+
+
+class Teacher:
+    """The frozen original. ``outputs`` gives its logits or hidden states of the positions that count.
+
+    temperature: at which ``top`` is taken.
+    """
+
+    def __init__(self, model: Any, device: torch.device, *, temperature: float) -> None:
+        """Freeze ``model`` and move it."""
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.device, self.temperature = device, temperature
+
+    @torch.no_grad()
+    def outputs(self, batch: TrainingBatch) -> Tensor:
+        """Return fp32 [positions, vocabulary or channels]."""
+        with torch.autocast(self.device.type, enabled=False):
+            out = self.model(**arguments(self.model, batch, self.device))
+        values = out.logits if batch.labels is not None else out.last_hidden_state
+        return values[counted_positions(batch).to(self.device)].float()
+
+    def top(self, batch: TrainingBatch, k: int) -> TopK:
+        """Return the ``k`` most probable tokens of each position."""
+        log_p = (self.outputs(batch) / self.temperature).log_softmax(-1)
+        values, ids = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
+        return TopK(values, ids)
+
+
+class TopStore:
+    """Top-k logits on disk, one file for each step of data of one process, so that no teacher stays in memory.
+
+    Position ``(step, pass)`` counts steps of the training batches, which a rewound run passes over but never renumbers.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Use ``folder``, which is made where it is missing."""
+        self.folder, self.rank = folder, rank
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"top-{self.rank}-{step:08d}.safetensors"
+
+    def has(self, step: int) -> bool:
+        """Return whether a step was computed."""
+        return self._path(step).is_file()
+
+    def write(self, step: int, passes: list[TopK]) -> None:
+        """Store the passes of one step, whole or not at all."""
+        tensors = {}
+        for i, top in enumerate(passes):
+            tensors[f"{i}.p"] = top.log_probabilities.half().cpu().contiguous()
+            tensors[f"{i}.ids"] = top.ids.to(torch.int32).cpu().contiguous()
+        path = self._path(step)
+        save_file(tensors, path.with_suffix(".partial"))
+        path.with_suffix(".partial").replace(path)
+
+    def read(self, step: int, index: int, device: torch.device) -> TopK:
+        """Return one pass of one step.
+
+        Raises UserError where it was not computed.
+        """
+        if not self.has(step):
+            raise UserError(f"{self.folder}: step {step} of the teacher's logits is missing; remove the folder")
+        with safe_open(str(self._path(step)), framework="pt") as file:
+            values, ids = file.get_tensor(f"{index}.p"), file.get_tensor(f"{index}.ids")
+        # Rounded to fp16 they may sum to slightly more than 1.
+        log_p = values.float()
+        log_p = log_p - log_p.logsumexp(-1, keepdim=True).clamp(min=0.0)
+        return TopK(log_p.to(device), ids.long().to(device))

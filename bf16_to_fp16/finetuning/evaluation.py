@@ -1,0 +1,101 @@
+"""How good a model is on held-out data: the losses that it is trained for, and the texts that it generates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .corpus import Corpus, TrainingBatch
+from .distillation import Teacher, arguments, counted_positions, hidden_error, kl_divergence, task_loss
+from .mixed_precision import MixedPrecision
+from .processes import Processes
+from .recipe import Evaluation
+
+
+class Evaluator:
+    """Measures ``model``, which is ``stock`` as ``processes`` run it, on a corpus's held-out data.
+
+    teacher: None where nothing is distilled.
+    """
+
+    def __init__(
+        self,
+        settings: Evaluation,
+        corpus: Corpus,
+        stock: Any,
+        model: Any,
+        teacher: Teacher | None,
+        processes: Processes,
+    ) -> None:
+        """Keep what is measured; nothing is computed yet."""
+        self.settings, self.corpus, self.teacher, self.processes = settings, corpus, teacher, processes
+        self.stock, self.model = stock, model
+
+    def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
+        """Return the mean losses over the positions of ``held`` in a run's precision, and the scores of generated texts
+        where they are wanted and the data have targets."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        with torch.no_grad(), mixed_precision.whole_step():
+            for batch in held:
+                sums += self._losses(batch, mixed_precision)
+            texts = self._generate(held, mixed_precision) if self.settings.generate else []
+        task, kl, positions = (float(x) for x in self.processes.sum(sums))
+        found: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
+        if positions:
+            found["held_out_loss"] = task / positions if self.corpus.objective != "text" else None
+            found["held_out_divergence"] = kl / positions if self.teacher is not None else None
+        return found | scores(texts) if texts else found
+
+    def _losses(self, batch: TrainingBatch, mixed_precision: MixedPrecision) -> Tensor:
+        """Task's loss, divergence from the teacher and positions, each as a sum."""
+        device = self.processes.device
+        mask = counted_positions(batch).to(device)
+        with mixed_precision.forward():
+            out = self.model(**arguments(self.stock, batch, device))
+        task = kl = torch.zeros((), device=device)
+        if batch.labels is not None:
+            task = task_loss(out.logits, batch.labels.to(device))
+            if self.teacher is not None:
+                kl = kl_divergence(out.logits[mask], self.teacher.outputs(batch), 1.0)
+        elif self.teacher is not None:
+            kl = hidden_error(out.last_hidden_state[mask], self.teacher.outputs(batch))
+        return torch.stack([task.double(), kl.double(), mask.sum().double()]).cpu()
+
+    def _generate(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> list[tuple[str, str]]:
+        """(Generated, wanted) texts of all processes."""
+        settings, device = self.settings, self.processes.device
+        pairs: list[tuple[str, str]] = []
+        for batch in held:
+            if batch.targets is None:
+                return []
+            with mixed_precision.forward():
+                made = self.processes.accelerator.unwrap_model(self.model).generate(
+                    input_ids=batch.input_ids.to(device),
+                    attention_mask=batch.attention_mask.to(device),
+                    max_new_tokens=settings.max_new_tokens,
+                    num_beams=settings.beams,
+                    do_sample=False,
+                    synced_gpus=self.processes.sharded,
+                )
+            texts = self.corpus.tokenizer.batch_decode(made, skip_special_tokens=True)
+            pairs += zip(texts[: len(batch.examples)], batch.targets, strict=False)
+        return [(made, wanted) for made, wanted in self.processes.gather(pairs)]
+
+
+def scores(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """Return ROUGE-1, -2, -L (F1, in 0 to 1) and BLEU (0 to 100) of (generated, wanted) texts; none where the packages
+    are not installed."""
+    try:
+        import sacrebleu
+        from rouge_score import rouge_scorer
+    except ImportError:
+        return {}
+    names = ("rouge1", "rouge2", "rougeL")
+    scorer = rouge_scorer.RougeScorer(list(names), use_stemmer=False)
+    found = [scorer.score(wanted, made) for made, wanted in texts]
+    result = {name: sum(each[name].fmeasure for each in found) / len(found) for name in names}
+    bleu = sacrebleu.corpus_bleu([made for made, _ in texts], [[wanted for _, wanted in texts]])
+    return result | {"bleu": float(bleu.score)}

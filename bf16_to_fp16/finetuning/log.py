@@ -1,0 +1,132 @@
+"""The log of a run: one JSON object a line on the disk, and the same numbers in Weights & Biases where asked.
+
+A run that continues from a checkpoint first takes back the lines that were written after it, so that the log of an
+interrupted run is the log of one that never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.folder import finite
+from ..errors import UserError
+from .recipe import Wandb
+
+
+class RunLog:
+    """Writes lines of ``{"step": …, …}``. ``path`` None writes no file; ``wandb`` says whether and how to report."""
+
+    def __init__(self, path: Path | None, wandb: Wandb, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        """Open the log; nothing of it is taken back yet."""
+        self.path = path
+        self._file: Any = None
+        self._run: Any = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if wandb.mode != "off":
+            self._run = self._start(wandb, folder, name, settings)
+
+    def _start(self, wandb: Wandb, folder: Path, name: str, settings: Mapping[str, Any]) -> Any:
+        try:
+            import wandb as library
+        except ImportError as error:
+            raise UserError(
+                'wandb is not installed; pip install "bf16_to_fp16[train]", or set logging.wandb.mode to off'
+            ) from error
+        os.environ.setdefault("WANDB_SILENT", "true")
+        try:
+            return library.init(
+                project=wandb.project,
+                entity=wandb.entity,
+                name=wandb.name or name,
+                mode="offline" if wandb.mode == "offline" else "online",
+                dir=str(folder),
+                config=dict(settings),
+            )
+        except Exception as error:  # of many kinds; a run must not fail later for a log that cannot be
+            line = " ".join(str(error).split())
+            raise UserError(f"wandb: {line}; set logging.wandb.mode to offline or off") from error
+
+    def rewind(self, step: int) -> None:
+        """Take back the lines after ``step``, and one that a crash cut short."""
+        self._close_file()
+        if self.path is None or not self.path.is_file():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(self.path)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add one line; infinite numbers become the largest ones, NaN null."""
+        row = {"step": step, **values}
+        if self.path is not None:
+            if self._file is None:
+                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
+            self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.flush()
+        if self._run is not None:
+            self._run.log(_flat(row), step=step)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def close(self) -> None:
+        """Close the file and the run."""
+        self._close_file()
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+CURVES = ("task_loss", "distillation", "penalty", "learning_rate", "loss_scale")
+"""Values of a step that a report keeps, besides the step itself and the least headroom."""
+
+
+MOST_POINTS = 400
+"""Of the curves in a report; of a longer run every n-th line is kept, and the last."""
+
+
+def curves(path: Path) -> dict[str, list[float | None]]:
+    """Return the curves that a log holds: for each name one value a kept line, None where the line has none.
+
+    Names: ``step``, those of ``CURVES``, and ``headroom_bits``, the least of all layers in bits. Empty without a log.
+    """
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut short by a crash
+            continue
+        if "task_loss" in row:
+            rows.append(row)
+    stride = max(1, math.ceil(len(rows) / MOST_POINTS))
+    rows = rows[::-stride][::-1]
+    if not rows:
+        return {}
+    found: dict[str, list[float | None]] = {name: [row.get(name) for row in rows] for name in ("step", *CURVES)}
+    return found | {"headroom_bits": [min((row.get("headroom") or {}).values(), default=None) for row in rows]}
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested values under names with slashes, which are groups of panels there; lists are left to the file."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{above}{name}/")
+        elif isinstance(value, (int, float)):
+            flat[above + name] = value
+    return flat

@@ -1,0 +1,164 @@
+"""Mixed precision that is what it says: autocast and a loss scale that reacts, on a GPU and on a CPU.
+
+Libraries take ``fp16`` on a CPU and quietly train in fp32: no autocast, no scaler. Here both are explicit; on a CPU
+the 16-bit products, whose native kernels are up to fifty times slower in a backward's layouts, are computed in fp32
+from the same operands and rounded once. Where DeepSpeed runs the step it has its own of both.
+
+The loss scale is not torch's GradScaler for three reasons: that one looks at the gradients that its own process holds,
+so that processes with parts of a model can disagree; it refuses gradients in fp16; and it falls to 0.0 without a word.
+Here the norm of the whole gradient decides, which every process knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from ..run.products import FastProducts
+
+PRECISION_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class LossScale:
+    """A factor on the loss that keeps gradients above fp16's subnormals: it halves at an overflow and doubles after
+    ``window`` steps without one (Micikevicius et al., arXiv:1710.03740).
+
+    ``overflows``: how many came one after the other; ``calm``: steps since the last one or the last doubling.
+    ``settled``: a step has been taken. Until then the scale is looked for: the loop computes an overflowed step again
+    under the lower scale, and one that passed lowers it by ``SPARE`` more, since another batch's gradient is larger.
+    """
+
+    scale: float
+    window: int
+    calm: int = 0
+    overflows: int = 0
+    settled: bool = False
+
+    MOST = 2.0**24
+    SPARE = 4.0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Take note of one step."""
+        if not overflowed and not self.settled:
+            self.scale, self.settled = self.scale / (self.SPARE if self.overflows else 1.0), True
+        self.overflows = self.overflows + 1 if overflowed else 0
+        self.calm = 0 if overflowed else self.calm + 1
+        if overflowed:
+            self.scale /= 2
+        elif self.calm == self.window:
+            self.scale, self.calm = min(self.scale * 2, self.MOST), 0
+
+
+class WidePowers(TorchFunctionMode):
+    """Context manager under which powers of fp16 tensors are computed in fp32, as CUDA's autocast does and the CPU's
+    does not: there the derivative of the cube in ``gelu_new`` is inf beyond 147.8, and its gradient NaN."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _POWER_FUNCTIONS and isinstance(args[0], Tensor) and args[0].dtype == torch.float16:
+            args = (args[0].float(), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+_POWER_FUNCTIONS = {torch.pow, Tensor.pow, Tensor.__pow__, torch.square, Tensor.square}
+
+
+class MixedPrecision:
+    """The precision of a run: ``fp16`` (autocast and loss scale), ``bf16`` (autocast) or ``fp32``.
+
+    loss_scale: the first one; window: steps without overflow after which it doubles. Weights and gradients are those of
+    the optimizer; only what the forward and backward compute is narrow.
+    """
+
+    def __init__(
+        self, precision: str, device: torch.device, *, loss_scale: float, window: int, recomputes: bool = False
+    ) -> None:
+        """Set up; nothing is changed globally.
+
+        recomputes: forwards run again inside the backward, where the mode that widens powers cannot follow.
+        """
+        self.recomputes = recomputes
+        self.precision, self.device = precision, device
+        self.dtype = PRECISION_DTYPES[precision]
+        self.loss_scale = LossScale(loss_scale, window) if precision == "fp16" else None
+        self.counted_norm = 0.0
+        """What ``finish`` last compared with ``clip_norm``; not finite where the gradient was not."""
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Cover forward and backward: on a CPU with the fast products, and with powers of fp16 tensors in fp32."""
+        on_cpu = self.device.type == "cpu"
+        fast: AbstractContextManager[Any] = nullcontext()
+        powers: AbstractContextManager[Any] = nullcontext()
+        if on_cpu and self.dtype != torch.float32:
+            fast = FastProducts()
+        if on_cpu and self.dtype == torch.float16 and not self.recomputes:
+            powers = WidePowers()
+        with fast, powers:
+            yield
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Cover a forward: autocast, unless fp32."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss, 1 where there is none."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def finish(
+        self, parameters: Iterable[nn.Parameter], clip_norm: float, units: Sequence[float] | None = None
+    ) -> float:
+        """Divide the gradients by the loss scale, clip them to ``clip_norm``, move the scale, and return the norm that
+        the unscaled gradient had.
+
+        units: one for each parameter, by which its gradient counts in what is clipped: with the size of each tensor a
+        rescaled model is clipped as it would have been before. An infinite or NaN norm is an overflow: the gradients
+        are then worth nothing and are left as they are.
+        """
+        pairs = [
+            (p.grad, unit)
+            for p, unit in zip(parameters, itertools.repeat(1.0) if units is None else units, strict=False)
+            if p.grad is not None
+        ]
+        gradients = [gradient for gradient, _ in pairs]
+        norms = each_norm(gradients).cpu()
+        norm = float(torch.linalg.vector_norm(norms)) / self.scale
+        finite = norm < float("inf")  # False for NaN
+        counted = norms * torch.tensor([unit for _, unit in pairs])
+        self.counted_norm = float(torch.linalg.vector_norm(counted)) / self.scale
+        if finite:
+            factor = min(1.0, clip_norm / max(self.counted_norm, 1e-30)) / self.scale
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed=not finite)
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the precision and the loss scale's state."""
+        return {"precision": self.precision, "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the loss scale that ``state_dict`` of the same precision gave."""
+        if self.loss_scale is not None:
+            self.loss_scale = LossScale(**state["loss_scale"])
+
+
+def each_norm(tensors: list[Tensor]) -> Tensor:
+    """Return the Euclidean norm of each tensor, fp32 [tensors]; of a DTensor that of the whole one."""
+    if not tensors:
+        return torch.zeros(0)
+    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.stack([norm.to(whole[0].device) for norm in whole])

@@ -1,0 +1,197 @@
+"""What the families were pretrained on, made from plain text: span corruption, and gap sentences.
+
+Span corruption (Raffel et al. 2020, §3.1.4): 15% of the tokens, in spans of 3, become sentinels, and the target lists
+them. Gap sentences (Zhang et al. 2020, PEGASUS): the sentences that share most words with the rest are masked, and the
+target is those sentences.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import UserError
+
+Objective = Literal["pairs", "span-corruption", "gap-sentences", "text"]
+"""What an example is made of; ``text`` has an input alone, for an encoder."""
+
+
+SENTINELS = 100
+"""Most sentinels of one example: what T5 was pretrained with."""
+
+
+BYTE_SENTINEL = 258
+"""First sentinel of ByT5 (Xue et al. 2022), which counts down through the last byte ids: no UTF-8 text has bytes
+from 248 to 255."""
+
+
+SUBWORD_SPAN, BYTE_SPAN = 3.0, 20.0
+"""Mean length of a span where tokens are subwords (T5) and where they are bytes (ByT5)."""
+
+
+def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
+    """Return (noise tokens, spans) of a text of ``length`` tokens: the nearest to the density and the mean length.
+
+    At least one token is noise and one is kept, and a kept token separates spans; a single token is noise.
+    """
+    if length < 2:
+        return length, length
+    noise = min(max(round(length * density), 1), length - 1)
+    return noise, min(max(round(noise / mean_span), 1), noise, length - noise)
+
+
+def noise_spans(length: int, density: float, mean_span: float, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """Return the (start, end) of each span, in order; kept and noise tokens are cut into parts at random, as in T5."""
+    noise, spans = noise_counts(length, density, mean_span)
+    if noise == length:
+        return [(0, length)] if length else []
+    lengths = _parts(noise, spans, rng)
+    found, place = [], 0
+    for kept, taken in zip(_parts(length - noise, spans, rng), lengths, strict=True):
+        found.append((place + kept, place + kept + taken))
+        place += kept + taken
+    return found
+
+
+def span_corruption(
+    tokens: Sequence[int], spans: Sequence[tuple[int, int]], sentinels: Sequence[int], end: int
+) -> tuple[list[int], list[int]]:
+    """Return (input, target) ids: each span becomes a sentinel, and the target lists sentinels and spans; both end
+    with ``end``."""
+    source: list[int] = []
+    target: list[int] = []
+    place = 0
+    for (start, stop), sentinel in zip(spans, sentinels, strict=False):
+        source += [*tokens[place:start], sentinel]
+        target += [sentinel, *tokens[start:stop]]
+        place = stop
+    return [*source, *tokens[place:], end], [*target, end]
+
+
+def window_length(input_length: int, target_length: int, density: float, mean_span: float, sentinels: int) -> int:
+    """Return the most tokens of text whose input and target, sentinels and end included, stay within their lengths."""
+
+    def fits(length: int) -> bool:
+        noise, spans = noise_counts(length, density, mean_span)
+        return length - noise + spans < input_length and noise + spans < target_length and spans <= sentinels
+
+    # Every term grows with the length, so the first that does not fit ends the search.
+    longest = 1
+    while fits(longest + 1):
+        longest += 1
+    return longest
+
+
+def _parts(total: int, parts: int, rng: np.random.Generator) -> list[int]:
+    """``total`` cut into ``parts`` positive lengths, every way as likely as any other."""
+    cuts = np.sort(rng.choice(total - 1, parts - 1, replace=False)) + 1 if parts > 1 else np.empty(0, int)
+    return np.diff(np.concatenate([[0], cuts, [total]])).astype(int).tolist()
+
+
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of a text, each with the space after it, so that joined they are the text again.
+
+    A sentence ends after ``.``, ``!`` or ``?`` (and closing marks) before a space and anything but a small letter,
+    after their East Asian forms, and at a line's end. Abbreviations can be taken for ends.
+    """
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    return [text[start:end] for start, end in itertools.pairwise([0, *ends, len(text)]) if start < end]
+
+
+_SENTENCE_END = re.compile(r"""[.!?]+["'”’»)\]]*\s+(?![a-zß-öø-ÿ\s])|[。！？]+[」』”’）]*\s*|\s*\n\s*""")
+
+
+def principal_sentences(sentences: Sequence[str], rng: np.random.Generator | None = None) -> list[int]:
+    """Return the indices of the sentences, the one that stands best for the rest first.
+
+    The score is ROUGE-1 F1 between a sentence's words and all the others' (PEGASUS's "Ind-Orig"); with ``rng`` it is
+    multiplied by 0.8 to 1.2 at random, as for PEGASUS large. Equal scores keep the text's order.
+    """
+    words = [Counter(re.findall(r"\w+", sentence.lower())) for sentence in sentences]
+    total: Counter[str] = Counter()
+    for counts in words:
+        total.update(counts)
+    everything = max(1, total.total())
+    # With `shared` words in common, precision shared/size and recall shared/(everything − size) give this F1.
+    shared = [sum(min(count, total[word] - count) for word, count in counts.items()) for counts in words]
+    scores = [2 * words_shared / everything for words_shared in shared]
+    noise = np.ones(len(words)) if rng is None else rng.uniform(0.8, 1.2, len(words))
+    return sorted(range(len(words)), key=lambda k: (-scores[k] * noise[k], k))
+
+
+def gap_sentences(
+    sentences: Sequence[tuple[str, Sequence[int]]],
+    *,
+    ratio: float,
+    mask: int,
+    end: int,
+    target_length: int,
+    rng: np.random.Generator,
+) -> tuple[list[int], list[int]]:
+    """Return (input, target) ids: the principal ``ratio`` of the sentences become ``mask``, and the target lists them.
+
+    sentences: text and ids of each. At least one sentence is masked and, of two or more, at least one is kept; a
+    sentence that no longer fits into the target of ``target_length`` ids, ``end`` included, is passed over.
+    """
+    wanted = max(1, min(round(len(sentences) * ratio), len(sentences) - 1))
+    room = target_length - 1
+    chosen: set[int] = set()
+    for k in principal_sentences([text for text, _ in sentences], rng):
+        if len(chosen) < wanted and len(sentences[k][1]) <= room:
+            chosen.add(k)
+            room -= len(sentences[k][1])
+    source: list[int] = []
+    target: list[int] = []
+    for k, (_, ids) in enumerate(sentences):
+        if k in chosen:
+            target += ids
+        source += [mask] if k in chosen else ids
+    return [*source, end], [*target, end]
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """The ids that denoising needs: ``sentinels`` in the order of their use (none for Pegasus), ``mask`` of a sentence
+    (None but for Pegasus), ``pad``, ``end``, and whether tokens are bytes."""
+
+    sentinels: tuple[int, ...]
+    mask: int | None
+    pad: int
+    end: int
+    bytes: bool
+
+
+def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = None) -> Conventions:
+    """Return what ``tokenizer`` offers for denoising a model of ``vocabulary`` ids.
+
+    T5 and UMT5 name their sentinels ``<extra_id_0>`` and on, mT5 ``▁<extra_id_0>``; ByT5 has such names, but was
+    trained with the last byte ids. ``first_sentinel`` overrides all that: sentinels then count down from it. Raises
+    UserError where it is not an id of the model.
+    """
+    known: dict[str, int] = tokenizer.get_vocab()
+    of_bytes = type(tokenizer).__name__.startswith("ByT5")
+    if first_sentinel is not None:
+        if first_sentinel >= vocabulary:
+            raise UserError(
+                f"data.first_sentinel is {first_sentinel}, past the vocabulary of {vocabulary}; give an id below that"
+            )
+        found = [first_sentinel - k for k in range(min(SENTINELS, first_sentinel + 1))]
+    elif of_bytes:
+        found = [BYTE_SENTINEL - k for k in range(SENTINELS)]
+    else:
+        # A tokenizer of mT5 may have had T5's names added on top, with ids that the model never saw.
+        prefix = "▁<extra_id_" if "▁<extra_id_0>" in known else "<extra_id_"
+        names = itertools.takewhile(known.__contains__, (f"{prefix}{k}>" for k in itertools.count()))
+        found = [known[name] for name in names]
+    mask = known.get(str(getattr(tokenizer, "mask_token_sent", None) or "<mask_1>"))
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end-of-sequence token, which targets need; use the original's tokenizer")
+    pad = tokenizer.pad_token_id
+    sentinels = tuple(sentinel for sentinel in found[:SENTINELS] if 0 <= sentinel < vocabulary)
+    return Conventions(sentinels, mask, 0 if pad is None else int(pad), int(tokenizer.eos_token_id), of_bytes)

@@ -1,0 +1,562 @@
+"""The recipe of a finetune: everything that decides a run, in one YAML file that is checked before anything loads.
+
+Four lines are enough, because every other key has a default that is meant to be kept::
+
+    source: google/flan-t5-base
+    out: flan-t5-base-fp16
+    data:
+      path: texts.jsonl
+
+A recipe is frozen data. Keys that nobody reads are refused, with the nearest key that exists; numbers are read as
+YAML 1.2 reads them (``1e-4`` is a number, ``off`` is a word), since YAML 1.1's rules surprise people. Relative paths
+start at the folder in which the command runs, as they do on the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ..errors import UserError
+
+Precision = Literal["fp16", "bf16", "fp32"]
+
+
+CURRICULA: tuple[tuple[Precision, ...], ...] = (("fp16",), ("bf16", "fp16"), ("fp32",))
+"""The precisions that a run may have, one after the other."""
+
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+NonBlank = Annotated[str, Field(min_length=1, pattern=r"\S")]
+
+
+class Section(BaseModel):
+    """What all parts of a recipe share: frozen, strict about types, and no key that is not declared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, value: Any) -> Any:
+        # `schedule:` with every line under it commented out is an empty section.
+        return {} if value is None else value
+
+
+class Data(Section):
+    """Where examples come from and how they are cut into batches; lengths in tokens, ``batch_size`` per process."""
+
+    path: NonBlank = Field(description="a .jsonl, .csv, .parquet or .txt (.gz too), or the id of a dataset on the Hub")
+    subset: NonBlank | None = Field(default=None, description="name of the Hub dataset's configuration")
+    split: NonBlank = Field(default="train", description="split of the Hub dataset")
+    input_column: NonBlank | None = Field(
+        default=None, description="column of the texts; else `input`, `text` or the first text"
+    )
+    target_column: NonBlank | None = Field(
+        default=None, description="column of the targets; else `target`, where there is one"
+    )
+    streaming: bool = Field(default=False, description="read while training instead of first")
+    shuffle_buffer: Positive = Field(default=4096, description="examples shuffled together where data stream")
+    objective: Literal["auto", "span-corruption", "gap-sentences", "none"] = Field(
+        default="auto",
+        description="what plain text is turned into; auto: targets where there are any, else the model's own",
+    )
+    noise_density: float = Field(
+        default=0.15, gt=0, lt=1, description="share of the tokens that span corruption takes out"
+    )
+    mean_span_length: float | None = Field(
+        default=None, ge=1, description="tokens; default 3, and 20 where tokens are bytes"
+    )
+    first_sentinel: NonNegative | None = Field(
+        default=None, description="id of the first sentinel, from which the others count down; default: the tokenizer's"
+    )
+    gap_ratio: float = Field(default=0.3, gt=0, lt=1, description="share of the sentences that gap sentences take out")
+    input_length: int = Field(default=512, ge=4, description="most tokens of an input")
+    target_length: int = Field(default=128, ge=4, description="most tokens of a target")
+    held_out: float = Field(default=0.02, ge=0, lt=1, description="share of the examples kept for evaluation")
+    held_out_path: NonBlank | None = Field(default=None, description="data for evaluation, instead of a share")
+    batch_size: Positive = Field(default=8, description="examples of one process in one forward pass")
+    gradient_accumulation: Positive = Field(default=1, description="forward passes of one step")
+    group_by_length: bool = Field(default=True, description="examples of like length go into one batch")
+    seed: Seed | None = Field(default=None, description="seed of order and noise; default: the recipe's seed")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Data:
+        if self.target_column is not None and self.objective not in ("auto", "none"):
+            raise ValueError(
+                f"objective {self.objective} makes its own targets; remove target_column, or set objective to none"
+            )
+        if self.target_column is not None and self.target_column == self.input_column:
+            raise ValueError("input_column and target_column are the same column; name two")
+        return self
+
+
+class Optimizer(Section):
+    """AdamW (Loshchilov and Hutter 2019), and in which dtype the weights live between steps."""
+
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
+    epsilon: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    relative: bool = Field(
+        default=True, description="everything in units of each tensor's median magnitude, which rescaling changes"
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled decay per unit of learning rate")
+    clip_norm: float = Field(default=1.0, gt=0, description="largest norm of the whole gradient, relative as above")
+    weights: Precision = Field(default="fp32", description="dtype of the weights that the optimizer changes")
+    rounding: Literal["nearest", "stochastic", "kahan"] = Field(
+        default="nearest", description="how an update is stored in weights of bf16 or fp16"
+    )
+    moments: Literal["fp32", "bf16", "8bit"] = Field(default="fp32", description="how the moments are stored")
+
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"is {list(betas)}; give two numbers from 0 to below 1")
+        return betas
+
+    @model_validator(mode="after")
+    def _agree(self) -> Optimizer:
+        if self.weights == "fp32" and self.rounding != "nearest":
+            raise ValueError(f"rounding {self.rounding} is for weights of bf16 or fp16; set weights, or leave it out")
+        return self
+
+
+class Schedule(Section):
+    """How many steps, and the learning rate at each: a linear rise, then a decay."""
+
+    steps: Positive = Field(default=1000, description="optimizer steps of the whole run")
+    learning_rate: float = Field(
+        default=4e-3, gt=0, description="its highest value; about 1e-4 where optimizer.relative is false"
+    )
+    warmup: NonNegative = Field(default=50, description="steps of the linear rise")
+    decay: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="shape after the rise")
+    bf16_steps: Positive | None = Field(
+        default=None, description="steps before [bf16, fp16] turns to fp16; default: until the activations fit"
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Schedule:
+        # The default warm-up gives way to a short run; one that was asked for does not.
+        if self.warmup > self.steps and "warmup" in self.model_fields_set:
+            raise ValueError(f"warmup of {self.warmup} is longer than the {self.steps} steps; make it shorter")
+        if self.bf16_steps is not None and self.bf16_steps >= self.steps:
+            raise ValueError(f"bf16_steps of {self.bf16_steps} leaves no step for fp16; make it less than steps")
+        return self
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the linear rise: ``warmup``, or a tenth of a run too short for the default."""
+        return self.warmup if self.warmup <= self.steps else max(1, self.steps // 10)
+
+
+class Penalty(Section):
+    """The activation-magnitude penalty: which form, and the headroom that it asks for, in bits below each limit."""
+
+    form: Literal["amax", "smooth-max", "mean-square", "lp", "hinge", "none"] = Field(
+        default="smooth-max", description="excess of the largest value, of a smooth maximum, or a published form"
+    )
+    headroom_bits: float = Field(default=1.0, ge=0, lt=24, description="bits that every site keeps below its limit")
+    train_mode: bool = Field(default=False, description="targets that hold with dropout and in the backward pass")
+    probe: bool = Field(
+        default=True, description="also hold what random, long and repeated ids reach, which the audit runs as well"
+    )
+    dual_step: float = Field(default=0.05, gt=0, description="step of the dual ascent on each site's weight")
+    weight: float | None = Field(default=None, ge=0, description="a fixed weight instead of the dual ascent")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Penalty:
+        if self.form in ("mean-square", "lp") and self.weight is None:
+            raise ValueError(f"form {self.form} has no target to rise to; give a weight")
+        return self
+
+
+class Distillation(Section):
+    """Keeping the original's function: the KL divergence of the logits to those of the frozen source."""
+
+    weight: float = Field(
+        default=0.5, ge=0, le=1, description="share of the KL in the loss; the task's loss has the rest"
+    )
+    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
+    teacher: Literal["source", "fp32", "bf16"] = Field(
+        default="source", description="precision in which the original runs; source: the dtype it is stored in"
+    )
+    top_k: Positive | None = Field(
+        default=None, description="logits per token computed beforehand, so that no teacher stays"
+    )
+
+
+class Evaluation(Section):
+    """What is measured on the held-out examples during the run, and how often."""
+
+    every: Positive = Field(default=100, description="steps between evaluations")
+    examples: Positive = Field(default=256, description="most held-out examples of one evaluation")
+    generate: bool = Field(default=True, description="ROUGE and BLEU of generated texts where the data have targets")
+    max_new_tokens: Positive = Field(default=64, description="length of a generated text")
+    beams: Positive = Field(default=1, description="beams of the search")
+
+
+class Wandb(Section):
+    """Weights & Biases: off, offline (files only) or online."""
+
+    mode: Literal["off", "offline", "online"] = "off"
+    project: NonBlank = "bf16-to-fp16"
+    entity: NonBlank | None = None
+    name: NonBlank | None = Field(default=None, description="name of the run; default: the output's")
+
+
+class Logging(Section):
+    """Where losses, headroom per layer, loss scale and skipped steps are written."""
+
+    every: Positive = Field(default=10, description="steps between lines")
+    local: bool = Field(default=True, description="JSONL beside the checkpoints")
+    wandb: Wandb = Wandb()
+
+
+class Checkpointing(Section):
+    """Whole states of a run, from which it continues bit for bit."""
+
+    every: Positive = Field(default=100, description="steps between checkpoints")
+    keep: Positive = Field(default=3, description="newest checkpoints that stay; rewinding needs more than one")
+    folder: NonBlank | None = Field(default=None, description="where they go; default: beside the output")
+
+
+class Stability(Section):
+    """What happens when a run misbehaves, and when it gives up."""
+
+    spike_z: float = Field(default=6.0, gt=0, description="robust z-score of the loss from which it counts as a spike")
+    window: int = Field(default=64, ge=16, description="losses that the z-score is measured against")
+    rewinds: NonNegative = Field(
+        default=3, description="times that a spike sends the run back to an earlier checkpoint"
+    )
+    skip_batches: NonNegative = Field(default=20, description="steps of data left out around a spike after rewinding")
+    nonfinite_stop: Positive = Field(default=100, description="skipped steps in the whole run after which it stops")
+    overflow_stop: Positive = Field(
+        default=20, description="overflows in a row after which the loss scale has collapsed"
+    )
+    stuck_stop: Positive = Field(
+        default=1000, description="steps without progress after which the penalty will not come down"
+    )
+    loss_scale: float = Field(default=65536.0, gt=0, description="first loss scale of fp16")
+    loss_scale_window: Positive = Field(
+        default=2000, description="steps without overflow after which the scale doubles"
+    )
+
+
+class Recipe(Section):
+    """A whole finetune: from a bf16 checkpoint to one that is safe in fp16."""
+
+    source: NonBlank = Field(description="the checkpoint: a folder or a Hub id (name[@revision])")
+    out: NonBlank = Field(description="the folder to write")
+    subfolder: NonBlank | None = Field(default=None, description="folder inside the source")
+    target: Literal["half", "norm-safe", "train"] = Field(
+        default="half", description="what rescaling aims at, as in convert"
+    )
+    rescale: bool = Field(default=True, description="rescale exactly before the first step")
+    precision: tuple[Precision, ...] = Field(
+        default=("bf16", "fp16"), strict=False, description="of the run; [bf16, fp16]: bf16 until fp16 holds it"
+    )
+    attention: Literal["eager", "scaled", "sdpa"] = Field(
+        default="eager", description="attention of the run; scaled: √scale in q, k; sdpa: fused, hides its scores"
+    )
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
+    compile: bool = Field(default=False, description="torch.compile the model")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Seed = Field(default=0, description="seed of dropout, stochastic rounding and, by default, data")
+    data: Data = Field(description="the section that says what to train on")
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    penalty: Penalty = Penalty()
+    distillation: Distillation = Distillation()
+    evaluation: Evaluation = Evaluation()
+    logging: Logging = Logging()
+    checkpointing: Checkpointing = Checkpointing()
+    stability: Stability = Stability()
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("precision")
+    @classmethod
+    def _known_curriculum(cls, value: tuple[Precision, ...]) -> tuple[Precision, ...]:
+        if value not in CURRICULA:
+            known = ", ".join(_bracketed(curriculum) for curriculum in CURRICULA)
+            raise ValueError(f"is {_bracketed(value)}; use one of {known}")
+        return value
+
+    @model_validator(mode="after")
+    def _agree(self) -> Recipe:
+        if self.schedule.bf16_steps is not None and self.precision != ("bf16", "fp16"):
+            raise ValueError("schedule.bf16_steps is for precision [bf16, fp16]; set that, or leave it out")
+        return self
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the data's order and noise."""
+        return self.seed if self.data.seed is None else self.data.seed
+
+    def describe(self) -> dict[str, Any]:
+        """Return every setting, defaults included, as JSON types; ``parse_recipe`` of it gives an equal recipe."""
+        return self.model_dump(mode="json")
+
+
+def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` put in its place.
+
+    The value of an override is read as YAML; sections that the file lacks are made. Raises UserError, one line with
+    the file and the key, for a file that cannot be read, is not UTF-8, YAML or a recipe, and for an override that is
+    not ``key=value``.
+    """
+    path = Path(path)
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}; save the recipe as UTF-8") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder; give the recipe's YAML file") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give the recipe's YAML file") from error
+    tree = _load(text, str(path))
+    if tree is None:
+        raise UserError(f"{path}: the recipe is empty; it needs at least source, out and data")
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: a recipe is made of `key: value` lines, not {_kind(tree)}")
+    for override in overrides:
+        _override(tree, override, str(path))
+    return parse_recipe(tree, str(path))
+
+
+def parse_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
+    """Return the recipe in a mapping of JSON types; raises UserError that begins with ``name`` and the key."""
+    try:
+        return Recipe.model_validate(dict(tree))
+    except ValidationError as error:
+        problems = error.errors()
+        more = f" ({len(problems) - 1} more after it)" if len(problems) > 1 else ""
+        raise UserError(f"{name}: {_problem(problems[0])}{more}") from None
+
+
+# ---- YAML ----------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalars of YAML 1.2, which refuses a key given twice.
+
+    ruamel.yaml, which reads YAML 1.2 by itself, would need as much beside it: it makes dates of ``2020-01-01``, takes
+    ``.5e3`` for text, fails at ``=``, merges at ``<<``, goes back to YAML 1.1 where a file asks for it, and lets keys
+    that are no words and lists that hold themselves through.
+    """
+
+
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+(?:_[0-9]+)*",
+    "float": r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+_Loader.yaml_implicit_resolvers = {}
+for _scalar, _pattern in _SCALARS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_scalar}", re.compile(rf"(?:{_pattern})\Z"), None)
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(node.value.replace("_", ""), 10)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else ""
+        if key.tag != "tag:yaml.org,2002:str":
+            problem = f"the key {name or 'of a section'} is not a word"
+            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        if name in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {name} is given twice", key.start_mark)
+        seen.add(name)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def _load(text: str, name: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" at line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{name}: not YAML{where} ({error.problem or error.context}); mend that line") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{name}: not YAML ({str(error).splitlines()[0]}); write the file as plain text") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not YAML ({type(error).__name__}); write `key: value` lines") from error
+
+
+def _override(tree: dict[Any, Any], override: str, name: str) -> None:
+    key, equals, value = override.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise UserError(f"{override!r} sets nothing; write it like schedule.steps=200")
+    place = tree
+    for depth, part in enumerate(parts[:-1], 1):
+        if place.get(part) is None:
+            place[part] = {}
+        place = place[part]
+        if not isinstance(place, dict):
+            raise UserError(
+                f"{name}: {'.'.join(parts[:depth])} is not a section, so {override!r} cannot set a key in it"
+            )
+    place[parts[-1]] = _load(value, override)
+
+
+# ---- what pydantic found, in one line --------------------------------------------------------------------------------
+
+
+def _problem(error: Any) -> str:
+    """Return what is wrong with which key and how to mend it."""
+    place = [part for part in error["loc"] if isinstance(part, str)]
+    entry = len(place) < len(error["loc"])
+    key, kind, value, context = ".".join(place) or "recipe", error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key {key}; did you mean {nearest_key(place)}?"
+    if kind == "missing" and entry:
+        return f"{key} has too few entries; give {_field(place).description}, like {_field(place).default}"
+    if kind == "missing":
+        return f"{key} is missing; add it: {_field(place).description}"
+    if kind == "value_error":
+        # A message about one field begins with a verb; one about a section names its own fields.
+        message = str(context["error"])
+        return f"{key} {message}" if message.startswith("is ") else f"{key}: {message}" if place else message
+    if kind == "literal_error":
+        wanted = f"one of {', '.join(_choices(place))}"
+        close = difflib.get_close_matches(str(value), _choices(place), 1)
+        return f"{key} is {_shown(value)}; use {wanted}" + (f" (nearest: {close[0]})" if close else "")
+    if kind in _BOUNDS:
+        words, name = _BOUNDS[kind]
+        return f"{key} is {_shown(value)}; it must be {words} {context[name]:g}"
+    if kind in ("string_too_short", "string_pattern_mismatch"):
+        return f"{key} is empty; give {_field(place).description or 'a text'}"
+    if kind in _WANTED and value is None:
+        return f"{key} is empty; give {_WANTED[kind]}"
+    if kind in _WANTED:
+        return f"{key} is {_shown(value)}, {_kind(value)}; give {_WANTED[kind]}"
+    return f"{key}: {error['msg']}"
+
+
+_BOUNDS = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list, like [a, b]",
+    "too_short": "a list with more entries",
+    "too_long": "a list with fewer entries",
+    "model_type": "a section: keys on indented lines under it",
+    "model_attributes_type": "a section: keys on indented lines under it",
+    "dict_type": "a section: keys on indented lines under it",
+}
+
+
+_SYNONYMS = {"lr": "learning_rate", "epochs": "steps", "model": "source", "output": "out", "dtype": "precision"}
+"""What other programs call the same thing."""
+
+
+def nearest_key(place: Sequence[str]) -> str:
+    """Return the dotted key that is closest to the unknown one at ``place``.
+
+    A slip within the same section comes first, then the same name elsewhere, then what is less like it.
+    """
+    *section, name = place
+    name = _SYNONYMS.get(name, name)
+    known = list(_key_paths(Recipe))
+    here = [key for key in known if key[:-1] == tuple(section)]
+    for among, least in ((here, 0.8), (known, 1.0), (here, 0.6), (known, 0.6), (here, 0.0), (known, 0.0)):
+        ranked = difflib.get_close_matches(name, {key[-1] for key in among}, 1, least)
+        if ranked:
+            return ".".join(next(key for key in among if key[-1] == ranked[0]))
+    raise ValueError("a recipe has keys")
+
+
+def _key_paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        yield (*above, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _key_paths(field.annotation, (*above, name))
+
+
+def keys() -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, default as YAML, meaning) of every setting, in the order of a recipe."""
+    for place in _key_paths(Recipe):
+        field = _field(place)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            continue
+        default = "(needed)" if field.is_required() else json.dumps(_as_json(field.default), ensure_ascii=False)
+        choices = f" ({', '.join(_choices(place))})" if _choices(place) else ""
+        yield ".".join(place), default, (field.description or "") + choices
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _field(place: Sequence[str]) -> Any:
+    model: Any = Recipe
+    for part in place[:-1]:
+        model = model.model_fields[part].annotation
+    return model.model_fields[place[-1]]
+
+
+def _choices(place: Sequence[str]) -> list[str]:
+    values = get_args(_field(place).annotation)
+    if values and not isinstance(values[0], str):  # a tuple of literals
+        values = get_args(values[0])
+    return [value for value in values if isinstance(value, str)]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "a yes or no"
+    if isinstance(value, int):
+        return "a whole number"
+    if isinstance(value, float):
+        return "a number" if math.isfinite(value) else "not finite"
+    if isinstance(value, str):
+        return "text"
+    return "a section" if isinstance(value, dict) else "a list" if isinstance(value, list) else type(value).__name__
+
+
+def _bracketed(values: Sequence[str]) -> str:
+    return f"[{', '.join(values)}]"

@@ -1,0 +1,449 @@
+"""From a recipe to an fp16-safe checkpoint, for what rescaling cannot reach.
+
+Rescale exactly, train the fp32 result under the precision it will meet with a penalty on what still passes its limits
+and the original as teacher, then convert what was trained: rescale again, certify, audit, and write the same folder as
+``convert`` does. The rescaled start is a checkpoint on the disk like any other, so that stock code loads it, head
+separated and eps scaled, and a continued run begins from the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.staging import check_out, put_in_place, scratch, staged
+from ..checkpoint.writer import write_fp16
+from ..commands.convert import Conversion, convert_by
+from ..conversion.options import Destination, Options, Provenance
+from ..conversion.planning import Opened, checkpoint_batches, decide
+from ..errors import UserError
+from ..families.known import is_encoder_class
+from ..families.resolve import resolve
+from ..observe.observer import SiteObserver
+from ..progress import Progress
+from ..report.build import other_sha256
+from ..report.schema import FinetuneEntry, Lineage, Source
+from ..rescaling.apply import edited_config, writes
+from ..rescaling.plan import Plan
+from ..run.agreement import agreed_layout
+from ..run.probe import batches as probe_batches
+from ..run.scaled_attention import SCALED, register
+from ..run.stock import load, load_config
+from .corpus import Corpus, open_corpus
+from .distillation import Teacher, arguments, counted_positions, task_loss
+from .log import RunLog, curves
+from .mixed_precision import PRECISION_DTYPES, MixedPrecision
+from .processes import precisions_of
+from .recipe import Recipe, parse_recipe, read_recipe
+from .states import RunFolder, read_state
+from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
+
+START_FOLDER, TRAINED_FOLDER = "start", "trained"
+
+
+START_BATCHES = 4
+"""Batches that the start must hold before the first step."""
+
+
+def finetune(
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    *,
+    force: bool = False,
+    overrides: tuple[str, ...] = (),
+    progress: Progress | None = None,
+    name: str = "recipe",
+    endpoint: str | None = None,
+) -> Conversion | None:
+    """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
+    first.
+
+    recipe: a Recipe, a mapping, or the path of a YAML file, in which ``overrides`` (``schedule.steps=200``) are put in
+    place. force: replace an existing output. name: of the recipe in the report, by default its file's. Continues a run
+    that its folder holds. Raises UserError for a recipe, a source or data that cannot be used, for a start that is not
+    finite in the recipe's precision, and for a run that cannot succeed.
+    """
+    if isinstance(recipe, (str, Path)):
+        name, recipe = Path(recipe).name, read_recipe(recipe, overrides)
+    elif not isinstance(recipe, Recipe):
+        recipe = parse_recipe(recipe)
+    out = Path(recipe.out)
+    check_recipe(recipe)
+    check_out(out, force=force)  # before a download
+    checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
+    check_out(out, checkpoint.folder, force=force)
+    run = train(recipe, checkpoint, progress=progress)
+    if run.weights is None:
+        return None
+    progress = progress or Progress(quiet=True)
+    trained = run.folder / TRAINED_FOLDER
+    write_trained(run.folder / START_FOLDER, run.weights, trained)
+    result = convert_by(
+        Options(target=recipe.target),
+        trained,
+        Destination(out, force=force),
+        provenance=Provenance(f"bf16-to-fp16 finetune {name}", lineage_of(checkpoint, recipe, run), checkpoint),
+        progress=progress,
+    )
+    shutil.rmtree(trained, ignore_errors=True)
+    return result
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended: its folder, what it did, on which data and how many processes, and the trained fp32
+    weights (None on every process but the first)."""
+
+    folder: Path
+    outcome: Outcome
+    data: Mapping[str, Any]
+    processes: int
+    weights: Mapping[str, torch.Tensor] | None
+
+
+def train(recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | None = None) -> Run:
+    """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
+
+    Raises UserError as ``finetune`` does.
+    """
+    agreed_layout(checkpoint)
+    folder = run_folder(recipe)
+    check_run_folder(folder, recipe)
+    tokenizer = tokenizer_beside(checkpoint, recipe.subfolder)
+    corpus = open_corpus(
+        recipe.data,
+        tokenizer if tokenizer is not None and tokenizer.is_dir() else checkpoint.folder,
+        load_config(checkpoint.folder),
+        seed=recipe.data_seed,
+    )
+    accelerator = make_accelerator(recipe)
+    corpus.check_processes(accelerator.num_processes)
+    main = accelerator.is_main_process
+    progress = (progress or Progress(quiet=True)) if main else Progress(quiet=True)
+    teacher = make_teacher(checkpoint, recipe, accelerator.device)
+    if teacher is not None:
+        corpus = with_known_sentinels(corpus, teacher, progress)
+    start = folder / START_FOLDER
+    if main and not (start / "config.json").is_file():
+        write_start(checkpoint, recipe, start, progress)
+    accelerator.wait_for_everyone()
+    student = load(start, torch.float32, attention=attention_of(recipe))
+    fits = False
+    if not RunFolder(folder, 1).steps():
+        fits = check_start(student, recipe, corpus, accelerator, progress)
+    trainer = Trainer(
+        recipe,
+        student,
+        teacher,
+        corpus,
+        folder,
+        accelerator,
+        progress=progress,
+        log=open_log(recipe, folder) if main else None,
+    )
+    outcome = trainer.train(fits=fits)
+    weights = trainer.weights()
+    # All are done with each other: a process that ends with its group's threads running may be aborted.
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, weights if main else None)
+
+
+def convert_or_finetune(
+    recipe: str | Path,
+    options: Options,
+    source: str | Path,
+    place: Destination,
+    *,
+    endpoint: str | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert ``source`` as ``convert_by`` does; where rescaling alone leaves it unsafe, finetune it by ``recipe``
+    instead, and return what became of it.
+
+    recipe: a YAML file, whose source, out, subfolder and target are those given here. Only a safe result of either, or
+    the finetune's, appears at the place.
+    """
+    out, force, progress = place.out, place.force, progress or Progress(quiet=True)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("convert runs in one process; under a launcher use finetune")
+    given = {"source": str(source), "out": str(out), "target": options.target, "subfolder": options.subfolder}
+    # A JSON string is a YAML string, whatever is in it.
+    chosen = read_recipe(recipe, [f"{key}={json.dumps(value)}" for key, value in given.items()])
+    check_recipe(chosen)
+    check_out(out, force=force)
+    checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
+    check_out(out, checkpoint.folder, force=force)
+    check_run_folder(run_folder(chosen), chosen)
+    with scratch(out, "rescaled") as beside:
+        work = beside / out.name
+        result = convert_by(options, source, Destination(work), endpoint=endpoint, progress=progress)
+        if result.safe:
+            put_in_place(work, out.absolute(), force=force)
+            return replace(result, out=out)
+    worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
+    progress.say(f"Rescaling alone leaves it unsafe{f' ({worst})' if worst else ''}: finetuning")
+    finetuned = finetune(chosen, force=force, progress=progress, name=Path(recipe).name, endpoint=endpoint)
+    assert finetuned is not None  # the only process is the first one
+    return finetuned
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise UserError for settings that are each valid but exclude one another."""
+    if recipe.compile and recipe.penalty.form != "none":
+        raise UserError(
+            "compile hides the operations that the penalty looks at; set compile: false, or penalty.form: none"
+        )
+    if recipe.compile and "fp32" not in recipe.precision and (recipe.device == "cpu" or not torch.cuda.is_available()):
+        raise UserError("compile on a CPU goes with precision: fp32 alone; set that, or compile: false")
+    if recipe.penalty.form != "none" and recipe.attention == "sdpa":
+        raise UserError("attention sdpa hides its scores from the penalty; set attention: eager, or penalty.form: none")
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda and there is none here; set device: auto, or cpu")
+
+
+def run_folder(recipe: Recipe) -> Path:
+    """Return the folder of the run's states: as asked, else beside the output."""
+    out = Path(recipe.out)
+    return Path(recipe.checkpointing.folder) if recipe.checkpointing.folder else out.with_name(f"{out.name}.run")
+
+
+def check_run_folder(folder: Path, recipe: Recipe) -> None:
+    """Raise UserError where ``folder`` holds something else than a run of this recipe, before anything is loaded."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give another checkpointing.folder")
+    states = RunFolder(folder, 1)
+    if states.steps():
+        last = states.of(states.steps()[-1])
+        check_same_recipe(read_state(last)["recipe"], recipe, last)
+    elif any(entry.name != START_FOLDER and not entry.name.startswith(".") for entry in folder.iterdir()):
+        names = {entry.name for entry in folder.iterdir()} - {
+            START_FOLDER,
+            "log.jsonl",
+            "teacher",
+            "wandb",
+            TRAINED_FOLDER,
+        }
+        if any(not name.startswith(".") for name in names):
+            raise UserError(f"{folder} holds other files; give an empty or new checkpointing.folder")
+
+
+def make_accelerator(recipe: Recipe) -> Any:
+    """Return the accelerator of this process: its precision is "no", since autocast and loss scale are ours."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    on_cpu = recipe.device == "cpu" or not torch.cuda.is_available()
+    engine = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true")
+    wanted = int(os.environ.get("WORLD_SIZE", "1"))
+    # Given to a single process it would look for a group that nobody made.
+    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timedelta(hours=2))
+    # Whatever the launcher says: fp16 on a CPU would otherwise quietly be fp32, and elsewhere be applied twice.
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    # The recipe decides, whatever a launcher's configuration says.
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(recipe.data.gradient_accumulation)
+    if engine and on_cpu:
+        import deepspeed.ops
+
+        # A module that it would first compile, with a compiler that may be missing, and announce among data; gloo does.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # With DeepSpeed cpu=True would quietly turn it off.
+    device = {} if engine else {"cpu": on_cpu}
+    accelerator = Accelerator(
+        mixed_precision="no",
+        gradient_accumulation_steps=recipe.data.gradient_accumulation,
+        kwargs_handlers=[group] if wanted > 1 or engine else [],
+        **device,
+    )
+    if engine:
+        # Under ZeRO-3 stock loading would else cut every model into parts, the teacher's and the audited one's too, and
+        # wait for processes that load nothing.
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+    if accelerator.num_processes != wanted:
+        raise UserError(
+            f"{wanted} processes were launched and each believes that it is one of {accelerator.num_processes};"
+            " launch with `accelerate launch --multi_gpu` or a configuration from launch/"
+        )
+    return accelerator
+
+
+def attention_of(recipe: Recipe) -> str:
+    """Return the name under which transformers knows the recipe's attention, after making it known."""
+    if recipe.attention == SCALED:
+        register()
+    return recipe.attention
+
+
+def make_teacher(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -> Teacher | None:
+    """Return the frozen original in its own precision, or in the one asked for; None where nothing is distilled."""
+    encoder = is_encoder_class(str(checkpoint.config.get("architectures", [""])[0]))
+    if recipe.distillation.weight == 0 and not encoder:
+        return None
+    wanted = recipe.distillation.teacher
+    kept = {tensor.dtype for tensor in checkpoint.tensors.values()}
+    stored = torch.bfloat16 if kept == {"BF16"} and device.type != "cpu" else torch.float32
+    dtype = stored if wanted == "source" else PRECISION_DTYPES[wanted]
+    return Teacher(
+        load(checkpoint.folder, dtype, attention="sdpa"), device, temperature=recipe.distillation.temperature
+    )
+
+
+def with_known_sentinels(corpus: Corpus, teacher: Teacher, progress: Progress) -> Corpus:
+    """Return a corpus whose sentinels the original knows, where tokens are bytes and the recipe names none.
+
+    Such a tokenizer does not say which ids a model was pretrained with: those of ByT5 count down from 258, others from
+    the last id. Of the two, those from which the original predicts a few batches better.
+    """
+    data = corpus.data
+    if data.first_sentinel is not None or corpus.objective != "span-corruption" or not corpus.conventions.bytes:
+        return corpus
+    last = data.model_copy(update={"first_sentinel": corpus.vocabulary - 1})
+    other = open_corpus(last, corpus.folder, teacher.model.config, seed=corpus.seed)
+    losses = [teacher_loss(teacher, each) for each in (corpus, other)]
+    if losses[1] >= losses[0]:
+        return corpus
+    progress.say(f"Sentinels count down from {corpus.vocabulary - 1}: the original predicts those better")
+    return other
+
+
+def teacher_loss(teacher: Teacher, corpus: Corpus, batches: int = 2) -> float:
+    """Return the original's mean cross-entropy in nats per target token of the first batches."""
+    training_batches = corpus.training_batches()
+    total = positions = 0.0
+    for batch in (next(training_batches) for _ in range(batches)):
+        labels = batch.labels[counted_positions(batch)] if batch.labels is not None else torch.zeros(0)
+        total += float(task_loss(teacher.outputs(batch)[None], labels.to(teacher.device)[None]))
+        positions += len(labels)
+    return total / max(1.0, positions)
+
+
+def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: Progress) -> None:
+    """Write the checkpoint that training begins with: the source in fp32, rescaled as far as that goes."""
+    layout = resolve(checkpoint)
+    plan = Plan(family=layout.family.name)
+    if recipe.rescale:
+        opened = Opened(checkpoint, layout, checkpoint_batches(checkpoint, None, recipe.seed))
+        decided = decide(opened, Options(recipe.target, max_length=recipe.data.input_length), progress)
+        layout, plan = decided.layout, decided.plan
+    with staged(start, force=True) as work:
+        tensors = [write.as_dtype("F32") for write in writes(layout, plan)]
+        with progress.step(
+            f"Writing {len(tensors)} rescaled tensors in fp32" if recipe.rescale else "Copying in fp32"
+        ) as a:
+            write_fp16(checkpoint, tensors, work, advance=a)
+        config = dict(edited_config(layout, plan))
+        for key in ("dtype", "torch_dtype"):
+            if key in config:
+                config[key] = "float32"
+        write_json(work / "config.json", config)
+        carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, recipe.subfolder))
+
+
+def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
+    """Return whether a few batches, and what else the penalty is to hold, go through the model in fp16 with every
+    activation finite.
+
+    Raises UserError unless the first of the run's precisions holds them, since a penalty on an infinity has no
+    gradient, or fp16 where nothing would make them fit; RuntimeError where the model's linears do not really compute in
+    it.
+    """
+    precisions, device = precisions_of(recipe, accelerator), accelerator.device
+    given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
+    if recipe.penalty.form != "none" and recipe.penalty.probe:
+        made = probe_batches(student.config, None, None, seed=recipe.seed)
+        given += [probe_arguments(batch, device) for batch in made if not batch.generate]
+    student.to(device).eval()
+    first = precisions[0]
+    if len(precisions) > 1:
+        # bf16 holds what fp32 holds; the question is whether it is needed.
+        broken = overflowing(student, given, "fp16", device, progress)
+        if broken is None:
+            return True
+        if recipe.penalty.form == "none" and recipe.schedule.bf16_steps is None:
+            raise UserError(
+                f"{broken} is not finite in fp16 before the first step, and without a penalty nothing brings it down;"
+                " set penalty.form, or schedule.bf16_steps"
+            )
+    broken = overflowing(student, given, first, device, progress)
+    if broken is not None:
+        raise UserError(
+            f"{broken} is not finite in {first} before the first step, and a penalty on it has no gradient;"
+            + (" set precision: [bf16, fp16]" if recipe.rescale else " set rescale: true, or precision: [bf16, fp16]")
+        )
+    return first == "fp16"
+
+
+def overflowing(
+    student: Any, given: Sequence[Any], precision: str, device: torch.device, progress: Progress
+) -> str | None:
+    """Return the first site that is not finite in a precision, or None."""
+    mixed_precision = MixedPrecision(precision, device, loss_scale=1.0, window=1)
+    with (
+        progress.step(f"Checking that the start is finite in {precision}"),
+        torch.no_grad(),
+        mixed_precision.whole_step(),
+    ):
+        observer = SiteObserver(student)
+        for each in given:
+            with observer, mixed_precision.forward():
+                student(**each)
+    linears = {path for path, module in student.named_modules() if isinstance(module, torch.nn.Linear)}
+    if not any(site.dtype == mixed_precision.dtype for site in observer.sites() if site.name in linears):
+        raise RuntimeError(f"the linears do not compute in {precision}")
+    broken = sorted((s for s in observer.sites() if s.nonfinite and s.limit is not None), key=lambda s: s.order)
+    return broken[0].name if broken else None
+
+
+def open_log(recipe: Recipe, folder: Path) -> RunLog:
+    """Return the run's log."""
+    path = folder / "log.jsonl" if recipe.logging.local else None
+    return RunLog(path, recipe.logging.wandb, folder, Path(recipe.out).name, recipe.describe())
+
+
+def write_trained(start: Path, weights: Mapping[str, torch.Tensor], trained: Path) -> None:
+    """Write the trained weights in fp32 as a checkpoint under the names of ``start``, whole or not at all."""
+    checkpoint = open_checkpoint(start)
+    names = {tensor.source for tensor in resolve(checkpoint).tensors.values() if tensor.source is not None}
+    with staged(trained, force=True) as work:
+        tensors = {}
+        for name in sorted(names):
+            value = weights.get(name)
+            tensors[name] = (checkpoint.read(name) if value is None else value).float().contiguous()
+        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+        shutil.copyfile(start / "config.json", work / "config.json")
+        carry_over(start, work)
+
+
+def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:
+    """Return what the report says of the run: the original, the recipe, the data and what happened."""
+    settings = recipe.describe()
+    # A report is published; of local paths only the last part says anything to others.
+    for section, key in ((settings, "source"), (settings, "out"), (settings["data"], "path")):
+        if Path(str(section[key])).exists() or key == "out":
+            section[key] = Path(str(section[key])).name
+    settings["checkpointing"]["folder"] = None
+    shown = {key: Path(str(value)).name if key == "path" else value for key, value in run.data.items()}
+    return Lineage(
+        source=Source.of(checkpoint).model_copy(update={"other_sha256": other_sha256(checkpoint)}),
+        finetune=FinetuneEntry(
+            recipe=settings,
+            data=shown,
+            processes=run.processes,
+            **run.outcome.to_json(),
+            curves=curves(run.folder / "log.jsonl"),
+        ),
+    )

@@ -1,0 +1,127 @@
+"""What a run does when something goes wrong: it goes back past a spike of the loss, and ends where it cannot succeed.
+
+A spike sends the run back to an earlier state past the batches around it (Chowdhery et al., PaLM, arXiv:2204.02311,
+section 5.1). A loss that diverges, a loss scale that collapses or a penalty that does not come down ends it with the
+name of the site that is furthest past its target.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import UserError
+from ..losses.detector import Detector
+from ..losses.events import Divergence, Spike
+from ..progress import Progress
+from .penalty import ActivationPenalty
+from .recipe import Recipe
+from .states import RunFolder
+
+PULLED_STEPS = 16
+"""Steps after one with a site past its target in which a rise of the loss is laid to the penalty."""
+
+
+@dataclass
+class RunPosition:
+    """Where a run stands besides weights, optimizer and data: all of it is in every state."""
+
+    step: int = 0
+    tokens: int = 0
+    phase: int = 0
+    fitting: int = 0
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    rewinds: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    pulled: int | None = None
+    least_excess: float = math.inf
+    least_excess_step: int = 0
+
+
+class Watch:
+    """Looks at the steps of a run, and says where it must go back and when it must end.
+
+    All that it remembers is in ``detector`` and in a run's ``RunPosition``. progress: told of a spike that it has to
+    let pass.
+    """
+
+    def __init__(
+        self, recipe: Recipe, penalty: ActivationPenalty | None, states: RunFolder, progress: Progress
+    ) -> None:
+        """Begin with a detector that has seen nothing."""
+        self.recipe, self.penalty, self.states, self.progress = recipe, penalty, states, progress
+        self.detector = Detector(z=recipe.stability.spike_z, window=recipe.stability.window)
+
+    def spike(self, p: RunPosition, seen: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Feed the detector; where a spike begins that can be undone, return the step of the state to go back to and
+        the spike's first step.
+
+        Raises UserError where the loss diverges and the run has gone back as often as it may.
+        """
+        if not seen["taken"]:
+            return None
+        may_go_back = len(p.rewinds) < self.recipe.stability.rewinds
+        pulled_until = self._pulled_until(p)
+        for event in self.detector.update(p.step, seen["loss"], seen["loss_scale"]):
+            if event.start <= pulled_until:
+                # What the penalty moves costs some loss for a while; going back would only begin that again.
+                continue
+            if isinstance(event, Divergence) and event.end is None and not may_go_back:
+                raise UserError(
+                    f"the loss diverges from step {event.start} on{self._worst()}; lower schedule.learning_rate,"
+                    " or begin from another checkpoint"
+                )
+            if not isinstance(event, (Spike, Divergence)) or event.end is not None:
+                continue
+            earlier = [step for step in self.states.steps() if step < event.start]
+            if may_go_back and earlier:
+                return earlier[-1], event.start
+            self.progress.say(f"Step {p.step}: the loss spikes; it has gone back as often as it may")
+        return None
+
+    def _pulled_until(self, p: RunPosition) -> float:
+        """The last step whose loss the penalty may have raised: a site was past its target shortly before."""
+        seen = [] if self.penalty is None else self.penalty.observations().values()
+        if any(o.excess_bits > 0 and o.weight > 0 for o in seen):
+            p.pulled = p.step
+        return -math.inf if p.pulled is None else p.pulled + PULLED_STEPS
+
+    def check(self, p: RunPosition, seen: Mapping[str, Any]) -> None:
+        """Raise UserError for a run that cannot succeed."""
+        stability = self.recipe.stability
+        row = list(itertools.takewhile(lambda s: s[1]["step"] == p.step - s[0], enumerate(reversed(p.skipped))))
+        if len(row) >= stability.overflow_stop:
+            raise UserError(
+                f"{len(row)} steps in a row overflow, down to a loss scale of {seen['loss_scale']:g}{self._worst()};"
+                " rescale first, begin with precision [bf16, fp16], or lower the learning rate"
+                if seen["loss_scale"] is not None
+                else f"{len(row)} steps in a row have no finite gradient{self._worst()}; lower the learning rate"
+            )
+        if len(p.skipped) >= stability.nonfinite_stop:
+            raise UserError(
+                f"{len(p.skipped)} steps had no finite gradient{self._worst()}; look at their examples in log.jsonl,"
+                " or raise stability.nonfinite_stop"
+            )
+        if self.penalty is None or self.recipe.penalty.form not in ("amax", "smooth-max"):
+            return
+        excess = max((o.excess_bits for o in self.penalty.observations().values()), default=0.0)
+        if excess <= 0 or excess < p.least_excess - 0.01:
+            p.least_excess, p.least_excess_step = min(excess, p.least_excess), p.step
+        elif p.step - p.least_excess_step >= stability.stuck_stop:
+            raise UserError(
+                f"the penalty has not come down for {stability.stuck_stop} steps{self._worst()};"
+                " raise schedule.learning_rate or penalty.dual_step, lower penalty.headroom_bits,"
+                " or let the task go: distillation.weight 0"
+            )
+
+    def _worst(self) -> str:
+        """Say which site is furthest past its target, if one is."""
+        if self.penalty is None or not self.penalty.observations():
+            return ""
+        name, seen = self.penalty.worst()
+        if seen.excess_bits <= 0:
+            return ", though every activation is inside its target"
+        return f", worst at {name} with {seen.amax:.4g} where {seen.target:.4g} is wanted"

@@ -1,0 +1,96 @@
+"""Whole states of a run on the disk: each appears complete under its name or not at all.
+
+A run is a folder: ``start`` (the rescaled checkpoint that it began with), ``log.jsonl``, and ``step-00000100`` for each
+state. A state is written beside its place, flushed and renamed, so that a process that is killed at any moment leaves
+the one before it whole. Tensors are read back without running anything that a file says (``weights_only``).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from ..checkpoint.staging import sync_folder, sync_tree
+from ..errors import UserError
+
+STATE = "state.pt"
+
+
+_EIGHT_BIT = "torchao.optim.subclass_8bit"
+
+
+_NAME = re.compile(r"step-(\d{8})\Z")
+
+
+class RunFolder:
+    """The states under ``path``; ``keep`` of them stay."""
+
+    def __init__(self, path: Path, keep: int) -> None:
+        """Look at ``path``, which may not exist yet."""
+        self.path, self.keep = path, keep
+
+    def steps(self) -> list[int]:
+        """Return the steps of the whole states, in order."""
+        if not self.path.is_dir():
+            return []
+        found = (_NAME.match(entry.name) for entry in self.path.iterdir() if (entry / STATE).is_file())
+        return sorted(int(match[1]) for match in found if match)
+
+    def of(self, step: int) -> Path:
+        """Return the folder of a step's state."""
+        return self.path / f"step-{step:08d}"
+
+    def begin(self, step: int) -> Path:
+        """Return an empty folder to write a state into; one that a crash left there is removed."""
+        work = self.path / f".step-{step:08d}.partial"
+        shutil.rmtree(work, ignore_errors=True)
+        try:
+            work.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror}; choose another checkpointing.folder") from error
+        return work
+
+    def commit(self, step: int) -> None:
+        """Put the state that ``begin`` gave in place, and remove the oldest beyond ``keep``."""
+        work, place = self.path / f".step-{step:08d}.partial", self.of(step)
+        sync_tree(work)
+        self.remove(step)
+        work.rename(place)
+        sync_folder(self.path)
+        for old in self.steps()[: -self.keep]:
+            self.remove(old)
+
+    def remove(self, step: int) -> None:
+        """Remove a state: first from its name, so that no half of it is taken for a whole one."""
+        place = self.of(step)
+        if place.exists():
+            aside = self.path / f".step-{step:08d}.removed"
+            shutil.rmtree(aside, ignore_errors=True)
+            place.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write tensors, numbers, texts, lists and dictionaries to the folder's state file."""
+    torch.save(dict(state), folder / STATE)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return what ``write_state`` wrote; raises UserError for a file that is damaged or holds anything else."""
+    try:
+        # torch takes moments in 8 bits for code until torchao, which nothing may have imported yet, vouches for them.
+        if any(name.startswith(_EIGHT_BIT) for name in get_unsafe_globals_in_checkpoint(folder / STATE)):
+            import_module(_EIGHT_BIT)
+        state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and pickle raise many kinds
+        raise UserError(
+            f"{folder / STATE}: cannot be read; remove {folder} to go on from the state before it"
+        ) from error
+    return state

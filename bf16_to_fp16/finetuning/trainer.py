@@ -1,0 +1,631 @@
+"""The loop of a finetune: one process or many, and nothing about a run that is not in its state.
+
+A step takes its batches in an order of which a state has the place; dropout's randomness is a function of (seed, step,
+process); the learning rate is a function of the step. So a run that is killed and continued from its last whole state
+ends with the same bits as one that never stopped, and a run on two processes takes the steps of one.
+
+Losses are sums over the positions of the whole step divided by their number, whatever process holds them. A step whose
+gradient is not finite is passed over; what else goes wrong is for ``stability``, and what FSDP and DeepSpeed do
+otherwise for ``processes``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import UserError
+from ..families.roles import layer_of
+from ..numerics import FP16_MAX
+from ..optim.adamw import AdamW
+from ..progress import Progress
+from ..run.probe import Batch
+from ..run.probe import batches as probe_batches
+from .corpus import Corpus, TrainingBatch
+from .distillation import (
+    Teacher,
+    TopStore,
+    arguments,
+    counted_positions,
+    hidden_error,
+    kl_divergence,
+    kl_divergence_from_top,
+    task_loss,
+)
+from .evaluation import Evaluator
+from .log import RunLog
+from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision
+from .penalty import ActivationPenalty
+from .processes import Processes, precisions_of
+from .recipe import Recipe, Schedule
+from .stability import RunPosition, Watch
+from .states import RunFolder, read_state, write_state
+
+FITTING_STEPS = 20
+"""Steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did: optimizer steps taken, input and target tokens seen, steps skipped, rewinds, and evaluations in
+    order (step, losses, headroom)."""
+
+    steps: int
+    tokens: int
+    skipped: tuple[Mapping[str, Any], ...]
+    rewinds: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Mapping[str, Any], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same as JSON types."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+
+def learning_rate(schedule: Schedule, step: int) -> float:
+    """Return the learning rate of a step, counted from 0: a linear rise, then constant, or a fall to 0 at the end."""
+    rise = schedule.warmup_steps
+    if step < rise:
+        return schedule.learning_rate * (step + 1) / rise
+    done = (step - rise) / max(1, schedule.steps - rise)
+    share = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule.decay]
+    return schedule.learning_rate * share
+
+
+class Trainer:
+    """Trains ``student`` by a recipe and keeps the run's states in ``folder``.
+
+    accelerator: an ``accelerate.Accelerator`` without mixed precision of its own, unless DeepSpeed's configuration has
+    one. teacher: the frozen original, or None where nothing is distilled. ``train`` continues a run that ``folder``
+    holds.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        student: Any,
+        teacher: Teacher | None,
+        corpus: Corpus,
+        folder: Path,
+        accelerator: Any,
+        *,
+        progress: Progress | None = None,
+        log: RunLog | None = None,
+    ) -> None:
+        """Prepare model, optimizer and penalty; nothing is computed yet."""
+        self.recipe, self.teacher, self.corpus = recipe, teacher, corpus
+        self.progress, self.log = progress or Progress(quiet=True), log
+        self.processes = Processes(accelerator)
+        self.device = self.processes.device
+        self.precisions = precisions_of(recipe, accelerator)
+        self.stock = student
+        student.train()
+        if recipe.gradient_checkpointing:
+            student.config.use_cache = False
+            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        weights = PRECISION_DTYPES[recipe.optimizer.weights]
+        if weights != torch.float32:
+            student.to(weights)
+        self.mixed_precision = self._mixed_precision(0)
+        optimizer = make_optimizer(recipe, [p for p in student.parameters() if p.requires_grad])
+        model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
+        self.model: Any = torch.compile(model) if recipe.compile else model
+        self.penalty = self._penalty() if recipe.penalty.form != "none" else None
+        self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
+        self.position = RunPosition()
+        self.states = RunFolder(folder, recipe.checkpointing.keep)
+        self.tops = TopStore(folder / "teacher", self.processes.rank) if recipe.distillation.top_k and teacher else None
+        self.watch = Watch(recipe, self.penalty, self.states, self.progress)
+        self.evaluator = Evaluator(recipe.evaluation, corpus, student, self.model, teacher, self.processes)
+
+    # ---- setting up ----------------------------------------------------------------------------------------------
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of one step."""
+        return self.recipe.data.gradient_accumulation
+
+    def _penalty(self) -> ActivationPenalty:
+        wanted = self.recipe.penalty
+        return ActivationPenalty(
+            self.stock,
+            headroom_bits=wanted.headroom_bits,
+            form=wanted.form,
+            dual_step=wanted.dual_step,
+            weight=wanted.weight,
+            train_mode=wanted.train_mode,
+            accumulation=self.passes,
+            process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,
+        )
+
+    def _mixed_precision(self, phase: int) -> MixedPrecision:
+        stability = self.recipe.stability
+        mixed_precision = MixedPrecision(
+            "fp32" if self.processes.engine else self.precisions[phase],
+            self.device,
+            loss_scale=stability.loss_scale,
+            window=stability.loss_scale_window,
+            recomputes=self.recipe.gradient_checkpointing,
+        )
+        if self.processes.engine and self.precisions[phase] == "fp16":
+            # The engine autocasts, and multiplies the loss by what it is told.
+            mixed_precision.loss_scale = LossScale(stability.loss_scale, stability.loss_scale_window)
+        return mixed_precision
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def train(self, *, fits: bool = False) -> Outcome:
+        """Run to the recipe's last step and return what was done.
+
+        fits: the start is known to be finite in fp16: [bf16, fp16] begins with fp16, unless bf16_steps are given.
+        Raises UserError where the run cannot go on; its states stay.
+        """
+        self._continue()
+        schedule, p = self.recipe.schedule, self.position
+        if self.tops is not None:
+            self._fill_tops()
+        with self.progress.step(f"Finetuning to step {schedule.steps}") as advance, self._observing():
+            if p.step == 0 and not p.evaluations:
+                self._evaluate()
+                self._save()
+            while p.step < schedule.steps:
+                self._choose_precision(fits)
+                with self.mixed_precision.whole_step():
+                    seen = self._step()
+                advance(p.step, schedule.steps)
+                if (undo := self.watch.spike(p, seen)) is not None:
+                    self._rewind(*undo)
+                    p = self.position
+                    continue
+                self.watch.check(p, seen)
+                last = p.step == schedule.steps
+                if last or p.step % self.recipe.evaluation.every == 0:
+                    self._evaluate()
+                if last or p.step % self.recipe.checkpointing.every == 0:
+                    self._save()
+        if self.log is not None:
+            self.log.close()
+        return Outcome(p.step, p.tokens, tuple(p.skipped), tuple(p.rewinds), tuple(p.evaluations))
+
+    @contextmanager
+    def _observing(self) -> Iterator[None]:
+        if self.penalty is None:
+            yield
+            return
+        with self.penalty:
+            yield
+
+    def _step(self) -> dict[str, Any]:
+        """Take one optimizer step and return what was seen."""
+        p, recipe = self.position, self.recipe
+        data_step = self.training_batches.steps
+        batches = [next(self.training_batches) for _ in range(self.passes)]
+        positions = float(
+            self.processes.sum(torch.tensor(float(sum(int(counted_positions(b).sum()) for b in batches))))
+        )
+        rate = learning_rate(recipe.schedule, p.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("scale", 1.0)
+        norm, sums = self._search_scale(batches, data_step, positions)
+        taken = norm < math.inf
+        p.step += 1
+        read = sum(int(b.attention_mask.sum()) for b in batches)
+        p.tokens += int(self.processes.sum(torch.tensor(float(read)))) + int(positions)
+        positions = max(1.0, positions)
+        task_sum, kl_sum, penalty_sum = (float(x) for x in sums)
+        shown = {
+            "loss": self._mixed(task_sum, kl_sum) / positions,
+            "task_loss": task_sum / positions,
+            "distillation": kl_sum / positions,
+            # The mean of processes, as in the gradient.
+            "penalty": penalty_sum / self.processes.world,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            **(
+                {"relative_gradient_norm": self.mixed_precision.counted_norm}
+                if recipe.optimizer.relative and not self.processes.engine
+                else {}
+            ),
+            "loss_scale": self._loss_scale(),
+            "precision": self.precisions[p.phase],
+            "tokens": p.tokens,
+        }
+        if not taken:
+            # Rows of data, not text: enough to find the batch again.
+            rows = [list(example) for batch in batches for example in batch.examples]
+            p.skipped.append({"step": p.step, "loss_scale": shown["loss_scale"], "examples": rows})
+        due = not taken or p.step % recipe.logging.every == 0 or p.step == recipe.schedule.steps
+        if self.log is not None and due:
+            extra: dict[str, Any] = {"skipped": len(p.skipped)}
+            if not taken:
+                extra["skipped_examples"] = p.skipped[-1]["examples"]
+            if self.penalty is not None:
+                extra["headroom"] = headroom_by_layer(self.penalty)
+            self.log.write(p.step, shown | extra)
+        return shown | {"taken": taken}
+
+    def _search_scale(self, batches: Sequence[TrainingBatch], data_step: int, positions: float) -> tuple[float, Tensor]:
+        """Compute a step and finish it, and return its gradient's norm and its sums.
+
+        Until a first step was taken in fp16 the step is computed again while a lower loss scale may help, so that
+        finding the scale costs no data; what is not finite before the backward is the same under every scale.
+        """
+        scale = self.mixed_precision.loss_scale
+        before = None if scale is None or scale.settled else (scale.scale, scale.overflows)
+        penalty = None if self.penalty is None else self.penalty.state_dict()
+        while True:
+            norm, sums = self._attempt(batches, data_step, positions)
+            if before is None or scale is None or norm < math.inf:
+                return norm, sums
+            seen = [] if self.penalty is None else self.penalty.observations().values()
+            forward_is_finite = bool(sums.isfinite().all()) and all(o.amax < math.inf for o in seen)
+            if scale.scale < 1 or not forward_is_finite:
+                # No scale helps: a skipped step like any other.
+                scale.scale, scale.overflows = before[0] / 2, before[1] + 1
+                return norm, sums
+            if self.penalty is not None and penalty is not None:
+                self.penalty.load_state_dict(penalty)
+
+    def _attempt(self, batches: Sequence[TrainingBatch], data_step: int, positions: float) -> tuple[float, Tensor]:
+        """Forward, backward and optimizer on the batches of a step; return the gradient's norm, infinite or NaN where
+        the step was skipped, and the sums of task, divergence and penalty over all processes."""
+        p, recipe = self.position, self.recipe
+        # Dropout is a function of where the run stands, so no generator has a state to keep.
+        torch.manual_seed(hash((recipe.seed, p.step, len(p.rewinds), self.processes.rank)) & 0x7FFF_FFFF_FFFF)
+        if self.mixed_precision.loss_scale is not None:
+            self.processes.tell_scale(self.mixed_precision.scale)
+        if not self.processes.engine:
+            self.optimizer.zero_grad()
+        sums = torch.zeros(3, dtype=torch.float64)
+        finite = True
+        for index, batch in enumerate(batches):
+            last = index == self.passes - 1
+            with self.processes.synchronised(self.model, last):
+                with self.mixed_precision.forward():
+                    loss, task, kl = self._losses(batch, data_step, index)
+                    anchor = self._reach_beyond_the_data(p.step * self.passes + index)
+                # Processes and passes are averaged; the sum over all of them is what is wanted.
+                total = loss * (self.processes.world * self.passes / max(1.0, positions))
+                penalty = self.penalty() if self.penalty is not None else torch.zeros((), device=self.device)
+                total = total + penalty if anchor is None else total + penalty + anchor
+                sums += torch.stack([task, kl, penalty.detach().double() / self.passes]).cpu()
+                if self.processes.engine and not self.processes.everywhere(bool(torch.isfinite(total))):
+                    finite = False
+                    if self.penalty is not None:
+                        self.penalty.drop_step()
+                    break
+                scaled = (
+                    total
+                    if self.processes.engine or self.mixed_precision.scale == 1
+                    else total * self.mixed_precision.scale
+                )
+                self.processes.accelerator.backward(scaled)
+        norm = self._finish_step(finite)
+        return norm, self.processes.sum(sums)
+
+    def _losses(self, batch: TrainingBatch, data_step: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the objective (with its graph), the task's loss and the divergence, summed over positions."""
+        mix = self.recipe.distillation
+        mask = counted_positions(batch).to(self.device)
+        out = self.model(**arguments(self.stock, batch, self.device))
+        zero = torch.zeros((), device=self.device)
+        with torch.autocast(self.device.type, enabled=False):
+            if batch.labels is None:
+                if self.teacher is None:
+                    raise UserError("an encoder has no task of its own; leave distillation on")
+                kl = hidden_error(out.last_hidden_state[mask], self.teacher.outputs(batch))
+                return kl, zero.double(), kl.detach().double()
+            values = out.logits
+            task = task_loss(values, batch.labels.to(self.device)) if mix.weight < 1 else zero
+            kl = zero
+            if mix.weight > 0 and self.teacher is not None:
+                if self.tops is not None:
+                    top = self.tops.read(data_step, index, self.device)
+                    kl = kl_divergence_from_top(values[mask], top, mix.temperature)
+                else:
+                    kl = kl_divergence(values[mask], self.teacher.outputs(batch), mix.temperature)
+        loss = task * (1 - mix.weight) + kl * mix.weight
+        return loss, task.detach().double(), kl.detach().double()
+
+    def _reach_beyond_the_data(self, turn: int) -> Tensor | None:
+        """Run a batch of the built-in probe, for the penalty alone: the audit will run what no text contains.
+
+        Its random ids are new each time, and other ones than the audit's: what is held fixed would be learnt by heart.
+        Where processes have parts of a model, returns a zero whose backward goes through this forward as well: all must
+        gather the same weights, and the penalty pulls in some of them only.
+        """
+        if self.penalty is None or not self.recipe.penalty.probe:
+            return None
+        # Every other batch is random ids, of which there are most.
+        seed = self.recipe.seed + 1 + turn
+        made = [b for b in probe_batches(self.stock.config, None, None, seed=seed) if not b.generate]
+        batch = made[0 if turn % 2 == 0 else turn // 2 % len(made)]
+        out = self.model(**probe_arguments(batch, self.device))
+        if not self.processes.sharded:
+            return None
+        anchor: Tensor = _Anchor.apply(out.last_hidden_state if batch.decoder_input_ids is None else out.logits)
+        return anchor
+
+    def _mixed(self, task: float, kl: float) -> float:
+        share = self.recipe.distillation.weight if self.corpus.objective != "text" else 1.0
+        return (task * (1 - share) if share < 1 else 0.0) + (kl * share if share > 0 else 0.0)
+
+    def _finish_step(self, finite: bool) -> float:
+        """Step the optimizer where the gradient allows, and return its norm, infinite or NaN where the step was
+        skipped."""
+        if self.processes.engine:
+            norm = math.inf
+            if finite:
+                norm = self.processes.engine_norm()
+            else:
+                self.optimizer.zero_grad()
+            if self.mixed_precision.loss_scale is not None:
+                self.mixed_precision.loss_scale.update(overflowed=not norm < math.inf)
+            return norm
+        owned = [(p, g.get("scale", 1.0)) for g in self.optimizer.param_groups for p in g["params"]]
+        norm = self.mixed_precision.finish(
+            [p for p, _ in owned], self.recipe.optimizer.clip_norm, [unit for _, unit in owned]
+        )
+        if norm < math.inf:
+            self.optimizer.step()
+        return norm
+
+    def _loss_scale(self) -> float | None:
+        return None if self.mixed_precision.loss_scale is None else self.mixed_precision.scale
+
+    # ---- what may go wrong ---------------------------------------------------------------------------------------
+
+    def _rewind(self, state: int, spike: int) -> None:
+        now, rewinds, data_step = self.position.step, list(self.position.rewinds), self.training_batches.steps
+        skipped, detector = list(self.position.skipped), self.watch.detector.state_dict()
+        self._load(state)
+        left_out = max(self.recipe.stability.skip_batches, data_step - self.training_batches.steps)
+        self.training_batches.skip(left_out)
+        self.watch.detector.load_state_dict(detector)
+        self.watch.detector.resumed(state)
+        self.position.skipped = skipped
+        note = {"spike": spike, "noticed": now, "back_to": state, "steps_of_data_left_out": left_out}
+        self.position.rewinds = [*rewinds, note]
+        self.progress.say(
+            f"Step {now}: the loss spikes at {spike}; back to step {state}, past {left_out} steps of data"
+        )
+        self.processes.wait()
+        if self.processes.main:
+            for later in [step for step in self.states.steps() if step > state]:
+                self.states.remove(later)
+        if self.log is not None:
+            self.log.rewind(state)
+            self.log.write(state, {"rewind": note})
+        self._save()
+
+    def _choose_precision(self, fits: bool) -> None:
+        """Turn from bf16 to fp16 when it is time."""
+        p, recipe = self.position, self.recipe
+        if len(self.precisions) == 1 or p.phase == 1:
+            return
+        due = recipe.schedule.bf16_steps
+        if due is None and p.step == 0 and (fits or self.penalty is None):
+            # There is nothing to wait for.
+            p.phase, self.mixed_precision = 1, self._mixed_precision(1)
+            return
+        if self.penalty is not None and p.step:
+            limits = self.penalty.observations().values()
+            inside = all(o.excess_bits <= recipe.penalty.headroom_bits for o in limits)
+            p.fitting = p.fitting + 1 if inside else 0
+        if p.step >= due if due is not None else p.fitting >= FITTING_STEPS:
+            p.phase = 1
+            self.mixed_precision = self._mixed_precision(1)
+            self.progress.say(f"Step {p.step}: fp16 from here on")
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        """Measure the held-out losses in the run's precision, and generated texts where the data have targets."""
+        recipe, p = self.recipe, self.position
+        held = self.corpus.held_out(recipe.evaluation.examples, self.processes.rank, self.processes.world)
+        if not held:
+            return
+        self.model.eval()
+        if self.penalty is not None:
+            self.penalty.detach()
+        try:
+            found: dict[str, Any] = {"step": p.step, **self.evaluator.measure(held, self.mixed_precision)}
+        finally:
+            self.model.train()
+            if self.penalty is not None:
+                self.penalty.attach()
+        if self.penalty is not None and self.penalty.observations():
+            name, seen = self.penalty.worst()
+            found["worst_site"], found["worst_headroom_bits"] = name, recipe.penalty.headroom_bits - seen.excess_bits
+        p.evaluations.append(found)
+        if self.log is not None:
+            self.log.write(p.step, {"evaluation": found})
+        shown = ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in found.items() if isinstance(v, float))
+        self.progress.say(f"Step {p.step}: {shown or 'no figures'}")
+
+    # ---- states --------------------------------------------------------------------------------------------------
+
+    def _continue(self) -> None:
+        """Go on from the last whole state, if there is one."""
+        steps = self.states.steps()
+        if steps:
+            self._load(steps[-1])
+            self.progress.say(f"Continuing from step {steps[-1]}")
+        if self.log is not None:
+            self.log.rewind(steps[-1] if steps else -1)
+
+    def _save(self) -> None:
+        """Write a whole state, together."""
+        step = self.position.step
+        main = self.processes.main
+        if main:
+            self.states.begin(step)
+        self.processes.wait()
+        work = self.states.path / f".step-{step:08d}.partial"
+        state: dict[str, Any] = {
+            "progress": vars(self.position),
+            "stream": self.training_batches.state_dict(),
+            "amp": self.mixed_precision.state_dict(),
+            "penalty": None if self.penalty is None else self.penalty.state_dict(),
+            "detector": self.watch.detector.state_dict(),
+            "recipe": self.recipe.describe(),
+        }
+        if self.processes.sharded:
+            state["untouched"] = not self.processes.engine and not self.optimizer.state
+            self.processes.save(work / "accelerate")
+            self._forget_if(state["untouched"])
+        elif main:
+            tensors = {name: p.detach().cpu().contiguous() for name, p in self.stock.named_parameters()}
+            save_file(tensors, work / "model.safetensors")
+            state["optimizer"] = self.optimizer.state_dict()
+        if main:
+            write_state(work, state)
+        self.processes.wait()
+        if main:
+            self.states.commit(step)
+        self.processes.wait()
+
+    def _forget_if(self, untouched: bool) -> None:
+        """Empty an optimizer that has not stepped: torch fills it for a sharded state by a step of its own, which the
+        bias correction would count."""
+        if untouched:
+            self.optimizer.state.clear()
+
+    def _load(self, step: int) -> None:
+        """Take over a state."""
+        folder = self.states.of(step)
+        state = read_state(folder)
+        check_same_recipe(state["recipe"], self.recipe, folder)
+        self.position = RunPosition(**state["progress"])
+        self.mixed_precision = self._mixed_precision(self.position.phase)
+        self.mixed_precision.load_state_dict(state["amp"])
+        self.training_batches.load_state_dict(state["stream"])
+        self.watch.detector.load_state_dict(state["detector"])
+        if self.penalty is not None:
+            self.penalty.load_state_dict(state["penalty"])
+        if self.processes.sharded:
+            self.processes.load(folder / "accelerate")
+            self._forget_if(state["untouched"])
+            return
+        tensors = load_file(folder / "model.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.stock.named_parameters():
+                parameter.copy_(tensors[name])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the whole trained model's parameters on the CPU, to the first process; every one must call it."""
+        return self.processes.whole_weights(self.model, self.stock)
+
+    def _fill_tops(self) -> None:
+        """Run the teacher over all the data of the run beforehand, and let go of it."""
+        assert self.tops is not None and self.teacher is not None and self.recipe.distillation.top_k is not None
+        steps = self.recipe.schedule.steps + self.recipe.stability.rewinds * self.recipe.stability.skip_batches
+        training_batches = self.corpus.training_batches(self.processes.rank, self.processes.world)
+        with self.progress.step(f"Computing the teacher's {self.recipe.distillation.top_k} best logits") as advance:
+            for step in range(steps):
+                if self.tops.has(step):
+                    training_batches.skip(1)
+                    continue
+                batches = [next(training_batches) for _ in range(self.passes)]
+                self.tops.write(step, [self.teacher.top(batch, self.recipe.distillation.top_k) for batch in batches])
+                advance(step + 1, steps)
+
+
+class _Anchor(torch.autograd.Function):
+    """A zero whose gradient is a tensor of zeros, whatever the values are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.device = x.shape, x.dtype, x.device
+        return torch.zeros((), device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+
+
+def probe_arguments(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """Return what to call a stock model with for a batch of the probe."""
+    given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    if batch.decoder_input_ids is not None:
+        given["decoder_input_ids"] = batch.decoder_input_ids
+        given["decoder_attention_mask"] = batch.decoder_attention_mask
+        given["use_cache"] = False
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
+
+
+def typical_magnitude(parameter: Tensor) -> float:
+    """Return the median of |w| of a tensor that is not all zeros, which a few outlier rows or channels do not move;
+    the root mean square where more than half of it is zero."""
+    size = parameter.detach().float().abs()
+    median = float(size.median())
+    return median if median > 0 else float(size.square().mean().sqrt()) or 1.0
+
+
+def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return AdamW for ``parameters``: torch's for fp32 ones, this package's for weights kept in 16 bits."""
+    given = recipe.optimizer
+    options = {
+        "lr": recipe.schedule.learning_rate,
+        "betas": given.betas,
+        "eps": given.epsilon,
+        "weight_decay": given.weight_decay,
+    }
+    # Norm gains and biases are not decayed: they are scales, not directions.
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim > 1]},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if given.relative:
+        # A group for each tensor; the scale is kept in every state with the other options of a group. Gradients go with
+        # its inverse, so epsilon does as well; and decay, which the scaled learning rate multiplies, is undone.
+        groups = [
+            {
+                **group,
+                "params": [p],
+                "scale": scale,
+                "eps": given.epsilon / scale,
+                "weight_decay": group.get("weight_decay", given.weight_decay) / scale,
+            }
+            for group in groups
+            for p, scale in ((p, typical_magnitude(p)) for p in group["params"])
+        ]
+    if given.weights == "fp32" and given.moments == "fp32":
+        return torch.optim.AdamW(groups, **options)  # type: ignore[arg-type]
+    moments = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8bit"}[given.moments]
+    exact = {"rounding": given.rounding, "moments": moments, "seed": recipe.seed, "compile": recipe.compile or None}
+    return AdamW(groups, **options, **exact)  # type: ignore[arg-type]
+
+
+CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "source")
+"""Parts of a recipe that may change when a run continues: they have no part in its bits."""
+
+
+def check_same_recipe(before: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
+    """Raise UserError where a state was written under a recipe that would have given other bits."""
+    now = recipe.describe()
+    changed = [key for key in now if key not in CHANGEABLE and before.get(key) != now[key]]
+    if changed:
+        raise UserError(
+            f"{folder.parent}: holds a run with another {changed[0]}; restore the recipe, give another"
+            " checkpointing.folder, or remove that one to start anew"
+        )
+
+
+def headroom_by_layer(penalty: ActivationPenalty) -> dict[str, float]:
+    """Return the least headroom of each layer's sites in bits: log2(limit / amax)."""
+    least: dict[str, float] = {}
+    for name, seen in penalty.observations().items():
+        layer = layer_of(name)
+        bits = math.log2(FP16_MAX / seen.amax) if 0 < seen.amax < math.inf else (40.0 if seen.amax == 0 else -40.0)
+        least[layer] = min(least.get(layer, math.inf), bits)
+    return least

@@ -1,0 +1,238 @@
+"""Curves of loss and loss scale, from the logs that trainers write.
+
+``read_log`` reads the state of a transformers Trainer, CSV, JSONL, and offline runs of wandb. The last need no wandb:
+the file is a log of records in leveldb's format, and of each record a few protobuf fields are looked at.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import struct
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .events import Curve
+
+LOSS_NAMES = ("loss", "train_loss", "train/loss", "training_loss", "train/train_loss")
+"""Names under which trainers log the training loss, the first that is there."""
+
+
+STEP_NAMES = ("step", "global_step", "train/global_step", "trainer/global_step", "iteration", "_step")
+"""Names of the step."""
+
+
+SCALE_NAMES = ("loss_scale", "scale", "train/loss_scale", "train/scale", "loss_scaler", "grad_scale")
+"""Names of the loss scale."""
+
+
+def read_log(path: str | Path) -> Curve:
+    """Return the losses in a log: ``trainer_state.json`` of a Trainer, CSV, JSONL, ``.wandb``, or a folder with one.
+
+    Rows without a loss are left out; a loss scale logged on a row of its own belongs to the losses after it. Raises
+    UserError for a file that is none of these, has no losses or is not UTF-8.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = _in_folder(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give a trainer_state.json, .csv, .jsonl or .wandb") from error
+    if not content.strip():
+        raise UserError(f"{path}: the log is empty; give one of a run that has logged losses")
+    if path.suffix == ".wandb":
+        return _curve(path, _wandb_rows(path, content))
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}; give a .json, .jsonl, .csv or .wandb") from error
+    readers = {".json": _json_rows, ".jsonl": _jsonl_rows, ".csv": _csv_rows}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(f"{path}: unknown kind of log {path.suffix!r}; use .json, .jsonl, .csv or .wandb")
+    return _curve(path, reader(path, text))
+
+
+def _in_folder(folder: Path) -> Path:
+    named = ("log.jsonl", "trainer_state.json", "*.wandb")
+    for pattern in (*named, "checkpoint-*/trainer_state.json", "latest-run/*.wandb"):
+        found = sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime, path.name))
+        if found:
+            return found[-1]
+    raise UserError(f"{folder}: no trainer_state.json and no .wandb in the folder, nor log.jsonl; give the log's file")
+
+
+def _json_rows(path: Path, text: str) -> list[Any]:
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one object on each line, whatever the file is called
+            return _jsonl_rows(path, text)
+        raise UserError(f"{path}: not JSON at line {error.lineno} ({error.msg}); give a whole file") from error
+    rows = tree.get("log_history", [tree]) if isinstance(tree, dict) else tree
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: no list of rows in it; give a trainer_state.json or a list of objects")
+    return rows
+
+
+def _jsonl_rows(path: Path, text: str) -> list[Any]:
+    """The values on the lines, apart from a last one that a kill cut off.
+
+    Not those of ``run.texts``, which loses no row of text and takes a CSV whose last quote stays open.
+    """
+    rows = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines) and rows:  # a run that was killed while it wrote
+                break
+            raise UserError(f"{path}: line {number} is not JSON ({error.msg}); put one object on each line") from error
+    return rows
+
+
+def _csv_rows(path: Path, text: str) -> list[Any]:
+    try:
+        return list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+    except csv.Error as error:
+        raise UserError(f"{path}: not CSV ({error}); give a comma-separated file with a header") from error
+
+
+def _curve(path: Path, rows: Iterable[Any]) -> Curve:
+    """The columns of the loss, the step and the scale of rows of any kind."""
+    flat = [row for row in rows if isinstance(row, Mapping)]
+    names = list(dict.fromkeys(name for row in flat for name in row if isinstance(name, str)))
+    loss, step, scale = (
+        next((name for name in known if name in names), None) for known in (LOSS_NAMES, STEP_NAMES, SCALE_NAMES)
+    )
+    if loss is None:
+        shown = ", ".join(names[:12]) or "none"
+        raise UserError(f"{path}: no column of losses among {shown}; name one {LOSS_NAMES[0]} or {LOSS_NAMES[1]}")
+    steps: list[int] = []
+    losses: list[float] = []
+    scales: list[float | None] = []
+    latest: float | None = None
+    for number, row in enumerate(flat):
+        found = _number(path, number, scale, row)
+        latest = latest if found is None else found
+        value = _number(path, number, loss, row)
+        if value is None and "skipped_examples" in row:
+            value = math.nan  # a step that a finetune could not take; its log has null for NaN
+        if value is None:
+            continue
+        at = _number(path, number, step, row) if step is not None else None
+        if at is None:
+            at = float(steps[-1] + 1 if steps else number)
+        if not math.isfinite(at):
+            raise UserError(f"{path}: row {number + 1}: the step is {at}; give a whole number")
+        steps.append(int(at))
+        losses.append(value)
+        scales.append(latest)
+    if not losses:
+        raise UserError(f"{path}: the column {loss!r} has no losses in it; give a run that has logged some")
+    return Curve(tuple(steps), tuple(losses), tuple(scales))
+
+
+def _number(path: Path, row: int, name: str | None, values: Mapping[str, Any]) -> float | None:
+    value = None if name is None else values.get(name)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    try:
+        number = float(value)
+        # JSON has no infinity, and this project's logs write the largest double for it.
+        return math.copysign(math.inf, number) if abs(number) == sys.float_info.max else number
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: row {row + 1}: {name} is {value!r}, which is no number; mend that row") from error
+
+
+_LOG_BLOCK_BYTES, _LOG_HEADER_BYTES = 32768, 7
+
+
+_SCHEMA = """
+name: "history.proto"
+message_type {
+  name: "Record"
+  field { number: 2 name: "history" type: TYPE_MESSAGE type_name: "History" label: LABEL_OPTIONAL }
+}
+message_type {
+  name: "History"
+  field { number: 1 name: "items" type: TYPE_MESSAGE type_name: "Item" label: LABEL_REPEATED }
+}
+message_type {
+  name: "Item"
+  field { number: 1 name: "key" type: TYPE_BYTES label: LABEL_OPTIONAL }
+  field { number: 2 name: "nested_key" type: TYPE_BYTES label: LABEL_REPEATED }
+  field { number: 4 name: "boolean" type: TYPE_BOOL label: LABEL_OPTIONAL }
+  field { number: 5 name: "integer" type: TYPE_SINT64 label: LABEL_OPTIONAL }
+  field { number: 6 name: "number" type: TYPE_DOUBLE label: LABEL_OPTIONAL }
+  field { number: 8 name: "json" type: TYPE_BYTES label: LABEL_OPTIONAL }
+  field { number: 16 name: "value_json" type: TYPE_BYTES label: LABEL_OPTIONAL }
+}
+"""
+"""What wandb's protobuf messages say of logged numbers; older versions write every value as ``value_json``."""
+
+
+def _wandb_rows(path: Path, content: bytes) -> Iterator[dict[str, Any]]:
+    """The logged rows of an offline run: the numbers in the histories among its records."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory, text_format
+
+    pool = descriptor_pool.DescriptorPool()
+    schema = text_format.Parse(_SCHEMA, descriptor_pb2.FileDescriptorProto())
+    pool.AddSerializedFile(schema.SerializeToString())
+    parse = message_factory.GetMessageClass(pool.FindMessageTypeByName("Record")).FromString
+    for data in _records(path, content):
+        try:
+            record = parse(data)
+        except message.DecodeError:  # no record of wandb's
+            continue
+        if record.HasField("history"):
+            row = {
+                (item.key or b"/".join(item.nested_key)).decode("utf-8", "replace"): _field_value(item)
+                for item in record.history.items
+            }
+            yield {name: value for name, value in row.items() if isinstance(value, (int, float))}
+
+
+def _field_value(item: Any) -> Any:
+    for name in ("number", "integer", "boolean"):
+        if item.HasField(name):
+            return getattr(item, name)
+    try:
+        value = json.loads(item.value_json or item.json)
+    except ValueError:  # neither, or no JSON
+        return None
+    # Infinities and NaN are written as text.
+    unnamed = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+    return unnamed.get(value) if isinstance(value, str) else value
+
+
+def _records(path: Path, content: bytes) -> Iterator[bytes]:
+    """The records of a leveldb log with wandb's head, checked; a last one that was cut off by a kill is left out."""
+    if content[:4] != b":W&B":
+        raise UserError(f"{path}: not a wandb file; give the .wandb of an offline run")
+    parts = b""
+    for block in range(0, len(content), _LOG_BLOCK_BYTES):
+        place, end = block or _LOG_HEADER_BYTES, min(block + _LOG_BLOCK_BYTES, len(content))
+        while place + 7 <= end:
+            checksum, length, kind = struct.unpack_from("<IHB", content, place)
+            data = content[place + 7 : place + 7 + length]
+            if kind == 0 and not length:  # what a crash leaves of a block: zeros
+                break
+            if len(data) < length:
+                return
+            if zlib.crc32(data, zlib.crc32(bytes([kind]))) != checksum:
+                raise UserError(f"{path}: damaged at byte {place}; copy the file again from where it was written")
+            place += 7 + length
+            parts = data if kind in (1, 2) else parts + data  # 1 whole, 2 first, 3 middle, 4 last
+            if kind in (1, 4):
+                yield parts

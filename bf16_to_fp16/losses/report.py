@@ -1,0 +1,138 @@
+"""What a training log says, for people: each event with its steps and usual cause, as text, a picture and a page.
+
+``logs`` reads the curves and ``detector`` finds the events, while a finetune runs as well as afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.staging import check_file
+from ..errors import UserError
+from .detector import events
+from .events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
+from .figure import curve_svg, draw_curve
+from .logs import read_log
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+LETTERS: dict[type[Event], str] = {Spike: "S", Divergence: "D", Plateau: "P", ResumeBump: "R", ScaleCollapse: "C"}
+
+
+PICTURES = (".svg", ".png", ".pdf")
+
+
+def advise_losses(log: str | Path, *, z: float = 6.0, window: int = 64) -> dict[str, Any]:
+    """Return the events of a training log: ``events``, each with kind, start, end (None: it lasts), size and cause.
+
+    log: the state of a transformers Trainer, CSV, JSONL (this project's own too), an offline run of wandb, or a folder
+    with one of them. z, window: as ``detector.Detector`` takes them. Further keys: ``log``, ``losses`` (how many),
+    ``first_step``, ``last_step``, ``last_loss`` and ``counts`` by kind. Raises UserError for a log that cannot be read,
+    has no losses, or fewer than half a window.
+    """
+    return loss_report(str(log), read_log(log), z=z, window=window)[0]
+
+
+def loss_report(name: str, curve: Curve, *, z: float, window: int) -> tuple[dict[str, Any], list[Event]]:
+    """Return the report on a curve and its events."""
+    if window < 16 or not z > 0:
+        raise UserError(f"a window of {window} and a z of {z:g} compare nothing; give at least 16, and a positive z")
+    found = events(curve, z=z, window=window)
+    if len(curve.losses) < window // 2 and not found:
+        raise UserError(
+            f"{name}: {len(curve.losses)} losses are too few to compare with each other; log every step, or give a"
+            f" --window under {2 * len(curve.losses)} (at least 16)"
+        )
+    return {
+        "mode": "losses",
+        "log": name,
+        "losses": len(curve.losses),
+        "first_step": min(curve.steps),
+        "last_step": curve.steps[-1],
+        "last_loss": curve.losses[-1],
+        "z": z,
+        "window": window,
+        "counts": {kind: sum(event.kind == kind for event in found) for kind in EVENT_KINDS},
+        "events": [event.to_json() for event in found],
+    }, found
+
+
+def event_in_words(event: Mapping[str, Any]) -> str:
+    """Return what an event was: how high the loss rose or how far the scale fell, and how it came back."""
+    size, kind = event["size"], event["kind"]
+    if kind == "ScaleCollapse":
+        return "to 0" if size is None else f"by {size:.0f} halvings"
+    if kind == "Plateau":
+        return f"fell by {100 * size:.1f}%"
+    rise = "to inf or NaN" if size is None else f"up by {size:.3g}"
+    return f"{rise}, {event['recovery']} recovery" if kind == "Spike" and event["recovery"] != "open" else rise
+
+
+def steps_in_words(event: Mapping[str, Any]) -> str:
+    """Return the steps of an event: "100 to 103", "100 to the end"."""
+    return f"{event['start']:,} to {'the end' if event['end'] is None else format(event['end'], ',')}"
+
+
+def sparkline(curve: Curve, found: Sequence[Event], width: int = 100) -> tuple[str, str]:
+    """Return the curve as a line of bars, ``width`` columns of equally many losses, and a line of letters under it.
+
+    A column is as high as the median of its losses, or as the largest where an event begins; × is for none finite.
+    """
+    count = len(curve.losses)
+    width = min(width, count)
+    edges = [count * column // width for column in range(width + 1)]
+    starts: dict[int, str] = {}
+    place = {step: index for index, step in reversed(list(enumerate(curve.steps)))}
+    for event in found:
+        index = place.get(event.start, 0)
+        column = next(c for c in range(width) if index < edges[c + 1])
+        starts.setdefault(column, LETTERS[type(event)])
+    heights = []
+    for column in range(width):
+        part = [loss for loss in curve.losses[edges[column] : edges[column + 1]] if math.isfinite(loss)]
+        choose = max if column in starts else statistics.median
+        heights.append(choose(part) if part else math.nan)
+    known = [height for height in heights if math.isfinite(height)]
+    # Logarithmic where it can be, as in the picture; one high spike would otherwise flatten all the rest.
+    scale = math.log if known and min(known) > 0 else float
+    low, high = (scale(min(known)), scale(max(known))) if known else (0.0, 1.0)
+    step = (high - low) / (len(BARS) - 1) or 1.0
+    bars = "".join("×" if math.isnan(h) else BARS[round((scale(h) - low) / step)] for h in heights)
+    return bars, "".join(starts.get(column, " ") for column in range(width)).rstrip()
+
+
+def write_picture(path: Path, curve: Curve, found: Sequence[Event], title: str) -> None:
+    """Draw the curve with its events to ``path``, as SVG, PNG or PDF by its ending; raise UserError for another one."""
+    check_picture(path)
+    draw_curve(curve, found, path, title, format=path.suffix.lower().removeprefix("."))
+
+
+def check_picture(path: Path) -> None:
+    """Raise UserError unless a picture can be written at ``path``."""
+    if path.suffix.lower() not in PICTURES:
+        raise UserError(f"{path}: unknown kind of picture {path.suffix!r}; use {', '.join(PICTURES)}")
+    check_file(path, "choose another file for --picture")
+
+
+def write_loss_page(path: Path, result: Mapping[str, Any], curve: Curve, found: Sequence[Event]) -> None:
+    """Write the picture and the events as one HTML page with nothing outside it."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    check_file(path, "choose another file for --html")
+    environment = Environment(
+        loader=PackageLoader("bf16_to_fp16.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    drawn = curve_svg(curve, found)
+    rows = [
+        {"kind": e["kind"], "steps": steps_in_words(e), "what": event_in_words(e), "cause": e["cause"]}
+        for e in result["events"]
+    ]
+    text = environment.get_template("losses.html.jinja").render(
+        result=result, rows=rows, svg=drawn[drawn.index("<svg") :], name=Path(result["log"]).name
+    )
+    path.write_text(text, encoding="utf-8")

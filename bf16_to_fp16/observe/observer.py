@@ -1,0 +1,435 @@
+"""What every operation of a model puts out, seen by a dispatch mode.
+
+Module hooks see a module's inputs and outputs, and an overflow between two modules (a score, a gated product, a
+residual add that the next line clamps) is hidden from them. A dispatch mode sits below autograd and autocast
+and sees each operation that runs, in the forward and in the backward, with the dtype that it really has. Each
+output costs one ``aminmax``, which reads at memory speed and propagates NaN; only where that shows something
+large are elements counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
+from ..run.products import is_cpu_half, is_matrix_product, product_in_fp32
+from .origins import (
+    FACTORIES,
+    MASK_FROM,
+    MASKING,
+    UNINITIALISED,
+    Origin,
+    forget_origin,
+    masked_positions,
+    only_constants,
+    origin_of,
+    set_origin,
+)
+from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Site
+
+_FRIENDLY = {
+    "bmm": "matmul",
+    "mm": "matmul",
+    "addmm": "matmul",
+    "baddbmm": "matmul",
+    "_softmax": "softmax",
+    "_safe_softmax": "softmax",
+    "_to_copy": "to",
+    "native_layer_norm": "layer_norm",
+}
+
+
+@dataclass(slots=True)
+class _Operator:
+    """What the observer needs to know of one ATen operator, looked up once."""
+
+    name: str
+    view: bool
+    inplace: bool
+    uninitialised: bool
+    factory: bool
+    matmul: bool
+    softmax: bool
+    cube: str | None
+    masking: str | None
+
+
+@dataclass(slots=True)
+class _Frame:
+    """One call of one module: its path, how often each operation ran in it, and the sites of that path."""
+
+    path: str
+    linear: bool
+    sites: dict[tuple[str, int, torch.dtype], Site]
+    counts: dict[str, int] = field(default_factory=dict)
+    after_softmax: bool = False
+
+
+class SiteObserver(TorchDispatchMode):
+    """Context manager under which every floating-point output inside ``model``'s forward, and its backward, is
+    measured.
+
+    Sites are named by module path and operation: ``<path>`` for the output of a linear module, else ``<path>:add``,
+    ``<path>:add#2`` for the second in one call, ``<path>:scores`` and ``<path>:context`` for the two products of an
+    attention, ``<site>:grad`` for the backward of a site. May be entered again; the sites accumulate.
+
+    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does.
+    """
+
+    def __init__(self, model: nn.Module, *, fast_products: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self.fast_products = fast_products
+        self.outputs = 0
+        """Floating-point op outputs seen in the model, without views."""
+        self.views = 0
+        """Floating-point outputs that only show another output's memory: seen, not measured twice."""
+        self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {}
+        self._operators: dict[Any, _Operator] = {}
+        self._stack: list[_Frame] = []
+        self._frame: _Frame | None = None
+        self._handles: list[Any] = []
+        self._by_sequence: dict[int, str] = {}
+        self._sequence = -1
+        self._node = -1
+        self._node_frame: _Frame | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The wrapper against torch.compile costs more per operation than a small measurement does.
+        return False
+
+    def __enter__(self) -> SiteObserver:
+        training = self.model.training
+        try:
+            for path, module in self.model.named_modules():
+                if isinstance(module, nn.Dropout) and not training:
+                    continue
+                self._hook(path or "model", module)
+            super().__enter__()
+        except BaseException:
+            self._unhook()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._unhook()
+
+    def _hook(self, path: str, module: nn.Module) -> None:
+        sites = self._sites.setdefault(path, {})
+        linear = isinstance(module, nn.Linear)
+        stack = self._stack
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self._frame = _Frame(path, linear, sites)
+            stack.append(self._frame)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            stack.pop()
+            self._frame = stack[-1] if stack else None
+
+        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._stack.clear()
+        self._frame = None
+        self._by_sequence.clear()
+        for site in self.sites():
+            # A cube that never met its tanh is an ordinary overflow.
+            site.nonfinite += site.pending_nonfinite
+            site.saturated += site.pending_saturated
+            site.pending_nonfinite = site.pending_saturated = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let a hook compute something of its own unmeasured, while the observer is active."""
+        frame, self._frame = self._frame, None
+        try:
+            yield
+        finally:
+            self._frame = frame
+
+    def sites(self) -> list[Site]:
+        """Return the sites in the order of their modules."""
+        return [site for sites in self._sites.values() for site in sites.values()]
+
+    def largest(self) -> dict[str, dict[str, float]]:
+        """Return the largest |x| by module path and operation, of an operation that runs several times over all."""
+        found: dict[str, dict[str, float]] = {}
+        for path, sites in self._sites.items():
+            amax = found[path] = {}
+            for (name, *_), site in sites.items():
+                amax[name] = max(amax.get(name, 0.0), site.amax)
+        return found
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = _describe(func)
+        if operator.matmul and self.fast_products and is_cpu_half(args):
+            out = product_in_fp32(func, args, kwargs)
+        elif kwargs:
+            out = func(*args, **kwargs)
+        else:
+            out = func(*args)
+
+        if isinstance(out, Tensor):
+            if operator.view:
+                self._carry(func, args, out)
+            elif out.is_floating_point():
+                self._see(operator, args, kwargs, out, 0)
+        elif isinstance(out, (tuple, list)):
+            for i, item in enumerate(out):
+                if isinstance(item, Tensor) and item.is_floating_point():
+                    if operator.view:
+                        self.views += 1
+                    else:
+                        self._see(operator, args, kwargs, item, i)
+        return out
+
+    def _carry(self, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
+        """A view keeps the origin of what it shows."""
+        if not out.is_floating_point():
+            return
+        self.views += 1
+        origin = origin_of(args[0])
+        if origin is not None:
+            masked = origin.masked
+            if masked is not None and not origin.constant:
+                try:
+                    masked = func(masked, *args[1:])
+                except RuntimeError:  # an expanded mask has strides that not every view accepts
+                    masked = func(masked.contiguous(), *args[1:])
+            set_origin(out, Origin(origin.constant, None if origin.constant else masked, origin.cube))
+        if self._frame is not None:
+            self._remember(self._frame.path)
+
+    def _remember(self, name: str) -> None:
+        """Note which site's backward the newest autograd node is, where it is a new one."""
+        number = torch.autograd._get_sequence_nr() - 1
+        if number > self._sequence:
+            self._sequence = number
+            self._by_sequence[number] = name
+
+    def _see(
+        self,
+        operator: _Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        out: Tensor,
+        index: int,
+    ) -> None:
+        constant = operator.factory or only_constants(args)
+        if constant:
+            set_origin(out, Origin(constant=True))
+        elif operator.inplace:
+            forget_origin(out)
+        if operator.uninitialised:
+            return
+        node: Any = torch._C._current_autograd_node()
+        frame = self._frame if node is None else self._backward_frame(node)
+        if frame is None:
+            return
+        self.outputs += 1
+        site = self._site(operator, frame, out.dtype, index, constant, node is not None)
+        if node is None:
+            self._remember(site.name)
+        site.calls += 1
+        if not out.numel():
+            return
+        low_tensor, high_tensor = torch.aminmax(out)
+        low, high = float(low_tensor), float(high_tensor)
+        cube = not constant and node is None and self._cube(operator.cube, args, out, site)
+        if low > MASK_FROM and high < -MASK_FROM:
+            amax = max(high, -low)
+            if amax > site.amax:
+                site.amax = amax
+            if constant:
+                site.reason, site.limit = CONSTANT_REASON, None
+            return
+        whole = site.nonfinite == 0
+        masked = None
+        if low <= MASK_FROM and operator.masking is not None and not constant:
+            masked = masked_positions(operator.masking, args, kwargs)
+        if constant:
+            _note_constant(site, out)
+        elif masked is not None:
+            _note_masked(site, out, high, masked)
+        else:
+            _note(site, out, low, high, cube)
+        if whole and site.nonfinite:
+            site.order = self.outputs
+
+    def _site(
+        self, operator: _Operator, frame: _Frame, dtype: torch.dtype, index: int, constant: bool, backward: bool
+    ) -> Site:
+        """The site of an operation's output number ``index``, by how often the operation has run in its module."""
+        name = operator.name
+        if frame.linear and operator.matmul:
+            name = ""
+        elif operator.softmax:
+            frame.after_softmax = True
+        elif operator.matmul:
+            name = "context" if frame.after_softmax else "scores" if name == "matmul" else name
+        if index:
+            name = f"{name}.{index}"
+        if backward:
+            name = ""
+        if constant:
+            # Kept apart, so that a layer that builds a mask numbers its other operations like one that does not.
+            name = f"constant {operator.name}"
+        count = frame.counts[name] = frame.counts.get(name, 0) + 1
+        key = (name, count, dtype)
+        site = frame.sites.get(key)
+        if site is None:
+            site = frame.sites[key] = _new_site(frame, name, count, dtype, self.outputs)
+        return site
+
+    def _backward_frame(self, node: Any) -> _Frame | None:
+        number = node._sequence_nr()
+        if number != self._node:
+            self._node = number
+            forward = self._by_sequence.get(number)
+            if forward is None:
+                self._node_frame = None
+            else:
+                path = f"{forward}:grad"
+                self._node_frame = _Frame(path, True, self._sites.setdefault(path, {}))
+        return self._node_frame
+
+    def _cube(self, kind: str | None, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
+        """Follow x**3 to the tanh that makes its infinity harmless; true while on the way."""
+        if kind == "pow":
+            if args[1] != 3:
+                return False
+            if torch.is_grad_enabled():
+                self._see_cubed(args[0], site)
+            set_origin(out, Origin(cube=[site]))
+            return True
+        return kind is not None and _follow_cube(kind, args, out, site)
+
+    def _see_cubed(self, operand: Tensor, cube: Site) -> None:
+        """In training the derivative of x³ overflows first: hold x itself to that limit."""
+        if operand.dtype != torch.float16 or self._frame is None:
+            return
+        key = ("cubed", 1, operand.dtype)
+        sites = self._frame.sites
+        site = sites.get(key)
+        if site is None:
+            site = Site(
+                f"{self._frame.path}:cubed",
+                operand.dtype,
+                GELU_CUBE_BACKWARD_LIMIT,
+                order=cube.order,
+            )
+            sites[key] = site
+        site.calls += 1
+        low, high = (float(x) for x in torch.aminmax(operand))
+        amax = max(high, -low)
+        site.amax = max(site.amax, amax if math.isfinite(amax) else math.inf)
+
+
+def _describe(func: Any) -> _Operator:
+    schema = func._schema
+    base = schema.name.split("::")[1]
+    returns = [r.alias_info for r in schema.returns]
+    inplace = any(alias is not None and alias.is_write for alias in returns)
+    name = base.rstrip("_") if inplace else base
+    view = base == "_unsafe_view" or any(alias is not None and not alias.is_write for alias in returns)
+    attention = "scaled_dot_product" in base and "backward" not in base
+    cube = {"pow": "pow", "mul": "through", "add": "through", "tanh": "tanh"}.get(name)
+    return _Operator(
+        name="context" if attention else _FRIENDLY.get(name, name),
+        view=view and not inplace and base not in FACTORIES,
+        inplace=inplace,
+        uninitialised=base in UNINITIALISED,
+        factory=base in FACTORIES,
+        matmul=is_matrix_product(func),
+        softmax=base in ("_softmax", "_safe_softmax"),
+        cube=cube,
+        masking=MASKING.get(name),
+    )
+
+
+def _new_site(frame: _Frame, name: str, count: int, dtype: torch.dtype, order: int) -> Site:
+    full = f"{frame.path}:{name}" if name else frame.path
+    if count > 1:
+        full = f"{full}#{count}"
+    return Site(full, dtype, FP16_MAX if dtype == torch.float16 else None, order=order)
+
+
+def _follow_cube(kind: str, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
+    """Whether an output is on the way from a cube to its tanh; at the tanh the cube's infinities become benign."""
+    for operand in args[:2]:
+        origin = origin_of(operand)
+        if origin is not None and origin.cube is not None:
+            if kind == "tanh":
+                for cubed in origin.cube:
+                    cubed.benign += cubed.pending_nonfinite + cubed.pending_saturated
+                    cubed.pending_nonfinite = cubed.pending_saturated = 0
+                    cubed.reason, cubed.limit = CUBE_REASON, None
+                return False
+            set_origin(out, Origin(cube=[*origin.cube, site]))
+            return True
+    return False
+
+
+def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = False) -> None:
+    """Count what is not finite or saturated in an output that holds something large."""
+    amax = max(high, -low)
+    half = out.dtype == torch.float16
+    if math.isfinite(amax) and not (half and amax >= SATURATED_FROM):
+        site.amax = max(site.amax, amax)
+        return
+    nans = int(out.isnan().sum())
+    infinite = int(out.isinf().sum())
+    saturated = int((out.abs() >= SATURATED_FROM).sum()) - infinite if half else 0
+    site.amax = math.inf if nans or infinite else max(site.amax, amax)
+    site.nonfinite += nans
+    if pending:
+        site.pending_nonfinite += infinite
+        site.pending_saturated += saturated
+    else:
+        site.nonfinite += infinite
+        site.saturated += saturated
+
+
+def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
+    # A positive value or a NaN where a mask was added does not come from the mask.
+    if not high < -MASK_FROM:
+        masked = masked & (out < 0)
+    kept = out.masked_fill(masked, 0.0)
+    low, high = (float(x) for x in torch.aminmax(kept))
+    _note(site, kept, low, high)
+    site.benign += int(masked.sum()) * (out.numel() // masked.numel())
+    site.reason = MASK_REASON
+    set_origin(out, Origin(masked=masked.expand(out.shape)))
+
+
+def _note_constant(site: Site, out: Tensor) -> None:
+    site.reason, site.limit = CONSTANT_REASON, None
+    nans = int(out.isnan().sum())
+    site.nonfinite += nans
+    extreme = out.abs() >= -MASK_FROM
+    site.benign += int(extreme.sum())
+    rest = out.masked_fill(extreme, 0.0)
+    site.amax = math.inf if nans else max(site.amax, float(rest.abs().max()))

@@ -1,0 +1,147 @@
+"""Where a tensor comes from, and so what in it is infinite by design.
+
+That is told apart by where it comes from, not by the model's name: attention masks are made of constants, and the cube
+inside ``gelu_new`` ends in a tanh. Observer and tap share these rules, so that both leave out the same positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..numerics import FP16_MAX
+from .sites import Site
+
+MASK_FROM = -FP16_MAX / 2
+"""A constant at or below this is a mask, not a number: half of fp16's lowest value (-32752)."""
+
+
+FACTORIES = {
+    "full_like",
+    "zeros_like",
+    "ones_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "zero_",
+    "fill_",
+    "lift_fresh",
+}
+"""Operations that make a constant."""
+
+
+UNINITIALISED = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "resize_",
+}
+"""Operations whose output holds nothing yet."""
+
+
+MASKING = {
+    "add": "pointwise",
+    "sub": "pointwise",
+    "mul": "pointwise",
+    "minimum": "pointwise",
+    "where": "where",
+    "masked_fill": "masked_fill",
+    "clone": "copy",
+    "_to_copy": "copy",
+}
+"""Operations through which a mask goes, and in which way."""
+
+
+_ORIGIN = "_bf16_to_fp16_origin"
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a tensor comes from; lives as an attribute on the tensor, and so as long as it does.
+
+    ``constant``: no activation or parameter entered it. ``masked``: bool, the positions that stem from a mask.
+    ``cube``: the sites on the way from x³ to it.
+    """
+
+    constant: bool = False
+    masked: Tensor | None = None
+    cube: list[Site] | None = None
+
+
+def origin_of(tensor: Any) -> Origin | None:
+    """Return what is known of where a tensor (or another operand) comes from."""
+    origin: Origin | None = getattr(tensor, _ORIGIN, None)
+    return origin
+
+
+def set_origin(tensor: Tensor, origin: Origin | None) -> None:
+    """Note on a tensor where it comes from."""
+    setattr(tensor, _ORIGIN, origin)
+
+
+def only_constants(args: Iterable[Any]) -> bool:
+    """Return whether no floating tensor among an operation's operands stems from an activation or a parameter."""
+    for operand in args:
+        if isinstance(operand, Tensor):
+            if operand.is_floating_point():
+                origin = origin_of(operand)
+                if origin is None or not origin.constant:
+                    return False
+        elif isinstance(operand, (list, tuple)) and not only_constants(operand):
+            return False
+    return True
+
+
+def forget_origin(out: Tensor) -> None:
+    """Forget where a tensor came from that something was written into, and so the memory that it shows."""
+    for tensor in (out, out._base):
+        if tensor is not None and origin_of(tensor) is not None:
+            set_origin(tensor, None)
+
+
+def _positions(operand: Any) -> Tensor | bool:
+    """Where an operand is a mask: bool of its shape, or one bool for all of it."""
+    if isinstance(operand, (int, float)):
+        return operand <= MASK_FROM
+    origin = origin_of(operand)
+    if origin is None:
+        return False
+    if origin.masked is None and origin.constant:
+        origin.masked = operand <= MASK_FROM
+    return False if origin.masked is None else origin.masked
+
+
+def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor | None:
+    """Return the positions of an output that stem from a mask, broadcastable to it, or None where there are none.
+
+    kind: the operation's in ``MASKING``.
+    """
+    if kind == "copy":
+        found = _positions(args[0])
+    elif kind == "pointwise":
+        found = _either(_positions(args[0]), _positions(args[1]) if len(args) > 1 else False)
+    elif kind == "where":
+        chosen, yes, no = args[0], _positions(args[1]), _positions(args[2])
+        found = _either(_both(chosen, yes), _both(~chosen, no))
+    else:
+        found = _either(_both(args[1], _positions(args[2])), _positions(args[0]))
+    return found if isinstance(found, Tensor) else None
+
+
+def _either(a: Tensor | bool, b: Tensor | bool) -> Tensor | bool:
+    if a is False:
+        return b
+    if b is False:
+        return a
+    return a | b
+
+
+def _both(a: Tensor, b: Tensor | bool) -> Tensor | bool:
+    if b is False:
+        return False
+    return a if b is True else a & b

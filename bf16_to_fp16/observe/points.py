@@ -1,0 +1,79 @@
+"""The places of a layout that can overflow, watched in one forward: what the attack climbs.
+
+It asks for the gradients of these places and no other, hundreds of times, so hooks on the modules that the layout names
+do, where observer and tap look at every operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..families.types import Attention, FeedForward, Layout
+from ..families.walk import walk
+
+
+@contextmanager
+def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
+    """Yield a dictionary that each forward fills with differentiable values of the sites that can overflow, by the
+    audit's names: linears, scores, context, gated products, the residual stream before each norm, norms' outputs.
+
+    Scores are recomputed from queries and keys, [rows, heads, queries, keys]; everything else has the channels last.
+    """
+    found: dict[str, Tensor] = {}
+    handles = []
+
+    def output(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            found[name] = result[0] if isinstance(result, tuple) else result
+
+        return hook
+
+    def entering(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            found[name] = args[0]
+
+        return hook
+
+    def scores(topology: Attention, heads: int) -> Any:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            q, k = (found[p].unflatten(-1, (heads, -1)).transpose(1, 2) for p in (topology.query, topology.key))
+            found[f"{topology.at}:scores"] = q @ k.transpose(-1, -2)
+
+        return hook
+
+    def watch(path: str, *, before: str = "", after: str = "", also: Any = None) -> None:
+        module = model.get_submodule(path)
+        if before:
+            handles.append(module.register_forward_pre_hook(entering(before)))
+        if after:
+            handles.append(module.register_forward_hook(output(after)))
+        if also is not None:
+            handles.append(module.register_forward_hook(also))
+
+    for reader in walk(layout):
+        watch(reader.norm, before=reader.site, after=f"{reader.norm}:{layout.family.norm_site}")
+        w = reader.sublayer
+        if isinstance(w, Attention):
+            watch(w.value, after=w.value)
+            watch(w.query, after=w.query)
+            watch(w.key, after=w.key)
+            watch(w.output, before=f"{w.at}:context", after=w.output)
+            watch(w.at, also=scores(w, layout.heads(w)))
+        elif isinstance(w, FeedForward):
+            watch(w.linear, after=w.linear)
+            if w.gate:
+                watch(w.gate, after=w.gate)
+                watch(w.output, before=f"{w.at}:mul")
+            watch(w.output, after=w.output)
+    if not layout.encoder_only:
+        head = layout.family.head.removesuffix(".weight")
+        watch(head, after=head)
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

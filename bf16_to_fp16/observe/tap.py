@@ -1,0 +1,417 @@
+"""The same sites above autograd, differentiable: what the penalty reads.
+
+A dispatch mode sees tensors without their history. A function mode above autograd and autocast sees each output with
+its gradient, and hands it over under the name that the observer gives it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import UserError
+from ..run.products import MATRIX_PRODUCTS
+from .origins import (
+    FACTORIES,
+    MASKING,
+    UNINITIALISED,
+    Origin,
+    forget_origin,
+    masked_positions,
+    only_constants,
+    origin_of,
+    set_origin,
+)
+
+_MOVING = {
+    "__get__",
+    "__getitem__",
+    "alias",
+    "bfloat16",
+    "cat",
+    "chunk",
+    "clone",
+    "contiguous",
+    "cpu",
+    "cuda",
+    "detach",
+    "diagonal",
+    "double",
+    "expand",
+    "expand_as",
+    "flatten",
+    "float",
+    "half",
+    "movedim",
+    "narrow",
+    "permute",
+    "repeat",
+    "repeat_interleave",
+    "requires_grad_",
+    "reshape",
+    "select",
+    "split",
+    "squeeze",
+    "stack",
+    "swapaxes",
+    "t",
+    "to",
+    "transpose",
+    "type",
+    "type_as",
+    "unbind",
+    "unflatten",
+    "unsqueeze",
+    "view",
+    "view_as",
+}
+"""Functions that show or copy what is there: no sites of their own."""
+
+
+_KEEPING_SHAPE = {"bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "float", "half", "to", "type"}
+
+
+# What the dispatcher calls a function, where it is not the function's own name.
+_BELOW = {
+    "__rdiv__": "mul",
+    "__rpow__": "pow",
+    "__rsub__": "rsub",
+    "true_divide": "div",
+    "square": "pow",
+    "log_softmax": "_log_softmax",
+    "scaled_dot_product_attention": "context",
+}
+
+
+_WRAPPING = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+_COMPILED = "a compiled model hides its operations; use the model without torch.compile"
+
+
+@dataclass(slots=True)
+class _Function:
+    """What the tap needs to know of one Python-level function, looked up once."""
+
+    name: str
+    moving: bool
+    keeping_shape: bool
+    factory: bool
+    inplace: bool
+    matmul: bool
+    softmax: bool
+    dropout: bool
+    masking: str | None
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of one module under a tap; ``names``: full names of the sites of its path, None for unwanted ones."""
+
+    module: nn.Module
+    path: str
+    linear: bool
+    tapped: bool
+    names: dict[tuple[str, int], str | None]
+    counts: dict[str, int] = field(default_factory=dict)
+    after_softmax: bool = False
+
+
+class _TapMode(TorchFunctionMode):
+    """Passes every call of a Python-level torch function to its tap."""
+
+    def __init__(self, tap: Tap) -> None:
+        super().__init__()
+        self.tap = tap
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        # What a wrapper does to its weights without gradients is no part of the forward.
+        call = self.tap._call
+        if call is not None and torch.is_grad_enabled():
+            self.tap._look(call, func, args, kwargs, out)
+        return out
+
+
+class Tap:
+    """Context manager under which ``on_site(name, tensor)`` is called with every floating-point output inside
+    ``model``'s forwards, differentiable, under the name that ``SiteObserver`` gives it with eager attention.
+
+    It sits above autograd and autocast, so that a tensor is the output itself and carries its gradient; positions that
+    an attention mask excludes are zero. A tensor is handed over while the forward runs: use it at once, an in-place
+    operation may change it later. What ``on_site`` computes is not tapped, and what it saves for its own backward is
+    not thrown away by gradient checkpointing, so that a loss made of it has the same gradient there. A module that
+    runs again inside a backward (non-reentrant checkpointing) is not tapped a second time, and a forward without
+    gradients is not tapped at all. May stay active over a whole training loop, backward included: it works only while
+    a module of ``model`` runs. Train and eval mode may change meanwhile.
+
+    only: whether a site is wanted, asked once for each name; an unwanted one costs a look-up. glance: called first,
+    with the detached tensor; only where it is true ``on_site`` is called, and graph nodes are made. Wrappers such as
+    DDP, FSDP or a checkpointed module add nothing to the names, whether ``model`` is the wrapper or what it wraps.
+
+    Not handed over, though ``SiteObserver`` sees them: copies (``to``, ``clone``, ``cat``), constants, what stock code
+    runs without gradients (Pegasus's fixed positions), the statistics of ``layer_norm``, the noise of a dropout, and
+    what is inside a fused function (a loss, SDPA apart from its context). A linear is one site with its bias, also
+    where a kernel adds the bias apart. The input of a cube (``:cubed``) is handed over in every dtype, not in fp16
+    alone.
+
+    Raises ``UserError`` for a compiled model, which hides its operations, and in the forward for reentrant gradient
+    checkpointing, under which they have no gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        on_site: Callable[[str, Tensor], None],
+        *,
+        only: Callable[[str], bool] | None = None,
+        glance: Callable[[str, Tensor], bool] | None = None,
+    ) -> None:
+        self.model = model
+        self.on_site = on_site
+        self.only = only
+        self.glance = glance
+        self._mode = _TapMode(self)
+        self._names: dict[str, dict[tuple[str, int], str | None]] = {}
+        self._functions: dict[Any, _Function] = {}
+        self._stack: list[_Call] = []
+        self._call: _Call | None = None
+        self._handing_over = False
+        self._handles: list[Any] = []
+        self._modules: list[nn.Module] = []
+
+    def __enter__(self) -> Tap:
+        if self._handles:
+            raise UserError("this tap is active already; leave it before you enter it again")
+        try:
+            for path, module in paths(self.model):
+                self._modules.append(module)
+                self._hook(path, module)
+        except BaseException:
+            self._unhook()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._unhook()
+
+    def _hook(self, path: str, module: nn.Module) -> None:
+        _check_not_compiled(module)
+        names = self._names.setdefault(path, {})
+        linear = isinstance(module, nn.Linear)
+        stack = self._stack
+
+        def enter(module: nn.Module, args: Any) -> None:
+            outer = stack[-1] if stack else None
+            # Inside a node of the backward the forward runs only to be recomputed.
+            tapped = torch._C._current_autograd_node() is None and not self._handing_over
+            if tapped and not torch.is_grad_enabled():
+                if (outer is None or outer.tapped) and _is_called_by("CheckpointFunction.forward"):
+                    raise UserError(
+                        "reentrant gradient checkpointing hides the gradient of every site;"
+                        " use gradient_checkpointing_kwargs={'use_reentrant': False}"
+                    )
+                tapped = False
+            if outer is None and tapped:
+                # A model may be compiled after the tap was entered.
+                for known in self._modules:
+                    for inner in (known, *known._modules.values()):
+                        if inner is not None:
+                            _check_not_compiled(inner)
+                if _is_called_by("compile_wrapper"):
+                    raise UserError(_COMPILED)
+            call = _Call(module, path, linear, tapped, names)
+            if tapped and (outer is None or not outer.tapped):
+                self._mode.__enter__()
+            stack.append(call)
+            self._call = call if tapped else None
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            # It is called too where this tap was entered, or a hook before ``enter`` failed, inside the module.
+            if not stack or stack[-1].module is not module:
+                return
+            call = stack[-1]
+            if linear and call.tapped and "" not in call.counts and isinstance(output, Tensor):
+                # Its product is no torch function: ZeRO-3 puts an autograd function of its own there.
+                name = self._wanted(call, "", 1)
+                if name is not None:
+                    self._hand_over(name, output, None)
+            stack.pop()
+            outer = stack[-1] if stack else None
+            if call.tapped and (outer is None or not outer.tapped):
+                self._mode.__exit__(None, None, None)
+            self._call = outer if outer is not None and outer.tapped else None
+
+        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._modules.clear()
+        # Left in the middle of a forward: the modules that are still running will not call ``leave`` any more.
+        if self._stack and self._stack[-1].tapped:
+            self._mode.__exit__(None, None, None)
+        self._stack.clear()
+        self._call = None
+
+    def _look(self, call: _Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
+        if isinstance(out, Tensor):
+            if out.is_floating_point():
+                self._see(call, func, args, kwargs, out, 0)
+        elif isinstance(out, (tuple, list)) and type(out) is not torch.Size:
+            for i, item in enumerate(out):
+                if isinstance(item, Tensor) and item.is_floating_point():
+                    self._see(call, func, args, kwargs, item, i)
+
+    def _see(
+        self,
+        call: _Call,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        out: Tensor,
+        index: int,
+    ) -> None:
+        function = self._functions.get(func)
+        if function is None:
+            function = self._functions[func] = _describe_function(func)
+        if function.factory or (only_constants(args) and (not kwargs or only_constants(kwargs.values()))):
+            set_origin(out, Origin(constant=True))
+            return
+        if function.moving:
+            _carry_mask(function, func, args, kwargs, out)
+            return
+        if function.inplace:
+            forget_origin(out)
+        elif args and out is args[0]:  # a dropout that does nothing
+            return
+        masked = None
+        if function.masking is not None and len(args) > 1:
+            masked = masked_positions(function.masking, args, kwargs)
+            if masked is not None:
+                set_origin(out, Origin(masked=masked.expand(out.shape)))
+        name = function.name
+        if function.matmul:
+            name = "" if call.linear else "context" if call.after_softmax else "scores"
+        elif function.softmax:
+            call.after_softmax = True
+        elif function.dropout:
+            name = "native_dropout" if out.is_cuda else "mul"
+        if index:
+            name = f"{name}.{index}"
+        count = call.counts[name] = call.counts.get(name, 0) + 1
+        full = self._wanted(call, name, count)
+        if full is not None:
+            self._hand_over(full, out, masked)
+        if name == "pow" and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 3:
+            # Its derivative overflows before it does.
+            full = self._wanted(call, "cubed", 1)
+            if full is not None:
+                self._hand_over(full, args[0], None)
+
+    def _wanted(self, call: _Call, name: str, count: int) -> str | None:
+        """The full name of a site that is wanted."""
+        try:
+            return call.names[name, count]
+        except KeyError:
+            full = f"{call.path}:{name}" if name else call.path
+            full = f"{full}#{count}" if count > 1 else full
+            wanted = full if self.only is None or self.only(full) else None
+            call.names[name, count] = wanted
+            return wanted
+
+    def _hand_over(self, name: str, out: Tensor, masked: Tensor | None) -> None:
+        call, self._call, self._handing_over = self._call, None, True
+        try:
+            if self.glance is not None and not self.glance(name, _unmasked(out.detach(), masked)):
+                return
+            if not out.requires_grad:
+                self.on_site(name, _unmasked(out, masked))
+                return
+            # In a checkpointed region what is saved is thrown away and made again by running the region again; what
+            # on_site saves would not be made again, so it is kept.
+            with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+                self.on_site(name, _unmasked(out, masked))
+        finally:
+            self._call, self._handing_over = call, False
+
+
+def _describe_function(func: Any) -> _Function:
+    own = getattr(func, "__name__", "")
+    inplace = own.endswith("_") and not own.endswith("__")
+    name = own.rstrip("_") if inplace else own
+    matmul = name == "matmul" or name in MATRIX_PRODUCTS
+    return _Function(
+        name=_BELOW.get(name, name),
+        moving=own in _MOVING or own in UNINITIALISED,
+        keeping_shape=own in _KEEPING_SHAPE or own == "type_as",
+        factory=own in FACTORIES,
+        inplace=inplace,
+        matmul=matmul,
+        softmax=name == "softmax",
+        dropout=name == "dropout",
+        masking=MASKING.get(name),
+    )
+
+
+def _carry_mask(
+    function: _Function, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Tensor
+) -> None:
+    """What is only moved keeps its masked positions."""
+    origin = origin_of(args[0]) if args else None
+    if origin is None or origin.masked is None or origin.constant:
+        return
+    masked = origin.masked if function.keeping_shape else func(origin.masked, *args[1:], **(kwargs or {}))
+    if isinstance(masked, Tensor) and masked.shape == out.shape:
+        set_origin(out, Origin(masked=masked))
+
+
+def _unmasked(out: Tensor, masked: Tensor | None) -> Tensor:
+    # A positive value or a NaN where a mask was added does not come from the mask.
+    return out if masked is None else out.masked_fill(masked & (out < 0), 0.0)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def paths(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return every module with its path, free of what wrappers (DDP, FSDP, checkpointing) add; the root is "model"."""
+    prefix, inner = "", model
+    # A wrapper that has nothing but a ``module``: DDP, DeepSpeed.
+    while [name for name, _ in inner.named_children()] == ["module"]:
+        prefix, inner = f"{prefix}module.", inner.get_submodule("module")
+    found = []
+    for path, module in model.named_modules():
+        parts = f"{path}.".removeprefix(prefix).split(".")
+        found.append((".".join(part for part in parts if part and part not in _WRAPPING) or "model", module))
+    return found
+
+
+def _check_not_compiled(module: nn.Module) -> None:
+    if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+        raise UserError(_COMPILED)
+
+
+def _is_called_by(function: str) -> bool:
+    """Whether a function of this qualified name, or with this end, is running."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_qualname.endswith(function):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,264 @@
+"""Exact rounding of fp32 to bf16 and fp16: stochastic, to nearest, and Kahan's compensated addition.
+
+A weight kept in 16 bits loses every update below half its gap when it is rounded to nearest. Rounded up with
+probability (x − down)/(up − down) it moves as far as it should on average, with no fp32 copy (Gupta et al.,
+arXiv:1502.02551; Zamirai et al., arXiv:2010.06192). Three things make that exact here.
+
+In fp32's bit pattern the 16-bit grids are equally spaced: every 2¹⁶-th pattern is a bf16 value and every 2¹³-th a
+normal fp16 value, binade crossings and bf16's subnormals included. Adding as many random bits as will be cut off and
+then cutting is the wanted probability, not an approximation of it. fp16's subnormals have the gap 2⁻²⁴ whatever their
+size, so there x·2²⁴ is split into floor and fraction, both exact, and the fraction is compared with 31 random bits.
+
+A finite value beyond the last finite one of the format becomes that one, never inf; inf, NaN and the sign of zero stay.
+
+Random bits are a keyed hash of the element's index in its parameter (counter-based, as in Salmon et al., SC 2011), the
+key being one of (seed, step, parameter). No state is carried along, so the result is the same in whatever chunks, on
+however many ranks and after whatever interruption it is computed. Only int32 and fp32 operations are used, each rounded
+correctly on a CPU, so torch.compile can fuse them and gives the same bits. An eager CPU takes a shorter way to them
+where all values are finite in the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..numerics import FP16_STEP
+
+Key = tuple[int, int, int] | Tensor
+"""Three int32 words: Python integers, or an int32 tensor whose first dimension is 3."""
+
+
+BLOCK_BITS = 31
+"""Elements with indices in the same block of 2³¹ share a key; the index within the block is hashed."""
+
+
+CHUNK = 1 << 18
+"""Elements that are worked on at a time in eager mode: small for the caches, large for the cost of calling."""
+
+
+_SIGN = -(1 << 31)
+
+
+_MAGNITUDE = 0x7FFFFFFF
+
+
+_INFINITY = 0x7F800000
+
+
+_LARGEST = {torch.bfloat16: 0x7F7F0000, torch.float16: 0x477FE000}  # fp32 patterns of the last finite values
+
+
+_CUT = {torch.bfloat16: 16, torch.float16: 13}  # bits of fp32's significand that the format lacks
+
+
+_FP16_SMALLEST_NORMAL, _FP16_NORMAL = 2.0**-14, 0x38800000  # and its pattern in fp32
+
+
+_COLUMN = 16  # elements of which one that is subnormal in fp16 sends all through the formula for those
+
+
+_STRIDE = 0x9E3779B1 - (1 << 32)  # 2³² over the golden ratio, odd
+
+
+_MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97 - (1 << 32), 0x85EBCA6B - (1 << 32))
+
+
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
+
+
+# ---- random bits ---------------------------------------------------------------------------------------------------
+
+
+def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 0) -> tuple[int, int, int]:
+    """Return the three int32 words from which the random bits of one parameter in one step are drawn.
+
+    Any four integers of 64 bits; different ones give unrelated words (BLAKE2b). ``block`` is index >> BLOCK_BITS.
+    With ``first`` the counters 0, 1, 2, … stand for the indices first, first + 1, … of the block.
+    """
+    digest = hashlib.blake2b(struct.pack("<4q", seed, step, parameter, block), digest_size=12).digest()
+    return advance(struct.unpack("<3i", digest), first)
+
+
+def advance(key: tuple[int, int, int], count: int) -> tuple[int, int, int]:
+    """Return the key with which the counters 0, 1, 2, … stand for what count, count + 1, … stand for with ``key``."""
+    start = (key[0] + count * _STRIDE) & 0xFFFFFFFF
+    return start - ((start >> 31) << 32), key[1], key[2]
+
+
+def counters(length: int, device: torch.device | None = None) -> Tensor:
+    """Return the int32 counters of the elements 0 to length − 1, spread over all 32 bits (times an odd constant)."""
+    return spread(torch.arange(length, dtype=torch.int32, device=device))
+
+
+def spread(index: Tensor) -> Tensor:
+    """Return the counters of int32 indices within a block; a bijection."""
+    return index * _STRIDE
+
+
+def random_bits(counter: Tensor, key: Key) -> Tensor:
+    """Return 31 random bits for each counter in an int32 tensor; its top bit is 0.
+
+    Two rounds of xor-shift and multiplication with the key between them (shifts and multipliers from Wellons' hash
+    prospector). The masks make the first two shifts logical, which torch has not: with arithmetic ones two elements
+    whose states are complements would share all later bits.
+    """
+    x = counter + key[0]
+    x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MULTIPLIERS[0]).add_(key[1])
+    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_MULTIPLIERS[1])
+    return x.bitwise_xor_(x >> 16)
+
+
+def more_bits(bits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+    """Return two further sets of 16 random bits in the low halves of two int32 tensors, from ``random_bits``' result.
+
+    The high halves are not random. One more round; each set is uniform and unrelated to ``bits``.
+    """
+    x = (bits + key[2]).mul_(_MULTIPLIERS[2])
+    high = x >> 16
+    return high, x.bitwise_xor_(high)
+
+
+# ---- rounding, as expressions that can be fused --------------------------------------------------------------------
+
+
+def stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Round x up with probability (x − down)/(up − down), else down; the result is fp32 with values of ``dtype``.
+
+    x: fp32; its NaNs must be quiet, as those that arithmetic makes are. dtype: bf16, fp16, or fp32 (x is returned).
+    bits: int32 of x's shape, whose low 16 bits (bf16) or low 31 bits (fp16) are random. The probability is exact for
+    every bf16 rounding and for |x| ≥ 2⁻³¹ in fp16; below, it is cut to a multiple of 2⁻³¹.
+    """
+    if dtype == torch.float32:
+        return x
+    return _stochastic_where_finite(x, dtype, bits) if _is_eager_and_finite(x, dtype) else _round(x, dtype, bits)
+
+
+def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round x to the nearest value of ``dtype``, ties to even, finite values never to inf; the result is fp32.
+
+    x: fp32; its NaNs must be quiet. Written with integers because a compiler may drop a cast to 16 bits and back.
+    """
+    if dtype == torch.float32:
+        return x
+    return x.to(dtype).to(torch.float32) if _is_eager_and_finite(x, dtype) else _round(x, dtype, None)
+
+
+def kahan_add(value: Tensor, compensation: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Add what earlier roundings lost to ``value``, round to nearest, and return the result and what is lost now.
+
+    Both fp32 in and out (Kahan 1965, as used by Zamirai et al.): ``value`` holds the parameter with its update, the
+    result's values are of ``dtype``.
+    """
+    total = value + compensation
+    rounded = nearest(total, dtype)
+    return rounded, total - rounded
+
+
+def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
+    """Add ``bits``, or half a gap where None, to fp32's pattern and cut it to the grid of ``dtype``.
+
+    Comparisons are sign bits of int32 differences: on a CPU these cost a fifth of boolean masks.
+    """
+    pattern = x.view(torch.int32)
+    magnitude = pattern & _MAGNITUDE
+    cut = _CUT[dtype]
+    below = (1 << cut) - 1
+    noise = bits & below if bits is not None else (magnitude >> cut).bitwise_and_(1).add_(below >> 1)
+    # Nothing is added from the largest finite value on, so that it cannot become inf, nor a NaN carry into the sign.
+    noise.bitwise_and_((magnitude - _LARGEST[dtype]).bitwise_right_shift_(31))
+    if dtype == torch.bfloat16:
+        return noise.add_(pattern).bitwise_and_(~below).view(torch.float32)
+
+    finite = (magnitude - _INFINITY).bitwise_right_shift_(31)
+    rounded = noise.add_(magnitude).bitwise_and_(~below)
+    rounded = torch.minimum(rounded, finite.bitwise_and_(_LARGEST[dtype] ^ _MAGNITUDE).bitwise_xor_(_MAGNITUDE))
+    small = _subnormal(x, bits).view(torch.int32)
+    subnormal = (magnitude - _FP16_NORMAL).bitwise_right_shift_(31)
+    rounded = small.bitwise_xor_(rounded).bitwise_and_(subnormal).bitwise_xor_(rounded)
+    return rounded.bitwise_or_(pattern & _SIGN).view(torch.float32)
+
+
+def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
+    """Return |x| rounded to a multiple of fp16's smallest step, as ``_round`` does: the fraction of x·2²⁴ decides."""
+    steps = x.abs().mul_(1 / FP16_STEP)
+    if bits is None:
+        return steps.round_().mul_(FP16_STEP)
+    whole = steps.floor()
+    up = (bits - steps.sub_(whole).mul_(2.0**31).to(torch.int32)).bitwise_right_shift_(31)  # −1 where up, else 0
+    return whole.sub_(up).mul_(FP16_STEP)
+
+
+def _is_eager_and_finite(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether an eager processor is at work and no value is beyond the last finite one of ``dtype``, or NaN.
+
+    Then fewer operations give the same bits. An accelerator would have to be waited for.
+    """
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or not x.numel():
+        return False
+    low, high = torch.aminmax(x)
+    last = torch.finfo(dtype).max
+    return -last <= low.item() and high.item() <= last
+
+
+def _stochastic_where_finite(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Do what ``_round`` does, for values that pass ``_is_eager_and_finite``."""
+    cut = _CUT[dtype]
+    if dtype == torch.float16:
+        if x.numel() % _COLUMN or not (x.is_contiguous() and bits.is_contiguous()):
+            return _round(x, dtype, bits)
+        columns = x.view(_COLUMN, -1)
+        small = (columns.abs().amin(0) < _FP16_SMALLEST_NORMAL).nonzero().view(-1)
+        if 2 * len(small) > columns.shape[1]:
+            return _round(x, dtype, bits)
+    rounded = (bits & ((1 << cut) - 1)).add_(x.view(torch.int32)).bitwise_and_(-1 << cut).view(torch.float32)
+    if dtype == torch.float16 and len(small):
+        given, into = columns.index_select(1, small), rounded.view(_COLUMN, -1)
+        again = _subnormal(given, bits.view(_COLUMN, -1).index_select(1, small)).copysign_(given)
+        normal = given.abs_() >= _FP16_SMALLEST_NORMAL
+        into.index_copy_(1, small, torch.where(normal, into.index_select(1, small), again))
+    return rounded
+
+
+# ---- whole tensors -------------------------------------------------------------------------------------------------
+
+
+def index_blocks(start: int, stop: int, chunk: int = CHUNK) -> Iterator[tuple[int, int, int, int]]:
+    """Cut the indices from ``start`` to ``stop`` at block borders and after every ``chunk`` elements.
+
+    Yields (start, stop, block, counter of the first).
+    """
+    while start < stop:
+        block = start >> BLOCK_BITS
+        end = min(stop, start + chunk, (block + 1) << BLOCK_BITS)
+        yield start, end, block, start - (block << BLOCK_BITS)
+        start = end
+
+
+def stochastic_round(
+    x: Tensor, dtype: torch.dtype, *, seed: int, step: int = 0, parameter: int = 0, offset: int = 0, chunk: int = CHUNK
+) -> Tensor:
+    """Return x rounded stochastically to bf16 or fp16, a function of x and the four integers alone.
+
+    x: a floating tensor of any shape, taken as fp32. ``offset`` is the index of its first element where x is a part of
+    something larger; ``chunk``, the elements worked on at a time, does not change the result. Raises UserError for
+    another dtype.
+    """
+    if dtype not in NARROW_DTYPES:
+        raise UserError(f"stochastic_round: {dtype} is not a format to round to; give torch.bfloat16 or torch.float16")
+    if not x.is_floating_point():
+        raise UserError(f"stochastic_round: the tensor is {x.dtype}; give a floating-point one")
+    flat = x.detach().reshape(-1)
+    out = torch.empty(flat.shape, dtype=dtype, device=x.device)
+    counter = counters(min(chunk, flat.numel()), x.device)
+    for start, stop, block, first in index_blocks(offset, offset + flat.numel(), chunk):
+        part = flat[start - offset : stop - offset].to(torch.float32, copy=True)
+        part.masked_fill_(part.isnan(), torch.nan)  # a signalling NaN would become inf when it is cut
+        bits = random_bits(counter[: stop - start], make_key(seed, step, parameter, block, first))
+        out[start - offset : stop - offset] = stochastic(part, dtype, bits)
+    return out.view(x.shape)

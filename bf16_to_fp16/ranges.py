@@ -1,0 +1,58 @@
+"""What the modules of a model take in and give out, channel by channel: observed, or bounded for every input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ChannelRange:
+    """What a signal of ``rows`` vectors reached: fp32 [channels] largest |x| and mean x² of each channel."""
+
+    amax: Tensor
+    mean_square: Tensor
+    rows: int
+
+
+@dataclass(frozen=True)
+class NormRange:
+    """What entered a norm, per token: the largest ‖x‖₂, and how the variances are spread.
+
+    ``variances``: fp64 [k, 2], a variance and the share of tokens near it (within a sixteenth of a binade); the
+    shares sum to 1. The variance is what the norm divides by: the mean square of an RMS norm, the centred variance of
+    ``nn.LayerNorm``.
+    """
+
+    norm_max: float
+    variances: Tensor
+
+
+@dataclass(frozen=True)
+class ScoreRange:
+    """Largest |score| of an attention: the bare product QKᵀ, and any value from there to the softmax.
+
+    The second covers the scaled product and the product with its position bias; positions are left out from
+    where the mask is added.
+    """
+
+    product: float
+    biased: float
+
+
+@dataclass(frozen=True)
+class ModuleRange:
+    """What entered and left a module; an embedding's input, being ids, has no channels (shape [0]).
+
+    ``norm`` is set for norm modules, ``scores`` for attentions that ran eagerly.
+    """
+
+    input: ChannelRange
+    output: ChannelRange
+    norm: NormRange | None = None
+    scores: ScoreRange | None = None
+
+
+Ranges = dict[str, ModuleRange]
+"""Ranges by module path."""

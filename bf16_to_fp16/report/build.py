@@ -1,0 +1,257 @@
+"""The report of a conversion, built from what was planned, written and measured.
+
+Every other view (terminal, page, model card) is made from this object, so they cannot disagree. What it holds is
+declared in ``schema``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+
+from ..auditing.fidelity import Fidelity
+from ..auditing.regimes import RegimeResult, verdict
+from ..bounds.certificate import Certificate
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.shards import INDEX
+from ..checkpoint.writer import Written
+from ..environment import SCHEMA, environment
+from ..families.types import RESIDUAL, Layout
+from ..ranges import ModuleRange
+from ..rescaling.apply import edited_config
+from ..rescaling.plan import Plan, describe_plan
+from ..rescaling.planner import ROUNDING, Planned, Violation
+from ..rescaling.rounding_loss import STEP_NOISE
+from . import schema
+from .evidence import Decided, Measured, Rewritten
+from .remedies import OUTPUT, inexact, passed_limit, unsafe_sites, why_unproven
+
+NOISE = 1e-9
+"""Divergences under it are the noise of fp32 logits."""
+
+
+FP16_RANGE_BITS = 40.0
+"""Bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN."""
+
+
+ONE_ROUNDING = 0.541 * 2.0**-20 / 12
+"""Mean squared relative error of rounding to 11 significant bits: (2⁻¹⁰)²/12 times the mean of 1/x² over x in [1, 2),
+log-uniform."""
+
+
+def build(
+    checkpoint: Checkpoint,
+    decided: Decided,
+    rewritten: Rewritten,
+    measured: Measured,
+    *,
+    target: str,
+    command: str,
+    inputs: Mapping[str, Any] | None = None,
+    others: Sequence[Mapping[str, Any]] = (),
+) -> schema.Report:
+    """Return the report of a conversion of ``checkpoint`` from what its steps found.
+
+    command: that does the same again. inputs: what was run on, as ``probe.describe_batches`` returns it. others:
+    records of the files in the output besides its weights, as ``checkpoint.folder.records`` returns them.
+    """
+    layout, planned, ranges, written = decided.layout, decided.planned, decided.ranges, rewritten.written
+    plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
+    short = [*map(passed_limit, planned.violations if planned else ()), *(too_inexact(fidelity) if fidelity else ())]
+    half = regimes.get("half")
+    seen = {site.name: site.amax for site in half.sites} if half is not None else {}
+    cost = None if planned is None or ranges is None else bits_lost(planned, layout)
+    described = schema.regimes_of(regimes)
+    return schema.Report(
+        schema=SCHEMA,
+        verdict=conclude(regimes, short, plan, certificate),
+        proof="certified" if certificate.holds else "observed",
+        family=layout.family.name,
+        target=target,
+        source=source_of(checkpoint, layout, plan, rewritten),
+        output=schema.Output(files=[schema.FileEntry(**entry) for entry in (*map(asdict, written.files), *others)]),
+        inputs=None if inputs is None else schema.Inputs.model_validate(inputs),
+        regimes=described,
+        certificate=schema.CertificateEntry.model_validate(certificate.to_json(seen) | {"cost_bits": cost}),
+        uncertified=uncertified_sites(layout, certificate, planned),
+        fidelity=schema.FidelityEntry.model_validate(fidelity.to_json()) if fidelity else None,
+        weights=weight_counts(layout, written),
+        plan=Plan.model_validate(describe_plan(plan)),
+        signals=signals_of(layout, plan, ranges) if ranges is not None else [],
+        precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
+        unsafe=[*short, *unsafe_sites(described, converted=True)],
+        command=command,
+        environment=schema.Environment.model_validate(environment()),
+    )
+
+
+def descended(report: schema.Report, lineage: schema.Lineage, kept: schema.FidelityEntry | None) -> schema.Report:
+    """Return the report of a checkpoint that was trained, with where it comes from and what the output keeps of it."""
+    source = report.source.model_copy(update=dict(lineage.source.given()))
+    run = lineage.finetune if kept is None else lineage.finetune.model_copy(update={"fidelity": kept})
+    return report.model_copy(update={"source": source, "finetune": run})
+
+
+def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> schema.Report:
+    """Return the report with further files in its list, as ``checkpoint.folder.records`` returns them."""
+    files = [*report.output.files, *(schema.FileEntry(**record) for record in records)]
+    return report.model_copy(update={"output": schema.Output(files=files)})
+
+
+def conclude(
+    regimes: Mapping[str, RegimeResult],
+    violations: Sequence[Violation | schema.UnsafeEntry],
+    plan: Plan,
+    certificate: Certificate,
+) -> Literal["safe", "unsafe"]:
+    """Return "safe" if the regimes are, and nothing passes its limit by more than the margin that was asked for.
+
+    Without regimes nothing was run, and the certificate alone decides.
+    """
+    if not regimes:
+        return "safe" if certificate.holds else "unsafe"
+    margin = plan.margin_bits or 0.0
+    passed = any(v.signal == OUTPUT or v.excess_bits > margin for v in violations)
+    return "unsafe" if passed else verdict(regimes)
+
+
+def bits_lost(planned: Planned, layout: Layout) -> float:
+    """Return the bits of precision that holding the bounds costs: half the logarithm of how much the predicted squared
+    error grows, over one unavoidable rounding for each norm."""
+    base = ROUNDING * max(1, len(layout.norms))
+    return 0.5 * math.log2((base + planned.cost) / (base + planned.cost - planned.cost_of_proof))
+
+
+def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned | None) -> list[schema.UnprovenEntry]:
+    """Return the sites whose bound passes its limit, the worst first, each with the reason and the remedy."""
+    fallbacks = {f.signal: f for f in planned.fallbacks} if planned else {}
+    of_module = {
+        point.module: signal.name for signal in layout.signals.values() for point in signal.seen
+    }  # fmt: skip
+    rows = []
+    for site in sorted(certificate.sites, key=lambda s: s.headroom_bits):
+        if site.holds:
+            continue
+        name = RESIDUAL if site.kind in ("residual", "squares") else of_module.get(site.name.partition(":")[0], "")
+        reason, remedy = why_unproven(site.kind, fallbacks.get(name))
+        rows.append(
+            schema.UnprovenEntry(
+                name=site.name,
+                bound=site.largest,
+                limit=site.limit,
+                excess_bits=-site.headroom_bits,
+                reason=reason,
+                remedy=remedy,
+            )
+        )
+    return rows
+
+
+def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.PrecisionEntry]:
+    """Return how many significant bits the residual stream keeps where each norm reads it.
+
+    fp16 has 11. A channel that falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square.
+    """
+    rows = []
+    for path in layout.norms:
+        module = ranges.get(path)
+        if module is None:
+            continue
+        square = module.input.mean_square.double() * 4.0**plan.residual_exponent
+        noise = STEP_NOISE * square.numel() / max(float(square.sum()), 1e-300)
+        rows.append(schema.PrecisionEntry(module=path, bits=11 - 0.5 * math.log2(1 + noise / ONE_ROUNDING)))
+    return rows
+
+
+def too_inexact(fidelity: Fidelity) -> list[schema.UnsafeEntry]:
+    """Return an entry if fp16 is further from the fp32 source than bf16 is: then too much has become too small.
+
+    A stream shrunk until nothing of it is left passes every check for overflow.
+    """
+    bf16, fp16 = fidelity.kl_bf16, fidelity.kl_fp16
+    if bf16 is None or not math.isfinite(bf16) or fp16 <= max(bf16, NOISE):
+        return []
+    lost = math.log2(fp16 / max(bf16, NOISE)) / 2 if math.isfinite(fp16) else FP16_RANGE_BITS
+    return [inexact(lost, finite=math.isfinite(fp16))]
+
+
+def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """Return for every config key that differs its value before and after; an absent key has no entry."""
+    keys = [k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)]
+    return {k: {side: c[k] for side, c in (("before", before), ("after", after)) if k in c} for k in keys}
+
+
+def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rewritten) -> schema.Source:
+    """Return where the weights came from and what ``undo`` needs to bring them back."""
+    dtypes = {t.name: checkpoint.tensors[t.source].dtype for t in layout.tensors.values() if t.source is not None}
+    main = max(sorted(set(dtypes.values())), key=list(dtypes.values()).count)
+    made = [
+        t.name for t in layout.tensors.values() if t.source is None or t.source not in (t.name, *layout.family.copies)
+    ]
+    if layout.tied is False and layout.family.head in made:
+        made += [name for name in layout.family.copies if name in layout.tensors]
+    return schema.Source(
+        path=checkpoint.name,
+        revision=checkpoint.revision,
+        sha256=rewritten.written.source_sha256,
+        other_sha256=other_sha256(checkpoint, rewritten.carried),
+        dtype=main,
+        dtypes={name: dtype for name, dtype in dtypes.items() if dtype != main},
+        made=sorted(set(made)),
+        dropped=dict(layout.dropped),
+        config_changes=changes(checkpoint.config, edited_config(layout, plan)),
+        carried_over=rewritten.carried,
+        left_out=rewritten.left_out,
+    )
+
+
+def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[str, str]:
+    """Return the SHA-256 of the source's files besides its weights: config, index, and what was carried over."""
+    names = {"config.json", INDEX, *carried}
+    found = {}
+    for name in sorted(names):
+        path = checkpoint.folder / name
+        inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        for file in inside:
+            if file.is_file():
+                found[str(file.relative_to(checkpoint.folder))] = checkpoint.sha256(file)
+    return found
+
+
+def weight_counts(layout: Layout, written: Written) -> schema.WeightsEntry:
+    """Return how the weights came through, counted over the tensors that the source stores."""
+    stats = [s for name, s in written.stats.items() if layout.tensors[name].source is not None]
+    elements, nonzero = sum(s.elements for s in stats), sum(s.nonzero for s in stats)
+    return schema.WeightsEntry(
+        elements=elements,
+        lossless_fraction=sum(s.lossless for s in stats) / max(1, elements),
+        normal_fraction=sum(s.normal for s in stats) / max(1, nonzero),
+        flushed_to_zero=sum(s.flushed_to_zero for s in stats),
+        nonfinite=sum(s.nonfinite for s in stats),
+        amax=max((s.amax for s in written.stats.values()), default=0.0),
+    )
+
+
+def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.SignalEntry]:
+    """Return for every observed signal what it reached in the source and what it reaches after the plan."""
+    rows = []
+    for signal in layout.signals.values():
+        exponent = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)
+        for point in signal.seen:
+            module = ranges.get(point.module)
+            if module is not None:
+                amax = (module.input if point.side == "input" else module.output).amax.double()
+                rows.append(
+                    schema.SignalEntry(
+                        module=point.module,
+                        side=point.side,
+                        kind=str(signal.kind),
+                        before=float(amax.amax()),
+                        after=float((amax * 2.0 ** (point.sign * exponent)).amax()),
+                    )
+                )
+    return rows

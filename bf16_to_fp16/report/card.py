@@ -1,0 +1,261 @@
+"""The model card of a converted checkpoint: what the next user of it sees first.
+
+The front matter is inherited from the source's own card: licence, languages, tags and task. What that card does not say
+is not invented; where it names no licence, the text says so. The figures come from the report, as everywhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ..checkpoint.reader import Checkpoint
+from ..families.known import is_encoder_class, named
+from ..rescaling.plan import Plan
+from ..wording import bound_magnitude, excess, magnitude, significant_bits
+from .page import (
+    fidelity_rows,
+    figures,
+    histograms,
+    is_exact,
+    plan_rows,
+    regime_rows,
+    source_name,
+    unsafe_rows,
+    verdict_sentence,
+    weight_rows,
+)
+from .rows import coverage, least_precise, uncertified_rows
+from .schema import FinetuneEntry, Report, dump
+
+TAGS = ("fp16", "bf16-to-fp16")
+
+
+UNSAFE_NOTICE = "> **Unsafe in fp16.**"
+"""How the text of an unsafe checkpoint's card begins."""
+
+
+FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n.*?\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
+
+
+LONGEST_PLAN = 200_000
+"""Characters of a plan that a card shows."""
+
+
+OTHER_FORMATS = frozenset(
+    ("bf16", "bfloat16", "fp32", "gguf", "jax", "onnx", "openvino", "pytorch", "rust", "tf", "tflite")
+)
+"""Tags of the source that say how its weights are stored, which the converted folder does not share."""
+
+
+MOST_UNCERTIFIED_ON_CARD = 6
+"""Sites without a proof that a card lists; the report has all."""
+
+
+TOKENIZER_FILES = frozenset(("tokenizer.json", "tokenizer_config.json", "spiece.model"))
+
+
+def write_card(path: Path, checkpoint: Checkpoint, report: Report) -> None:
+    """Write the model card of a conversion to ``path``: front matter and Markdown, UTF-8.
+
+    checkpoint: the source, whose ``README.md`` gives the front matter. report: what ``build.build`` returns. An unsafe
+    verdict is the first line of the text.
+    """
+    inherited = front_matter(checkpoint.folder)
+    results = eval_results(report, inherited.get("pipeline_tag"))
+    data = ModelCardData(
+        base_model=origin(checkpoint, report)[0],
+        library_name="transformers",
+        tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), *TAGS],
+        model_name=f"{source_name(report)} in fp16" if results else None,
+        eval_results=results or None,
+        **inherited,
+    )
+    said = card_text(checkpoint, report, licensed="license" in inherited, languages="language" in inherited)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{said}").save(path)
+
+
+def warned(card: str, report: Report) -> str:
+    """Return a card whose text begins with the unsafe verdict of ``report``: as it is if it does so already."""
+    front = FRONT_MATTER.match(card)
+    head, body = (card[: front.end()], card[front.end() :]) if front else ("", card)
+    if body.lstrip().startswith(UNSAFE_NOTICE):
+        return card
+    sentence = prose(verdict_sentence(report).removeprefix("Unsafe in fp16: "))
+    return f"{head}\n{UNSAFE_NOTICE} {sentence} What is said below otherwise was measured before.\n\n{body.lstrip()}"
+
+
+def origin(checkpoint: Checkpoint, report: Report) -> tuple[str | None, str | None]:
+    """Return the Hub id that a source was given by and its commit, None for a local folder; of a checkpoint that was
+    trained, those of the original."""
+    if report.finetune is not None:
+        path, revision = report.source.path, report.source.revision
+        return (None, None) if path is None or revision is None else (path.partition("@")[0], revision)
+    return (None, None) if checkpoint.revision is None else (checkpoint.source.partition("@")[0], checkpoint.revision)
+
+
+def eval_results(report: Report, task: str | None) -> list[EvalResult]:
+    """Return the fidelity figures as the Hub's ``model-index`` takes them; none where nothing finite was measured."""
+    close = report.fidelity
+    if close is None:
+        return []
+    states = close.measure != "kl"
+    weights = "finetuned weights" if report.finetune is not None else "fp32 source"
+    measures = (
+        (close.kl_fp16, "relative_squared_error", "relative squared error of the last states, fp16 against fp32")
+        if states
+        else (close.kl_fp16, "kl_divergence", f"KL({weights} ‖ fp16), nats per token"),
+        (close.max_logit_error_fp16, "max_error", f"largest error of a {'state' if states else 'logit'}, fp16 to fp32"),
+        (close.top1_fp16, "top1_agreement", f"same best token as the {weights}, share"),
+    )
+    data = report.inputs.data.name if report.inputs is not None and report.inputs.data is not None else None
+    return [
+        EvalResult(
+            task_type=task or ("feature-extraction" if states else "text2text-generation"),
+            dataset_type="probe" if data is None else "probe-and-text",
+            dataset_name="built-in probe of bf16_to_fp16" + ("" if data is None else f" and {oneline(data)}"),
+            metric_type=kind,
+            metric_name=name,
+            metric_value=value,
+        )
+        for value, kind, name in measures
+        if value is not None
+    ]
+
+
+def plan_in_full(plan: Plan) -> str:
+    """Return a plan as YAML, channels by their exponents and those at 0 left out; empty where it is too long for a
+    card."""
+
+    def shown(exponent: int | Sequence[int]) -> object:
+        if isinstance(exponent, int):
+            return exponent
+        where: dict[int, list[int]] = {}
+        for channel, value in enumerate(exponent):
+            if value:
+                where.setdefault(value, []).append(channel)
+        moved: dict[str | int, object] = {value: runs(channels) for value, channels in sorted(where.items())}
+        return {"channels": len(exponent)} | moved
+
+    data = {key: value for key, value in dump(plan).items() if key != "exponents"}
+    data["exponents"] = {name: shown(exponent) for name, exponent in plan.exponents.items()}
+    written = str(yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True))
+    return written if len(written) <= LONGEST_PLAN else ""
+
+
+def runs(channels: Sequence[int]) -> str:
+    """Return ascending numbers as text, neighbours drawn together: "0-3, 7"."""
+    parts: list[list[int]] = []
+    for channel in channels:
+        if parts and channel == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], channel]
+        else:
+            parts.append([channel])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def front_matter(folder: Path) -> dict[str, Any]:
+    """Return licence, languages, tags and task from the card of a source folder, without what is absent or not text.
+
+    A model inside a diffusers pipeline has its card one folder up, beside ``model_index.json``.
+    """
+    card = folder / "README.md"
+    if not card.is_file() and (folder / "SOURCE_README.md").is_file():
+        card = folder / "SOURCE_README.md"
+    if not card.is_file() and (folder.parent / "model_index.json").is_file():
+        card = folder.parent / "README.md"
+    try:
+        found = metadata_load(card) or {}
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
+        # A card that cannot be read says nothing, and no conversion should fail for it.
+        return {}
+    result: dict[str, Any] = {}
+    for key in ("license", "license_name", "license_link", "pipeline_tag"):
+        if isinstance(found.get(key), str):
+            result[key] = found[key]
+    for key in ("license", "language", "tags"):
+        values = found.get(key)
+        # YAML reads the language code of Norwegian as false; only text is taken.
+        if isinstance(values, list) and (kept := [v for v in values if isinstance(v, str)]):
+            result[key] = kept
+    if isinstance(found.get("language"), str):
+        result["language"] = found["language"]
+    return result
+
+
+def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languages: bool = True) -> str:
+    """Return the Markdown of the card."""
+    made = Environment(
+        loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    made.filters |= {"prose": prose, "span": span, "oneline": oneline}
+    made.filters |= {"bound": bound_magnitude, "magnitude": magnitude, "over": excess, "significant": significant_bits}
+    covers, leaves = coverage(report)
+    architecture = str((checkpoint.config.get("architectures") or ["?"])[0])
+    hub_id, revision = origin(checkpoint, report)
+    run, plan = report.finetune, report.plan
+    assert plan is not None  # a card is of a conversion
+    recipe = run.recipe if run is not None else None
+    return made.get_template("card.md.jinja").render(
+        report=report,
+        run=run,
+        losses=losses(run) if run is not None else (),
+        name=source_name(report),
+        hub_id=hub_id,
+        revision=revision,
+        licensed=licensed,
+        languages=languages,
+        plan=plan_in_full(plan),
+        recipe=yaml.safe_dump(recipe, sort_keys=False, width=120, allow_unicode=True) if recipe else "",
+        safe=report.safe,
+        sentence=verdict_sentence(report),
+        remedy=unsafe_rows(report)["remedy"],
+        figures=figures(report),
+        regimes=regime_rows(report.regimes),
+        proven=report.proven,
+        covers=covers,
+        leaves=leaves,
+        unproven=uncertified_rows(report),
+        most_unproven=MOST_UNCERTIFIED_ON_CARD,
+        least_precise=least_precise(report),
+        fidelity=fidelity_rows(report.fidelity),
+        weights=weight_rows(report.weights),
+        moves=plan_rows(report),
+        exact=is_exact(plan),
+        histograms=histograms(plan.exponents),
+        model_class=architecture if is_encoder_class(architecture) else "AutoModelForSeq2SeqLM",
+        encoder_only=is_encoder_class(architecture),
+        tokenizer=bool(TOKENIZER_FILES & set(report.source.carried_over)),
+        half="half" not in report.broken_regimes,
+        kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
+    )
+
+
+def losses(run: FinetuneEntry) -> list[float]:
+    """Return the losses on held-out data of a finetune, in order."""
+    found = (evaluation.get("held_out_loss") for evaluation in run.evaluations)
+    return [loss for loss in found if isinstance(loss, (int, float))]
+
+
+def oneline(value: str) -> str:
+    """Return text without line breaks."""
+    return " ".join(str(value).split())
+
+
+def prose(value: object) -> str:
+    """Return text that Markdown shows as it is, also inside a table."""
+    return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", oneline(str(value)))
+
+
+def span(value: object) -> str:
+    """Return text as a code span that nothing in it can end, also inside a table."""
+    line = oneline(str(value)).replace("|", r"\|")
+    longest = max((len(run) for run in re.findall("`+", line)), default=0)
+    fence, pad = "`" * (longest + 1), " " if longest else ""
+    return f"{fence}{pad}{line}{pad}{fence}"

@@ -1,0 +1,158 @@
+"""The certificate and the precision kept, as rows and sentences for the page, the card and the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..families.known import named, roles_of
+from ..families.roles import block_of, stack_of
+from ..wording import counted, infinite, tightness
+from .remedies import over_limits
+from .schema import AttackedSite, BoundEntry, CertificateEntry, PrecisionEntry, RegimeEntry, Report, UnprovenEntry
+
+TIGHTEST = 8
+"""Sites of the certificate named below its picture."""
+
+
+MOST_UNCERTIFIED = 400
+"""Sites without a proof that a page lists, the worst; the report has all."""
+
+
+UNCERTIFIED_SHOWN = 12
+"""Of them, those that a page shows at once; the others unfold."""
+
+
+BF16_BITS = 8
+"""Significant bits of bf16, under which a conversion would have lost what the source had."""
+
+
+def bound_rows(certificate: CertificateEntry, count: int | None = TIGHTEST) -> list[BoundEntry]:
+    """Return the sites with least headroom by their bound, tightest first."""
+    return sorted(certificate.sites, key=lambda site: site.headroom_bits)[:count]
+
+
+def bounds_by_name(report: Report) -> dict[str, tuple[float, float | None]]:
+    """Return (bound, tightness) of every site that the certificate knows; empty without a certificate."""
+    sites = report.certificate.sites if report.certificate is not None else ()
+    return {site.name: (site.bound, tightness(site.bound, site.observed)) for site in sites}
+
+
+def uncertified_rows(report: Report) -> list[UnprovenEntry]:
+    """Return the sites whose bound passes its limit, the worst first, with reason and remedy.
+
+    Where the report gives neither, no rescaling has been tried on these weights as far as it says.
+    """
+    if report.uncertified is not None:
+        return report.uncertified
+    return over_limits(report.certificate) if report.certificate is not None else []
+
+
+def found_by(report: Report) -> str:
+    """Return what the worst values were found by, in words; empty where nothing was run."""
+    attack, half = report.attack, "half" in report.regimes
+    if attack is not None:
+        return f"{counted(attack.steps, 'step')} of gradient search" + (" and the probe" if half else "")
+    return "the inputs that were run, in half" if half else ""
+
+
+def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return what the bounds hold for, and what they say nothing about with the option that would cover it or "".
+
+    Both are empty without a certificate.
+    """
+    certificate = report.certificate
+    if certificate is None:
+        return [], []
+    squares = any(site.kind == "squares" for site in certificate.sites)
+    positions = counted(certificate.max_length, "position")
+    sums = counted(certificate.splits, "partial sum")
+    covers = [
+        "every operation of the forward pass, in pure fp16, under AMP and as stock code loads it",
+        f"every input of up to {positions}: any tokens, and embeddings anywhere in the hull of the table",
+        f"kernels that accumulate in fp32 in any order, or in up to {sums} rounded to fp16 and added in fp16",
+    ]
+    leaves = [
+        ("kernels that accumulate everything in fp16, or a LayerNorm that computes E[x²] − E[x]²", ""),
+        ("the loss and the backward pass", ""),
+        ("rows of attention that see no position at all", ""),
+        ("other weights than those in the files: adapters, quantisation", ""),
+        ("precision: it says that nothing overflows, not that nothing is lost", ""),
+    ]
+    if squares:
+        covers.append("squares of the residual stream, summed in fp16 by a norm")
+    else:
+        leaves.insert(1, ("kernels that sum squares of the residual stream in fp16", "--target norm-safe"))
+    if certificate.train_mode:
+        covers.append("training mode: dropout at the config's rates")
+    else:
+        leaves.insert(1, ("training mode, with dropout", "--target train"))
+    return covers, leaves
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeptBits:
+    """The significant bits that one stack's residual stream keeps: a row per block, a column per norm.
+
+    ``rows``: the block's number, or "end" for the final norm, and the bits at each norm, None where there is none.
+    """
+
+    stack: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[float | None, ...]], ...]
+
+
+def kept_bits_tables(report: Report) -> list[KeptBits]:
+    """Return the precision of each stack, in the order of the model; empty where the report has none."""
+    result = []
+    declared = roles_of(named(report.family)).norms
+    for stack in ("encoder", "decoder"):
+        blocks: dict[str, list[float]] = {}
+        for row in report.precision:
+            if stack_of(row.module) == stack:
+                block = block_of(row.module)
+                blocks.setdefault("end" if block is None else str(block), []).append(row.bits)
+        if not blocks:
+            continue
+        end = {"end": blocks.pop("end")} if "end" in blocks else {}
+        norms = max((len(kept) for kept in blocks.values()), default=1)
+        columns = declared.get(stack, ())
+        if len(columns) != norms:
+            columns = tuple(f"norm {i + 1}" for i in range(norms))
+        rows = [(name, padded(kept, norms)) for name, kept in (blocks | end).items()]
+        result.append(KeptBits(stack, columns, tuple(rows)))
+    return result
+
+
+def padded(values: Sequence[float], width: int) -> tuple[float | None, ...]:
+    """Return values filled up with None to ``width``."""
+    return (*values, *[None] * (width - len(values)))
+
+
+def least_precise(report: Report) -> PrecisionEntry | None:
+    """Return the norm at which the residual stream keeps the fewest bits, None where the report has none."""
+    rows = [row for row in report.precision if not math.isnan(row.bits)]
+    return min(rows, key=lambda row: row.bits, default=None)
+
+
+def underflow_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
+    """Return the signals that stayed under fp16's smallest normal number on every input, with their regimes."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, regime in regimes.items():
+        for site in regime.underflow:
+            row = found.setdefault(site.name, {"name": site.name, "amax": site.amax, "regimes": []})
+            row["amax"] = max(row["amax"], site.amax)
+            row["regimes"].append(name)
+    return list(found.values())
+
+
+def attack_breaks(report: Report) -> AttackedSite | None:
+    """Return the site that an attack drove furthest past its limit, None where it passed none or none ran."""
+    sites = report.attack.sites if report.attack is not None else ()
+    worst = min(sites, key=lambda site: site.headroom_bits, default=None)
+    return worst if worst is not None and (worst.headroom_bits < 0 or infinite(worst.worst)) else None

@@ -1,0 +1,566 @@
+"""The report as types: every part of it is declared here once, and written, read back and checked through that.
+
+A part keeps its keys in the order in which they were given, and writes only those, so that a report that is read and
+written again is the same to the byte, whichever version wrote it. What this program writes has no key that is not
+declared; what it reads may have others, which stay in their place. JSON has no NaN: where a number may be one, null
+is read as NaN. ``docs/report.schema.json`` is made from these types by ``python -m bf16_to_fp16.report.schema``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    model_serializer,
+    model_validator,
+)
+
+from ..checkpoint.reader import Checkpoint, nested_value, read_json
+from ..environment import SCHEMA
+from ..errors import UserError
+from ..rescaling.plan import Plan
+
+REPORT = "fp16_report.json"
+
+
+PAGE = "fp16_report.html"
+
+
+LONGEST_REPORT = 64_000_000
+"""Bytes; one with an exponent for each channel of an 11B model has some 12 MB."""
+
+
+FROM_A_FILE = "from a file"
+"""The validation context of what was not just made here, and may have keys of another version."""
+
+
+Flag = Annotated[bool, Field(strict=True)]
+
+
+Count = Annotated[int, Field(strict=True)]
+
+
+Real = Annotated[float, Field(strict=True)]
+
+
+NumberOrNaN = Annotated[
+    float,
+    Field(strict=True),
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}], "description": "null stands for NaN"}),
+]
+"""A number that may be NaN."""
+
+
+class ReportObject(BaseModel):
+    """A JSON object of a report: frozen, its keys in the order in which they were given, others than its own only from
+    a file."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    _order: tuple[str, ...] = PrivateAttr(())
+
+    def given(self) -> dict[str, Any]:
+        """Return the values of the fields that it was given."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_order(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        part = handler(data)
+        if isinstance(data, Mapping):
+            if part.model_extra and info.context != FROM_A_FILE:
+                raise ValueError(f"{cls.__name__} has no {', '.join(part.model_extra)}")
+            part._order = tuple(data)
+        return part
+
+    @model_serializer(mode="wrap")
+    def _in_order(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = handler(self)
+        return {key: values[key] for key in self._order if key in values} | values
+
+
+def dump(part: BaseModel) -> dict[str, Any]:
+    """Return a part as JSON data: the keys that it was given, in their order."""
+    return part.model_dump(by_alias=True, exclude_unset=True)
+
+
+# --- where it comes from ---------------------------------------------------------------------------------------------
+
+
+class Source(ReportObject):
+    """Where the weights came from, and what ``undo`` needs to bring them back.
+
+    ``sha256`` and ``other_sha256``: of its weight files and of the others. ``dtype``: of most tensors, in safetensors'
+    spelling; ``dtypes``: of the others by name. ``made``: tensors that the conversion made. ``dropped``: those that it
+    left out, with the reason. ``config_changes``: keys of config.json with their values before and after.
+    ``carried_over`` and ``left_out``: files besides the weights. Of a checkpoint that was finetuned, path, revision and
+    hashes are the original's.
+    """
+
+    path: str | None = None
+    revision: str | None = None
+    sha256: dict[str, str] = {}
+    other_sha256: dict[str, str] = {}
+    dtype: str | None = None
+    dtypes: dict[str, str] = {}
+    made: list[str] = []
+    dropped: dict[str, str] = {}
+    config_changes: dict[str, dict[str, Any]] = {}
+    carried_over: list[str] = []
+    left_out: list[str] = []
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """Return path, revision and the hashes of the weight files."""
+        hashes = {file.name: checkpoint.sha256(file) for file in checkpoint.weight_files}
+        return cls(path=checkpoint.name, revision=checkpoint.revision, sha256=hashes)
+
+
+class FileEntry(ReportObject):
+    """A file of the output: its name in the folder, its size in bytes, its SHA-256 in hexadecimal."""
+
+    name: str
+    nbytes: Count | None = None
+    sha256: str | None = None
+
+
+class Output(ReportObject):
+    """The files of the output, but for the report itself."""
+
+    files: list[FileEntry] = []
+
+
+class Text(ReportObject):
+    """The text that was run on besides the built-in probe: its name without its folder, and the rows drawn from it."""
+
+    name: str
+    rows: Count | None = None
+
+
+class InputKind(ReportObject):
+    """The inputs of one kind: number of batches, rows of them all, and the longest encoder and decoder in tokens."""
+
+    kind: str
+    batches: Count
+    rows: Count
+    encoder: Count
+    decoder: Count | None
+
+
+class Inputs(ReportObject):
+    """What was run, from which the same can be run again; ``chosen``: ids by the reason that each was chosen for, empty
+    where every id was run; ``sha256``: of all ids and masks."""
+
+    seed: Count | None = None
+    data: Text | None = None
+    batches: list[InputKind] = []
+    chosen: dict[str, list[Count]] = {}
+    sha256: str | None = None
+
+
+class Environment(ReportObject):
+    """The versions, machine and dtype that the figures were made with; None for a package that is not installed."""
+
+    versions: dict[str, str | None] = {}
+    python: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+
+
+# --- what was measured -----------------------------------------------------------------------------------------------
+
+
+class SiteEntry(ReportObject):
+    """One site of a regime.
+
+    ``amax``: the largest |x|, 65536 for an overflow. ``limit`` and ``headroom_bits``: None for what is not fp16.
+    ``nonfinite`` and ``saturated`` count elements other than by design; ``benign``: the reason why what is so is
+    harmless.
+    """
+
+    name: str
+    amax: NumberOrNaN
+    limit: Real | None
+    headroom_bits: Real | None
+    nonfinite: Count
+    saturated: Count
+    benign: str | None
+    dtype: str | None = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether anything of it is non-finite or saturated other than by design."""
+        return bool(self.nonfinite or self.saturated)
+
+
+class SunkSignal(ReportObject):
+    """A signal that stayed under fp16's smallest normal number on every input, and its largest |x|."""
+
+    name: str
+    amax: Real
+
+
+class RegimeEntry(ReportObject):
+    """What one regime showed: totals, and its sites from the tightest on.
+
+    ``amax`` and ``headroom_bits`` are those of the tightest site; ``nonfinite_logits`` counts what a user would see.
+    """
+
+    nonfinite: Count
+    saturated: Count
+    amax: Real
+    headroom_bits: Real
+    nonfinite_logits: Count = 0
+    underflow: list[SunkSignal] = []
+    sites: list[SiteEntry]
+
+    @property
+    def broken(self) -> bool:
+        """Whether anything was non-finite or saturated other than by design."""
+        return bool(self.nonfinite or self.saturated)
+
+    @property
+    def broken_sites(self) -> list[SiteEntry]:
+        """The sites that are not finite or saturated, those that overflow first."""
+        return sorted((site for site in self.sites if site.broken), key=lambda site: not site.nonfinite)
+
+    @property
+    def tightest(self) -> str | None:
+        """The name of the site with the least headroom, None where no site has a limit."""
+        return next((site.name for site in self.sites if site.headroom_bits is not None), None)
+
+
+class Described(Protocol):
+    """A measurement that says itself as JSON data."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+
+
+def regimes_of(results: Mapping[str, Described]) -> dict[str, RegimeEntry]:
+    """Return what an audit showed as entries of a report."""
+    return {name: RegimeEntry.model_validate(result.to_json()) for name, result in results.items()}
+
+
+class BoundEntry(ReportObject):
+    """The bound of one site: no input makes the value larger than ``bound``, nor a partial sum than ``partial``.
+
+    ``kind``: which signal it is. ``observed``: the largest value that was found, None where nothing was run.
+    """
+
+    name: str
+    kind: str
+    bound: NumberOrNaN
+    partial: NumberOrNaN
+    limit: Real
+    headroom_bits: Real
+    observed: Real | None
+    holds: Flag
+
+    @property
+    def largest(self) -> float:
+        """The larger of bound and partial sum."""
+        return max(self.bound, self.partial)
+
+
+class CertificateEntry(ReportObject):
+    """The bounds of every site, and what they hold for.
+
+    ``max_length``: positions; ``splits``: partial sums of a matrix product that are added in fp16; ``train_mode``:
+    with dropout. ``cost_bits``: bits of precision that holding the bounds costs. ``verify`` leaves ``sites`` out.
+    """
+
+    holds: Flag
+    headroom_bits: Real
+    max_length: Count
+    splits: Count
+    train_mode: Flag = False
+    sites: list[BoundEntry] = []
+    cost_bits: Real | None = None
+
+    @property
+    def over(self) -> list[BoundEntry]:
+        """The sites whose bound passes its limit, the worst first."""
+        return sorted((site for site in self.sites if not site.holds), key=lambda site: site.headroom_bits)
+
+
+class UnprovenEntry(ReportObject):
+    """A site whose bound passes its limit, by how many bits, why, and what helps."""
+
+    name: str
+    bound: NumberOrNaN
+    limit: Real
+    excess_bits: NumberOrNaN
+    reason: str
+    remedy: str
+
+
+class AttackedSite(ReportObject):
+    """What a gradient search found at one site: by random inputs, tokens and mixtures of embeddings, and in fp16.
+
+    ``worst``: the largest of them; ``covered``: by embeddings no larger than the table's; ``gain``: over as many
+    random inputs; ``ids``: the encoder's and decoder's tokens that replay it.
+    """
+
+    name: str
+    worst: NumberOrNaN
+    random: NumberOrNaN
+    tokens: NumberOrNaN
+    embeddings: NumberOrNaN
+    half: NumberOrNaN
+    covered: NumberOrNaN
+    limit: Real
+    headroom_bits: Real
+    gain: NumberOrNaN
+    ids: tuple[list[Count], list[Count]] | None
+
+
+class AttackEntry(ReportObject):
+    """A gradient search for the worst input, its sites from the tightest on."""
+
+    steps: Count
+    seed: Count
+    worst_headroom_bits: Real
+    median_gain: Real | None
+    sites: list[AttackedSite]
+
+
+class FidelityEntry(ReportObject):
+    """How far the source in bf16 and the output in fp16 are from the fp32 reference; None for what is infinite.
+
+    ``measure`` "kl": KL(fp32 ‖ x) per token in nats; "relative squared error": of an encoder's states.
+    """
+
+    measure: str = "kl"
+    kl_bf16: Real | None = None
+    kl_fp16: Real | None = None
+    max_logit_error_bf16: Real | None = None
+    max_logit_error_fp16: Real | None = None
+    top1_bf16: Real | None = None
+    top1_fp16: Real | None = None
+    positions: Count | None = None
+    reference: str = "fp32 source"
+
+
+class WeightsEntry(ReportObject):
+    """How the weights came through, counted over the tensors that the source stores."""
+
+    elements: Count
+    lossless_fraction: Real
+    normal_fraction: Real
+    flushed_to_zero: Count
+    nonfinite: Count
+    amax: NumberOrNaN
+
+
+class SignalEntry(ReportObject):
+    """What a signal reached in the source and what it reaches after the plan, at a module's input or output."""
+
+    module: str
+    side: str
+    kind: str
+    before: NumberOrNaN
+    after: NumberOrNaN
+
+
+class PrecisionEntry(ReportObject):
+    """The significant bits that the residual stream keeps where a norm reads it."""
+
+    module: str
+    bits: NumberOrNaN
+
+
+class UnsafeEntry(ReportObject):
+    """What is unsafe, or over its limit less the margin, with the reason and the remedy.
+
+    ``regimes``, ``nonfinite`` and ``saturated`` are those of a site that broke when it was run, None for a limit that
+    no exponent can hold.
+    """
+
+    signal: str
+    regimes: list[str] | None = None
+    nonfinite: Count | None = None
+    saturated: Count | None = None
+    excess_bits: NumberOrNaN = math.nan
+    reason: str = ""
+    remedy: str
+
+
+class FinetuneEntry(ReportObject):
+    """What a finetune did.
+
+    ``skipped``: steps whose gradient was not finite. ``rewinds``: after a spike of the loss. ``evaluations``: losses
+    and headroom on held-out data, by step. ``curves``: by name, a value for each of ``step``. ``fidelity``: of the
+    output to the original.
+    """
+
+    recipe: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    processes: Count = 1
+    steps: Count = 0
+    tokens: Count = 0
+    skipped: list[dict[str, Any]] = []
+    rewinds: list[dict[str, Any]] = []
+    evaluations: list[dict[str, Any]] = []
+    curves: dict[str, list[Count | Real | None]] = {}
+    fidelity: FidelityEntry | None = None
+
+
+class Lineage(ReportObject):
+    """Where a checkpoint that was finetuned comes from: the original, and what the finetune did."""
+
+    source: Source
+    finetune: FinetuneEntry
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+class Report(ReportObject):
+    """The verdict of ``convert``, ``finetune``, ``audit`` or ``certify`` with all the evidence for it, as far as it
+    applies to the command."""
+
+    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
+    verdict: Literal["safe", "unsafe"] | None = None
+    proof: Literal["certified", "observed"] | None = None
+    family: str | None = None
+    target: str | None = None
+    source: Source = Source()
+    output: Output = Output()
+    train_mode: Flag = False
+    attention: list[str] = []
+    inputs: Inputs | None = None
+    regimes: dict[str, RegimeEntry] = {}
+    certificate: CertificateEntry | None = None
+    uncertified: list[UnprovenEntry] | None = None
+    attack: AttackEntry | None = None
+    fidelity: FidelityEntry | None = None
+    weights: WeightsEntry | None = None
+    plan: Plan | None = None
+    signals: list[SignalEntry] = []
+    precision: list[PrecisionEntry] = []
+    unsafe: list[UnsafeEntry] = []
+    finetune: FinetuneEntry | None = None
+    command: str | None = None
+    environment: Environment = Environment()
+
+    @property
+    def safe(self) -> bool:
+        """Whether the verdict is safe."""
+        return self.verdict == "safe"
+
+    @property
+    def proven(self) -> bool:
+        """Whether it holds a certificate that no input can pass."""
+        return self.certificate is not None and self.certificate.holds
+
+    @property
+    def broken_regimes(self) -> list[str]:
+        """The names of the regimes with values that are not finite or saturated."""
+        return [name for name, regime in self.regimes.items() if regime.broken]
+
+
+class ProblemEntry(ReportObject):
+    """Something that does not hold: which check found it, at which file or site, why, and what to do."""
+
+    check: str
+    name: str
+    reason: str
+    remedy: str
+
+
+class Claim(ReportObject):
+    """What the report that is verified says itself."""
+
+    verdict: str | None
+    proof: str | None
+    family: str | None
+
+
+class Verification(ReportObject):
+    """What ``verify`` found: how each check ended, every problem, and what was computed again.
+
+    ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed.
+    """
+
+    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
+    verdict: Literal["safe", "unsafe"]
+    verified: Flag
+    source: Source
+    report: Claim
+    checks: dict[str, str]
+    problems: list[ProblemEntry]
+    files: Count
+    certificate: CertificateEntry | None
+    regimes: dict[str, RegimeEntry]
+    environment: Environment
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+Model = TypeVar("Model", bound=ReportObject)
+
+
+def read(model: type[Model], data: Mapping[str, Any]) -> Model:
+    """Return JSON data as a part, keys of other versions included; raise pydantic's ValidationError where one of its
+    own is missing or of another type."""
+    return model.model_validate(data, context=FROM_A_FILE)
+
+
+def read_report(
+    path: Path,
+    needed: Mapping[str, str],
+    otherwise: str,
+    *,
+    also: Collection[str] | None = (),
+    unread: Collection[str] = (),
+    wrong: Mapping[str, str] | None = None,
+    version: int | None = None,
+) -> Report:
+    """Return a report from its file: its keys ``needed`` and ``also``, or all of them for ``also=None``, without those
+    ``unread``.
+
+    needed: dotted keys, each with what is said where it is missing or not of its type, in the order in which they are
+    looked at. wrong: the same of what stands below a key. otherwise: what is said of anything else. version: of the
+    keys, where another is refused. Raises UserError of one line with the path and those words.
+    """
+    data = read_json(path, "report", LONGEST_REPORT)
+    if version is not None and data.get("schema") != version:
+        raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")
+    for key, words in needed.items():
+        if nested_value(data, *key.split(".")) is None:
+            raise UserError(f"{path}: {words}")
+    wanted = {*(data if also is None else also), *(key.partition(".")[0] for key in needed)} - {*unread}
+    try:
+        return read(Report, {key: value for key, value in data.items() if key in wanted})
+    except ValidationError as error:
+        place = ".".join(str(step) for step in error.errors()[0]["loc"])
+        for key, words in (wrong or {}).items():
+            if place.startswith(key) and place not in needed:
+                raise UserError(f"{path.name}: {words}") from error
+        raise UserError(f"{path}: {needed.get(place, otherwise)}") from error
+
+
+def json_schema() -> str:
+    """Return the JSON schema of a report as text."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Report.model_json_schema()
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    print(json_schema(), end="")

@@ -1,0 +1,54 @@
+"""A stored report, read back as far as a later command needs it: its plan, its source, its hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import UserError
+from ..rescaling.plan import Plan
+from .schema import REPORT, Source, read_report
+
+STORED = {"F64", "F32", "F16", "BF16"}
+"""Dtypes that ``undo`` can write back, in safetensors' spelling."""
+
+
+def read_plan(path: Path, target: str | None = None) -> Plan:
+    """Return the plan that a report holds.
+
+    Raises UserError where the file cannot be read or holds none, or one that was made for another ``target``.
+    """
+    path = path / REPORT if path.is_dir() else path
+    if not path.exists():
+        raise UserError(f"{path}: No such file or directory; give an {REPORT} or a converted folder")
+    try:
+        report = read_report(path, {"plan": "holds no plan"}, "holds no plan", also=("target",))
+    except UserError as error:
+        raise UserError(f"{path}: holds no plan of this program; give an {REPORT} that convert wrote") from error
+    assert report.plan is not None  # asked for
+    made_for = report.target or target
+    if target is not None and made_for != target:
+        raise UserError(f"{path}: the plan was made for --target {made_for}; give that, or leave --plan away")
+    return report.plan
+
+
+def check_written_files(folder: Path, sha256: Mapping[str, str]) -> None:
+    """Raise UserError unless the weight files that were read are those that the report in ``folder`` lists."""
+    words = "does not say what was written; convert again"
+    files = read_report(folder / REPORT, {"output.files": words}, words).output.files
+    if any(entry.sha256 is None for entry in files):
+        raise UserError(f"{folder / REPORT}: {words}")
+    known = {entry.name: entry.sha256 for entry in files}
+    for name, digest in sha256.items():
+        if known.get(name) != digest:
+            raise UserError(f"{folder / name}: is not what convert wrote (SHA-256); fetch or convert it again")
+
+
+def read_origin(path: Path) -> Source:
+    """Return what the report in a converted folder says of its source; raise UserError where it does not."""
+    words = "does not say what the source was; take the one that convert wrote"
+    needed = {f"source.{key}": words for key in ("dtype", "dtypes", "made", "config_changes")}
+    origin = read_report(path / REPORT, needed, words).source
+    if not {origin.dtype, *origin.dtypes.values()} <= STORED:
+        raise UserError(f"{path / REPORT}: {words}")
+    return origin

@@ -1,0 +1,436 @@
+"""The report on a terminal: tables by rich, plain where standard output is not a terminal, ``NO_COLOR`` respected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..numerics import FP16_MAX
+from ..rescaling.plan import Plan
+from ..rescaling.planner import Planned
+from ..wording import (
+    bytes_in_words,
+    counted,
+    excess,
+    headroom_in_words,
+    headroom_left,
+    infinite,
+    percent,
+    rounded_down,
+    rounded_up,
+    significant_bits,
+    tightness,
+    times,
+)
+from .remedies import CONVERT, passed_limit
+from .rows import least_precise
+from .schema import (
+    REPORT,
+    AttackEntry,
+    CertificateEntry,
+    RegimeEntry,
+    Report,
+    SiteEntry,
+    UnsafeEntry,
+    Verification,
+    read_report,
+)
+from .screen import bad, console, good
+
+WORST_SITES = 6
+
+
+CARD_LINES = 40
+
+
+CHECK_NAMES = {
+    "files": "files: hashes against the report",
+    "plan": "plan: against config and weights",
+    "replay": "replay: the plan applied to the original",
+    "certificate": "certificate: computed again",
+    "audit": "audit: run again",
+}
+
+
+def print_conversion(report: Report, out: Path) -> None:
+    """Print a conversion's verdict and figures, and where it lies."""
+    screen = console()
+    print_verdict(screen, report)
+    print_certified(screen, report)
+    if report.regimes:
+        screen.print(regime_table(report.regimes))
+        print_underflow(screen, report.regimes)
+    screen.print(figure_table(report))
+    print_unsafe(screen, report.unsafe)
+    print_uncertified(screen, report)
+    screen.print(f"{out} holds the checkpoint; {out / 'fp16_report.html'} shows the whole report", markup=False)
+
+
+def print_title(title: str) -> None:
+    """Print the name of what follows."""
+    console().print(Text(f"\n{title}", "bold"))
+
+
+def print_audit(report: Report) -> None:
+    """Print an audit's verdict, its regimes and the tightest sites of each."""
+    screen = console()
+    print_verdict(screen, report)
+    screen.print(regime_table(report.regimes))
+    print_underflow(screen, report.regimes)
+    for name, regime in report.regimes.items():
+        screen.print(site_table(name, regime.sites[:WORST_SITES]))
+    print_unsafe(screen, report.unsafe)
+    if report.attack is not None and report.certificate is not None:
+        print_attack(screen, report.attack, report.certificate)
+        print_uncertified(screen, report)
+
+
+def print_underflow(screen: Console, regimes: Mapping[str, RegimeEntry]) -> None:
+    """Print the signals that lie below fp16's smallest normal number as a whole."""
+    for name, regime in regimes.items():
+        if sunk := [site.name for site in regime.underflow]:
+            screen.print(
+                f"{name}: {len(sunk)} signals lie below fp16's smallest normal number (6.1e-05) as a whole and keep few"
+                f" bits: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}",
+                markup=False,
+            )
+
+
+def print_attack(screen: Console, attack: AttackEntry, certificate: CertificateEntry) -> None:
+    """Print how near the adversary came to each limit, between random inputs and the bound."""
+    bounds = {site.name: site.bound for site in certificate.sites}
+    screen.print(
+        f"the worst input that {counted(attack.steps, 'gradient step')} found leaves"
+        f" {headroom_left(attack.worst_headroom_bits)}"
+    )
+    table = Table(
+        "site", "random", "found", "bound", "limit", "bound / found", title="worst found", title_justify="left"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for site in [s for s in attack.sites if s.name in bounds][:WORST_SITES]:
+        top = bounds[site.name]
+        table.add_row(
+            site.name,
+            magnitude_or_overflow(site.random),
+            magnitude_or_overflow(site.worst),
+            bound_of(top),
+            plain(site.limit),
+            times(tightness(top, site.worst)).replace("–", "-"),
+        )
+    screen.print(table)
+
+
+def print_certificate(report: Report) -> None:
+    """Print a certificate: whether it holds, and the tightest sites of each kind."""
+    screen, certificate = console(), report.certificate
+    assert certificate is not None  # what certify is for
+    over = certificate.over
+    if certificate.holds:
+        screen.print(good("certified", f"{certificate_sentence(certificate)}"))
+    else:
+        over_of = f"{len(over)} of {len(certificate.sites)} sites can pass their limit"
+        screen.print(bad("not certified", f"{over_of}; {CONVERT}"))
+    ranked = sorted(certificate.sites, key=lambda site: site.headroom_bits)
+    shown = ranked[: max(WORST_SITES, min(len(over), 4 * WORST_SITES))]
+    table = Table("site", "what", "bound", "partial sums", "limit", "headroom", title="tightest", title_justify="left")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for site in shown:
+        table.add_row(
+            site.name,
+            site.kind,
+            bound_of(site.bound),
+            bound_of(site.partial),
+            plain(site.limit),
+            over_or_left(site.headroom_bits),
+        )
+    screen.print(table)
+    if len(over) > len(shown):
+        screen.print(f"and {len(over) - len(shown)} more over their limit; --json FILE lists all")
+    print_uncertified(screen, report)
+
+
+def bound_of(value: float) -> str:
+    """Return a bound with four digits, rounded up; unlike a measured value it may lie beyond fp16."""
+    return "none" if math.isnan(value) or infinite(value) else plain(rounded_up(value, 4))
+
+
+def plain(value: float) -> str:
+    """Return a number with four digits, whole where it is under ten million, so that 65504 is not taken for 65500."""
+    return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:,.4g}"
+
+
+def over_or_left(bits: float) -> str:
+    """Return headroom by a bound; how far a bound is over its limit is said as well, with a minus."""
+    return headroom_in_words(bits) if bits >= 0 or infinite(bits) else f"{rounded_down(bits, 1):.1f} bits"
+
+
+def certificate_sentence(certificate: CertificateEntry) -> str:
+    """Return what a certificate that holds says."""
+    return (
+        f"no input of up to {certificate.max_length:,} positions can overflow;"
+        f" {headroom_left(certificate.headroom_bits)} at the tightest of {len(certificate.sites)} bounds"
+    )
+
+
+def print_certified(screen: Console, report: Report) -> None:
+    """Print whether a conversion is certified, and what that cost."""
+    certificate = report.certificate
+    if certificate is None:
+        return
+    if certificate.holds:
+        cost = certificate.cost_bits
+        price = "" if cost is None else f"; the proof costs {excess(cost, 2)} bits of precision"
+        screen.print(good("certified", f"{certificate_sentence(certificate)}{price}"))
+    else:
+        over = f"not certified at {len(certificate.over)} of {len(certificate.sites)} sites, the worst below"
+        screen.print(f"{over}: safe there on what was run" if report.safe else over)
+
+
+def exactness(folder: Path) -> str:
+    """Return how many weights of a converted folder come back bit for bit, in words."""
+    words = "does not say how the weights came through; take the one that convert wrote"
+    weights = read_report(folder / REPORT, {"weights": words}, words).weights
+    assert weights is not None  # asked for
+    changed = round(weights.elements * (1 - weights.lossless_fraction))
+    if changed == 0:
+        return "all of them bit for bit"
+    return f"all but {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
+
+
+def print_uncertified(screen: Console, report: Report) -> None:
+    """Print the sites that the certificate does not cover, and the remedy."""
+    for site in (report.uncertified or ())[:WORST_SITES]:
+        screen.print(
+            f"not certified: {site.name}, bound {bound_of(site.bound)}; {site.reason}; {site.remedy}",
+            markup=False,
+        )
+
+
+def print_verdict(screen: Console, report: Report) -> None:
+    """Print the verdict in one sentence."""
+    if report.safe and not report.regimes:
+        screen.print(good("safe", "by its certificate; nothing was run"))
+    elif report.safe:
+        kept = min((regime.headroom_bits for regime in report.regimes.values()), default=math.inf)
+        screen.print(
+            good("safe", f"no overflow and no saturation observed; {headroom_left(kept)} at the tightest site")
+        )
+    else:
+        broken = report.broken_regimes
+        why = f"values overflow or saturate in {', '.join(broken)}" if broken else "see what passes its limit below"
+        screen.print(bad("unsafe", f"{why}"))
+
+
+def regime_table(regimes: Mapping[str, RegimeEntry]) -> Table:
+    """Return the table of regimes."""
+    table = Table("regime", "non-finite", "saturated", "max |x|", "headroom", "tightest site", title_justify="left")
+    for column in table.columns[1:5]:
+        column.justify = "right"
+    for name, regime in regimes.items():
+        table.add_row(
+            name,
+            f"{regime.nonfinite:,}",
+            f"{regime.saturated:,}",
+            magnitude_or_overflow(regime.amax),
+            headroom_in_words(regime.headroom_bits),
+            regime.tightest or "-",
+        )
+    return table
+
+
+def site_table(title: str, sites: Sequence[SiteEntry]) -> Table:
+    """Return the table of a regime's tightest sites."""
+    table = Table(
+        "site",
+        "max |x|",
+        "headroom",
+        "non-finite",
+        "saturated",
+        "benign",
+        title=f"{title}: tightest sites",
+        title_justify="left",
+    )
+    for column in table.columns[1:5]:
+        column.justify = "right"
+    for site in sites:
+        table.add_row(
+            site.name,
+            magnitude_or_overflow(site.amax),
+            "-" if site.headroom_bits is None else headroom_in_words(site.headroom_bits),
+            f"{site.nonfinite:,}",
+            f"{site.saturated:,}",
+            site.benign or "",
+        )
+    return table
+
+
+def figure_table(report: Report) -> Table:
+    """Return the table of what changed and how faithful the result is."""
+    table = Table("what", "value")
+    close, weights, plan, finetune = report.fidelity, report.weights, report.plan, report.finetune
+    if close is not None:
+        measure = "KL to fp32" if close.measure == "kl" else close.measure
+        # Of a finetune that is how 16 bits hold the finetuned weights; how far these went stands below.
+        compared = "source" if finetune is None else "finetuned weights"
+        table.add_row(f"{measure}, {compared} in bf16", error_of(close.kl_bf16))
+        row = f"{error_of(close.kl_fp16)}{ratio(close.kl_bf16, close.kl_fp16)}"
+        table.add_row(f"{measure}, output in fp16", row)
+        if finetune is not None and finetune.fidelity is not None:
+            table.add_row(f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16))
+    if weights is not None:
+        table.add_row("weights carried over exactly", percent(weights.lossless_fraction))
+        table.add_row("weights flushed to zero", f"{weights.flushed_to_zero:,}")
+    if (worst := least_precise(report)) is not None:
+        kept = significant_bits(worst.bits)
+        table.add_row("significant bits kept by the residual stream", f"{kept} of 11" + at_norm(kept, worst.module))
+    if plan is None:
+        return table
+    table.add_row("residual stream scaled by", f"2^{plan.residual_exponent}")
+    if moved := moved_channels(plan):
+        table.add_row("channels moved", ", ".join(moved))
+    if plan.untied_head:
+        table.add_row("head", "separated from the embedding, whose limit stood in the way")
+    if (drift := plan.drift) is not None and drift.measured_kl is not None:
+        row = f"predicted {divergence_text(drift.predicted_kl)}, measured {divergence_text(drift.measured_kl)}"
+        table.add_row("drift of LayerNorm's eps, KL", row)
+    return table
+
+
+def at_norm(kept: str, module: str) -> str:
+    """Return where the fewest bits are kept; nothing where all are."""
+    return "" if kept == "11" else f" at {module}"
+
+
+def error_of(value: float | None) -> str:
+    """Return a divergence or error with three digits; None stands for a model that gave inf or NaN."""
+    return "not finite" if value is None else f"{value:.2e}"
+
+
+def divergence_text(value: float | None) -> str:
+    """Return a divergence with two digits; under 1e-12 it is the noise of fp32 logits."""
+    if value is None:
+        return "not finite"
+    return "under 1e-12" if value < 1e-12 else f"{value:.1e}"
+
+
+def moved_channels(plan: Plan) -> list[str]:
+    """Return "n kind" for every kind of signal with channels that the plan moves."""
+    counts: dict[str, int] = {}
+    for name, exponent in plan.exponents.items():
+        kind = name.rsplit(".", 1)[-1].replace("_", "/")
+        kind = kind if kind in ("value", "neuron", "query/key") else "norm gain"
+        counts[kind] = counts.get(kind, 0) + (sum(e != 0 for e in exponent) if isinstance(exponent, list) else 1)
+    return [f"{count:,} {kind}" for kind, count in counts.items()]
+
+
+def ratio(bf16: float | None, fp16: float | None) -> str:
+    """Return how many times smaller the fp16 error is, in words; nothing where one of them is not a number."""
+    if bf16 is None or fp16 is None or not (fp16 > 0 and math.isfinite(fp16) and bf16 > 0 and math.isfinite(bf16)):
+        return ""
+    return f" ({bf16 / fp16:.0f} times smaller)" if bf16 > fp16 else f" ({fp16 / bf16:.1f} times larger)"
+
+
+def print_unsafe(screen: Console, entries: Sequence[UnsafeEntry]) -> None:
+    """Print what no exponent can hold, and the remedy."""
+    for site in [entry for entry in entries if entry.regimes is not None][:WORST_SITES]:
+        screen.print(f"unsafe: {site.signal}, {site.reason}; {site.remedy}", markup=False)
+    for limit in [entry for entry in entries if entry.regimes is None][:WORST_SITES]:
+        screen.print(
+            f"over its limit with margin: {limit.signal} by {excess(limit.excess_bits)} bits; {limit.remedy}",
+            markup=False,
+        )
+
+
+def print_plan(plan: Plan, planned: Planned | None) -> None:
+    """Print a plan: the exponents, and what each residual exponent would cost."""
+    screen = console()
+    table = Table("signal", "exponent", "channels moved", title=f"plan for {plan.family}", title_justify="left")
+    table.add_row("residual", str(plan.residual_exponent), "all")
+    for name, exponent in plan.exponents.items():
+        if isinstance(exponent, list):
+            table.add_row(
+                name, f"{min(exponent)} to {max(exponent)}", f"{sum(e != 0 for e in exponent)} of {len(exponent)}"
+            )
+        else:
+            table.add_row(name, str(exponent), "all")
+    screen.print(table)
+    for name, factor in plan.gain_correction.items():
+        screen.print(f"{name} times {factor:.6f} against the drift of eps", markup=False)
+    if planned is not None:
+        costs = Table("residual exponent", "predicted relative squared error", title="why", title_justify="left")
+        for r, cost in sorted(planned.cost_by_exponent.items()):
+            costs.add_row(str(r), "over a limit" if cost > 1 else f"{cost:.2e}")
+        screen.print(costs)
+        print_unsafe(screen, [passed_limit(violation) for violation in planned.violations])
+
+
+def magnitude_or_overflow(value: float) -> str:
+    """Return a magnitude with four digits, "overflow" for one beyond fp16."""
+    return plain(value) if value <= FP16_MAX else "overflow"
+
+
+def print_upload(upload: Any, repo: str, *, whole: bool, aside: bool = False) -> None:
+    """Print what would be uploaded: files with their sizes, and the card, of which ``whole`` shows every line.
+
+    aside: on standard error, where standard output is for data.
+    """
+    screen = console(stderr=aside)
+    table = Table("file", "size", title=f"for {repo}", title_justify="left")
+    table.columns[1].justify = "right"
+    items = upload.items()
+    for item in items:
+        table.add_row(item.name, bytes_in_words(item.nbytes))
+    table.add_row(f"{len(items)} files", bytes_in_words(sum(item.nbytes for item in items)))
+    screen.print(table)
+    lines = upload.card.splitlines()
+    shown = len(lines) if whole else CARD_LINES
+    screen.print("README.md, edited since the conversion:" if upload.card_edited else "README.md:")
+    for line in lines[:shown]:
+        screen.print(f"| {line}", markup=False, soft_wrap=True)
+    if len(lines) > shown:
+        screen.print(f"and {len(lines) - shown} more lines; --dry-run shows all")
+
+
+def print_published(result: Mapping[str, Any]) -> None:
+    """Print what was uploaded, and where it lies."""
+    screen = console()
+    if result["dry_run"]:
+        screen.print("dry run: nothing was sent")
+    elif result["url"] is None:
+        screen.print("nothing was uploaded")
+    elif not result["uploaded"]:
+        screen.print(f"{result['url']} has all of it already", markup=False, soft_wrap=True)
+    else:
+        kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
+        files = counted(len(result["uploaded"]), "file")
+        screen.print(f"{result['url']} ({kind}): {files} in {result['commit']}", markup=False, soft_wrap=True)
+
+
+def print_verification(result: Verification) -> None:
+    """Print whether a checkpoint is what its report says, check by check, and every problem."""
+    screen = console()
+    table = Table("check", "result")
+    for check, outcome in result.checks.items():
+        table.add_row(CHECK_NAMES.get(check, check), outcome)
+    screen.print(table)
+    for problem in result.problems:
+        screen.print(
+            f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}",
+            markup=False,
+            soft_wrap=True,
+        )
+    if result.verified and result.certificate is not None:
+        kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
+        ran = "nothing was run" if kept is None else f"{headroom_left(kept)} at the tightest site"
+        proof = "certified for every input" if result.certificate.holds else "safe on what was run"
+        screen.print(good("verified", f"{counted(result.files, 'file')} as recorded, {proof}; {ran}"))
+    else:
+        screen.print(bad("not verified", f"{counted(len(result.problems), 'problem')} above"))

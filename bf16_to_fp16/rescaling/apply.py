@@ -1,0 +1,91 @@
+"""The plan applied: exponents of each tensor for the writer, a model in memory, and the config.
+
+Nothing else multiplies weights by a plan.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..checkpoint.shards import Write
+from ..families.types import Layout, OutputScale
+from ..run.stock import eps_attribute
+from .plan import Plan, check_plan_fits, correction_of, exponents_of
+
+
+def writes(layout: Layout, plan: Plan) -> list[Write]:
+    """Return what to write for ``layout`` under ``plan``, tensor by tensor, sorted by name."""
+    check_plan_fits(layout, plan)
+    result = []
+    for name in sorted(layout.tensors):
+        tensor = layout.tensors[name]
+        exponents = exponents_of(tensor, plan)
+        result.append(
+            Write(
+                name=name,
+                shape=tensor.shape,
+                source=tensor.source,
+                data=tensor.generate(tensor.shape[0], tensor.shape[1]) if tensor.generate else None,
+                exponent=exponents.scalar,
+                row_exponents=exponents.rows,
+                column_exponents=exponents.columns,
+                gain=tensor.gain * correction_of(tensor, plan),
+            )
+        )
+    return result
+
+
+def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module:
+    """Rescale ``model`` in place by ``plan`` and return it; in fp32 its outputs keep every bit.
+
+    The model's parameters are named as in ``layout`` and the head is as tied as the layout says. Norm eps
+    attributes are multiplied by 4^r, also where no config could say so (LayerNorm).
+    """
+    check_plan_fits(layout, plan)
+    found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    done: set[int] = set()
+    with torch.no_grad():
+        for name, tensor in layout.tensors.items():
+            parameter = found[name]
+            if id(parameter) in done:
+                continue
+            done.add(id(parameter))
+            exponents = exponents_of(tensor, plan).full(tensor.shape)
+            # Two factors, each a normal fp32 number, so that no intermediate is lost.
+            half = torch.div(exponents, 2, rounding_mode="floor")
+            for part in (half, exponents - half):
+                parameter.mul_(torch.ldexp(torch.ones_like(part, dtype=torch.float32), part).to(parameter.dtype))
+            parameter.mul_(correction_of(tensor, plan))
+    for path in layout.norms:
+        norm = model.get_submodule(path)
+        attribute = eps_attribute(norm)
+        setattr(norm, attribute, getattr(norm, attribute) * 4.0**plan.residual_exponent)
+    return model
+
+
+def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
+    """Return the source's config with only what the plan needs changed: eps, tie flag, dtype.
+
+    The config is never written by transformers, whose version 5 forces ``tie_word_embeddings`` to true for T5 and
+    so makes version 4 tie an untied head.
+    """
+    config = dict(layout.config)
+    key = layout.family.eps_key
+    if key and plan.residual_exponent:
+        config[key] = layout.eps * 4.0**plan.residual_exponent
+    # The tie flag stays where it also switches on a scale that the head needs.
+    scaled_by_flag = layout.family.output_scale is OutputScale.CONFIG and layout.head_scale != 1.0
+    if layout.tied is False and not scaled_by_flag:
+        config["tie_word_embeddings"] = False
+        if (switch := layout.family.output_scale_key) and switch in config:
+            config[switch] = False
+    set_dtype(config, "float16")
+    return config
+
+
+def set_dtype(config: dict[str, object], dtype: str) -> None:
+    """Set the dtype under the key that the config already uses; ``torch_dtype``, which every version reads, if it
+    has none."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    for key in keys:
+        config[key] = dtype

@@ -1,0 +1,149 @@
+"""A plan of powers of two: pure data, to be printed, stored, replayed and inverted.
+
+A pre-norm transformer computes the same function when signals between its weights are multiplied by powers of two
+and the weights at both ends make up for it; every fp32 intermediate then moves by an exact power of two, so the
+logits keep every bit. A ``Plan`` says by how much; ``apply`` is the only module that changes weights by it, and reads
+the exponents of a tensor from ``exponents_of``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ..checkpoint.shards import LARGEST_EXPONENT
+from ..errors import UserError
+from ..families.types import RESIDUAL, Kind, Layout, ResolvedTensor
+
+Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
+"""An exponent of a plan; an element carries three at most, which the writer then can apply."""
+
+
+class Drift(BaseModel):
+    """What a norm eps that cannot be scaled does to the output: predicted, and measured on what was written.
+
+    ``relative_error``: predicted root mean square over the norms of the relative change of their outputs.
+    ``predicted_kl`` and ``predicted_max_logit_error``: from running the source with eps·4^-r, which is the same
+    function.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    relative_error: float
+    predicted_kl: float | None = None
+    predicted_max_logit_error: float | None = None
+    measured_kl: float | None = None
+    measured_max_logit_error: float | None = None
+
+
+class Plan(BaseModel):
+    """Powers of two for every signal of a layout.
+
+    ``exponents``: per signal one integer for all channels or a list with one per channel; signals at 0 are left
+    out. ``gain_correction``: factor on a norm's weight, not a power of two, that takes out the mean of the eps
+    drift. ``eps``: what the config must say, None where it cannot.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    family: str
+    residual_exponent: Exponent = 0
+    exponents: dict[str, Exponent | list[Exponent]] = Field(default_factory=dict)
+    untied_head: bool = False
+    eps: float | None = None
+    gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    drift: Drift | None = None
+    margin_bits: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_notes(cls, given: Any) -> Any:
+        # Reports once had a list of notes in the plan, always empty.
+        return {key: value for key, value in given.items() if key != "notes"} if isinstance(given, Mapping) else given
+
+    def exponent(self, signal: str) -> int | list[int]:
+        """Return the exponent(s) of a signal, 0 where the plan does not move it."""
+        return self.residual_exponent if signal == RESIDUAL else self.exponents.get(signal, 0)
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """The power of two for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]`` (vectors have rows
+    only)."""
+
+    scalar: int
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
+
+    def full(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the exponents as an int32 tensor that broadcasts to ``shape``."""
+        total = torch.full((1,) * len(shape), self.scalar, dtype=torch.int32)
+        if self.rows is not None:
+            total = total + self.rows.view(-1, *([1] * (len(shape) - 1)))
+        if self.columns is not None:
+            total = total + self.columns
+        return total
+
+
+def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
+    """Return the exponents of one tensor: over its axes, the sum of ±the exponents of the signals that they carry."""
+    scalar = 0
+    per_axis: list[torch.Tensor | None] = [None, None]
+    for position, axis in enumerate(tensor.axes):
+        if axis is None:
+            continue
+        exponent = plan.exponent(axis.signal)
+        if isinstance(exponent, int):
+            scalar += axis.sign * exponent
+            continue
+        if len(exponent) != tensor.shape[position]:
+            raise UserError(
+                f"the plan has {len(exponent)} exponents for {axis.signal}, but {tensor.name} has"
+                f" {tensor.shape[position]} channels; use the plan of this very checkpoint"
+            )
+        per_axis[position] = axis.sign * torch.tensor(exponent, dtype=torch.int32)
+    return Exponents(scalar, per_axis[0], per_axis[1])
+
+
+def correction_of(tensor: ResolvedTensor, plan: Plan) -> float:
+    """Return the plan's gain correction for a norm's weight, 1 for every other tensor."""
+    return plan.gain_correction.get(tensor.name, 1.0)
+
+
+def check_plan_fits(layout: Layout, plan: Plan) -> None:
+    """Raise UserError unless ``plan`` fits ``layout``: same family, known signals, right numbers of channels."""
+    if plan.family != layout.family.name:
+        raise UserError(
+            f"the plan is for {plan.family}, the checkpoint is {layout.family.name}; use the plan of this checkpoint"
+        )
+    for signal, exponent in plan.exponents.items():
+        known = layout.signals.get(signal)
+        if known is None or known.kind in (Kind.FIXED, Kind.RESIDUAL):
+            raise UserError(
+                f"the plan moves {signal!r}, which this checkpoint does not have; use the plan of this checkpoint"
+            )
+        if isinstance(exponent, list) and len(exponent) != known.size:
+            raise UserError(f"the plan has {len(exponent)} exponents for {signal}, which has {known.size} channels")
+
+
+def inverse(plan: Plan) -> Plan:
+    """Return the plan that takes the weights back: every exponent negated, every correction inverted."""
+    return Plan(
+        family=plan.family,
+        residual_exponent=-plan.residual_exponent,
+        exponents={k: -v if isinstance(v, int) else [-e for e in v] for k, v in plan.exponents.items()},
+        gain_correction={k: 1 / v for k, v in plan.gain_correction.items()},
+    )
+
+
+def describe_plan(plan: Plan) -> Mapping[str, object]:
+    """Return the plan as JSON data, lists of one repeated number folded into that number."""
+    data = plan.model_dump()
+    data["exponents"] = {
+        k: v[0] if isinstance(v, list) and len(set(v)) == 1 else v for k, v in data["exponents"].items()
+    }
+    return data

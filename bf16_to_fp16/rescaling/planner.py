@@ -1,0 +1,535 @@
+"""Choosing the exponents: hard limits first, then the least predicted error.
+
+Both ends cost. A signal too large overflows; a weight or signal too small loses bits to fp16's fixed spacing below
+2⁻¹⁴. So every signal and weight has a limit that must hold, and among the exponents that hold it the plan minimises
+a predicted relative squared error: for weights the energy of their rounding errors and the share of elements that
+are not carried over exactly, for signals fp16's last step against their mean square, for LayerNorm the drift of an
+eps that cannot be scaled. (Maximising the smallest margin instead is degenerate: a single weight of 1e-9 would
+decide.)
+
+The residual exponent r couples everything, but given r and the norm gains every value, neuron and query/key channel
+is an integer problem of its own. So: enumerate r, solve all channels by table look-up, and move gains only where
+that leaves a loss. Importances weigh the channels by what they contribute, so that the costs of different sublayers
+compare.
+
+Where the limits cannot all hold, the excess is minimised and reported: rescaling is not enough, and the caller says
+so.
+
+Limits come from two sources. What was observed must fit with a margin, always. What is *possible*, by a certificate,
+should fit too: it does unless that costs more than ``PROOF_WORTH``, signal by signal, in which case the signal is
+named and keeps the exponents that its observed range asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import UserError
+from ..families.types import (
+    RESIDUAL,
+    FeedForward,
+    Kind,
+    Layout,
+    ObservationPoint,
+    ResolvedSignal,
+    ResolvedTensor,
+    Sign,
+    TensorReader,
+)
+from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, NORM_SAFE_LIMIT
+from ..ranges import ChannelRange, ModuleRange
+from .plan import Drift, Plan
+from .rounding_loss import GRID, LossTable, loss_table, signal_noise
+
+MARGIN_BITS = 1.25
+"""How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
+
+
+PROOF_MARGIN_BITS = 1 / 32
+"""What a bound of the unscaled weights keeps to its limit, for rounding them to fp16 afterwards."""
+
+
+TRAIN_MARGIN_BITS = 2.0
+"""Further bits that the target ``train`` keeps: for weights that move, and gradients that flow back."""
+
+
+CHANNEL_RANGE = 24
+"""Channel exponents are searched from −24 to 24."""
+
+
+RESIDUAL_RANGE = 24
+"""Residual exponents are searched from −24 to 24."""
+
+
+ROUNDING = 2.0**-24
+"""Scale of one unavoidable fp16 rounding, (2⁻¹¹)²/4, in relative squared error; costs well under it do not matter."""
+
+
+EXCESS = 1e6
+"""Cost of one bit over a hard limit: more than any precision, so that limits come first."""
+
+
+PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS
+"""What a bound must stay under after scaling."""
+
+
+RESTRAINT = ROUNDING * 2.0**-10
+"""What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
+
+
+PROOF_WORTH = ROUNDING / 4
+"""Predicted error that a proof of one place may cost; with four places for each norm, as much as one rounding there."""
+
+
+LOSSY_SHARE_OF_A_ROUNDING = 1e-3
+"""A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
+
+
+INDIFFERENCE = ROUNDING / 4
+"""Residual exponents whose costs differ by less are as good as each other; the one nearest 0 is taken."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A limit that no exponent can hold: where, and by how many bits."""
+
+    signal: str
+    excess_bits: float
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A signal that is not held under its limit for every input: the predicted error with and without doing so.
+
+    ``impossible``: no exponent does it. ``exponent``: of the residual stream, the one that would.
+    """
+
+    signal: str
+    cost_certified: float
+    cost_observed: float
+    impossible: bool
+    exponent: int | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the limits that it cannot hold, its predicted relative squared error, and that error by residual
+    exponent.
+
+    ``fallbacks``: the signals planned from their observed ranges alone. ``cost_of_proof``: how much of ``cost`` comes
+    from holding the others for every input.
+    """
+
+    plan: Plan
+    violations: tuple[Violation, ...]
+    cost: float
+    cost_by_exponent: Mapping[int, float] = field(default_factory=dict)
+    fallbacks: tuple[Fallback, ...] = ()
+    cost_of_proof: float = 0.0
+
+
+def make_plan(
+    layout: Layout,
+    weights: TensorReader,
+    ranges: Mapping[str, ModuleRange],
+    *,
+    target: str = "half",
+    margin_bits: float = MARGIN_BITS,
+    bounds: Mapping[str, ModuleRange] | None = None,
+    residual_exponent: int | None = None,
+) -> Planned:
+    """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
+
+    weights: unscaled. ranges: what each module's input and output reach on the source, from observation or, where
+    nothing is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` (also ‖h‖₂ of the residual
+    stream under 256) or ``train`` (2 more bits, and gate pre-activations under 147.8). margin_bits: kept between a
+    range and its limit. bounds: what they can reach on any input, held under the limits as well where that is worth it.
+    residual_exponent: the only one to consider, where it has been decided.
+    """
+    search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds)
+    return search.run(None if residual_exponent is None else [residual_exponent])
+
+
+class _Costs:
+    """What exponents cost, given those that are decided: limits that they break, precision that they lose."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        weights: TensorReader,
+        ranges: Mapping[str, ModuleRange],
+        target: str,
+        margin_bits: float,
+        bounds: Mapping[str, ModuleRange] | None = None,
+    ) -> None:
+        self.layout, self.weights, self.ranges, self.bounds = layout, weights, ranges, bounds
+        self.target, self.margin_bits = target, margin_bits + (TRAIN_MARGIN_BITS if target == "train" else 0.0)
+        self.limit = FP16_MAX * 2.0**-self.margin_bits
+        cubes = any(isinstance(w, FeedForward) and w.activation == "gelu_new" for w in layout.topology)
+        self.gate_limit = GELU_CUBE_BACKWARD_LIMIT if target == "train" and cubes else math.inf
+        self.elements = sum(math.prod(t.shape) for t in layout.tensors.values())
+        self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
+        self.tables: dict[tuple[str, int], LossTable] = {}
+        self.chosen: dict[str, torch.Tensor] = {}
+        self.fallbacks: dict[str, Fallback] = {}
+        self.touched: dict[str, list[tuple[ResolvedTensor, int, Sign]]] = {name: [] for name in layout.signals}
+        for tensor in layout.tensors.values():
+            for axis, carried in enumerate(tensor.axes):
+                if carried is not None:
+                    self.touched[carried.signal].append((tensor, axis, carried.sign))
+
+    # -- what is known ----------------------------------------------------------------------------------------------
+
+    def seen(self, point: ObservationPoint) -> ChannelRange | None:
+        """Return the range at one observation point, None where the module was not observed (an encoder-only run, a
+        shared module)."""
+        module = self.ranges.get(point.module)
+        return None if module is None else (module.input if point.side == "input" else module.output)
+
+    def possible(self, point: ObservationPoint) -> ChannelRange | None:
+        """Return the bound at one observation point, None without a certificate."""
+        module = None if self.bounds is None else self.bounds.get(point.module)
+        return None if module is None else (module.input if point.side == "input" else module.output)
+
+    def table(self, tensor: ResolvedTensor, axis: int) -> LossTable:
+        """Return the tensor's loss table along ``axis``, with the vector exponents chosen for its other axis
+        applied."""
+        key = (tensor.name, axis)
+        if key not in self.tables:
+            other = tensor.axes[1 - axis] if len(tensor.axes) == 2 else None
+            exponents = self.chosen.get(other.signal) if other else None
+            shift = exponents * other.sign if other and exponents is not None else None
+            self.tables[key] = loss_table(self.weights(tensor.name), axis, shift)
+        return self.tables[key]
+
+    def offset(self, tensor: ResolvedTensor, axis: int, r: int) -> int:
+        """Return the residual exponent's part in a tensor's exponent on the axes other than ``axis``."""
+        return sum(c.sign * r for place, c in enumerate(tensor.axes) if c and c.signal == RESIDUAL and place != axis)
+
+    def importance(self, signal: ResolvedSignal) -> torch.Tensor:
+        """Return each channel's share in what the signal contributes: float64 [channels], sum 1.
+
+        Mean square times the energy of the weights that read the channel; for queries and keys the product of their
+        mean squares. Both are invariant under the channel's own exponent.
+        """
+        ones = torch.ones(signal.size, dtype=torch.float64)
+        squares = [r.mean_square.double() for s in signal.seen if (r := self.seen(s)) is not None]
+        if not squares:
+            return ones / signal.size
+        readers = [(t, a) for t, a, sign in self.touched[signal.name] if a == 1 and sign < 0]
+        if signal.kind is Kind.QUERY_KEY:
+            return as_shares(torch.stack(squares).prod(0))
+        if not readers:
+            return as_shares(squares[-1])
+        return as_shares(sum((as_shares(squares[-1] * self.table(t, a).energy) for t, a in readers), 0 * ones))
+
+    # -- what an exponent costs -------------------------------------------------------------------------------------
+
+    def channel_costs(self, signal: ResolvedSignal, r: int) -> torch.Tensor:
+        """Return the cost of every exponent −24…24 for every channel of a signal: float64 [channels, 49]."""
+        exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
+        share = self.importance(signal)[:, None]
+        cost = RESTRAINT / signal.size * exponents.abs().double().expand(signal.size, -1)
+        for tensor, axis, sign in self.touched[signal.name]:
+            cost = cost + self.weight_cost(
+                self.table(tensor, axis), sign * exponents + self.offset(tensor, axis, r), share
+            )
+        for point in signal.seen:
+            observed = self.seen(point)
+            if observed is not None:
+                at = point.sign * exponents
+                cost = cost + share * signal_noise(observed.mean_square, at)
+                cost = cost + EXCESS * excess_bits(observed.amax.double()[:, None] * 2.0**at, self.limit)
+        return cost
+
+    def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
+        """Return what the bounds add to ``channel_costs``: float64 [channels, 49], zeros without a certificate."""
+        exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
+        cost = torch.zeros(signal.size, exponents.numel(), dtype=torch.float64)
+        for point in signal.seen:
+            possible = self.possible(point)
+            if possible is not None:
+                at = point.sign * exponents
+                cost = cost + EXCESS * excess_bits(possible.amax.double()[:, None] * 2.0**at, PROOF_LIMIT)
+        return cost
+
+    def best(self, signal: ResolvedSignal, r: int) -> tuple[float, float, torch.Tensor, Fallback | None]:
+        """Return a signal's least cost with and without its bounds, the index of each channel's exponent, and whether
+        its proof was given up."""
+        costs = self.channel_costs(signal, r)
+        free = float(costs.amin(1).sum())
+        if self.bounds is None:
+            return free, free, costs.argmin(1), None
+        held = costs + self.proof_costs(signal)
+        proven = float(held.amin(1).sum())
+        price = PROOF_WORTH * len(signal.seen)
+        if proven <= free + price:
+            return proven, free, held.argmin(1), None
+        impossible = proven - free > EXCESS * 2.0**-10
+        return free + price, free, costs.argmin(1), Fallback(signal.name, proven, free, impossible)
+
+    def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        """Return the cost of a weight's channels at ``exponents``: error energy by share, inexact elements, excess
+        over 65504."""
+        at = (exponents + GRID).clamp(0, 2 * GRID)
+        energy = table.energy[:, None].clamp(min=1e-300)
+        cost = share * (table.error[:, at].double() / energy).clamp(max=1.0)
+        cost = cost + self.lossy_price * table.lossy[:, at].double()
+        return cost + EXCESS * excess_bits(table.amax[:, None] * 2.0 ** exponents.double(), self.limit)
+
+    def residual_cost(self, r: int) -> float:
+        """Return what depends on r alone: the stream's own limits and noise, the weights that only it scales, the
+        eps drift."""
+        signal, at = self.layout.signals[RESIDUAL], torch.tensor([r])
+        cost = RESTRAINT * abs(r)
+        for point in signal.seen:
+            observed = self.seen(point)
+            if observed is None:
+                continue
+            e = point.sign * r
+            cost += EXCESS * float(excess_bits(observed.amax.double().amax() * 2.0**e, self.limit))
+            if point.side == "input":
+                norm = self.layout.signals.get(point.module)
+                share = self.importance(norm) if norm is not None else as_shares(observed.mean_square.double())
+                cost += float((share[:, None] * signal_noise(observed.mean_square, torch.tensor([e]))).sum())
+                length = self.stream_norm(self.ranges, point.module) * 2.0**e
+                cost += EXCESS * float(excess_bits(length, self.norm_limit(self.margin_bits)))
+        for tensor, axis, sign in self.touched[RESIDUAL]:
+            if all(c is None or c.signal == RESIDUAL for c in tensor.axes):
+                table = self.table(tensor, axis).total()
+                cost += float(self.weight_cost(table, sign * at, torch.ones(1, 1)).sum())
+        return cost + self.drift(r, corrected=True)
+
+    def residual_excess(self, r: int) -> float:
+        """Return by how many bits the stream's bounds pass their limits at r, summed over its places."""
+        total = 0.0
+        for point in self.layout.signals[RESIDUAL].seen:
+            possible = self.possible(point)
+            if possible is None or self.bounds is None:
+                continue
+            e = point.sign * r
+            total += float(excess_bits(possible.amax.double().amax() * 2.0**e, PROOF_LIMIT))
+            if point.side == "input":
+                length = self.stream_norm(self.bounds, point.module) * 2.0**e
+                total += float(excess_bits(length, self.norm_limit(PROOF_MARGIN_BITS)))
+        return total
+
+    def total_cost(self, r: int) -> tuple[float, float, bool]:
+        """Return the cost of a residual exponent with every channel solved, with and without the bounds, and whether
+        the stream is held for every input."""
+        movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
+        solved = [self.best(s, r) for s in movable]
+        stream = self.residual_cost(r)
+        cost, free = stream + sum(s[0] for s in solved), stream + sum(s[1] for s in solved)
+        if self.residual_excess(r) == 0:
+            return cost, free, True
+        return cost + PROOF_WORTH * len(self.layout.signals[RESIDUAL].seen), free, False
+
+    def norm_limit(self, margin_bits: float) -> torch.Tensor:
+        """Return the limit on ‖h‖₂ of the stream, infinite unless the target is norm-safe."""
+        return torch.tensor(NORM_SAFE_LIMIT * 2.0**-margin_bits if self.target == "norm-safe" else math.inf)
+
+    def stream_norm(self, ranges: Mapping[str, ModuleRange], module: str) -> torch.Tensor:
+        """Return the largest ‖h‖₂ at a norm's input."""
+        norm = ranges[module].norm
+        return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
+
+    def drift(self, r: int, *, corrected: bool) -> float:
+        """Return the sum over the norms of the mean squared relative change that an unscaled eps makes, 0 where eps is
+        in the config.
+
+        A token of variance v changes by √((v + eps) / (v + eps·4^-r)) − 1; a gain correction takes out the mean.
+        """
+        if self.layout.family.eps_key is not None or r == 0:
+            return 0.0
+        total = 0.0
+        for path in self.layout.norms:
+            kept, shares = self.kept(path, r)
+            gain = self.gain_correction(path, r) if corrected else 1.0
+            total += float((shares * (gain * kept - 1).square()).sum())
+        return total
+
+    def kept(self, path: str, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what an unscaled eps leaves of a norm's output, and the share of tokens of which it leaves that."""
+        norm = self.ranges[path].norm if path in self.ranges else None
+        if norm is None:
+            return torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        variance, shares = norm.variances.unbind(1)
+        return ((variance + self.layout.eps) / (variance + self.layout.eps * 4.0**-r)).sqrt(), shares
+
+    def gain_correction(self, path: str, r: int) -> float:
+        """Return the factor on a norm's weight that leaves the least mean squared change, 1 where that is under one
+        fp16 rounding."""
+        kept, shares = self.kept(path, r)
+        factor = float((shares * kept).sum() / (shares * kept.square()).sum())
+        return factor if abs(factor - 1) > math.sqrt(ROUNDING) else 1.0
+
+    def gain_corrections(self, r: int) -> dict[str, float]:
+        """Return the factor for each norm weight whose typical drift is more than one fp16 rounding."""
+        if self.layout.family.eps_key is not None or r == 0:
+            return {}
+        factors = {f"{path}.weight": self.gain_correction(path, r) for path in self.layout.norms}
+        return {name: factor for name, factor in factors.items() if factor != 1.0}
+
+
+class _PlanSearch(_Costs):
+    """One search: it decides exponent by exponent, each by what it costs beside those decided before."""
+
+    def run(self, candidates: list[int] | None = None) -> Planned:
+        """Enumerate r, solve the channels, move gains where needed, and collect what cannot be held."""
+        movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
+        steady = [s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY]
+        totals = {r: self.total_cost(r) for r in candidates or self.candidates()}
+        by_exponent = {r: cost for r, (cost, *_) in totals.items()}
+        least = min((cost for cost in by_exponent.values() if math.isfinite(cost)), default=math.inf)
+        if least == math.inf:
+            raise UserError(
+                "no exponent brings the signals into fp16's range, so large are the weights; use another revision of"
+                " the checkpoint, or repair it"
+            )
+        r = min((e for e, cost in by_exponent.items() if cost <= least + INDIFFERENCE), key=abs)
+        if not totals[r][2]:
+            self.fallbacks[RESIDUAL] = self.residual_fallback(r)
+        for signal in movable + steady:
+            self.settle(signal, r)
+        gains = [s for s in self.layout.signals.values() if s.kind is Kind.NORM and self.gain_is_needed(s, r)]
+        for signal in gains:
+            before = self.chosen.get(signal.name)
+            self.settle(signal, r)
+            if not same(before, self.chosen.get(signal.name)):
+                self.resettle_writers(signal, r)
+        exponents = {name: folded(values) for name, values in self.chosen.items() if bool((values != 0).any())}
+        eps_key = self.layout.family.eps_key
+        plan = Plan(
+            family=self.layout.family.name,
+            residual_exponent=r,
+            exponents=exponents,
+            untied_head=any(
+                t.source and t.name == self.layout.family.head and t.source != t.name
+                for t in self.layout.tensors.values()
+            ),
+            eps=self.layout.eps * 4.0**r if eps_key else None,
+            gain_correction=self.gain_corrections(r),
+            drift=None
+            if eps_key or r == 0
+            else Drift(relative_error=math.sqrt(self.drift(r, corrected=True) / len(self.layout.norms))),
+            margin_bits=self.margin_bits,
+        )
+        price = PROOF_WORTH * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
+        cost_of_proof = max(0.0, by_exponent[r] - price - min(free for _, free, _ in totals.values()))
+        return Planned(
+            plan,
+            tuple(self.violations(plan)),
+            by_exponent[r],
+            by_exponent,
+            tuple(self.fallbacks.values()),
+            cost_of_proof,
+        )
+
+    def residual_fallback(self, r: int) -> Fallback:
+        """Return what holding the stream for every input would have cost."""
+        held = [e for e in range(-RESIDUAL_RANGE, r) if self.residual_excess(e) == 0]
+        if not held:
+            return Fallback(RESIDUAL, math.inf, self.residual_cost(r), True)
+        return Fallback(RESIDUAL, self.residual_cost(max(held)), self.residual_cost(r), False, max(held))
+
+    def candidates(self) -> list[int]:
+        """Return the residual exponents worth trying: around the largest that the stream's limits allow, and 0."""
+        tops = []
+        for point in self.layout.signals[RESIDUAL].seen:
+            observed = self.seen(point)
+            if observed is not None and point.sign > 0 and float(observed.amax.amax()) > 0:
+                tops.append(whole_log2(self.limit / float(observed.amax.amax())))
+                if point.side == "input" and self.target == "norm-safe":
+                    room = self.norm_limit(self.margin_bits) / self.stream_norm(self.ranges, point.module)
+                    tops.append(whole_log2(float(room)))
+        top = max(-RESIDUAL_RANGE, min(RESIDUAL_RANGE, min(tops, default=0)))
+        proven = max((e for e in range(-RESIDUAL_RANGE, top + 1) if self.residual_excess(e) == 0), default=top)
+        near = {*range(top - 6, top + 2), *range(proven - 1, proven + 1)}
+        return sorted({e for e in near if abs(e) <= RESIDUAL_RANGE} | {0})
+
+    def settle(self, signal: ResolvedSignal, r: int) -> None:
+        """Choose every channel's exponent of one signal; ties go to the exponent nearest 0."""
+        *_, index, fallback = self.best(signal, r)
+        best = index - CHANNEL_RANGE
+        self.fallbacks.pop(signal.name, None)
+        if fallback is not None:
+            self.fallbacks[signal.name] = fallback
+        changed = not same(self.chosen.get(signal.name), best)
+        self.chosen[signal.name] = best.to(torch.int32)
+        if changed:
+            for tensor, axis, _ in self.touched[signal.name]:
+                self.tables.pop((tensor.name, 1 - axis), None)
+
+    def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
+        """Return whether at gain 0 a norm's output or a reader breaks a limit, or one weight of a reader is inexact."""
+        return float(self.channel_costs(signal, r)[:, CHANNEL_RANGE].sum()) > self.lossy_price / 2
+
+    def resettle_writers(self, norm: ResolvedSignal, r: int) -> None:
+        """Solve again the channels that the readers of a moved norm write, since their tables have changed."""
+        for tensor, *_ in list(self.touched[norm.name]):
+            written = tensor.axes[0]
+            if len(tensor.axes) == 2 and written is not None and written.signal in self.chosen:
+                self.tables.pop((tensor.name, 0), None)
+                self.settle(self.layout.signals[written.signal], r)
+
+    # -- what cannot be held ----------------------------------------------------------------------------------------
+
+    def violations(self, plan: Plan) -> list[Violation]:
+        """Return every signal that still passes its limit under ``plan``, the worst point of each."""
+        worst: dict[str, float] = {}
+        for signal in self.layout.signals.values():
+            exponent = plan.exponent(signal.name)
+            e = torch.as_tensor(exponent, dtype=torch.float64)
+            for point in signal.seen:
+                observed = self.seen(point)
+                if observed is not None:
+                    limit = min(self.limit, self.gate_limit) if point.module in self.layout.gates else self.limit
+                    excess = float(excess_bits(observed.amax.double() * 2.0 ** (point.sign * e), limit).amax())
+                    if signal.kind is Kind.RESIDUAL and point.side == "input":
+                        length = self.stream_norm(self.ranges, point.module) * 2.0**e
+                        excess = max(excess, float(excess_bits(length, self.norm_limit(self.margin_bits))))
+                    place = f"{point.module} ({point.side})"
+                    if excess > 0:
+                        worst[place] = max(worst.get(place, 0.0), excess)
+        return [Violation(*place) for place in sorted(worst.items(), key=lambda item: -item[1])]
+
+
+def excess_bits(amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+    """Return by how many bits ``amax`` passes ``limit``, 0 where it does not."""
+    return torch.log2((amax / limit).clamp(min=1.0))
+
+
+def as_shares(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` divided by their sum, equal shares where the sum is 0."""
+    total = values.sum()
+    return values / total if float(total) > 0 else torch.full_like(values, 1 / values.numel())
+
+
+def whole_log2(x: float) -> int:
+    """Return the exponent of the largest power of two up to x; for inf the largest residual exponent, for 0 and NaN the
+    least."""
+    if x == math.inf:
+        return RESIDUAL_RANGE
+    return math.floor(math.log2(x)) if x > 0 else -RESIDUAL_RANGE
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Return whether two exponent vectors are equal; None stands for all zeros."""
+    if one is None or other is None:
+        given = one if one is not None else other
+        return given is None or not bool((given != 0).any())
+    return bool((one == other).all())
+
+
+def folded(values: torch.Tensor) -> int | list[int]:
+    """Return a vector as one integer if all its elements agree, else as a list."""
+    items = [int(v) for v in values]
+    return items[0] if len(set(items)) == 1 else items
+
+
+TARGETS = ("half", "norm-safe", "train")

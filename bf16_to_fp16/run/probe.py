@@ -1,0 +1,504 @@
+"""The token batches on which a model is observed.
+
+Two sources. Without data, a built-in probe needs no tokenizer and looks where activations differ: random ids,
+the longest sequence, one repeated token, padded rows of mixed lengths, on each side the ids that ``choice`` finds in
+the weights (of a small vocabulary every id, as on request of a large one), and a ``generate`` with cache and beams.
+With data (JSONL, CSV, Parquet, text, or a dataset of the Hub) the checkpoint's own tokenizer makes the batches.
+Everything is seeded, so that two audits of one checkpoint see the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.reader import open_checkpoint
+from ..errors import UserError, first_line
+from ..families.known import is_encoder_class, of_model_type
+from ..families.types import TensorSource
+from . import choice
+from .texts import texts
+
+IGNORED_LABEL = -100
+"""The label that stock losses leave out."""
+
+
+_LOGIT_BUDGET = 2**27
+"""Most logits of one batch (half a gigabyte in fp32): large vocabularies get fewer rows."""
+
+
+_PROBE_LOGITS = 2**25
+"""Most logits of the whole probe: those of about a thousand positions at a vocabulary of 32,128."""
+
+
+RANDOM, LONG, REPEATED, PADDED, CHOSEN, SWEEP, GENERATE, DATA = BATCH_KINDS = (
+    "random ids",
+    "long",
+    "repeated",
+    "padded",
+    "chosen ids",
+    "vocabulary sweep",
+    "generate",
+    "data",
+)
+"""What a batch is there for; the report lists the batches by it."""
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length].
+
+    The decoder's fields are None for an encoder-only model. ``head`` false leaves the logits out (a vocabulary
+    of 250,000 swept with them would cost its square); ``generate`` asks for beam search from the encoder's ids
+    instead of a forward. ``kind`` is one of ``BATCH_KINDS``, "given" for a batch that was made elsewhere. ``chosen``:
+    the ids that were chosen, by reason, at the first batch of them.
+    """
+
+    description: str
+    input_ids: Tensor
+    attention_mask: Tensor
+    decoder_input_ids: Tensor | None = None
+    decoder_attention_mask: Tensor | None = None
+    head: bool = True
+    generate: bool = False
+    kind: str = "given"
+    chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def labels(self) -> Tensor:
+        """Return what each decoder position should predict, int64 of the decoder's shape: the next id, or -100."""
+        if self.decoder_input_ids is None or self.decoder_attention_mask is None:
+            raise ValueError("an encoder-only batch has no labels")
+        labels = torch.full_like(self.decoder_input_ids, IGNORED_LABEL)
+        following = self.decoder_input_ids[:, 1:]
+        labels[:, :-1] = following.masked_fill(self.decoder_attention_mask[:, 1:] == 0, IGNORED_LABEL)
+        return labels
+
+
+def batches(
+    config: Any,
+    source: Path | None,
+    data: str | None,
+    *,
+    seed: int = 0,
+    examples: int = 32,
+    length: int = 512,
+    sweep: bool = False,
+    chosen: Mapping[str, Sequence[int]] | None = None,
+) -> list[Batch]:
+    """Return the batches of ``data`` tokenised with the tokenizer in ``source``, or the built-in probe where
+    ``data`` is None.
+
+    config: the model's transformers configuration; source: folder of the checkpoint, read only with ``data``;
+    data: a path ending in .jsonl, .json, .csv, .parquet or .txt, else the id of a dataset on the Hub; examples,
+    length: caps, in examples and tokens. sweep: have the probe run every id of the vocabulary. chosen: the ids by
+    reason that it runs instead, as ``chosen_ids`` gives them; None draws them at random. Raises ``UserError`` for data
+    or a tokenizer that cannot be used.
+    """
+    length = min(length, longest_sequence(config))
+    if data is None:
+        return _probe(config, seed, length, sweep, chosen)
+    if source is None:
+        raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
+    return _tokenised(config, source, data, seed, examples, length)
+
+
+def audit_batches(
+    config: Any,
+    folder: Path,
+    data: str | None,
+    *,
+    seed: int = 0,
+    sweep: bool = False,
+    chosen: Mapping[str, Sequence[int]] | None = None,
+) -> list[Batch]:
+    """Return what an audit runs on: the built-in probe, its ids chosen by the weights in ``folder`` unless they are
+    given or all are wanted, and ``data`` where given.
+
+    Arguments and errors are those of ``batches``.
+    """
+    if chosen is None and not sweep and not is_small(config):
+        chosen = chosen_ids(config, open_checkpoint(folder), seed=seed)
+    inputs = batches(config, None, None, seed=seed, sweep=sweep, chosen=chosen)
+    return inputs if data is None else inputs + batches(config, folder, data, seed=seed)
+
+
+def is_small(config: Any) -> bool:
+    """Return whether a vocabulary is so small that the probe runs every id."""
+    return int(config.vocab_size) <= choice.CHOSEN
+
+
+def chosen_ids(config: Any, source: TensorSource, *, seed: int = 0) -> dict[str, list[int]] | None:
+    """Return which ids of a large vocabulary the probe should run, by reason, chosen by the weights of a checkpoint or
+    model; None for a small one, of which it runs all."""
+    if is_small(config):
+        return None
+    return choice.chosen(source, _special(config), torch.Generator().manual_seed(seed))
+
+
+def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
+    """Return the ids that a report lists where they are some, no more than are chosen and all in the vocabulary; else
+    None."""
+    ids = [i for chosen in by_reason.values() for i in chosen]
+    fits = 0 < len(ids) <= choice.CHOSEN and max(ids) < int(config.vocab_size)
+    return by_reason if fits else None
+
+
+def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
+    """Return the report's ``inputs``, from which the same can be run again and be told from anything else.
+
+    ``batches``: in their order, each run of one kind as one entry: kind, number of batches, rows of them all, and the
+    longest encoder and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the
+    name of a dataset of the Hub, and how many rows of it were drawn; None without data. ``chosen``: ids by the reason
+    that each was chosen for, empty where every id is run. ``sha256``: of all ids and masks.
+    """
+    digest = hashlib.sha256()
+    entries: list[dict[str, Any]] = []
+    for batch in inputs:
+        for tensor in (
+            batch.input_ids,
+            batch.attention_mask,
+            batch.decoder_input_ids,
+            batch.decoder_attention_mask,
+        ):
+            shape = None if tensor is None else tuple(tensor.shape)
+            digest.update(repr(shape).encode())
+            if tensor is not None:
+                digest.update(tensor.cpu().contiguous().numpy().astype("<i8").tobytes())
+        rows, encoder = batch.input_ids.shape
+        decoder = None if batch.decoder_input_ids is None else batch.decoder_input_ids.shape[1]
+        if entries and entries[-1]["kind"] == batch.kind:
+            last = entries[-1]
+            last["batches"] += 1
+            last["rows"] += rows
+            last["encoder"] = max(last["encoder"], encoder)
+            last["decoder"] = decoder if last["decoder"] is None else max(last["decoder"], decoder or 0)
+        else:
+            entries.append({"kind": batch.kind, "batches": 1, "rows": rows, "encoder": encoder, "decoder": decoder})
+    drawn = sum(entry["rows"] for entry in entries if entry["kind"] == DATA)
+    shown = data if data is None or not Path(data).exists() else Path(data).name
+    return {
+        "seed": seed,
+        "data": None if data is None else {"name": shown, "rows": drawn},
+        "batches": entries,
+        "chosen": {reason: list(ids) for batch in inputs for reason, ids in batch.chosen.items()},
+        "sha256": digest.hexdigest(),
+    }
+
+
+def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
+    """Run ``model`` on ``batch`` and return the stock output object (None for a batch that generates or has no head).
+
+    The batch is moved to the model's device. With ``labels`` the output carries the stock loss. Raises UserError where
+    stock code fails, as it does for impossible settings that it did not look at when it loaded them.
+    """
+    try:
+        return _run(model, batch, labels)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("transformers", "torch"):
+            raise
+        name = getattr(model.config, "name_or_path", "") or type(model).__name__
+        raise UserError(
+            f"{name}: stock code cannot run it ({first_line(error)}); mend its config.json or generation_config.json"
+        ) from error
+
+
+def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
+    device = next(model.parameters()).device
+    ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
+    stock: Any = model
+    if batch.generate:
+        stock.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            num_beams=2,
+            do_sample=False,
+            max_new_tokens=8,
+            min_new_tokens=8,
+            use_cache=_cacheable(stock.config),
+        )
+        return None
+    if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
+        return stock(input_ids=ids, attention_mask=mask)
+    decoder_mask = batch.decoder_attention_mask.to(device)
+    decoder: dict[str, Tensor | bool] = {"use_cache": False}
+    if not bool(decoder_mask.all()):
+        decoder["decoder_attention_mask"] = decoder_mask
+    if not batch.head:
+        states = stock.get_encoder()(input_ids=ids, attention_mask=mask)[0]
+        stock.get_decoder()(
+            input_ids=batch.decoder_input_ids.to(device),
+            encoder_hidden_states=states,
+            encoder_attention_mask=mask,
+            attention_mask=decoder.get("decoder_attention_mask"),
+            use_cache=False,
+        )
+        return None
+    if labels:
+        decoder["labels"] = batch.labels().to(device)
+    return stock(
+        input_ids=ids,
+        attention_mask=mask,
+        decoder_input_ids=batch.decoder_input_ids.to(device),
+        **decoder,
+    )
+
+
+def _cacheable(config: Any) -> bool:
+    """Whether stock code can generate with a cache: it makes one with as many layers as the encoder has."""
+    family = of_model_type(config.model_type)
+    decoder = getattr(config, family.decoder.layers, None) if family else None
+    return decoder is None or int(decoder) <= int(config.num_hidden_layers)
+
+
+def has_decoder(config: Any) -> bool:
+    """Whether the checkpoint's class is a sequence-to-sequence model.
+
+    An encoder-only one names the class of an encoder; its ``is_encoder_decoder`` is often still true.
+    """
+    encoders = any(is_encoder_class(name) for name in config.architectures or ())
+    return bool(config.is_encoder_decoder) and not encoders
+
+
+def longest_sequence(config: Any) -> int:
+    """Return the most positions that a model of ``config`` has; 2³⁰ where nothing bounds them."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return int(positions) if positions else 2**30
+
+
+def _start(config: Any) -> int:
+    for name in ("decoder_start_token_id", "pad_token_id"):
+        token = getattr(config, name, None)
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def _pad(config: Any) -> int:
+    token = getattr(config, "pad_token_id", None)
+    return 0 if token is None else int(token)
+
+
+def _special(config: Any) -> list[int]:
+    """The ids with a meaning of their own: those that the config names, and the last, the first of T5's sentinels."""
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "decoder_start_token_id")
+    found = [getattr(config, name, None) for name in names]
+    last = int(config.vocab_size) - 1
+    return sorted({last, *(i for i in found if isinstance(i, int) and 0 <= i <= last)})
+
+
+def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str, Sequence[int]] | None) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary, decodes = int(config.vocab_size), has_decoder(config)
+
+    def ids(rows: int, columns: int) -> Tensor:
+        return torch.randint(0, vocabulary, (rows, min(columns, length)), generator=generator)
+
+    def batch(kind: str, description: str, encoder: Tensor, decoder: Tensor) -> Batch:
+        if not decodes:
+            return Batch(description, encoder, torch.ones_like(encoder), head=False, kind=kind)
+        started = decoder.clone()
+        started[:, 0] = _start(config)
+        return Batch(
+            description,
+            encoder,
+            torch.ones_like(encoder),
+            started,
+            torch.ones_like(started),
+            kind=kind,
+        )
+
+    repeated = ids(2, 1).repeat(1, min(128, length))
+    made = [
+        batch(RANDOM, "random ids", ids(4, 64), ids(4, 32)),
+        batch(LONG, f"one sequence of {length} tokens", ids(1, length), ids(1, min(length, 128))),
+        batch(REPEATED, "one token repeated", repeated, repeated[:, :64]),
+        _padded(config, [ids(1, n)[0] for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
+    ]
+    if sweep or is_small(config):
+        made += _sweep(config, vocabulary, min(length, 128))
+    else:
+        ids_by_reason = choice.drawn(vocabulary, _special(config), generator) if chosen is None else chosen
+        made += _chosen(config, ids_by_reason, min(length, 128))
+    made = _within_budget(made, vocabulary)
+    if decodes:
+        made.append(_generation(made[3]))
+    return made
+
+
+def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
+    """The batches with logits for the first ones only, as many positions as the budget suffices for; for one batch in
+    any case, as there is nothing to compare models by without."""
+    left = _PROBE_LOGITS // vocabulary
+    result: list[Batch] = []
+    for batch in made:
+        positions = 0 if batch.decoder_input_ids is None else batch.decoder_input_ids.numel()
+        kept = batch.head and (positions <= left or not result)
+        left -= positions if kept else 0
+        result.append(batch if kept else replace(batch, head=False))
+    return result
+
+
+def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
+    """The chosen ids in the encoder and, in reverse order, in the decoder: once in long rows and once in rows of four,
+    in which a token has the context almost for itself."""
+    ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
+    decodes = has_decoder(config)
+    made: list[Batch] = []
+    for columns in dict.fromkeys((min(length, len(ids)), min(length, len(ids), 4))):
+        full = len(ids) // columns * columns
+        for part in (ids[:full], ids[full:]):
+            if not len(part):
+                continue
+            encoder = part.view(-1, min(columns, len(part)))
+            mask, reverse = torch.ones_like(encoder), part.flip(0).view_as(encoder)
+            name = f"chosen ids in rows of {encoder.shape[1]}"
+            reasons = by_reason if not made else {}
+            made.append(
+                Batch(name, encoder, mask, reverse, mask, kind=CHOSEN, chosen=reasons)
+                if decodes
+                else Batch(name, encoder, mask, head=False, kind=CHOSEN, chosen=reasons)
+            )
+    return made
+
+
+def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
+    """Every id once in the encoder and, in reverse order, once in the decoder, in chunks of eight sequences."""
+    decodes = has_decoder(config)
+    rows = max(1, min(8, _LOGIT_BUDGET // (length * vocabulary)))
+    chunk = rows * length
+    made = []
+    for first in range(0, vocabulary, chunk):
+        ids = torch.arange(first, min(first + chunk, vocabulary))
+        columns = min(length, len(ids))
+        full = len(ids) // columns * columns
+        for part in (ids[:full], ids[full:]):
+            if not len(part):
+                continue
+            encoder = part.view(-1, min(columns, len(part)))
+            other = vocabulary - 1 - encoder
+            mask = torch.ones_like(encoder)
+            name = f"vocabulary {int(part[0])} to {int(part[-1])}"
+            made.append(
+                Batch(name, encoder, mask, other, mask, kind=SWEEP)
+                if decodes
+                else Batch(name, encoder, mask, head=False, kind=SWEEP)
+            )
+    return made
+
+
+def _generation(batch: Batch) -> Batch:
+    return Batch("generate with cache and beams", batch.input_ids, batch.attention_mask, generate=True, kind=GENERATE)
+
+
+def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
+    """Return ids and 0/1 mask, int64 [rows, longest], of one-dimensional ``rows`` filled up with ``padding``."""
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), padding, dtype=torch.int64)
+    mask = torch.zeros((len(rows), longest), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+        mask[i, : len(row)] = 1
+    return ids, mask
+
+
+def _padded(
+    config: Any,
+    encoder: Sequence[Tensor],
+    decoder: Sequence[Tensor],
+    description: str = "padded, mixed lengths",
+    kind: str = PADDED,
+) -> Batch:
+    ids, mask = stack(encoder, _pad(config))
+    if not has_decoder(config):
+        return Batch(description, ids, mask, head=False, kind=kind)
+    start = torch.tensor([_start(config)])
+    shifted = [torch.cat([start, row[:-1]]) for row in decoder]
+    return Batch(description, ids, mask, *stack(shifted, _pad(config)), kind=kind)
+
+
+def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, length: int) -> list[Batch]:
+    chosen = _sample(texts(data), examples, random.Random(seed))
+    if not chosen:
+        raise UserError(f"{data}: no examples in it; give a file with at least one")
+    tokenizer = load_tokenizer(source)
+    vocabulary = int(config.vocab_size)
+    generator = torch.Generator().manual_seed(seed)
+
+    def encode(text: str) -> Tensor:
+        tokens = tokenizer(text, truncation=True, max_length=length)["input_ids"]
+        ids = torch.tensor(tokens or [_pad(config)], dtype=torch.int64)
+        if int(ids.max()) >= vocabulary:
+            raise UserError(
+                f"{source}: its tokenizer gives id {int(ids.max())}, past the vocabulary of {vocabulary};"
+                " the tokenizer belongs to another checkpoint"
+            )
+        return ids
+
+    pairs = [
+        (
+            encode(text),
+            torch.randint(0, vocabulary, (min(32, length),), generator=generator) if target is None else encode(target),
+        )
+        for text, target in chosen
+    ]
+    pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])))
+    longest = max(len(target) for _, target in pairs)
+    rows = max(1, min(8, _LOGIT_BUDGET // (longest * vocabulary)))
+    made = [
+        _padded(
+            config,
+            [text for text, _ in pairs[i : i + rows]],
+            [target for _, target in pairs[i : i + rows]],
+            f"{Path(data).name}, batch {i // rows + 1}",
+            DATA,
+        )
+        for i in range(0, len(pairs), rows)
+    ]
+    if has_decoder(config):
+        made.append(_generation(made[0]))
+    return made
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has any file of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in ``folder``; nothing is fetched. Raises UserError where there is none or it is damaged."""
+    from transformers import AutoTokenizer
+
+    if not has_tokenizer(folder):
+        # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
+        raise UserError(f"{folder}: no tokenizer files, and text needs them; put the original's tokenizer there")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds, from OSError to TypeError
+        raise UserError(
+            f"{folder}: no usable tokenizer ({first_line(error)}); put the original's tokenizer there"
+        ) from error
+
+
+def _sample(items: Iterable[tuple[str, str | None]], count: int, rng: random.Random) -> list[tuple[str, str | None]]:
+    """A uniform sample of at most ``count`` in one pass (Vitter's algorithm R), so that a large file is never held."""
+    kept: list[tuple[str, str | None]] = []
+    for seen, item in enumerate(items):
+        if len(kept) < count:
+            kept.append(item)
+        elif (place := rng.randrange(seen + 1)) < count:
+            kept[place] = item
+    return kept

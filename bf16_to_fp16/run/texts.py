@@ -1,0 +1,384 @@
+"""Rows of text from JSONL, CSV, Parquet and text files, and from datasets of the Hub: all of them are opened here.
+
+``texts`` reads data once from the first row to the last, as the probe does; ``open_texts`` makes a table or a stream of
+``datasets`` of them, which the training corpus reads again and again. Both have the same readers of files and one rule
+for which columns hold the text and its target. The Hub is asked once instead of for half a minute where it does not
+answer.
+
+``datasets`` has readers of JSON, CSV and text of its own. They are not used, because they change what they read: a text
+2020-01-01 becomes a time, the cell NA nothing, a list on a line a row of text; what is broken they name by the place in
+a block of the file, if at all. Without them a file is probed without the second that importing ``datasets`` takes.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError, first_line
+
+TEXT_COLUMNS = ("input", "text")
+"""Columns that are taken for the text before any other."""
+
+
+TARGET_COLUMN = "target"
+"""The column of what the model should answer."""
+
+
+HUB_TIMEOUT = 10.0
+"""Seconds that the Hub has to answer."""
+
+
+_MOST_HUB_ROWS = 4096
+"""Rows that are read of a dataset of the Hub, which may be larger than the disk."""
+
+
+# ---- one pass over the rows ------------------------------------------------------------------------------------------
+
+
+def texts(data: str) -> Iterator[tuple[str, str | None]]:
+    """Yield text and target (None where there is none) of every row of ``data``.
+
+    data: a path ending in .jsonl, .json, .csv, .parquet or .txt, else the id of a dataset on the Hub, of which the
+    first 4096 rows are read. Raises UserError for what cannot be read.
+    """
+    path = Path(data)
+    if path.suffix == "" and not path.exists() and not path.is_absolute():
+        rows = hub_rows(data)
+    else:
+        check_data_files(data, [path], path.suffix)
+        rows = file_rows(path)
+    yield from text_pairs(data, rows)
+
+
+def choose_columns(
+    strings: Iterable[str], input_column: str | None = None, target_column: str | None = None
+) -> tuple[str | None, str | None]:
+    """Return which of the columns ``strings`` holds the text, and which one, if it is there, the target.
+
+    The named ones; else for the text ``input``, ``text`` or the first that is not the target, None where there is none,
+    and for the target ``target``.
+    """
+    target = target_column or (TARGET_COLUMN if input_column != TARGET_COLUMN else None)
+    others = [name for name in strings if name != target]
+    return input_column or next((name for name in (*TEXT_COLUMNS, *others) if name in others), None), target
+
+
+def text_pairs(
+    data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
+) -> Iterator[tuple[str, str | None]]:
+    """Yield text and target of ``rows``, whose first one decides on columns that are not named.
+
+    data: how errors name them. Raises UserError where no column holds strings, where a named one is missing or where
+    the text's holds something else later on.
+    """
+    column: str | None = None
+    target: str | None = None
+    for row in rows:
+        for wanted in (target_column, input_column):
+            if wanted is not None and wanted not in row:
+                raise UserError(f"{data}: no column {wanted!r} among {_listed(row)}; mend the recipe's data")
+        if column is None:
+            strings = (name for name, value in row.items() if isinstance(value, str))
+            column, target = choose_columns(strings, input_column, target_column)
+            if column is None:
+                raise UserError(
+                    f"{data}: no column of strings among {_listed(row)}; put text into one named `input` or `text`"
+                )
+        text, answer = row.get(column), None if target is None else row.get(target)
+        if not isinstance(text, str):
+            raise UserError(f"{data}: column {column!r} holds something that is not text; make every row a string")
+        yield text, answer if isinstance(answer, str) else None
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(str, names)) or "none"
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def file_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .jsonl, .json, .csv, .parquet or .txt file; all but Parquet may be packed as .gz.
+
+    Raises UserError where it cannot be read, with the number of the line where that can be told.
+    """
+    if (ending := _ending(path)) == ".parquet":
+        yield from parquet_rows(path)
+        return
+    packed = path.suffix.lower() == ".gz"
+    try:
+        # The ends of lines stay as they are, as csv asks for.
+        with (gzip.open if packed else open)(path, "rt", encoding="utf-8", newline="") as lines:
+            yield from READERS[ending](path, lines)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}; convert it to UTF-8") from error
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); give a whole file") from error
+
+
+def text_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield {"text": line} for every line that is not blank, without the spaces around it."""
+    for line in lines:
+        if line.strip():
+            yield {"text": line.strip()}
+
+
+def jsonl_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the object on each line; raise UserError for a line that holds none."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: line {number} is not JSON ({error.msg}); put one object on each line") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: line {number} is not an object; put one object on each line")
+        yield row
+
+
+def csv_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows by the names in the header; raise UserError for what is not CSV."""
+    try:
+        yield from csv.DictReader(lines)
+    except csv.Error as error:
+        raise UserError(f"{path}: not CSV ({error}); give a comma-separated file with a header") from error
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file; raise UserError where it cannot be read."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{path}: Parquet needs pyarrow; run `pip install pyarrow`") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for part in file.iter_batches(batch_size=256):
+                yield from part.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(
+            f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}); write it again"
+        ) from error
+
+
+READERS: Mapping[str, Callable[[Path, Iterable[str]], Iterator[dict[str, Any]]]] = {
+    ".jsonl": jsonl_rows,
+    ".json": jsonl_rows,
+    ".csv": csv_rows,
+    ".txt": text_rows,
+}
+"""Readers of the lines of a file that is text, by its ending; the path is how errors name it."""
+
+
+KINDS = (*READERS, ".parquet")
+"""Endings of the files that can be read."""
+
+
+def local_files(path: str) -> list[Path] | None:
+    """Return the files, all of one kind, of a file's path, a pattern with ``*`` or a folder; None for what can only be
+    a dataset of the Hub.
+
+    Raises UserError where there is none, or files of several kinds or of one that cannot be read.
+    """
+    place = Path(path)
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if _ending(file) in KINDS)
+        if not files:
+            raise UserError(f"{path}: no .jsonl, .csv, .parquet or .txt in the folder; give one that has some")
+    elif any(sign in path for sign in "*?"):
+        files = sorted(place.parent.glob(place.name))
+        if not files:
+            raise UserError(f"{path}: no file is called so; give an existing .jsonl, .csv, .parquet or .txt")
+    elif place.exists() or place.is_absolute() or place.suffix in (*KINDS, ".gz"):
+        files = [place]
+    else:
+        return None
+    endings = sorted({_ending(file) for file in files})
+    if len(endings) > 1:
+        raise UserError(f"{path}: files of several kinds ({', '.join(endings)}); give one kind")
+    check_data_files(path, files, endings[0])
+    return files
+
+
+def check_data_files(data: str, files: Iterable[Path], ending: str) -> None:
+    """Raise UserError unless all ``files`` of ``data`` exist and there is a reader for their ``ending``."""
+    if not all(file.is_file() for file in files):
+        raise UserError(f"{data}: no such file; give an existing .jsonl, .csv, .parquet or .txt")
+    if ending.lower() not in KINDS:
+        raise UserError(f"{data}: unknown kind of file {ending!r}; use .jsonl, .csv, .parquet or .txt")
+
+
+def _ending(path: Path) -> str:
+    return (Path(path.stem) if path.suffix.lower() == ".gz" else path).suffix.lower()
+
+
+# ---- datasets of the Hub ---------------------------------------------------------------------------------------------
+
+
+def hub_rows(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the first 4096 rows of the first split of a dataset of the Hub; raise UserError where it cannot be read."""
+    import datasets
+
+    try:
+        with asking_the_hub(name):
+            splits = datasets.load_dataset(name, streaming=True)
+            for number, row in enumerate(splits[next(iter(splits))]):
+                if number == _MOST_HUB_ROWS:
+                    return
+                yield row
+    except UserError:
+        raise
+    except Exception as error:  # the Hub and its readers raise many kinds
+        raise UserError(
+            f"{name}: neither a file here nor a readable dataset of the Hub ({first_line(error)});"
+            " check the name or give a local file"
+        ) from error
+
+
+@contextmanager
+def asking_the_hub(name: str) -> Iterator[None]:
+    """Let ``datasets`` read the dataset ``name`` of the Hub, from its own cache where the Hub does not answer.
+
+    ``datasets`` alone would try again for half a minute first. Raises UserError where the Hub is out of reach and the
+    cache has no such dataset.
+    """
+    import datasets
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT)
+    except (HfHubHTTPError, ValueError):
+        pass  # it answered, or the name is impossible; what is wrong is said better by the loader
+    except Exception as error:  # each version of the client has its own errors of the network
+        places: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+        before = [place.HF_HUB_OFFLINE for place in places]
+        try:
+            for place in places:
+                place.HF_HUB_OFFLINE = True
+            yield
+        except ConnectionError:
+            raise UserError(
+                f"{name}: neither a file here nor, the Hub being out of reach, a dataset in the cache"
+                f" ({first_line(error)}); check the name and the network, or give a local file"
+            ) from error
+        finally:
+            for place, value in zip(places, before, strict=True):
+                place.HF_HUB_OFFLINE = value
+        return
+    yield
+
+
+# ---- tables and streams ----------------------------------------------------------------------------------------------
+
+
+def open_texts(
+    path: str,
+    *,
+    streaming: bool,
+    subset: str | None = None,
+    split: str = "train",
+    input_column: str | None = None,
+    target_column: str | None = None,
+) -> tuple[Any, tuple[str, str | None]]:
+    """Return a dataset of ``datasets``, and the names of its columns of texts and, where there is one, of targets.
+
+    path: what ``local_files`` takes, else the id of a dataset on the Hub, of which ``subset`` and ``split`` are taken.
+    streaming: rows are read as they are needed instead of first, into an Arrow table in the cache of ``datasets``.
+    Raises UserError for what cannot be read; rows that are read later raise within ``plain_errors``.
+    """
+    import datasets
+
+    named = (input_column, target_column)
+    files = local_files(path)
+    with plain_errors(path), _quiet(datasets):
+        if files is not None and _ending(files[0]) != ".parquet":
+            wanted: dict[str, Any] = {
+                "path": path,
+                "files": tuple(str(file.absolute()) for file in files),
+                "columns": (None, None) if _ending(files[0]) == ".txt" else named,
+                "stamps": tuple((file.stat().st_size, file.stat().st_mtime_ns) for file in files),
+            }
+            features = datasets.Features({"text": datasets.Value("string"), "target": datasets.Value("string")})
+            kind = datasets.IterableDataset if streaming else datasets.Dataset
+            first: dict[str, Any] | None = next(_local_rows(**wanted), None)
+            if first is None:
+                raise UserError(f"{path}: no examples in it; give data with at least one line of text")
+            return (
+                kind.from_generator(_local_rows, features=features, gen_kwargs=wanted),
+                ("text", "target" if first["target"] is not None else None),
+            )
+        if files is not None:
+            names = [str(file) for file in files]
+            dataset = datasets.load_dataset("parquet", data_files=names, split="train", streaming=streaming)
+        else:
+            with asking_the_hub(path):
+                dataset = datasets.load_dataset(path, subset, split=split, streaming=streaming)
+        columns = _columns_of(path, dataset, *named)
+        return dataset.select_columns([name for name in columns if name is not None]), columns
+
+
+def _local_rows(
+    path: str, files: tuple[str, ...], columns: tuple[str | None, str | None], stamps: Any
+) -> Iterator[dict[str, Any]]:
+    """The rows of local files as {"text", "target"}; ``stamps`` only tell ``datasets`` when a file has changed."""
+    for name in files:
+        for text, target in text_pairs(path, file_rows(Path(name)), *columns):
+            yield {"text": text, "target": target}
+
+
+def _columns_of(path: str, dataset: Any, input_column: str | None, target_column: str | None) -> tuple[str, str | None]:
+    features = dataset.features
+    if features is None:
+        first: dict[str, Any] = next(iter(dataset), {})
+        names, strings = list(first), [name for name, value in first.items() if isinstance(value, str)]
+    else:
+        names = list(features)
+        strings = [name for name in names if getattr(features[name], "dtype", None) in ("string", "large_string")]
+    for wanted in (input_column, target_column):
+        if wanted is not None and wanted not in strings:
+            kind = "holds something that is not text" if wanted in names else f"is not among {', '.join(names)}"
+            raise UserError(f"{path}: column {wanted!r} {kind}; name one of text in the recipe's data")
+    column, target = choose_columns(strings, input_column, target_column)
+    if column is None:
+        raise UserError(f"{path}: no column of strings among {_listed(names)}; name one in the recipe's data")
+    return column, target if target in strings else None
+
+
+@contextmanager
+def plain_errors(path: str) -> Iterator[None]:
+    """Turn what ``datasets`` and its readers raise, which is of many kinds, into one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, UserError):
+                raise cause from None
+            deepest, cause = cause, cause.__cause__
+        raise UserError(
+            f"{path}: neither a readable file nor a readable dataset of the Hub"
+            f" ({first_line(deepest)}); check the name, the file or the split"
+        ) from error
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    shown = datasets.utils.are_progress_bars_disabled()
+    level = datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not shown:
+            datasets.enable_progress_bars()

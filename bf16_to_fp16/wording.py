@@ -1,0 +1,169 @@
+"""How the figures of a report are rounded for people, in one place, so that terminal, page and card say the same.
+
+The rule: a claim of safety is never rounded up. Headroom, and the share of weights that come through exactly, are
+rounded down; a bound and its distance from what was found are rounded up. So "100%" means every weight, and a bound
+that is shown under its limit is under it. What is merely measured is rounded to the nearest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+
+from .numerics import FP16_MAX
+
+FULL_HEADROOM_BITS = 39.0
+"""More headroom than this is all that fp16 has."""
+
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+PRECISION_NOISE = 1e-6
+"""Bits of precision that are the noise of their own computation: a prediction of 11 − 10⁻¹² is one of 11."""
+
+
+def infinite(value: float) -> bool:
+    """Return whether a number is infinite, also as JSON has it: ± the largest double, in a page ±1e308."""
+    return abs(value) >= 1e308
+
+
+def rounded_down(value: float, decimals: int) -> float:
+    """Return the largest number of ``decimals`` decimals that is not above a finite ``value``, as it is written."""
+    return float(Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-decimals), ROUND_FLOOR))
+
+
+def rounded_up(value: float, digits: int) -> float:
+    """Return the least number of ``digits`` significant digits that is not below a finite ``value`` of 0 or more.
+
+    Whole numbers keep all digits up to ten million, since limits like 65504 have five.
+    """
+    if value <= 0 or not math.isfinite(value):
+        return value
+    exact = Decimal(repr(float(value)))
+    last = exact.adjusted() + 1 - digits
+    return float(exact.quantize(Decimal(1).scaleb(min(last, 0) if value < 1e7 else last), ROUND_CEILING))
+
+
+def headroom(value: float | None) -> str:
+    """Return headroom in bits with one decimal, rounded down; "none" past the limit, "–" where there is no limit."""
+    if value is None or math.isnan(value):
+        return "–"
+    if value < 0:
+        return "none"
+    return "all" if value > FULL_HEADROOM_BITS else f"{rounded_down(value, 1):.1f}"
+
+
+def headroom_in_words(value: float | None) -> str:
+    """Return headroom with its unit where it is a number: "1.7 bits", "none", "all"."""
+    said = headroom(value)
+    return f"{said} bits" if said[0].isdigit() else said
+
+
+def headroom_left(value: float | None) -> str:
+    """Return headroom as the end of a sentence: "1.7 bits of headroom", "no headroom"."""
+    said = headroom(value)
+    if said[0].isdigit():
+        return f"{said} bits of headroom"
+    return "all of fp16 as headroom" if said == "all" else "no headroom"
+
+
+def excess(value: float | None, decimals: int = 1) -> str:
+    """Return what a proof is over its limit by, or costs, in bits, rounded up."""
+    if value is None or math.isnan(value) or infinite(value):
+        return "∞"
+    return f"{0.0 - rounded_down(-value, decimals):.{decimals}f}"
+
+
+def percent(fraction: float) -> str:
+    """Return a share in percent with at most four decimals, rounded down so that only 1 gives 100%."""
+    return f"{rounded_down(fraction, 6) * 100:.4f}".rstrip("0").rstrip(".") + "%"
+
+
+def significant_bits(value: float) -> str:
+    """Return how many significant bits are kept with two decimals, rounded down, "11" where fp16 keeps all it has."""
+    return f"{rounded_down(value + PRECISION_NOISE, 2):.2f}".removesuffix(".00")
+
+
+def tightness(bound: float | None, found: float | None) -> float | None:
+    """Return how many times a bound lies above the worst value found, None where one is missing or overflows."""
+    if bound is None or found is None or not 0 < found <= FP16_MAX or infinite(bound):
+        return None
+    return bound / found
+
+
+def times(ratio: float | None) -> str:
+    """Return a tightness with three digits, rounded up; "–" where there is none."""
+    return "–" if ratio is None else f"{rounded_up(ratio, 3):,g}"
+
+
+def known(value: float | None) -> float | None:
+    """Return a number, None for one that is missing, NaN or infinite."""
+    return None if value is None or math.isnan(value) or infinite(value) else value
+
+
+def magnitude(value: float | None) -> str:
+    """Return a magnitude with four digits, three where it needs a power of ten, rounded to the nearest."""
+    if value is None or math.isnan(value):
+        return "NaN"
+    if infinite(value):
+        return "∞"
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if 0.01 <= abs(value) < 1000 else scientific(value)
+
+
+def bound_magnitude(value: float | None) -> str:
+    """Return a bound as ``magnitude`` writes it, rounded up; "–" for None, "∞" for NaN and infinity."""
+    if value is None:
+        return "–"
+    if math.isnan(value) or infinite(value):
+        return "∞"
+    return magnitude(shown_bound(value))
+
+
+def shown_bound(value: float) -> float:
+    """Return the number that a finite bound is shown as: the least that ``magnitude`` can write and is not below it."""
+    return rounded_up(value, 4 if 0.01 <= value < 1e7 else 3)
+
+
+def scientific(value: float | None) -> str:
+    """Return an error with three digits, "∞" for what is infinite or was too large to say."""
+    if value is None or math.isnan(value) or infinite(value):
+        return "∞"
+    if value == 0 or 0.01 <= abs(value) < 1000:
+        return f"{value:.3g}"
+    digits, exponent = f"{value:.2e}".split("e")
+    return f"{digits}×10{superscript(int(exponent))}"
+
+
+def power(exponent: int) -> str:
+    """Return 2 with a superscript exponent."""
+    return "2" + superscript(exponent)
+
+
+def superscript(exponent: int) -> str:
+    """Return an integer in superscript."""
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def signed(exponent: int) -> str:
+    """Return an integer with its sign, a true minus."""
+    return f"{exponent:+d}".replace("-", "−") if exponent else "0"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as prose: "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def bytes_in_words(nbytes: int) -> str:
+    """Return a number of bytes in decimal units."""
+    power = min(len(UNITS) - 1, (len(str(max(1, nbytes))) - 1) // 3)
+    return f"{nbytes:,} B" if power == 0 else f"{nbytes / 1000**power:.1f} {UNITS[power]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it is not one: "1 site", "1,200 sites"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,638 @@
+"""Advice is checked against what it is about: real steps in 16 bits, stock initialisations, runs that went wrong."""
+
+import csv
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import tiny
+from torch import Tensor, nn
+
+from bf16_to_fp16 import AdamW
+from bf16_to_fp16.advise.formats import FORMATS
+from bf16_to_fp16.advise.initialisation import advise_init, megatron, rules_for, small
+from bf16_to_fp16.advise.updates import Layer, Rule, advise_updates, moving
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.log import RunLog
+from bf16_to_fp16.finetuning.recipe import Wandb
+from bf16_to_fp16.losses.detector import events
+from bf16_to_fp16.losses.events import Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
+from bf16_to_fp16.losses.logs import read_log
+from bf16_to_fp16.losses.report import advise_losses, event_in_words, sparkline
+from bf16_to_fp16.optim import rounding
+
+DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
+T5 = DEMO / "t5-gated-bytes"
+LOGS = Path(__file__).parents[1] / "support" / "logs"
+BOTH = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+
+
+def weights(path: Path, **tensors: Tensor) -> Path:
+    file = path / "weights.safetensors"
+    save_file({name.replace("__", "."): tensor for name, tensor in tensors.items()}, file)
+    return file
+
+
+def normal(count: int, deviation: float, seed: int = 0) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * deviation
+
+
+# ---- updates that vanish --------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("rate", [1e-6, 3e-5, 1e-3])
+def test_as_many_weights_stall_as_a_real_step_leaves(tmp_path: Path, dtype: str, rate: float) -> None:
+    target = FORMATS[dtype].dtype
+    w = rounding.nearest(normal(20_000, 0.02), target)
+    w[:10] = 0
+    found = advise_updates(weights(tmp_path, w=w), rate=rate, dtype=dtype)["total"]
+    parameter = nn.Parameter(w.to(target))
+    parameter.grad = -torch.sign(w + 1e-30).to(target)  # away from zero, where the gap is the one above
+    AdamW([parameter], lr=rate, weight_decay=0, eps=0, rounding="nearest").step()
+    stalled = int((parameter.detach().float() == w).sum())
+    assert found["elements"] == 20_000 and found["no_update"] == 0
+    assert abs(found["stalled"] - stalled) <= 5
+    assert found["stalled_fraction"] == found["stalled"] / 20_000
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99, 1.0])
+def test_the_rate_for_a_share_moves_that_share_and_half_of_it_does_not(tmp_path: Path, share: float) -> None:
+    file = weights(tmp_path, w=normal(20_000, 0.02).bfloat16())
+    rate = advise_updates(file, share=share)["total"]["rate_for_share"]
+    assert 1 - advise_updates(file, rate=rate)["total"]["stalled_fraction"] >= share
+    assert 1 - advise_updates(file, rate=rate * 0.49)["total"]["stalled_fraction"] < share
+
+
+def test_the_rule_that_a_practitioner_found_by_hand(tmp_path: Path) -> None:
+    """At a hidden size of 14336 and the usual initialisation 5e-7 trains next to nothing in bf16, and 1.6e-5 does."""
+    file = weights(tmp_path, w=normal(1 << 16, megatron(14336)).bfloat16())
+    found = advise_updates(file, rate=5e-7, batch_size=16)
+    assert found["total"]["stalled_fraction"] > 0.9
+    assert [item["what"] for item in found["advice"]] == ["stochastic-rounding", "fp32-master", "learning-rate"]
+    last = found["advice"][2]
+    assert 5e-6 < last["learning_rate"] <= 1.6e-5
+    assert last["factor"] == pytest.approx(last["learning_rate"] / 5e-7)
+    assert last["batch_size"] == math.ceil(16 * last["factor"])  # linearly
+    moves = advise_updates(file, rate=1.6e-5)
+    assert moves["total"]["stalled_fraction"] < 0.15 and moves["advice"] == []
+
+
+def test_adafactors_updates_go_with_the_tensor_and_adams_do_not(tmp_path: Path) -> None:
+    w = normal(20_000, 0.02).bfloat16()
+    file = weights(tmp_path, small=w, large=(w * 1024))
+    small_, large = (
+        row["stalled_fraction"] for row in advise_updates(file, rate=2e-3, optimizer="adafactor")["tensors"]
+    )
+    assert small_ == large
+    stated = advise_updates(file, rate=2e-3, relative_update=2e-3)["total"]
+    assert stated["stalled_fraction"] == pytest.approx(large, abs=0.01)
+    large, small_ = (row["stalled_fraction"] for row in advise_updates(file, rate=2e-3)["tensors"])
+    assert large > 0.9 and small_ < 0.01
+
+
+def test_an_overflowing_weight_and_one_of_zeros_are_told_apart(tmp_path: Path) -> None:
+    file = weights(tmp_path, zero=torch.zeros(50), w=torch.tensor([1.0, 1e6, math.inf]))
+    found = advise_updates(file, rate=1e-4, dtype="fp16")
+    assert found["total"]["overflow"] == 2 and found["total"]["no_update"] == 2
+    w, zero = found["tensors"]
+    assert (w["stalled"], zero["stalled"]) == (1, 0)
+    relative = advise_updates(file, relative_update=1e-3, tensors=["zero"])["total"]
+    assert (relative["no_update"], relative["rate_for_share"]) == (50, None)
+
+
+def test_layers_are_summed(tmp_path: Path) -> None:
+    w = normal(64, 0.02)
+    file = weights(tmp_path, encoder__block__0__a=w, encoder__block__0__b=w * 2, encoder__block__1__a=w * 3, head=w * 4)
+    found = advise_updates(file)
+    assert [(row["name"], row["elements"]) for row in found["layers"]] == [
+        ("encoder.block.0", 128),
+        ("encoder.block.1", 64),
+        ("head", 64),
+    ]
+    assert found["total"]["elements"] == 256
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("shape", [(30, 20), (17,)])
+def test_the_updates_of_an_optimizer_are_torchs(optimizer: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    ours, rate = torch.randn(shape), 1e-2
+    theirs = nn.Parameter(ours.clone())
+    made: torch.optim.Optimizer
+    if optimizer == "adafactor":
+        made = torch.optim.Adafactor([theirs], lr=rate, weight_decay=0.0, eps=(1e-15, 1e-3))
+    else:
+        made = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]([theirs], lr=rate, weight_decay=0.0)
+    rule = Rule(optimizer)
+    for step in range(1, 6):
+        gradient = torch.randn(shape) * 0.3**step
+        theirs.grad = gradient.clone()
+        made.step()
+        ours -= rate * rule.update("w", ours, gradient, step)
+        assert torch.allclose(ours, theirs.detach(), rtol=1e-4, atol=1e-6), step
+
+
+def test_lion_moves_by_the_sign_of_its_moment() -> None:
+    rule = Rule("lion")
+    first = rule.update("w", torch.zeros(3), torch.tensor([1.0, -1.0, 0.0]), 1)
+    assert first.tolist() == [1, -1, 0]
+    second = rule.update("w", torch.zeros(3), torch.tensor([-0.01, -1.0, 0.0]), 2)
+    assert second.tolist() == [1, -1, 0]  # 0.9·0.01 of the past outweighs 0.1·0.01
+
+
+@BOTH
+def test_measured_updates_stall_as_a_real_step_does(dtype: str) -> None:
+    torch.manual_seed(0)
+    target = FORMATS[dtype]
+    value = rounding.nearest(torch.randn(50_000) * 0.05, target.dtype)
+    update = torch.randn(50_000)
+    update[:100] = 0
+    for rate in (1e-5, 1e-3):
+        row = moving("w", value, update, target, rate)
+        after = rounding.nearest(value - rate * update, target.dtype)
+        assert row.still == 100
+        assert abs(row.lost - (int((after == value).sum()) - 100)) <= 10
+        for share in (0.2, 0.8):
+            needed = row.rate_for(share)
+            assert needed is not None
+            moved = int((rounding.nearest(value - needed * update, target.dtype) != value).sum()) / 49_900
+            assert share <= moved + 1e-3 and moved < share + 0.06
+
+
+def test_real_gradients_of_a_few_steps_are_used(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": str(DEMO / "held_out.txt"), "batch_size": 2, "rate": 1e-4}
+    one = advise_updates(T5, steps=1, **options)
+    # Adam's first step is the learning rate in size, whatever the gradient.
+    plain = advise_updates(T5, rate=1e-4)
+    names = {row["name"]: row for row in plain["tensors"]}
+    for row in one["tensors"]:
+        if ".q." in row["name"] or ".wi_" in row["name"]:
+            assert row["stalled_fraction"] == pytest.approx(names[row["name"]]["stalled_fraction"], abs=0.02)
+    table = next(row for row in one["tensors"] if row["name"] == "shared.weight")
+    assert table["no_update"] / table["elements"] > 0.5  # bytes that two texts do not have
+    sgd = advise_updates(T5, steps=2, optimizer="sgd", tensors=["encoder.block.0.*"], **options)
+    assert sgd["gradients"]["steps"] == 2 and sgd["total"]["stalled_fraction"] != one["total"]["stalled_fraction"]
+    assert {row["name"] for row in sgd["layers"]} == {"encoder.block.0"}
+    assert sgd == advise_updates(T5, steps=2, optimizer="sgd", tensors=["encoder.block.0.*"], **options)
+
+
+@BOTH
+def test_what_is_looked_at_is_the_last_step_of_weights_that_moved(dtype: str) -> None:
+    """Two steps of gradient descent, taken here by hand."""
+    from bf16_to_fp16.finetuning.corpus import open_corpus
+    from bf16_to_fp16.finetuning.recipe import Data
+    from bf16_to_fp16.run.stock import load
+
+    name, data = "encoder.block.0.layer.0.SelfAttention.v.weight", str(DEMO / "held_out.txt")
+    model = load(T5, torch.float32, attention="sdpa")
+    parameters = dict(model.named_parameters())
+    training_batches = open_corpus(
+        Data(path=data, batch_size=2, held_out=0.0), T5, model.config, seed=0
+    ).training_batches()
+    target, rate = FORMATS[dtype].dtype, 1.0
+    stalled: list[int] = []
+    for _ in range(2):
+        for each in parameters.values():
+            each.grad = None
+        w = parameters[name]
+        with torch.no_grad():
+            w.copy_(w if stalled else w.to(target))
+        model(**next(training_batches).inputs()).loss.backward()
+        with torch.no_grad():
+            assert w.grad is not None
+            before = rounding.nearest(w, target)
+            stalled.append(int((rounding.nearest(before - rate * w.grad, target) == before)[w.grad != 0].sum()))
+            w.sub_(w.grad, alpha=rate)
+    options: dict[str, Any] = {"data": data, "batch_size": 2, "rate": rate, "optimizer": "sgd", "dtype": dtype}
+    for steps in (1, 2):
+        (row,) = advise_updates(T5, steps=steps, tensors=[name], **options)["tensors"]
+        assert row["stalled"] == pytest.approx(stalled[steps - 1], abs=3)
+    assert abs(stalled[0] - stalled[1]) > 30
+
+
+def test_adafactor_takes_small_tensors_for_a_thousandth(tmp_path: Path) -> None:
+    file = weights(tmp_path, w=normal(20_000, 1e-6))
+    adafactor, adam = (
+        advise_updates(file, rate=rate, optimizer=optimizer)["total"]["stalled_fraction"]
+        for rate, optimizer in ((1e-6, "adafactor"), (1e-9, "adamw"))
+    )
+    assert adafactor == adam and 0.3 < adam < 0.9
+
+
+def test_advice_depends_on_the_share_that_was_asked_for(tmp_path: Path) -> None:
+    file = weights(tmp_path, w=normal(20_000, 0.02).bfloat16())
+    rate = advise_updates(file, share=0.7)["total"]["rate_for_share"]
+    assert advise_updates(file, rate=rate, share=0.7)["advice"] == []
+    assert len(advise_updates(file, rate=rate, share=0.9)["advice"]) == 3
+
+
+def test_a_share_is_known_to_a_sixteenth_of_a_doubling() -> None:
+    row = Layer("w")
+    rates = torch.logspace(-8, 2, 1000, dtype=torch.float64)
+    row.add(rates, 1e-3)
+    for share in (0.01, 0.3, 1.0):
+        exact = float(rates[math.ceil(share * 1000) - 1])
+        assert exact <= (row.rate_for(share) or 0) <= exact * 2 ** (1 / 16) * (1 + 1e-9)
+    assert row.lost == int((rates > 1e-3).sum())
+
+
+# ---- initialisation -------------------------------------------------------------------------------------------------
+
+
+def test_the_rules_are_the_published_ones() -> None:
+    assert small(1024) == math.sqrt(2 / (5 * 1024))
+    assert f"{megatron(14336):.5f}" == "0.00482"
+    assert rules_for(512)["t5"]["q"] == (512 * 64) ** -0.5 and rules_for(512)["t5"]["wo"] == 2048**-0.5
+    assert rules_for(1024)["pegasus"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("t5", {"d_model": 96, "d_ff": 150, "d_kv": 20, "vocab_size": 400}),
+        ("gated", {"d_model": 96, "d_ff": 150, "d_kv": 20, "initializer_factor": 0.5}),
+        ("umt5", {"d_model": 96, "d_ff": 150, "d_kv": 20}),
+        ("pegasus", {"d_model": 96, "encoder_ffn_dim": 150, "decoder_ffn_dim": 150}),
+    ],
+)
+def test_what_stock_code_draws_follows_its_own_rule(tmp_path: Path, kind: str, shape: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    folder = tiny.save(tiny.KINDS[kind](**shape), tmp_path / kind)
+    found = advise_init(folder)
+    rows = {row["name"]: row for row in found["tensors"] if row["elements"] > 2000 and row["own_rule"] is not None}
+    own_head = "lm_head.weight"  # the helper gives it values of its own
+    assert len(rows) > 15
+    assert {n: r["times"] for n, r in rows.items() if not 0.9 < r["times"] < 1.1 and n != own_head} == {}
+    assert [name for name in found["far"] if "relative_attention_bias" not in name and name != own_head] == []
+
+
+def test_what_is_far_is_flagged_and_nothing_else(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = tiny.t5(d_model=96)
+    block = model.encoder.block[1].layer
+    with torch.no_grad():
+        block[0].SelfAttention.o.weight.mul_(5)
+        block[1].DenseReluDense.wi.weight.mul_(0.2)
+        block[1].layer_norm.weight.mul_(3)
+    found = advise_init(tiny.save(model, tmp_path / "model"), tensors=["encoder.block.1.*"])
+    assert found["far"] == [
+        "encoder.block.1.layer.0.SelfAttention.o.weight",
+        "encoder.block.1.layer.1.DenseReluDense.wi.weight",
+    ]
+    wide = next(row for row in found["tensors"] if row["name"].endswith("o.weight"))
+    assert wide["times"] == pytest.approx(5, rel=0.1)
+    assert wide["times_small"] == pytest.approx(wide["rms"] / math.sqrt(2 / (5 * 96)))
+
+
+def test_position_biases_heads_norms_and_other_deviations_have_their_own_rules(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"d_model": 96, "num_heads": 12, "d_kv": 8, "relative_attention_num_buckets": 80}
+    shape |= {"relative_attention_max_distance": 400, "initializer_factor": 0.5}
+    t5 = tiny.save(tiny.t5(**shape), tmp_path / "t5")
+    rows = {row["name"]: row for row in advise_init(t5)["tensors"]}
+    biases = [row for name, row in rows.items() if "relative_attention_bias" in name]
+    assert len(biases) == 2 and all(0.85 < row["times"] < 1.15 for row in biases)
+    norms = [row for name, row in rows.items() if name.endswith("layer_norm.weight")]
+    assert len(norms) > 10 and {(row["times"], row["times_small"]) for row in norms} == {(1.0, None)}
+    head = next(r for r in advise_init(tiny.save(tiny.gated(), tmp_path / "v1.1"))["tensors"] if "lm_head" in r["name"])
+    assert head["own_rule"] == 1.0 and 0.9 < head["times"] < 1.1
+    pegasus = advise_init(tiny.save(tiny.pegasus(d_model=96, init_std=0.07), tmp_path / "pegasus"))["tensors"]
+    drawn = [row for row in pegasus if row["name"].endswith(("proj.weight", "fc1.weight"))]
+    assert len(drawn) > 10 and all(row["own_rule"] == 0.07 and 0.9 < row["times"] < 1.1 for row in drawn)
+
+
+def test_far_is_more_than_four_times_either_way(tmp_path: Path) -> None:
+    model = tiny.t5()
+    for stack, times in (("encoder", (4.0, 4.125, 1.0)), ("decoder", (0.25, 0.24))):
+        for i, factor in enumerate(times):
+            model.get_submodule(f"{stack}.block.{i}.layer.0.layer_norm").weight.data.fill_(factor)
+    found = advise_init(tiny.save(model, tmp_path / "model"), tensors=["*.layer.0.layer_norm.weight"])
+    assert found["far"] == ["decoder.block.1.layer.0.layer_norm.weight", "encoder.block.1.layer.0.layer_norm.weight"]
+
+
+def test_an_infinite_weight_is_flagged_and_left_out_of_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bf16_to_fp16.advise.formats.PIECE", 100)  # a real piece holds the whole tensor
+    model = tiny.t5()
+    name = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    w = model.get_parameter(name).data
+    w[1, 2] = math.inf
+    (row,) = advise_init(tiny.save(model, tmp_path / "model"), tensors=[name])["tensors"]
+    finite = w.bfloat16().double()[w.isfinite()]
+    assert (row["nonfinite"], row["elements"], row["far"]) == (1, w.numel(), True)
+    assert row["rms"] == pytest.approx(float(finite.square().mean().sqrt()))
+    assert row["times_megatron"] == pytest.approx(row["rms"] / math.sqrt(1 / (3 * 24)))
+
+
+# ---- loss curves ----------------------------------------------------------------------------------------------------
+
+
+def log_of(path: Path, losses: Any, scales: Any = None) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "loss", "loss_scale"])
+        for step, loss in enumerate(losses, 1):
+            writer.writerow([step, loss, "" if scales is None else scales[step - 1]])
+    return path
+
+
+def spiked() -> np.ndarray:
+    losses = np.linspace(3, 2, 300) * (1 + 0.01 * np.random.default_rng(0).standard_normal(300))
+    losses[200:203] += [1.0, 3.0, 2.0]
+    return losses
+
+
+def test_a_log_is_reported_with_its_events_and_causes(tmp_path: Path) -> None:
+    found = advise_losses(log_of(tmp_path / "log.csv", spiked()))
+    assert found["counts"] == {"Spike": 1, "Divergence": 0, "Plateau": 0, "ResumeBump": 0, "ScaleCollapse": 0}
+    (event,) = found["events"]
+    assert (event["start"], event["recovery"], event["size"]) == (201, "fast", pytest.approx(3, abs=0.15))
+    assert "rewind" in event["cause"]
+    assert (found["losses"], found["first_step"], found["last_step"]) == (300, 1, 300)
+
+
+def test_threshold_and_window_are_the_callers_and_half_a_window_is_enough(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "log.csv", spiked())
+    assert advise_losses(log, z=1e4)["events"] == []
+    slow = spiked()
+    slow[200:206] = slow[200]
+    kinds = [advise_losses(log_of(tmp_path / "slow.csv", slow), window=w)["events"][0]["recovery"] for w in (64, 32)]
+    assert kinds == ["fast", "slow"]
+    assert advise_losses(log_of(tmp_path / "half.csv", [2.0] * 32))["losses"] == 32
+    with pytest.raises(UserError, match=r"31 losses are too few .* --window under 62 \(at least 16\)"):
+        advise_losses(log_of(tmp_path / "less.csv", [2.0] * 31))
+
+
+def test_events_are_put_into_words() -> None:
+    told = [
+        event_in_words(event.to_json())
+        for event in (
+            Spike(1, 2, 1.25, "slow", 7.0),
+            Spike(1, None, 1.25),
+            Spike(1, 2, math.inf, "fast"),
+            Divergence(1, None, 0.5),
+            Plateau(1, None, 0.004),
+            ScaleCollapse(1, None, 12.0),
+            ScaleCollapse(1, None, math.inf),
+        )
+    ]
+    assert told == [
+        "up by 1.25, slow recovery",
+        "up by 1.25",
+        "to inf or NaN, fast recovery",
+        "up by 0.5",
+        "fell by 0.4%",
+        "by 12 halvings",
+        "to 0",
+    ]
+
+
+def test_a_column_of_bars_is_as_high_as_its_median_where_no_event_begins() -> None:
+    losses = [2.0] * 100
+    losses[35] = 2.5
+    curve = Curve(tuple(range(100)), tuple(losses), (None,) * 100)
+    assert sparkline(curve, [], width=10) == ("▁" * 10, "")
+    assert sparkline(curve, [Spike(35, 36, 0.5)], width=10) == ("▁▁▁█▁▁▁▁▁▁", "   S")
+
+
+def test_the_line_of_bars_shows_where_events_begin() -> None:
+    losses = [*spiked()[:250].tolist(), *[math.nan] * 50]
+    curve = Curve(tuple(range(1, 301)), tuple(losses), (None,) * 300)
+    bars, letters = sparkline(curve, events(curve), width=60)
+    assert len(bars) == 60 and bars.endswith("×" * 10) and bars[40] == "█"
+    assert (letters.index("S"), letters.index("D")) == (40, 50)
+    assert sparkline(Curve((1,), (2.0,), (None,)), []) == ("▁", "")
+
+
+def test_the_projects_own_finetunes() -> None:
+    """Logs of two finetunes of the shipped T5: one that went well, and one whose learning rate rose until it broke."""
+    assert events(read_log(LOGS / "finetune-calm.jsonl")) == []
+    found = events(read_log(LOGS / "finetune-hot.jsonl"))
+    assert [type(event) for event in found] == [Spike, ScaleCollapse, Divergence]
+    assert found[2].start == 77 and found[2].end is None  # from there on the forward pass overflows
+
+
+STORIES = {
+    "calm": None,
+    "bad labels": Spike,
+    "learning rate": Divergence,
+    "moments lost": ResumeBump,
+    "bf16 to nearest": Plateau,
+    "overflow": ScaleCollapse,
+}
+
+
+def real_run(story: str, seed: int, path: Path) -> int:
+    """Train a small network for 450 steps, in which something happens at step 150, and write the project's log."""
+    torch.manual_seed(seed)
+    teacher = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 4))
+    model = nn.Sequential(nn.Linear(12, 64), nn.Tanh(), nn.Linear(64, 4))
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(3)
+    inputs = torch.randn(512, 12)
+    targets = teacher(inputs).detach()
+    at, start, scale = 150, 1, 65536.0
+
+    def fresh(rate: float, params: Any) -> AdamW:
+        return AdamW(params, lr=rate, weight_decay=0, betas=(0.9, 0.99), rounding="nearest")
+
+    optimizer = fresh(1e-3, model.parameters())
+    log = RunLog(path, Wandb(), path.parent, "run", {})
+    step = 0
+    for count in range(1, 451):
+        step = count if story != "moments lost" or count < at else count - 20
+        if count == at:
+            start = step
+            if story == "learning rate":
+                optimizer = fresh(30.0, model.parameters())
+            if story == "moments lost":
+                optimizer = fresh(0.1, model.parameters())
+            if story == "bf16 to nearest":
+                model = model.bfloat16()
+                optimizer = fresh(1e-7, model.parameters())
+        chosen = slice(0, 512) if story == "bf16 to nearest" else torch.randint(512, (256,))
+        x, y = inputs[chosen], targets[chosen]
+        if story == "bad labels" and at <= count < at + 3:
+            y = -3 * y
+        if story == "overflow" and count >= at:
+            scale *= 0.5  # what GradScaler does at every step that overflows
+        loss = (model(x.to(next(model.parameters()).dtype)).float() - y).square().mean()
+        model.zero_grad()
+        loss.backward()
+        if story != "overflow" or count < at:
+            optimizer.step()
+        log.write(step, {"loss": loss.item(), "loss_scale": scale})
+    log.close()
+    return start
+
+
+def test_precision_and_recall_on_runs_that_went_wrong(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    hits: Counter[str] = Counter()
+    false: list[tuple[str, Event]] = []
+    seeds = 2
+    for story, kind in STORIES.items():
+        for seed in range(seeds):
+            start = real_run(story, seed, tmp_path / story / str(seed) / "log.jsonl")
+            found = events(read_log(tmp_path / story / str(seed)))
+            near = 64 if kind is Plateau else 12
+            right = [event for event in found if kind and type(event) is kind and abs(event.start - start) <= near]
+            hits[story] += bool(right)
+            # After a divergence all may happen, and a model that no step reaches stands still as well.
+            expected = {"overflow": (Plateau,), "learning rate": (Spike, Divergence)}.get(story, ())
+            false += [
+                (story, e) for e in found if e not in right[:1] and not (isinstance(e, expected) and e.start > start)
+            ]
+    total, wanted = sum(hits.values()), seeds * (len(STORIES) - 1)
+    precision, recall = total / (total + len(false)), total / wanted
+    print(f"\nreal runs: precision {precision:.3f}, recall {recall:.3f} over {seeds * len(STORIES)}; false: {false}")
+    assert recall == 1 and precision >= 0.9
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+def advise(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["advise", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = advise(capsys, T5, "--updates", "--lr", "5e-7", "--batch-size", 32)
+    assert "encoder.block.3" in out and "1,616,512" in out and "a batch size of 15,680" in " ".join(out.split())
+    assert re.search(r"1\. bf16_to_fp16\.AdamW.*2\. an fp32 copy.*3\. a learning rate of 0\.000245", out, re.S)
+    assert "nothing to do" in advise(capsys, T5, "--updates", "--lr", "0.01")
+    out = advise(capsys, T5, "--init")
+    assert "0.0559" in out and "wo 23.4 (418×!)" in " ".join(out.split())
+    assert "0.00482" in advise(capsys, 14336, "--init")
+    assert "2832" in advise(capsys, "--format", "2830") and "2832" in advise(capsys, "2830", "--format")
+    assert "-2.015625" in advise(capsys, "--format", "-2") and "-2.015625" in advise(capsys, "--format=-2")
+    assert "overflows to inf" in advise(capsys, "70000", "--format")
+    assert "99.9951%" in advise(capsys, T5, "--format")
+    out = advise(capsys, log_of(tmp_path / "a.csv", spiked()), "--losses")
+    assert "201 to 20" in out and "fast recovery" in out and "█" in out
+    assert "no spike" in advise(capsys, log_of(tmp_path / "b.csv", spiked()[:190]), "--losses")
+
+
+def test_the_farthest_tensor_is_named_with_how_far_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = tiny.t5(d_model=96)
+    for i, factor in ((0, 6.0), (1, 60.0), (2, 0.1)):
+        model.encoder.block[i].layer[0].SelfAttention.o.weight.data.mul_(factor)
+    model.encoder.block[0].layer[0].SelfAttention.v.weight.data.mul_(0.01)
+    out = " ".join(advise(capsys, tiny.save(model, tmp_path / "model"), "--init").split())
+    said = re.findall(r"(\d+) tensors over 4 times (\w+) than drawn, most (\S+): ([\d.]+) times", out)
+    assert [(n, word, name) for n, word, name, _ in said] == [
+        ("2", "larger", "encoder.block.1.layer.0.SelfAttention.o.weight"),
+        ("2", "smaller", "encoder.block.0.layer.0.SelfAttention.v.weight"),
+    ]
+    assert [float(times) for *_, times in said] == [pytest.approx(60, rel=0.1), pytest.approx(100, rel=0.1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("t5", "encoder.block.0.layer.0.SelfAttention.q.weight"), ("pegasus", "model.encoder.layers.0.fc1.bias")],
+)
+def test_an_infinite_weight_is_named_as_that_and_not_as_large(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, name: str
+) -> None:
+    torch.manual_seed(0)
+    model = tiny.KINDS[kind](d_model=96)
+    model.get_parameter(name).data.view(-1)[1] = math.inf
+    out = " ".join(advise(capsys, tiny.save(model, tmp_path / "model"), "--init").split())
+    assert out.endswith(f"1 tensor with inf or NaN, most {name}: 1 weight") and "than drawn" not in out
+
+
+def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = log_of(tmp_path / "log.csv", [*[2.0, 2.1] * 50, *[math.nan] * 20])
+    modes: dict[str, list[object]] = {
+        "updates": [T5, "--updates"],
+        "init": [T5, "--init"],
+        "format": ["70000", "--format"],
+        "losses": [log, "--losses"],
+    }
+    for mode, arguments in modes.items():
+        found = json.loads(advise(capsys, *arguments, "--json", "-"))
+        assert (found["schema"], found["mode"]) == (1, mode)
+        advise(capsys, *arguments, "--json", tmp_path / "out.json")
+        assert json.loads((tmp_path / "out.json").read_text()) == found
+
+
+@pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
+def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, ending: str) -> None:
+    log = log_of(tmp_path / "<b>.csv", spiked(), [65536.0] * 300)
+    drawn, page = tmp_path / f"c.{ending}", tmp_path / "page.html"
+    advise(capsys, log, "--losses", "--picture", drawn, "--html", page)
+    head = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}[ending]
+    assert drawn.read_bytes().startswith(head)
+    text = page.read_text()
+    assert "<b>.csv" not in text and "&lt;b&gt;.csv" in text and "<svg" in text
+    assert '<td class="head">spike</td><td data-label="steps">' in text
+    assert "fast recovery" in text and "default-src 'none'" in text and 'src="' not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "ask for one of --updates, --init, --format, --losses"),
+        (["{t5}", "--updates", "--init"], "ask for one of --updates, --init, --format, --losses, not for 2"),
+        (["--updates"], "--updates needs a checkpoint: bf16-to-fp16 advise SOURCE --updates"),
+        (["--format"], "--format needs a number or checkpoint"),
+        (["{t5}", "--updates", "--optimizer", "muon"], "optimizer 'muon' is not known; choose from adamw, adam, adafa"),
+        (["{t5}", "--updates", "--lr", "-1"], "the learning rate is -1; give a positive number"),
+        (["{t5}", "--updates", "--dtype", "fp8"], "dtype 'fp8' is not a 16-bit format; choose from bf16, fp16"),
+        (["{t5}", "--updates", "--optimizer", "sgd"], "sgd's updates are as large as its gradients; give --data FILE"),
+        (["{t5}", "--updates", "--lr", "0"], "the learning rate is 0; give a positive number"),
+        (["{t5}", "--updates", "--lr", "nan"], "the learning rate is nan; give a positive number"),
+        (["{t5}", "--updates", "--share", "1.5"], "the share is 1.5; give one above 0, up to 1"),
+        (["{t5}", "--updates", "--steps", "0"], "steps and batch size must be at least 1"),
+        (["{t5}", "--updates", "--relative-update", "1", "--data", "x"], "either stated or measured"),
+        (["{t5}", "--updates", "--data", "{tmp}/none.txt"], "none.txt: no such file"),
+        (["{t5}", "--updates", "--tensor", "x.*"], "no tensor x.*; it has "),
+        (["{ids}", "--updates"], "tensor w is I64, whole numbers"),
+        (["{ids}", "--format"], "tensor w is I64, whole numbers"),
+        (["{ids}", "--init"], "a file alone does not say what its tensors are"),
+        (["{tmp}/none", "--updates"], "none does not exist"),
+        (["{tmp}/empty.csv", "--format"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
+        (["0", "--init"], "the hidden size is 0; give a positive number"),
+        (
+            ["283 x 10", "--format"],
+            "'283 x 10' is not a number; give one like 0.0129 or 2e-5 (sums are not worked out)",
+        ),
+        (["{tmp}/empty.csv", "--losses"], "empty.csv: the log is empty"),
+        (["{tmp}/short.csv", "--losses"], "10 losses are too few to compare"),
+        (["{tmp}/long.csv", "--losses", "--window", "3"], "a window of 3 and a z of 6 compare nothing"),
+        (["{tmp}/long.csv", "--losses", "--picture", "{tmp}/a.gif"], "unknown kind of picture '.gif'; use .svg"),
+        (["{t5}", "--updates", "--picture", "{tmp}/a.svg"], "--picture draws a loss curve: give it with --losses"),
+        (["{tmp}/long.csv", "--losses", "--html", "{tmp}/no/a.html"], "cannot be written there"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    ids = weights(tmp_path, w=torch.arange(3))
+    (tmp_path / "empty.csv").write_text("")
+    log_of(tmp_path / "short.csv", [2.0] * 10)
+    log_of(tmp_path / "long.csv", spiked())
+    given = [a.format(t5=T5, tmp=tmp_path, ids=ids) for a in arguments]
+    assert main(["advise", *given]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+
+
+def test_the_report_functions_raise_for_what_is_no_number_and_no_checkpoint() -> None:
+    from bf16_to_fp16 import advise_format
+
+    with pytest.raises(UserError, match="needs a number"):
+        advise_format()

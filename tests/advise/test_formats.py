@@ -1,0 +1,224 @@
+"""What the formats make of numbers is exact; what they hold of a checkpoint is counted element by element."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bf16_to_fp16.advise.formats import (
+    BF16,
+    FORMATS,
+    FP16,
+    Format,
+    advise_format,
+    half_gaps,
+    held,
+    is_number,
+    number_report,
+)
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.optim import rounding
+
+BOTH = pytest.mark.parametrize("target", [BF16, FP16], ids=["bf16", "fp16"])
+
+
+def values_of(target: Format) -> Tensor:
+    """Return all finite values of a format in fp32."""
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(target.dtype).float()
+    return values[values.isfinite()]
+
+
+@BOTH
+def test_a_number_is_rounded_as_hardware_rounds_it(target: Format) -> None:
+    torch.manual_seed(0)
+    values = values_of(target).unique()
+    ties = (values[1:].double() + values[:-1].double()) / 2
+    beside = torch.nextafter(ties.float(), torch.tensor(0.0))
+    x = torch.cat([values[::7], ties.float()[::7], beside[::7], torch.tensor([65519.9, 65520.0, 3.39e38, 3.4e38, 0.0])])
+    for given, want in zip(x.tolist(), x.to(target.dtype).tolist(), strict=True):
+        got = target.nearest(given)
+        assert got == want and math.copysign(1, got) == math.copysign(1, want), given
+    assert math.copysign(1, target.nearest(-1e-60)) == -1
+    # Where a double lies just above a tie, rounding through fp32 loses what decides.
+    tie = 1 + target.gap(1) / 2
+    assert target.nearest(tie) == 1 and target.nearest(math.nextafter(tie, 2)) == 1 + target.gap(1)
+
+
+def test_2830_is_2832_in_bf16() -> None:
+    found = number_report("2830")["formats"]
+    assert found["bf16"]["value"] == found["bf16"]["nearest"] == float(torch.tensor(2830.0).bfloat16()) == 2832
+    assert found["fp16"]["value"] == 2830 and found["fp16"]["exact"] and not found["bf16"]["exact"]
+    assert (found["bf16"]["gap"], found["fp16"]["half_gap"]) == (16, 1)
+
+
+def test_what_vanishes_beside_00129_is_half_a_gap() -> None:
+    """A popular claim has it that differences under 0.0009999 vanish there in bf16."""
+    found = number_report("0.0129")["formats"]["bf16"]
+    assert found["half_gap"] == 2.0**-15  # 3.05e-5
+    assert found["adding_from"] == pytest.approx(8.94e-6, rel=1e-3)
+    assert found["subtracting_from"] == pytest.approx(5.21e-5, rel=1e-3)
+    stored = torch.tensor(0.0129).bfloat16()
+
+    def vanishes(difference: float) -> bool:
+        return bool(torch.tensor(0.0129 + difference).bfloat16() == stored)
+
+    assert vanishes(8.9e-6) and not vanishes(9.0e-6) and not vanishes(0.0009999)
+    assert vanishes(-5.2e-5) and not vanishes(-5.3e-5)
+
+
+@BOTH
+def test_the_relative_error_is_that_of_the_value(target: Format) -> None:
+    for text, exact in (("0.1", 0.1), ("-3.3", -3.3), ("2830", 2830.0)):
+        found = number_report(text)["formats"][target.name]
+        assert found["relative_error"] == pytest.approx(abs(found["value"] - exact) / abs(exact), rel=1e-9, abs=1e-15)
+    assert number_report("2830")["formats"]["bf16"]["relative_error"] == pytest.approx(2 / 2830)
+    assert number_report("70000")["formats"]["fp16"]["relative_error"] is None
+
+
+@BOTH
+def test_neighbours_and_thresholds_are_those_of_the_format(target: Format) -> None:
+    values = values_of(target).double().unique().tolist()
+    for place in [*range(1, len(values) - 1, 997), 1, len(values) // 2, len(values) - 2]:
+        found = number_report(repr(values[place]))["formats"][target.name]
+        assert found["exact"] and found["value"] == values[place]
+        assert (found["below"], found["above"]) == (values[place - 1], values[place + 1])
+        assert found["adding_from"] == (values[place + 1] - values[place]) / 2
+        assert found["subtracting_from"] == (values[place] - values[place - 1]) / 2
+        assert found["gap"] == max(values[place + 1] - values[place], values[place] - values[place - 1])
+
+
+def test_the_ends_of_fp16() -> None:
+    assert not number_report("65519.9")["formats"]["fp16"]["overflow"]
+    assert (
+        number_report("65520")["formats"]["fp16"]["overflow"]
+        and not number_report("65520")["formats"]["bf16"]["overflow"]
+    )
+    last = number_report("65504")["formats"]["fp16"]
+    assert last["above"] == math.inf and last["adding_from"] == 16
+    least, normal, nothing = (number_report(repr(2.0**power))["formats"]["fp16"] for power in (-24, -14, -25))
+    assert least["subnormal"] and not normal["subnormal"] and nothing["value"] == 0
+    assert not number_report("inf")["formats"]["fp16"]["overflow"]
+
+
+@BOTH
+def test_an_update_vanishes_below_half_a_gap_and_not_above(target: Format) -> None:
+    torch.manual_seed(0)
+    values = values_of(target)
+    x = values[values.abs() < target.largest]
+    if target is BF16:
+        x = x[x.abs() > 2.0**-100]  # below, an update is no longer a number of fp32
+    for sign in (1.0, -1.0):
+        towards_zero = sign * x < 0
+        half = half_gaps(x, target, towards_zero=towards_zero)
+        for share, moves in ((0.999, False), (1.001, True)):
+            got = rounding.nearest(x + sign * share * half, target.dtype)
+            assert torch.equal(got != x, torch.full_like(x, moves, dtype=torch.bool)), (sign, share)
+    up = half_gaps(x, target)
+    assert torch.equal(up, half_gaps(x, target, towards_zero=torch.zeros_like(x, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("-2", -2.0), ("+0.5", 0.5), (" 1E-3 ", 1e-3), ("1e999", math.inf), ("-INF", -math.inf)]
+)
+def test_a_number_is_read_as_it_is_written(text: str, value: float) -> None:
+    (found,) = advise_format(text)["numbers"]
+    assert (found["number"], found["value"]) == (text, value)
+
+
+@pytest.mark.parametrize("text", ["283 x 10", "283×10", "1/3", "2^-14", "(1 + 2) * 3", "3 +", "283 x", "(2+3", "1e"])
+def test_a_sum_is_refused_and_not_taken_for_a_folder(text: str) -> None:
+    with pytest.raises(
+        UserError, match=r"is not a number; give one like 0\.0129 or 2e-5 \(sums are not worked out\), or"
+    ):
+        advise_format(text)
+
+
+@pytest.mark.parametrize("text", ["abc", "__import__('os').getcwd()", "[1]", "True", "1 if 1 else 2"])
+def test_nothing_but_a_number_is_one(text: str) -> None:
+    assert not is_number(text)
+    with pytest.raises(UserError, match="is not a number"):
+        number_report(text)
+
+
+def test_a_folder_with_the_name_of_a_number_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_number("3")
+    Path("3").mkdir()
+    assert not is_number("3")
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_format_holds_of_weights_is_counted(tmp_path: Path) -> None:
+    values = [
+        1.0,
+        1 + 2.0**-9,
+        1 + 2.0**-13,
+        70000.0,
+        65519.0,
+        -(2.0**-24),
+        2.0**-26,
+        0.0,
+        2.0**-14,
+        math.inf,
+        math.nan,
+    ]
+    save_file({"a": torch.tensor(values), "b.c": torch.ones(3, 2, dtype=torch.bfloat16)}, tmp_path / "w.safetensors")
+    found = held(tmp_path / "w.safetensors")
+    first, second = found["tensors"]
+    assert (first["elements"], first["nonfinite"], first["amax"]) == (11, 2, 70000.0)
+    assert first["formats"]["bf16"] == {
+        "exact": 5,  # 1, -2^-24, 2^-26, 0, 2^-14
+        "overflow": 0,
+        "subnormal": 0,
+        "zeroed": 0,
+        "exact_fraction": 5 / 11,
+    }
+    assert first["formats"]["fp16"] == {
+        "exact": 5,  # 1, 1 + 2^-9, -2^-24, 0, 2^-14
+        "overflow": 1,
+        "subnormal": 1,
+        "zeroed": 1,
+        "exact_fraction": 5 / 11,
+    }
+    assert second["formats"]["fp16"]["exact_fraction"] == 1
+    assert found["total"]["elements"] == 17 and found["total"]["formats"]["fp16"]["exact"] == 11
+    assert (found["total"]["nonfinite"], found["total"]["amax"]) == (2, 70000.0)
+    assert held(tmp_path / "w.safetensors", tensors=["*.c"])["total"]["elements"] == 6
+
+
+def test_large_tensors_and_scalars_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "flat": torch.randn(5000),
+        "rows": torch.randn(7, 11, 13),
+        "one": torch.tensor(0.1),
+        "none": torch.ones(0),
+    }
+    save_file(tensors, tmp_path / "w.safetensors")
+    whole = held(tmp_path / "w.safetensors")
+    monkeypatch.setattr("bf16_to_fp16.advise.formats.PIECE", 100)  # a real piece has a million
+    assert held(tmp_path / "w.safetensors") == whole
+    assert whole["total"]["elements"] == 6002
+    exact = sum(int((t.bfloat16().float() == t).sum()) for t in tensors.values())
+    assert whole["total"]["formats"]["bf16"]["exact"] == exact
+
+
+def test_whole_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    save_file({"ids": torch.arange(3), "w": torch.ones(2)}, tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match=r"tensor ids is I64, whole numbers.*--tensor"):
+        held(tmp_path / "w.safetensors")
+    assert held(tmp_path / "w.safetensors", tensors=["w"])["total"]["elements"] == 2
+    with pytest.raises(UserError, match=r"no tensor x\*; it has ids, w"):
+        held(tmp_path / "w.safetensors", tensors=["x*"])
+
+
+def test_formats_are_what_torch_says() -> None:
+    for target in FORMATS.values():
+        info = torch.finfo(target.dtype)
+        assert target.largest == info.max and 2.0**target.least == info.smallest_normal
+        assert 2.0 ** (1 - target.bits) == info.eps

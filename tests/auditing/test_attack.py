@@ -1,0 +1,182 @@
+"""The adversary: it beats random inputs, stays inside what the certificate covers, and never passes a bound."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+
+from bf16_to_fp16.auditing.attack import _Adversary, _Climb, _Elite, _Inputs, attack, deal
+from bf16_to_fp16.bounds.certificate import bound, fp16_weights
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.observe.points import watched
+from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+from bf16_to_fp16.run.stock import load
+
+DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
+HARD = {
+    "t5-gated-bytes": (
+        "encoder.block.3.layer.0.SelfAttention:scores",
+        "encoder.final_layer_norm:mul#2",
+        "decoder.block.1.layer.1.EncDecAttention.k",
+    ),
+    "pegasus-bytes": (
+        "model.decoder.layers.1.encoder_attn:scores",
+        "model.decoder.layers.0.encoder_attn.k_proj",
+    ),
+}
+"""Sites of the trained demos that random inputs hardly stir."""
+
+LEAST_GAIN = {"t5-gated-bytes": 1.5, "pegasus-bytes": 1.05}
+"""What 60 steps reach, over as many random inputs; more steps reach more."""
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_it_beats_random_inputs_on_trained_weights_and_passes_no_bound(name: str) -> None:
+    checkpoint = open_checkpoint(DEMO / name)
+    layout = resolve(checkpoint)
+    # As trained it overflows fp16; what is searched here is fp32 arithmetic on the rounded weights.
+    model = load(checkpoint.folder, torch.float16, half=True)
+    result = attack(model, layout, steps=60, sites=HARD[name])
+    certificate = bound(layout, fp16_weights(checkpoint, layout))
+    gains = {f.name: max(f.tokens, f.embeddings) / f.random for f in result.found if f.name in HARD[name]}
+    assert len(gains) == len(HARD[name])
+    assert max(gains.values()) > LEAST_GAIN[name], gains
+    for found in result.found:
+        top = certificate.at(found.name)
+        assert top is not None and max(found.random, found.tokens, found.embeddings) <= top, found.name
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str) -> None:
+    model = tiny.build(kind, 1, factor=1.0).half()
+    source = ModelTensors(model)
+    layout = resolve(source)
+    result = attack(model, layout, steps=4, length=5)
+    certificate = bound(layout, source_weights(source, layout))
+    assert len(result.found) > 20 and result.inputs
+    for found in result.found:
+        top = certificate.at(found.name)
+        assert top is not None, found.name
+        assert found.worst <= found.covered <= top, found
+    # The mask's own add runs in the encoder and in the attention to it.
+    attentions = [w for w in layout.topology if isinstance(w, Attention)]
+    adds = {f"{w.at}:add#2" if w.bias or (w.memory and not w.scaled) else f"{w.at}:add" for w in attentions}
+    assert any("encoder." in f.name for f in result.found if f.name in adds)
+
+
+def test_tokens_are_found_that_random_inputs_miss() -> None:
+    """Of 3000 tokens one alone stirs a channel; the gradient leads there."""
+    model = tiny.build("gated", 0, factor=1.0, vocab_size=3000)
+    with torch.no_grad():
+        model.shared.weight[1717] = torch.where(torch.arange(24) % 2 == 0, 9.0, -9.0)
+    layout = resolve(ModelTensors(model))
+    site = "encoder.embed_tokens:embedding"
+    result = attack(model, layout, steps=2, length=4, sites=[site] * 8)
+    found = next(f for f in result.found if f.name == site)
+    assert found.tokens == 9 > found.random
+    assert 1717 in result.inputs[site][0]
+
+
+def test_a_seed_decides_everything_and_nothing_else_is_touched() -> None:
+    model = tiny.build("pegasus", 2, factor=1.0)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    layout = resolve(ModelTensors(model))
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    one = attack(model, layout, steps=4, length=5, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(7)
+    assert attack(model, layout, steps=4, length=5, seed=3).to_json() == one.to_json()
+    assert attack(model, layout, steps=4, length=5, seed=4).to_json() != one.to_json()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_mixtures_stay_in_the_hull_of_the_table() -> None:
+    model = tiny.build("t5", 0, factor=1.0).requires_grad_(False)
+    adversary = _Adversary(model, resolve(ModelTensors(model)), 0, 6)
+    sites = ["encoder.block.0.layer.0:add"] * 5
+    found = adversary.in_hull(_Climb(sites, adversary.embed(adversary.draw(5)), 6, lambda: None))
+    table = model.shared.weight
+    assert found.decoder is not None
+    for side in (found.encoder, found.decoder):
+        assert bool((side <= table.amax(0) + 1e-5).all()) and bool((side >= table.amin(0) - 1e-5).all())
+
+
+def test_free_embeddings_are_no_larger_than_the_table_and_go_beyond_its_hull() -> None:
+    model = tiny.build("pegasus", 0, factor=1.0).requires_grad_(False)
+    adversary = _Adversary(model, resolve(ModelTensors(model)), 0, 6)
+    goals = ["model.encoder.layers.0.self_attn.k_proj"] * 5
+    start = adversary.embed(adversary.draw(5))
+    found = adversary.in_box(_Climb(goals, start, 30, lambda: None))
+    table = model.get_input_embeddings().weight
+    for side in (found.encoder, found.decoder):
+        assert side is not None
+        assert bool((side.abs() <= table.abs().amax(0)).all())
+        assert bool((side.norm(dim=-1) <= table.norm(dim=1).max()).all())
+    # Every mixture of rows lies below the rows' largest product with a direction.
+    direction = found.encoder - table.mean(0)
+    beyond = (found.encoder * direction).sum(-1) > (direction @ table.t()).amax(-1)
+    assert bool(beyond.any())
+    assert bool((adversary.reached(found, goals) > adversary.reached(start, goals)).all())
+
+
+def test_rows_go_to_the_widest_brackets() -> None:
+    dealt = deal({"closed": 0.0, "wide": 4.0, "narrow": 1.0, "middle": 2.0}, 7)
+    assert {goal: dealt.count(goal) for goal in dealt} == {"wide": 4, "middle": 2, "narrow": 1}
+    assert deal({"closed": 0.0}, 3) == []
+
+
+def test_the_best_inputs_of_a_goal_may_come_from_any_row() -> None:
+    elite = _Elite()
+    x = _Inputs(torch.arange(4.0)[:, None], None)
+    elite.offer(x, {"a": torch.tensor([1.0, 5.0, 3.0, 2.0]), "b": torch.tensor([9.0, math.nan, 0.0, 1.0])})
+    elite.offer(_Inputs(x.encoder + 10, None), {"a": torch.tensor([5.0, 4.0, 0.0, 0.0]), "b": torch.zeros(4)})
+    # 5 again is taken for the same input; NaN is past every limit.
+    assert elite.starts(["a", "b", "a", "a", "a", "b"]).encoder.flatten().tolist() == [1, 1, 11, 2, 1, 0]
+    assert elite.best("a") == 5 and elite.best("b") == math.inf
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_what_it_climbs_is_what_the_audit_measures(kind: str) -> None:
+    model = tiny.build(kind, 3, factor=1.0).requires_grad_(False)
+    layout = resolve(ModelTensors(model))
+    model.set_attn_implementation("eager")
+    adversary = _Adversary(model, layout, 0, 6)
+    ids = adversary.draw(3)
+    observer = SiteObserver(model)
+    with torch.no_grad(), watched(model, layout) as values, observer:
+        adversary.run_ids(ids, model)
+    seen = {s.name: s.amax for s in observer.sites()}
+    # Scores are of the last call alone, and norms are named as in fp16.
+    for name, value in values.items():
+        if name in seen and not (name.endswith(":scores") and "query" in name):
+            assert float(value.abs().max()) == pytest.approx(seen[name], rel=1e-5), name
+    assert len([n for n in values if n in seen]) > 0.7 * len(values)
+    # Embeddings of the same ids give the same values, Pegasus's scale included.
+    with torch.no_grad(), watched(model, layout) as again:
+        adversary.run(adversary.embed(ids))
+    last = [*values][-1]
+    assert torch.allclose(values[last], again[last], rtol=1e-4, atol=1e-5)
+
+
+def test_the_command_reports_the_bracket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny.save(tiny.build("gated", 0, factor=1.0), tmp_path / "source")
+    report = tmp_path / "report.json"
+    arguments = ["audit", str(source), "--regime", "half", "--attack", "4", "--json", str(report)]
+    assert main(arguments) == 0
+    data: dict[str, Any] = json.loads(report.read_text())
+    assert data["attack"]["steps"] == 4 and data["attack"]["worst_headroom_bits"] > 0
+    brackets = [s for s in data["certificate"]["sites"] if s["observed"] is not None]
+    assert len(brackets) > 50 and all(s["observed"] <= s["bound"] <= s["limit"] for s in brackets)
+    assert "worst input" in capsys.readouterr().out
+    assert main(["audit", str(source), "--attack", "0"]) == 2

@@ -1,0 +1,559 @@
+"""Each regime is what it says, and its verdict sees what the logits hide."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+
+from bf16_to_fp16.auditing.regimes import (
+    REGIMES,
+    RegimeResult,
+    SiteResult,
+    _merge,
+    _signals,
+    audit_folder,
+    audit_model,
+    verdict,
+)
+from bf16_to_fp16.commands.audit import audit
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
+from bf16_to_fp16.observe.sites import CONSTANT_REASON, MASK_REASON, Site
+from bf16_to_fp16.report import rows as report_rows
+from bf16_to_fp16.report.remedies import unsafe_sites
+from bf16_to_fp16.report.schema import (
+    AttackedSite,
+    AttackEntry,
+    CertificateEntry,
+    PrecisionEntry,
+    RegimeEntry,
+    Report,
+    regimes_of,
+)
+from bf16_to_fp16.run.probe import audit_batches, batches, describe_batches
+from bf16_to_fp16.run.stock import load, load_config
+
+WO = "encoder.block.1.layer.1.DenseReluDense.wo"
+
+
+def saved(kind: str, folder: Path, change: Any = None) -> Path:
+    """Save a randomly initialised fp32 model, in which nothing is large unless ``change`` makes it so."""
+    torch.manual_seed(0)
+    model = tiny.KINDS[kind]()
+    if change is not None:
+        with torch.no_grad():
+            change(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def overflow(model: Any) -> None:
+    model.get_submodule(WO).weight[:2] *= 1e5
+
+
+def site(result: RegimeResult, name: str) -> Any:
+    return next(s for s in result.sites if s.name == name)
+
+
+@pytest.mark.parametrize("kind", ["t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "umt5-encoder"])
+def test_a_model_that_fits_is_safe_in_every_regime(kind: str, tmp_path: Path) -> None:
+    results = audit_folder(saved(kind, tmp_path))
+    assert list(results) == list(REGIMES)
+    for result in results.values():
+        assert result.safe
+        assert result.headroom_bits > 5
+        assert result.nonfinite_logits == 0
+        assert any(s.benign == MASK_REASON for s in result.sites)
+        assert result.underflow == ()
+
+
+def test_an_overflow_that_the_clamp_hides_is_named_in_half_alone(tmp_path: Path) -> None:
+    results = audit_folder(saved("t5", tmp_path, overflow))
+    half = results["half"]
+    assert not half.safe
+    assert half.nonfinite_logits == 0  # what a check of the logits would go by
+    assert half.sites[0].name == WO
+    assert half.sites[0].nonfinite > 0
+    assert half.saturated > 0
+    assert half.headroom_bits == -math.inf
+    # Stock code keeps wo, and with it the residual, in fp32; AMP rounds wo's output to fp16.
+    assert results["stock"].safe
+    assert not results["amp"].safe
+    assert results["amp"].sites[0].name == WO
+
+
+def test_stock_keeps_wo_in_fp32_and_half_does_not(tmp_path: Path) -> None:
+    results = audit_folder(saved("t5", tmp_path), regimes=("stock", "half"))
+    assert site(results["stock"], WO).dtype == "float32"
+    assert site(results["stock"], WO).limit is None
+    assert site(results["half"], WO).dtype == "float16"
+
+
+def test_amp_runs_the_linear_layers_in_fp16_and_the_residual_in_fp32(tmp_path: Path) -> None:
+    amp = audit_folder(saved("gated", tmp_path), regimes=("amp",))["amp"]
+    assert site(amp, WO).dtype == "float16"
+    assert site(amp, "encoder.block.0.layer.0:add").dtype == "float32"
+
+
+def test_amp_that_does_not_happen_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(saved("t5", tmp_path), torch.float32)
+    original = torch.autocast
+    monkeypatch.setattr(torch, "autocast", lambda device, dtype: original(device, dtype, enabled=False))
+    with pytest.raises(RuntimeError, match="autocast did not run"):
+        audit_model(model, batches(model.config, None, None)[:1], regime="amp")
+
+
+def test_eager_shows_scores_that_sdpa_keeps_to_itself(tmp_path: Path) -> None:
+    folder = saved("t5", tmp_path)
+    eager, sdpa = (
+        audit_folder(folder, regimes=("half",), attention=(implementation,))["half"]
+        for implementation in ("eager", "sdpa")
+    )
+    assert any(s.name.endswith(":scores") for s in eager.sites)
+    assert not any(s.name.endswith(":scores") for s in sdpa.sites)
+
+
+def test_totals_are_those_of_the_sites_and_the_tightest_comes_first(tmp_path: Path) -> None:
+    half = audit_folder(saved("t5", tmp_path, overflow), regimes=("half",))["half"]
+    assert half.nonfinite == sum(s.nonfinite for s in half.sites)
+    assert half.saturated == sum(s.saturated for s in half.sites)
+    bits = [s.headroom_bits for s in half.sites if s.headroom_bits is not None]
+    assert bits == sorted(bits)
+    assert bits[0] == half.headroom_bits
+    assert len({s.name for s in half.sites}) == len(half.sites)
+
+
+FEED_FORWARD = "encoder.block.1.layer.1.DenseReluDense"
+
+
+def test_signals_sunk_below_the_smallest_normal_number_are_named_and_do_not_move_the_verdict(tmp_path: Path) -> None:
+    def sink(model: Any) -> None:
+        model.get_submodule(FEED_FORWARD).wi_1.weight *= 1e-6
+
+    results = audit_folder(saved("gated", tmp_path, sink))
+    assert verdict(results) == "safe"
+    for regime, names in {
+        "half": {"wi_1", "wo", ":mul"},
+        "amp": {"wi_1", "wo", ":mul"},
+        "stock": {"wi_1", ":mul"},  # wo is fp32 there
+    }.items():
+        expected = {FEED_FORWARD + (name if name.startswith(":") else f".{name}") for name in names}
+        assert {s.name for s in results[regime].underflow} == expected
+        assert all(0 < s.amax < 2.0**-14 for s in results[regime].underflow)
+    entry = json.loads(json.dumps(results["half"].to_json(), allow_nan=False))["underflow"]
+    assert {s["name"]: s["amax"] for s in entry} == {s.name: s.amax for s in results["half"].underflow}
+
+
+def test_a_signal_that_is_zero_is_named_only_where_fp32_has_one(tmp_path: Path) -> None:
+    def sink(model: Any) -> None:
+        model.get_submodule(FEED_FORWARD).wi_1.weight *= 1e-9  # zero in fp16
+        model.encoder.block[2].layer[1].DenseReluDense.wi_1.weight.zero_()
+
+    half = audit_folder(saved("gated", tmp_path, sink), regimes=("half",))["half"]
+    silent = {s.name for s in half.sites if s.amax == 0 and "constant" not in s.name}
+    assert "encoder.block.2.layer.1.DenseReluDense.wi_1" in silent
+    assert {s.name for s in half.underflow} == {f"{FEED_FORWARD}{part}" for part in (".wi_1", ":mul", ".wo")}
+    assert all(s.amax == 0 for s in half.underflow)
+
+
+def test_what_is_small_by_nature_is_not_taken_for_a_sunken_signal(tmp_path: Path) -> None:
+    """Scores, position biases, the cube inside gelu_new, and gradients."""
+
+    def small(model: Any) -> None:
+        attention = model.encoder.block[0].layer[0].SelfAttention
+        attention.q.weight *= 2e-3
+        attention.k.weight *= 2e-3
+        attention.relative_attention_bias.weight *= 1e-5
+        model.get_submodule(FEED_FORWARD).wi_0.weight *= 2e-3
+
+    folder = saved("gated", tmp_path, small)
+    half = audit_folder(folder, regimes=("half",), train_mode=True)["half"]
+    tiny_sites = {s.name for s in half.sites if 0 < s.amax < 2.0**-14}
+    assert {
+        "encoder.block.0.layer.0.SelfAttention:scores",
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias:embedding",
+        f"{FEED_FORWARD}.act:pow",
+    } <= tiny_sites
+    assert any(":grad" in name for name in tiny_sites)
+    assert half.underflow == ()
+
+
+def test_statistics_copies_and_masks_are_no_signals() -> None:
+    names = [
+        "model.encoder.layer_norm:layer_norm",
+        "model.encoder.layer_norm:layer_norm.1",
+        "model.encoder.layer_norm:layer_norm.2",
+        "model.encoder.layers.0.self_attn.k_proj",
+        "model.encoder.layers.0.self_attn.k_proj:to",
+        "model.encoder.layers.0.self_attn:clone#2",
+        "model.encoder.layers.0.self_attn:scores",
+        "model.encoder.layers.0.self_attn:mul",
+        "model.encoder.layers.0.self_attn:context",
+        "model.encoder.layers.0:add#2",
+        "model.encoder.layers.0.fc2:grad",
+        "model.encoder:constant add",
+    ]
+    sites = [SiteResult(name, 1e-6, FP16_MAX, 30.0, 0, 0, None, "float16") for name in names]
+    assert [s.name for s in _signals(sites, ())] == [names[i] for i in (0, 3, 8, 9)]
+
+
+def test_the_report_entry_is_strict_json_with_the_promised_keys(tmp_path: Path) -> None:
+    half = audit_folder(saved("t5", tmp_path, overflow), regimes=("half",))["half"]
+    entry = json.loads(json.dumps(half.to_json(), allow_nan=False))
+    assert {"nonfinite", "saturated", "amax", "headroom_bits", "sites"} <= set(entry)
+    promised = {"name", "amax", "limit", "headroom_bits", "nonfinite", "saturated", "benign"}
+    assert all(promised <= set(s) for s in entry["sites"])
+    assert entry["amax"] == 65536.0
+    assert entry["headroom_bits"] < 0
+    constants = [s for s in entry["sites"] if s["benign"] == CONSTANT_REASON]
+    assert constants
+    assert all(s["limit"] is None for s in constants)
+
+
+def test_train_mode_adds_dropout_and_the_backward(tmp_path: Path) -> None:
+    folder = saved("gated", tmp_path)
+    plain, training = (audit_folder(folder, regimes=("half",), train_mode=train)["half"] for train in (False, True))
+    assert not any(":grad" in s.name or "bernoulli" in s.name for s in plain.sites)
+    gradients = {s.name for s in training.sites if ":grad" in s.name}
+    assert {f"{WO}:grad", "lm_head:grad", "decoder.block.0.layer.1.EncDecAttention:scores:grad"} <= gradients
+    assert any("dropout:" in s.name for s in training.sites)
+    assert training.safe
+    cubed = [s for s in training.sites if s.name.endswith(":cubed")]
+    assert all(s.limit == GELU_CUBE_BACKWARD_LIMIT for s in cubed)
+    assert len(cubed) == 5
+
+
+def test_an_overflow_of_the_gradients_alone_is_unsafe_in_training_alone(tmp_path: Path) -> None:
+    def cubed(model: Any) -> None:  # 0·inf in the derivative of x³, though gelu itself is fine
+        model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight *= 80
+
+    folder = saved("gated", tmp_path, cubed)
+    plain, training = (audit_folder(folder, regimes=("half",), train_mode=train)["half"] for train in (False, True))
+    assert plain.safe
+    assert plain.nonfinite_logits == 0
+    assert not training.safe
+    broken = [s.name for s in training.sites if s.nonfinite]
+    assert all(":grad" in name for name in broken)
+    assert training.sites[0].name == "encoder.block.1.layer.1.DenseReluDense.act:pow:grad"
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_same_seed_gives_the_same_audit(train: bool, tmp_path: Path) -> None:
+    folder = saved("t5", tmp_path)
+    first, second = (audit_folder(folder, regimes=("half",), train_mode=train, seed=5) for _ in range(2))
+    assert first == second
+
+
+def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model = load(saved("t5", tmp_path), torch.float16, half=True, attention="sdpa")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    inputs = batches(model.config, None, None)[:2]
+    audit_model(model, inputs, regime="half", train_mode=True, attention=("eager",))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert model.config._attn_implementation == "sdpa"
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_where_eager_alone_breaks_the_scores_come_first(tmp_path: Path) -> None:
+    def large_scores(model: Any) -> None:
+        attention = model.encoder.block[0].layer[0].SelfAttention
+        attention.q.weight *= 400
+        attention.k.weight *= 400
+
+    half = audit_folder(saved("gated", tmp_path, large_scores), regimes=("half",))["half"]
+    assert half.sites[0].name == "encoder.block.0.layer.0.SelfAttention:scores"
+
+
+def test_a_value_where_stock_code_clamps_is_unsafe_though_all_is_finite() -> None:
+    """65000 at the end of an encoder: nothing overflows, and nobody can tell it from a clamped infinity."""
+    torch.manual_seed(0)
+    model = tiny.t5_encoder().half().eval()
+    inputs = batches(model.config, None, None)[:1]
+    last = "encoder.final_layer_norm:mul#2"
+
+    def measured() -> RegimeResult:
+        return audit_model(model, inputs, regime="half", attention=("eager",))
+
+    with torch.no_grad():
+        model.encoder.final_layer_norm.weight *= 65000 / site(measured(), last).amax
+    result = measured()
+    assert SATURATED_FROM <= site(result, last).amax == result.amax <= FP16_MAX
+    assert result.nonfinite == result.nonfinite_logits == 0 < result.saturated
+    assert not result.safe and verdict({"half": result}) == "unsafe"
+
+
+@pytest.mark.parametrize("attention", [("eager", "sdpa"), ("sdpa", "eager")])
+def test_what_breaks_under_one_attention_survives_the_other(attention: tuple[str, str]) -> None:
+    """Scores past 65504 are inf under eager attention alone, and with them all that follows, which runs under both."""
+    torch.manual_seed(0)
+    model = tiny.t5_encoder().half().eval()
+    last = model.encoder.block[-1].layer[0].SelfAttention
+    with torch.no_grad():
+        last.q.weight *= 400
+        last.k.weight *= 400
+    inputs = batches(model.config, None, None)[:1]
+    eager, sdpa, both = (
+        audit_model(model, inputs, regime="half", attention=chosen) for chosen in (("eager",), ("sdpa",), attention)
+    )
+    assert sdpa.safe and not eager.safe
+    shared = {s.name for s in sdpa.sites} & {s.name for s in eager.sites if s.nonfinite}
+    assert "encoder.block.2.layer.0.SelfAttention.o" in shared and "encoder.final_layer_norm:mul" in shared
+    for name in shared:
+        assert site(both, name).nonfinite == site(eager, name).nonfinite
+        assert site(both, name).headroom_bits == site(eager, name).headroom_bits
+    assert (both.nonfinite, both.saturated) == (eager.nonfinite, eager.saturated)
+    assert not both.safe
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_counts_of_one_site_add_up_and_its_largest_value_stays(order: tuple[int, int]) -> None:
+    whole = [Site("v", torch.float16, FP16_MAX, amax, 1, 0, saturated) for amax, saturated in ((65000, 2), (32768, 0))]
+    broken = [Site("o", torch.float16, FP16_MAX, math.inf, 1, *counts) for counts in ((3, 5), (4, 6))]
+    merged: dict[str, tuple[int, SiteResult]] = {}
+    for i in order:
+        _merge(merged, [whole[i], broken[i]])
+    (_, v), (_, o) = merged["v"], merged["o"]
+    assert (v.nonfinite, v.saturated, v.amax, v.headroom_bits) == (0, 2, 65000, math.log2(FP16_MAX / 65000))
+    assert (o.nonfinite, o.saturated, o.amax, o.headroom_bits) == (7, 11, math.inf, -math.inf)
+
+
+def test_gradients_carry_the_loss_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(saved("gated", tmp_path), torch.float32)
+    inputs = batches(model.config, None, None)[:1]
+    amax = []
+    for scale in (None, 2.0**13):  # without a change it is 2^10
+        if scale is not None:
+            monkeypatch.setattr("bf16_to_fp16.auditing.regimes.LOSS_SCALE", scale)  # no option sets it
+        result = audit_model(model, inputs, regime="stock", train_mode=True, attention=("eager",))
+        amax.append(site(result, "lm_head:grad").amax)
+    assert amax[1] == 8 * amax[0] > 0
+
+
+def test_an_encoder_is_pulled_in_training_as_well() -> None:
+    torch.manual_seed(0)
+    model = tiny.t5_encoder().half().eval()
+    inputs = batches(model.config, None, None)[:1]
+    result = audit_model(model, inputs, regime="half", train_mode=True, attention=("eager",))
+    gradients = [s for s in result.sites if s.name.endswith("wo:grad")]
+    assert len(gradients) == 3 and all(s.amax > 0 for s in gradients)
+
+
+def test_the_seed_is_that_of_dropout(tmp_path: Path) -> None:
+    folder = saved("t5-encoder", tmp_path)
+    inputs = batches(load(folder, torch.float32).config, None, None)[:1]
+    options: dict[str, Any] = {"regimes": ("half",), "attention": ("eager",), "inputs": inputs, "train_mode": True}
+    one, again, other = (audit_folder(folder, seed=seed, **options)["half"] for seed in (1, 1, 2))
+    assert one == again
+    assert site(one, f"{WO}:grad").amax != site(other, f"{WO}:grad").amax
+
+
+def test_outputs_that_are_not_finite_are_counted_over_all_batches() -> None:
+    model = tiny.t5_encoder().half().eval()
+    with torch.no_grad():
+        model.encoder.final_layer_norm.weight[3] = torch.inf
+    inputs = batches(model.config, None, None)[:2]
+    result = audit_model(model, inputs, regime="half", attention=("eager", "sdpa"))
+    assert result.nonfinite_logits == 2 * sum(batch.input_ids.numel() for batch in inputs)
+
+
+def test_a_site_that_broke_has_the_counts_of_its_worst_regime() -> None:
+    def result(regime: str, **counts: tuple[int, int]) -> RegimeResult:
+        bits = {name: -math.inf if nonfinite else 0.0 for name, (nonfinite, _) in counts.items()}
+        sites = tuple(SiteResult(n, 65504.0, FP16_MAX, bits[n], *c, None, "float16") for n, c in counts.items())
+        return RegimeResult(regime, 1, 1, 65504.0, 0.0, 0, sites)
+
+    results = {"amp": result("amp", wo=(7, 2), wi=(0, 0)), "half": result("half", wo=(5, 4), wi=(0, 3))}
+    wo, wi = unsafe_sites(regimes_of(results))
+    assert (wo.signal, wo.regimes, wo.nonfinite, wo.saturated) == ("wo", ["amp", "half"], 7, 4)
+    assert (wi.signal, wi.regimes, wi.nonfinite, wi.saturated) == ("wi", ["half"], 0, 3)
+    assert wo.reason == "values that are 7 inf or NaN and 4 saturated in amp, half"
+    assert wi.reason == "values that are 3 saturated in half"
+    # An inf was at least 65536.
+    assert wo.excess_bits == pytest.approx(math.log2(65536 / FP16_MAX)) and wi.excess_bits == 0
+
+
+def test_seed_and_train_mode_reach_inputs_attack_and_model(tmp_path: Path) -> None:
+    """The report of the whole audit; of a single step of attack the probe beats many findings."""
+    folder = saved("t5-encoder", tmp_path)
+    options: dict[str, Any] = {"regimes": ("half",), "attention": ("eager",), "seed": 3}
+    report = audit(folder, attack_steps=1, **options)
+    again = describe_batches(batches(load(folder, torch.float32).config, None, None, seed=3), seed=3)
+    assert report["inputs"] == again and report["attack"]["seed"] == 3
+    half = {s["name"]: s["amax"] for s in report["regimes"]["half"]["sites"] if not s["nonfinite"]}
+    found = {s["name"]: s["worst"] for s in report["attack"]["sites"]}
+    seen = {s["name"]: s["observed"] for s in report["certificate"]["sites"] if s["name"] in half}
+    assert len(seen) > 20 and any(half[name] > found.get(name, 0.0) for name in seen)
+    assert seen == {name: max(half[name], found.get(name, 0.0)) for name in seen}
+    training = audit(folder, train_mode=True, **options)
+    assert training["train_mode"] and not report["train_mode"]
+    assert any(":grad" in s["name"] for s in training["regimes"]["half"]["sites"])
+    assert not any(":grad" in name for name in half)
+
+
+def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path) -> None:
+    """Scores that pass the limit in a few steps of search and not on the probe."""
+    torch.manual_seed(0)
+    model = tiny.t5_encoder(num_layers=1)
+    options: dict[str, Any] = {"regimes": ("half",), "attention": ("eager",), "attack_steps": 8}
+    report = audit(tiny.save(model, tmp_path / "small", torch.float32), **options)
+    name = "encoder.block.0.layer.0.SelfAttention:scores"
+    probed = next(s["amax"] for s in report["regimes"]["half"]["sites"] if s["name"] == name)
+    worst = next(s["worst"] for s in report["attack"]["sites"] if s["name"] == name)
+    assert worst > 1.06 * probed  # between them lies the limit, and what counts as saturated
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    for linear in (attention.q, attention.k):
+        linear.weight.data.mul_((FP16_MAX / (worst * probed) ** 0.5) ** 0.5)
+    report = audit(tiny.save(model, tmp_path / "large", torch.float32), **options)
+    assert report["regimes"]["half"]["nonfinite"] == report["regimes"]["half"]["saturated"] == 0
+    assert report["attack"]["worst_headroom_bits"] < 0 and report["verdict"] == "unsafe"
+
+
+def test_progress_counts_every_step_once(tmp_path: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    audit_folder(saved("t5", tmp_path), advance=lambda done, total: steps.append((done, total)))
+    total = steps[0][1]
+    assert steps == [(i, total) for i in range(1, total + 1)]
+    assert total == 3 * 2 * 6  # regimes, attentions, batches
+
+
+def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    folder = saved("t5", tmp_path / "model")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    (tmp_path / "data.txt").write_text("!!\n!\n")  # byte 33 is id 36, within the vocabulary
+    steps: list[int] = []
+    inputs = audit_batches(load_config(folder), folder, str(tmp_path / "data.txt"), seed=0)
+    result = audit_folder(folder, regimes=("half",), inputs=inputs, advance=lambda done, total: steps.append(total))
+    assert result["half"].safe
+    assert steps == [2 * (6 + 2)] * 16  # attentions, batches of the probe and of the data
+
+
+def broken_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def without_tensor(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["encoder.block.0.layer.0.SelfAttention.q.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda f: (f / "config.json").unlink(), "no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json"),
+        (lambda f: broken_config(f, architectures=["BartForConditionalGeneration"]), "the known ones are t5: T5For"),
+        (lambda f: broken_config(f, model_type="nonsense"), "config.json"),
+        (lambda f: (f / "model.safetensors").unlink(), "cannot be loaded"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"123"), "cannot be loaded"),
+        (without_tensor, "tensor encoder.block.0.layer.0.SelfAttention.q.weight is missing"),
+    ],
+)
+def test_an_unusable_folder_is_one_line_that_names_it(damage: Any, says: str, tmp_path: Path) -> None:
+    folder = saved("t5", tmp_path)
+    damage(folder)
+    with pytest.raises(UserError) as raised:
+        audit_folder(folder)
+    assert says in str(raised.value)
+    assert str(folder) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_regime_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fp8: no such regime; choose from stock, amp, half"):
+        audit_folder(tmp_path, regimes=("fp8",))
+
+
+def test_pegasus_positions_may_be_missing_from_the_file(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = saved("pegasus", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if not name.endswith(("embed_positions.weight", "logits_bias"))}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    assert audit_folder(folder, regimes=("half",))["half"].safe
+
+
+# -- the report in words ----------------------------------------------------------------------------------------------
+
+
+def test_of_signals_that_sank_the_largest_value_and_all_regimes_are_told() -> None:
+    sunk = {"half": {"v": 3e-6, "o": 1e-6}, "amp": {"v": 5e-6}, "stock": {"v": 4e-6}}
+    whole = {"nonfinite": 0, "saturated": 0, "amax": 1.0, "headroom_bits": 15.9, "sites": []}
+    regimes = {
+        r: RegimeEntry.model_validate(whole | {"underflow": [{"name": n, "amax": a} for n, a in sites.items()]})
+        for r, sites in sunk.items()
+    }
+    assert report_rows.underflow_rows(regimes | {"other": RegimeEntry.model_validate(whole)}) == [
+        {"name": "v", "amax": 5e-6, "regimes": ["half", "amp", "stock"]},
+        {"name": "o", "amax": 1e-6, "regimes": ["half"]},
+    ]
+
+
+def test_the_tightest_bounds_the_worst_of_the_unproven_and_the_least_precise_come_first() -> None:
+    names = {"a": 3.0, "b": -2.0, "c": 0.5, "d": -5.0}
+    sites = [
+        {"name": name, "headroom_bits": bits, "bound": 65504 * 2.0**-bits, "observed": 64.0, "limit": 65504.0}
+        | {"partial": 0.0, "holds": bits >= 0, "kind": "scores" if name == "d" else "residual"}
+        for name, bits in names.items()
+    ]
+    whole = {"sites": sites, "holds": False, "headroom_bits": -5.0, "max_length": 512, "splits": 8}
+    certificate = CertificateEntry.model_validate(whole)
+    assert [row.name for row in report_rows.bound_rows(certificate, 3)] == ["d", "b", "c"]
+    rows = report_rows.uncertified_rows(Report(certificate=certificate))
+    assert [(row.name, row.excess_bits) for row in rows] == [("d", 5.0), ("b", 2.0)]
+    assert "finetune" in rows[0].remedy and "convert" in rows[1].remedy
+    precision = [PrecisionEntry(module=name, bits=bits) for name, bits in (("x", 9.5), ("y", 8.25), ("z", math.nan))]
+    report = Report(precision=precision)
+    assert report_rows.least_precise(report) == precision[1] and report_rows.least_precise(Report()) is None
+
+
+def test_what_a_bound_covers_goes_with_target_and_mode() -> None:
+    site = {"name": "x", "bound": 1.0, "partial": 1.0, "limit": 65504.0, "headroom_bits": 15.9, "holds": True}
+    residual, square = (site | {"kind": kind, "observed": None} for kind in ("residual", "squares"))
+    made = {"holds": True, "headroom_bits": 15.9, "max_length": 512, "splits": 16, "sites": [residual]}
+    squares = made | {"sites": [residual, square]}
+    options = {}
+    for name, certificate in {"half": made, "norm-safe": squares, "train": squares | {"train_mode": True}}.items():
+        covers, leaves = report_rows.coverage(Report(certificate=CertificateEntry.model_validate(certificate)))
+        options[name] = [option for _, option in leaves if option]
+        assert any("up to 512 positions" in line for line in covers)
+        assert any("dropout" in line for line in covers) is (name == "train")
+        assert any("squares" in line for line in covers) is (name != "half")
+    assert {name: sorted(each) for name, each in options.items()} == {
+        "half": ["--target norm-safe", "--target train"],
+        "norm-safe": ["--target train"],
+        "train": [],
+    }
+    assert report_rows.coverage(Report()) == ([], [])
+
+
+@pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])
+def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool) -> None:
+    found = dict.fromkeys(("worst", "random", "tokens", "embeddings", "half", "covered", "limit", "gain"), 1.0)
+    sites = [
+        AttackedSite.model_validate({"name": name, "headroom_bits": b, "ids": None} | found)
+        for name, b in (("a", 2.0), ("b", bits), ("c", 1.0))
+    ]
+
+    def attacked(steps: int) -> AttackEntry:
+        return AttackEntry(steps=steps, seed=0, worst_headroom_bits=bits, median_gain=None, sites=sites)
+
+    half = RegimeEntry(nonfinite=0, saturated=0, amax=1.0, headroom_bits=15.9, sites=[])
+    assert report_rows.attack_breaks(Report(attack=attacked(1))) == (sites[1] if breaks else None)
+    assert report_rows.found_by(Report(attack=attacked(1))) == "1 step of gradient search"
+    assert report_rows.found_by(Report(attack=attacked(20), regimes={"half": half})).endswith("search and the probe")

@@ -1,0 +1,187 @@
+"""Reading from a Hub: convert, audit and verify take a Hub id, resume what broke, and say in a line what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants, file_download, snapshot_download
+from support import tiny
+from support.hub_server import OTHER, WRITER, Fault, HubServer
+
+from bf16_to_fp16 import UserError, cli, convert, verify
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.save(
+        tiny.build("t5-encoder", num_layers=2), tmp_path_factory.mktemp("source") / "theirs", max_shard_size="12KB"
+    )
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\n---\n# Theirs\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HubServer]:
+    server = HubServer().start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def hub(server: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HubServer:
+    """A Hub with the source under org/theirs, an empty cache, and waits that are not waited for."""
+    server.clear()
+    server.add("org/theirs", contents(source), private=False)
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    return server
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def refused(source: str, hub: HubServer) -> str:
+    """Return the line that opening a Hub id is refused with, which holds no token."""
+    with pytest.raises(UserError) as caught:
+        open_checkpoint(source, endpoint=hub.endpoint)
+    assert "\n" not in str(caught.value) and WRITER not in str(caught.value) and caught.value.__cause__ is None
+    return str(caught.value)
+
+
+def test_a_hub_id_is_converted_and_published_in_one_go(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--push-to", "me/theirs-fp16", "--endpoint", hub.endpoint, "--json", "-"]
+    assert cli.main(["convert", "org/theirs", *options]) == 0
+    printed = capsys.readouterr()
+    report, commit = json.loads(printed.out), hub.repos["org/theirs"].branches["main"]
+    assert report["source"]["path"] == "org/theirs" and report["source"]["revision"] == commit
+    assert report["published"]["url"] == f"{hub.endpoint}/me/theirs-fp16" and WRITER not in printed.out + printed.err
+    up = hub.files("me/theirs-fp16")
+    assert up == contents(tmp_path / "theirs-fp16") and hub.repos["me/theirs-fp16"].private
+    card = up["README.md"].decode()
+    assert "base_model: org/theirs\n" in card and "license: apache-2.0\n" in card and "language:\n- en\n" in card
+    down = Path(snapshot_download("me/theirs-fp16", endpoint=hub.endpoint, token=WRITER))
+    assert {n: d for n, d in contents(down).items() if n != ".gitattributes"} == up and hub.leaks == []
+    result = verify("me/theirs-fp16", original="org/theirs", endpoint=hub.endpoint, run_model=False)
+    assert result["verified"] and result["checks"]["replay"] == "passed"
+    assert result["source"] == {"path": "me/theirs-fp16", "revision": hub.repos["me/theirs-fp16"].branches["main"]}
+
+
+def test_a_download_that_broke_goes_on_where_it_stopped(
+    hub: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what came whole is kept
+    hub.faults.append(Fault("GET", "/cdn/", cut=4000, times=2))
+    checkpoint = open_checkpoint("org/theirs", endpoint=hub.endpoint)
+    assert {p.name: p.read_bytes() for p in checkpoint.weight_files} == {
+        name: data for name, data in contents(source).items() if name.endswith(".safetensors")
+    }
+    assert hub.faults[0].times == 0 and hub.ranges == 2
+
+
+def test_weights_are_fetched_without_the_token_going_elsewhere(hub: HubServer) -> None:
+    hub.repos["org/theirs"].private, hub.repos["org/theirs"].owner = True, "me"
+    open_checkpoint("org/theirs", endpoint=hub.endpoint)
+    assert hub.count("^GET /cdn/") >= 2 and hub.leaks == []
+
+
+def test_a_passing_fault_is_waited_for(hub: HubServer) -> None:
+    hub.faults.append(Fault("GET", "/api/models/org/theirs/revision", 500, times=2))
+    hub.faults.append(Fault("GET", "/tree/", 429, {"Retry-After": "3"}))
+    assert open_checkpoint("org/theirs", endpoint=hub.endpoint).revision and not any(f.times for f in hub.faults)
+
+
+def test_what_cannot_be_read_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("them/secret", {}, private=True)
+    assert "org/none is neither a folder here nor a repository" in refused("org/none", hub)
+    assert "them/secret is neither a folder here nor a repository" in refused("them/secret", hub)
+    assert "org/theirs has no revision 'v9'" in refused("org/theirs@v9", hub)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "does not accept the token" in refused("org/theirs", hub)
+
+
+def test_a_hub_that_fails_all_the_time_is_one_line(hub: HubServer) -> None:
+    hub.faults.append(Fault("GET", "/api/models/", 500, times=99))
+    assert "fails (500) however often it is asked" in refused("org/theirs", hub)
+
+
+def test_a_disk_that_fills_up_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file_download, "http_get", full)
+    assert "the disk is full; free some space, or set HF_HOME" in refused("org/theirs", hub)
+
+
+@pytest.fixture(scope="module")
+def published(source: Path) -> dict[str, bytes]:
+    """The files of a converted checkpoint."""
+    assert convert(source, source.parent / "out", run_model=False).safe
+    return contents(source.parent / "out")
+
+
+def test_verify_fetches_what_the_report_lists_and_names_what_else_there_is(
+    hub: HubServer, published: dict[str, bytes]
+) -> None:
+    hub.add("me/out", published | {"pytorch_model.bin": b"old"})
+    [problem] = verify("me/out", endpoint=hub.endpoint, run_model=False)["problems"]
+    assert (problem["check"], problem["name"]) == ("files", "pytorch_model.bin")
+    assert hub.count("resolve/.*/pytorch_model.bin") == 0
+
+
+def test_verify_names_what_was_changed_in_a_repository(hub: HubServer, published: dict[str, bytes]) -> None:
+    damaged = bytearray(published[ONE])
+    damaged[-1] ^= 1
+    swapped = {ONE: published[TWO], TWO: published[ONE]}
+    cases: dict[str, tuple[dict[str, bytes], str]] = {
+        "me/byte": ({ONE: bytes(damaged)}, "the weights were changed or damaged"),
+        "me/config": ({"config.json": published["config.json"] + b" "}, "the config was changed"),
+        "me/swap": (swapped, "the shards are swapped"),
+    }
+    for name, (changes, reason) in cases.items():
+        hub.add(name, published | changes)
+        problems = verify(name, endpoint=hub.endpoint, run_model=False)["problems"]
+        assert {p["name"] for p in problems} == set(changes) and all(reason in p["reason"] for p in problems)
+
+
+def test_verify_needs_a_report_and_room(
+    hub: HubServer, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="org/theirs has no fp16_report"):
+        verify("org/theirs", endpoint=hub.endpoint)
+    hub.add("me/out", published)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda place: Usage(10, 0, 10))
+        with pytest.raises(UserError, match=r"needs [\d.]+ kB and the disk of the cache has 10 B"):
+            verify("me/out", endpoint=hub.endpoint)
+        assert hub.count("/cdn/") == 0
+    # What the cache holds needs no more room.
+    assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10, 10, 0))
+    assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
+
+
+def test_verify_of_anothers_private_repository_is_refused(
+    hub: HubServer, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/out", published)
+    monkeypatch.setenv("HF_TOKEN", OTHER)
+    with pytest.raises(UserError, match="me/out is neither a folder here nor a repository"):
+        verify("me/out", endpoint=hub.endpoint)

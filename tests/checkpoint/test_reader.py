@@ -1,0 +1,485 @@
+"""Reading: what is stored is what comes back, and nothing damaged or foreign gets past the door."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+from support.download_server import COMMIT
+
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.errors import UserError
+
+CONFIG = {"model_type": "t5", "d_model": 4}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "a": torch.randn(5, 3).bfloat16(),
+        "b": torch.randn(7),
+        "c": torch.randn(2, 3, 2).half(),
+        "d": torch.randn(3).double(),
+        "empty": torch.empty(0, 4),
+        "ids": torch.arange(6).view(2, 3),
+        "scalar": torch.tensor(2.5),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound single-file checkpoint."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors(), tmp_path / "model.safetensors", {"format": "pt"})
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A sound checkpoint of two shards."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.zeros(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    write_index(tmp_path, {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"})
+    return tmp_path
+
+
+def write_index(folder: Path, placed: object) -> None:
+    index = {"metadata": {"total_size": 16}, "weight_map": placed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def raw(folder: Path, header: object, data: bytes = b"") -> None:
+    """Write a safetensors file with this header, as JSON or as the bytes given."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def entry(begin: int, end: int, dtype: object = "F32", shape: object = None) -> dict[str, object]:
+    shape = [(end - begin) // 4] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)
+
+
+# --- what is there ---------------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_comes_back_with_its_dtype_shape_and_bits(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    assert list(checkpoint.tensors) == sorted(tensors())
+    for name, tensor in tensors().items():
+        assert same(checkpoint.read(name), tensor)
+        assert checkpoint.tensors[name].shape == tuple(tensor.shape)
+    assert (checkpoint.config, checkpoint.index, checkpoint.revision) == (CONFIG, None, None)
+    assert checkpoint.source == str(folder)
+
+
+def test_rows_are_read_alone(folder: Path) -> None:
+    checkpoint = open_checkpoint(str(folder))
+    for start, stop in ((0, 5), (1, 3), (4, 5), (2, 2)):
+        assert same(checkpoint.read_rows("a", start, stop), tensors()["a"][start:stop])
+    assert same(checkpoint.read_rows("c", 1, 2), tensors()["c"][1:2])
+    for name, start, stop in (("a", 0, 6), ("a", -1, 2), ("a", 3, 2), ("scalar", 0, 1)):
+        with pytest.raises(IndexError):
+            checkpoint.read_rows(name, start, stop)
+
+
+def test_what_is_read_is_memory_of_its_own(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    before = (folder / "model.safetensors").read_bytes()
+    checkpoint.read("a").zero_()
+    assert same(checkpoint.read("a"), tensors()["a"])
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_the_hash_is_that_of_the_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    assert open_checkpoint(folder).sha256(file) == hashlib.sha256(file.read_bytes()).hexdigest()
+    large = folder / "large"
+    large.write_bytes(os.urandom((2 << 20) + 5))
+    assert open_checkpoint(folder).sha256(large) == hashlib.sha256(large.read_bytes()).hexdigest()
+
+
+def test_shards_are_read_through_their_index(sharded: Path) -> None:
+    checkpoint = open_checkpoint(sharded)
+    assert [f.name for f in checkpoint.weight_files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert same(checkpoint.read("a"), torch.ones(2)) and same(checkpoint.read("b"), torch.zeros(2))
+    assert checkpoint.index is not None and checkpoint.index["metadata"] == {"total_size": 16}
+
+
+def test_a_single_file_wins_over_an_index_and_safetensors_over_pickles_as_in_stock_code(sharded: Path) -> None:
+    torch.save({"old": torch.ones(1)}, sharded / "pytorch_model.bin")
+    assert list(open_checkpoint(sharded).tensors) == ["a", "b"]
+    save_file({"one": torch.ones(1)}, sharded / "model.safetensors")
+    assert list(open_checkpoint(sharded).tensors) == ["one"]
+
+
+def test_a_subfolder_is_a_checkpoint_of_its_own(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "pipeline").mkdir()
+    os.rename(folder / "config.json", tmp_path / "pipeline" / "config.json")
+    os.rename(folder / "model.safetensors", tmp_path / "pipeline" / "model.safetensors")
+    (tmp_path / "model_index.json").write_text("{}")
+    assert open_checkpoint(tmp_path, "pipeline").folder == tmp_path / "pipeline"
+    with pytest.raises(UserError, match="--subfolder"):
+        open_checkpoint(tmp_path)
+    for name, problem in (("../pipeline", "leaves"), ("/etc", "leaves"), ("absent", "has no folder")):
+        with pytest.raises(UserError, match=problem):
+            open_checkpoint(tmp_path, name)
+
+
+def test_links_of_the_hub_cache_are_followed_and_others_are_not(tmp_path: Path, folder: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        os.rename(folder / name, blobs / name)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert same(open_checkpoint(snapshot).read("a"), tensors()["a"])
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (elsewhere / name).symlink_to(f"../blobs/{name}")
+    with pytest.raises(UserError, match="outside the folder"):
+        open_checkpoint(elsewhere)
+
+
+# --- pytorch_model.bin -----------------------------------------------------------------------------------------------
+
+
+def as_pickle(folder: Path, content: object, **options: Any) -> Path:
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    torch.save(content, folder / "pytorch_model.bin", **options)
+    return folder
+
+
+def test_a_pickle_gives_the_same_tensors_and_tied_ones_keep_all_names(folder: Path) -> None:
+    stored = tensors()
+    stored["tied"] = stored["a"]
+    stored["slice"] = stored["b"][2:5]
+    stored["parameter"] = torch.nn.Parameter(torch.ones(2))
+    checkpoint = open_checkpoint(as_pickle(folder, stored))
+    assert set(checkpoint.tensors) == set(stored)
+    for name, tensor in stored.items():
+        assert same(checkpoint.read(name), tensor.detach())
+    assert checkpoint.tensors["tied"].offset == checkpoint.tensors["a"].offset
+    assert same(checkpoint.read_rows("slice", 1, 3), stored["b"][3:5])
+
+
+def test_pickles_may_be_sharded(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"a": torch.ones(2)}, folder / "one.bin")
+    torch.save({"b": torch.zeros(2)}, folder / "two.bin")
+    index = {"metadata": {}, "weight_map": {"a": "one.bin", "b": "two.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert same(open_checkpoint(folder).read("b"), torch.zeros(2))
+
+
+class Bomb:
+    """An object whose unpickling leaves a trace."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.trace),)
+
+
+def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(folder: Path) -> None:
+    trace = folder / "trace"
+    with pytest.raises(UserError, match="could run code"):
+        open_checkpoint(as_pickle(folder, {"a": torch.ones(2), "b": Bomb(trace)}))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"a": torch.ones(2), "step": 3}, "not a tensor"),
+        ({"a": {"b": torch.ones(2)}}, "not a tensor"),
+        ({1: torch.ones(2)}, "not a tensor"),
+        ([torch.ones(2)], "not a dict"),
+        ({"a": torch.ones(2, 3).t()}, "strides"),
+        ({"a": torch.ones(2, dtype=torch.complex64)}, "unknown here"),
+        ({}, "no tensors"),
+    ],
+)
+def test_a_pickle_of_anything_but_plain_tensors_is_refused(folder: Path, content: object, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        open_checkpoint(as_pickle(folder, content))
+
+
+def test_pickles_in_other_containers_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="before 2020"):
+        open_checkpoint(as_pickle(folder, {"a": torch.ones(2)}, _use_new_zipfile_serialization=False))
+    file = folder / "pytorch_model.bin"
+    file.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(UserError, match="before 2020"):
+        open_checkpoint(folder)
+    as_pickle(folder, {"a": torch.ones(200)})
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="cut short"):
+        open_checkpoint(folder)
+    file.write_bytes(whole)
+    with zipfile.ZipFile(file) as archive:
+        records = {r.filename: archive.read(r) for r in archive.infolist()}
+    for compression, order, problem in ((zipfile.ZIP_DEFLATED, b"little", "compressed"), (0, b"big", "byte order")):
+        with zipfile.ZipFile(file, "w", compression) as archive:
+            for name, data in records.items():
+                archive.writestr(name, order if name.endswith("byteorder") else data)
+        with pytest.raises(UserError, match=problem):
+            open_checkpoint(folder)
+
+
+# --- what is wrong ---------------------------------------------------------------------------------------------------
+
+METADATA = {"__metadata__": {"format": "pt"}}
+
+BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "too few"),
+    "half a length": (lambda f: (f / "model.safetensors").write_bytes(b"\x08\0\0"), "too few"),
+    "cut in the header": (lambda f: cut(f, 40), "does not fit"),
+    "cut in the data": (lambda f: cut(f, -3), "cut short"),
+    "longer than its tensors": (lambda f: raw(f, {"a": entry(0, 8)}, bytes(9)), "longer than"),
+    "length beyond the file": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "does not fit"),
+    "header of more than 100 MB": (lambda f: sparse_header(f), "longer than the 8000000"),
+    "not JSON": (lambda f: raw(f, b"{'a': 1}"), "not valid JSON"),
+    "not UTF-8": (lambda f: raw(f, b'{"\xff": {}}'), "not valid JSON"),
+    "nested without end": (lambda f: raw(f, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "not valid JSON"),
+    "a list": (lambda f: raw(f, []), "not a JSON object"),
+    "duplicate tensor": (
+        lambda f: raw(
+            f,
+            b'{"a":' + json.dumps(entry(0, 8)).encode() + b',"a":' + json.dumps(entry(0, 8)).encode() + b"}",
+            bytes(8),
+        ),
+        "comes twice",
+    ),
+    "no tensors": (lambda f: raw(f, METADATA), "no tensors"),
+    "metadata of numbers": (lambda f: raw(f, {"__metadata__": {"a": 1}, "a": entry(0, 8)}, bytes(8)), "map of strings"),
+    "entry without shape": (lambda f: raw(f, {"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)), "exactly"),
+    "entry that is a list": (lambda f: raw(f, {"a": [1]}, bytes(8)), "exactly"),
+    "unknown dtype": (lambda f: raw(f, {"a": entry(0, 8, "F31")}, bytes(8)), "unknown dtype"),
+    "dtype that is a number": (lambda f: raw(f, {"a": entry(0, 8, 32)}, bytes(8)), "unknown dtype"),
+    "negative size": (lambda f: raw(f, {"a": entry(0, 8, shape=[-1, -2])}, bytes(8)), "has the shape"),
+    "fractional size": (lambda f: raw(f, {"a": entry(0, 8, shape=[2.0])}, bytes(8)), "has the shape"),
+    "enormous size": (lambda f: raw(f, {"a": entry(0, 0, shape=[10**30, 0])}), "has the shape"),
+    "shape against bytes": (lambda f: raw(f, {"a": entry(0, 8, shape=[3])}, bytes(8)), "needs 12 bytes"),
+    "offsets backwards": (lambda f: raw(f, {"a": entry(8, 0, shape=[2])}, bytes(8)), "has the offsets"),
+    "three offsets": (
+        lambda f: raw(f, {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}}, bytes(8)),
+        "has the offsets",
+    ),
+    "overlap": (lambda f: raw(f, {"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "overlaps"),
+    "hole": (lambda f: raw(f, {"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "hole"),
+    "hole at the start": (lambda f: raw(f, {"a": entry(4, 12)}, bytes(12)), "hole"),
+    "data beyond the file": (lambda f: raw(f, {"a": entry(0, 1 << 40)}, bytes(8)), "cut short"),
+    "a name that is no text": (
+        lambda f: raw(f, b'{"\\ud800":' + json.dumps(entry(0, 8)).encode() + b"}", bytes(8)),
+        "surrogates not allowed",
+    ),
+    "int8 weights": (lambda f: save_file({"a": torch.ones(2, dtype=torch.int8)}, f / "model.safetensors"), "quantised"),
+    "fp8 weights": (
+        lambda f: save_file({"a": torch.ones(2).to(torch.float8_e4m3fn)}, f / "model.safetensors"),
+        "quantised",
+    ),
+    "a folder in its place": (
+        lambda f: in_place(f / "model.safetensors", Path.mkdir),
+        "regular file",
+    ),
+    "a pipe in its place": (
+        lambda f: in_place(f / "model.safetensors", os.mkfifo),
+        "regular file",
+    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
+    "weights of another format": (
+        lambda f: os.rename(f / "model.safetensors", f / "tf_model.h5"),
+        "it has tf_model.h5",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
+    "empty config": (lambda f: (f / "config.json").write_text(""), "not valid JSON"),
+    "config with NaN": (lambda f: (f / "config.json").write_text('{"layer_norm_epsilon": NaN}'), "NaN is not JSON"),
+    "config with a key twice": (lambda f: (f / "config.json").write_text('{"d": 1, "d": 2}'), "comes twice"),
+    "config that is a list": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
+    "config that is a folder": (lambda f: in_place(f / "config.json", Path.mkdir), "regular file"),
+    "quantised config": (
+        lambda f: (f / "config.json").write_text('{"quantization_config": {"load_in_8bit": true}}'),
+        "quantised",
+    ),
+    "code of its own": (lambda f: (f / "config.json").write_text('{"auto_map": {"AutoModel": "m.M"}}'), "auto_map"),
+    "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "merge_and_unload"),
+}
+
+
+def cut(folder: Path, end: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:end])
+
+
+def in_place(file: Path, make: Callable[[Path], object]) -> None:
+    file.unlink()
+    make(file)
+
+
+def sparse_header(folder: Path) -> None:
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(100_000_100)
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_damaged_checkpoint_is_refused_in_one_line_that_names_it(folder: Path, case: str) -> None:
+    damage, problem = BAD_FILES[case]
+    damage(folder)
+    with pytest.raises(UserError, match=problem) as caught:
+        open_checkpoint(folder)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value) and "; " in str(caught.value)
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+BAD_INDEXES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shard missing": (lambda f: (f / TWO).unlink(), "is missing"),
+    "tensor not in its shard": (lambda f: write_index(f, {"a": ONE, "b": TWO, "c": TWO}), "not in it"),
+    "tensor in the other shard": (lambda f: write_index(f, {"a": TWO, "b": ONE}), "not in it"),
+    "tensor not in the index": (
+        lambda f: save_file({"b": torch.ones(1), "c": torch.ones(1)}, f / TWO),
+        "not in the index",
+    ),
+    "tensor in two shards": (lambda f: save_file({"a": torch.ones(1), "b": torch.ones(1)}, f / TWO), "too"),
+    "no weight map": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
+    "empty weight map": (lambda f: write_index(f, {}), "no weight_map"),
+    "place that is a number": (lambda f: write_index(f, {"a": 1}), "not a file name"),
+    "duplicate key": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "a": "y"}}'),
+        "comes twice",
+    ),
+    "path above the folder": (lambda f: write_index(f, {"a": "../x.safetensors"}), "leaves the folder"),
+    "path that is absolute": (lambda f: write_index(f, {"a": "/etc/passwd"}), "leaves the folder"),
+    "path that is empty": (lambda f: write_index(f, {"a": ""}), "leaves the folder"),
+    "path with a NUL": (lambda f: write_index(f, {"a": "x\0"}), "leaves the folder"),
+    "link out of the folder": (lambda f: link_out(f), "outside the folder"),
+}
+
+
+def link_out(folder: Path) -> None:
+    outside = folder.parent / f"{folder.name}-outside"
+    os.rename(folder / TWO, outside)
+    (folder / TWO).symlink_to(outside)
+
+
+@pytest.mark.parametrize("case", BAD_INDEXES)
+def test_an_index_that_does_not_fit_its_shards_is_refused(sharded: Path, case: str) -> None:
+    damage, problem = BAD_INDEXES[case]
+    damage(sharded)
+    with pytest.raises(UserError, match=problem) as caught:
+        open_checkpoint(sharded)
+    assert "\n" not in str(caught.value) and str(sharded) in str(caught.value)
+
+
+def test_a_file_that_shrinks_after_opening_is_an_error_and_not_a_crash(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    os.truncate(folder / "model.safetensors", 16)
+    with pytest.raises(UserError, match="became shorter"):
+        checkpoint.read("a")
+
+
+def test_a_path_that_is_no_folder_is_named(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(UserError, match="is not a folder"):
+        open_checkpoint(folder / "config.json")
+
+
+# --- Hub -------------------------------------------------------------------------------------------------------------
+
+OPEN_EACH = """
+import json, os, sys
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.errors import UserError
+for source in sys.argv[1:]:
+    try:
+        c = open_checkpoint(source)
+        files = [os.path.relpath(os.path.join(d, n), c.folder) for d, _, ns in os.walk(c.folder) for n in ns]
+        print(json.dumps([c.source, c.revision, sorted(c.tensors), c.read("w").tolist(), sorted(files)]))
+    except UserError as error:
+        print(error)
+"""
+
+
+def open_each(home: Path, endpoint: str, *sources: str) -> list[str]:
+    """Open sources in a process that knows the Hub under ``endpoint``, and return a line for each."""
+    root = str(Path(__file__).parents[2])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": root}
+    command = [sys.executable, "-c", OPEN_EACH, *sources]
+    done = subprocess.run(command, env=environment, cwd=home, check=True, capture_output=True, text=True, timeout=120)
+    return done.stdout.splitlines()
+
+
+def test_a_hub_id_is_fetched_without_weights_that_stock_code_would_not_read(
+    hub: http.server.ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    repo = {
+        "config.json": json.dumps(CONFIG).encode(),
+        "modules.json": json.dumps([{"path": ""}, {"path": "2_Dense"}]).encode(),
+        "2_Dense/model.safetensors": b"x",
+        "README.md": b"card",
+        "spiece.model": b"x",
+        "model.safetensors": save({"w": torch.ones(2)}),
+        "model.fp16.safetensors": b"x",
+        "pytorch_model.bin": b"x",
+        "tf_model.h5": b"x",
+    }
+    hub.repo = repo  # type: ignore[attr-defined]
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    good, pinned, gated, absent, revision = open_each(
+        tmp_path, endpoint, "org/good", f"org/good@{COMMIT}", "org/gated", "org/none", "org/good@nope"
+    )
+    wanted = sorted(set(repo) - {"model.fp16.safetensors", "pytorch_model.bin", "tf_model.h5"})
+    assert json.loads(good) == ["org/good", COMMIT, ["w"], [1.0, 1.0], wanted]
+    assert json.loads(pinned) == [f"org/good@{COMMIT}", COMMIT, ["w"], [1.0, 1.0], wanted]
+    assert "org/gated is gated" in gated
+    assert "org/none is neither a folder here nor a repository" in absent
+    assert "org/good has no revision 'nope'" in revision
+
+
+def test_shards_and_pickles_of_a_hub_id_are_fetched_where_there_is_nothing_better(
+    hub: http.server.ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    index = {"metadata": {}, "weight_map": {"w": "shard.safetensors"}}
+    config = json.dumps(CONFIG).encode()
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    hub.repo = {  # type: ignore[attr-defined]
+        "config.json": config,
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "shard.safetensors": save({"w": torch.ones(2)}),
+        "pytorch_model.bin": b"x",
+    }
+    files = json.loads(open_each(tmp_path, endpoint, "org/good")[0])[4]
+    assert files == ["config.json", "model.safetensors.index.json", "shard.safetensors"]
+    torch.save({"w": torch.ones(2)}, tmp_path / "pickle")
+    hub.repo = {"config.json": config, "pytorch_model.bin": (tmp_path / "pickle").read_bytes()}  # type: ignore[attr-defined]
+    other = tmp_path / "other"
+    other.mkdir()
+    assert json.loads(open_each(other, endpoint, "org/good")[0])[4] == ["config.json", "pytorch_model.bin"]
+
+
+def test_a_hub_id_without_network_is_one_line(tmp_path: Path) -> None:
+    (line,) = open_each(tmp_path, "http://127.0.0.1:9", "org/good")
+    assert "the Hub cannot be reached" in line

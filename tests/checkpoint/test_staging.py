@@ -1,0 +1,121 @@
+"""A folder that appears is on the disk: what a crash right after the rename would leave."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bf16_to_fp16 import UserError
+from bf16_to_fp16.checkpoint.staging import check_file, check_out, staged
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_every_file_and_folder_is_on_the_disk_before_the_rename_and_its_parent_after(
+    force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, rename = os.fsync, os.rename
+    synced: list[int] = []
+    before: list[int] = []
+
+    def see_sync(descriptor: int) -> None:
+        sync(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    def see_rename(old: Any, new: Any) -> None:
+        rename(old, new)
+        if Path(new) == tmp_path / "out":
+            before.extend(synced)
+            synced.clear()
+
+    monkeypatch.setattr(os, "fsync", see_sync)
+    monkeypatch.setattr(os, "rename", see_rename)
+    if force:
+        (tmp_path / "out").mkdir()
+    with staged(tmp_path / "out", force=force) as work:
+        (work / "model.safetensors").write_bytes(b"weights")
+        (work / "1_Pooling" / "inner").mkdir(parents=True)
+        (work / "1_Pooling" / "config.json").write_text("{}")
+        (work / "1_Pooling" / "inner" / "file").write_text("")
+    out = tmp_path / "out"
+    assert set(before) == {path.stat().st_ino for path in (out, *out.rglob("*"))}
+    assert synced == [tmp_path.stat().st_ino]
+
+
+def test_the_folder_has_the_permissions_of_any_other(tmp_path: Path) -> None:
+    """While it is made it is nobody else's business."""
+    umask = os.umask(0o027)
+    try:
+        with staged(tmp_path / "out") as work:
+            (work / "file").write_text("")
+            assert work.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def in_the_way(root: Path) -> Path:
+    (root / "file").write_text("mine")
+    return root / "file"
+
+
+def dangling(root: Path) -> Path:
+    (root / "link").symlink_to(root / "nowhere")
+    return root / "link"
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        (lambda root: Path("/proc/out"), "/proc is not writable"),
+        (lambda root: Path("/proc/deep/out"), "/proc is not writable"),
+        (in_the_way, "exists and is not a folder"),
+        (lambda root: in_the_way(root) / "out", "file is not a folder"),
+        (lambda root: in_the_way(root) / "deep" / "out", "file is not a folder"),
+        (dangling, "exists and is not a folder"),
+        (lambda root: dangling(root) / "out", "link is not a folder"),
+        (lambda root: root / ("x" * 300), "File name too long"),
+        (lambda root: root / ("x" * 250), "File name too long"),  # fits, but not while it is being made
+        (lambda root: root / ("x" * 300) / "out", "File name too long"),
+        (lambda root: Path.cwd(), "is where this runs"),
+        (lambda root: Path(), "is where this runs"),
+        (lambda root: Path("/dev/shm"), "is a mount point"),
+    ],
+)
+def test_a_place_where_no_folder_can_be_made_is_refused(
+    place: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    out = place(tmp_path)
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(UserError, match=says) as raised:
+        check_out(out, force=True)
+    assert "choose" in str(raised.value) and "\n" not in str(raised.value)
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Any, mode: int = 0) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    check_out(tmp_path / "out", force=False)
+    check_file(tmp_path / "report.json", "choose another")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "mkdir", refuse)  # a superuser is refused nothing
+    with pytest.raises(UserError, match=r"is not writable \(Permission denied\); choose another output path"):
+        check_out(tmp_path / "out", force=False)
+    with pytest.raises(UserError, match=r"report.json: cannot be written there \(Permission denied\); choose another"):
+        check_file(tmp_path / "report.json", "choose another")
+
+
+def test_a_report_may_replace_a_file_and_go_to_a_device(tmp_path: Path) -> None:
+    check_file(in_the_way(tmp_path), "choose another")
+    check_file(Path("/dev/null"), "choose another")
+    for path in (tmp_path, tmp_path / "nowhere" / "report.json", Path("/proc/report.json")):
+        with pytest.raises(UserError, match="choose another"):
+            check_file(path, "choose another")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

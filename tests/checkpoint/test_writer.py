@@ -1,0 +1,719 @@
+"""Writing: every value is the source's times its power of two, correctly rounded, counted, and whole files or none."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from bf16_to_fp16.checkpoint import disk, pieces
+from bf16_to_fp16.checkpoint.pieces import TensorStats
+from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
+from bf16_to_fp16.checkpoint.shards import FileRecord, Write
+from bf16_to_fp16.checkpoint.writer import Written, write_fp16
+from bf16_to_fp16.errors import UserError
+
+EVERY_BF16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+EVERY_FP16 = EVERY_BF16.view(torch.float16)
+
+
+def checkpoint_of(folder: Path, *shards: dict[str, torch.Tensor]) -> Checkpoint:
+    """Store tensors as a checkpoint of one file or of shards and open it."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors")
+        return open_checkpoint(folder)
+    placed: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / name)
+        placed |= dict.fromkeys(shard, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return open_checkpoint(folder)
+
+
+def as_is(checkpoint: Checkpoint, exponent: int = 0) -> list[Write]:
+    return [Write(i.name, i.shape, i.name, exponent=exponent) for i in checkpoint.tensors.values()]
+
+
+def written(checkpoint: Checkpoint, writes: Sequence[Write], out: Path) -> tuple[dict[str, torch.Tensor], Written]:
+    out.mkdir(parents=True)
+    result = write_fp16(checkpoint, writes, out)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in out.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors, result
+
+
+def reference(source: torch.Tensor, write: Write) -> np.ndarray:
+    """Return the scaled values in fp64, where bf16, fp16 and fp32 values lose nothing."""
+    values = source.double()
+    if write.gain != 1.0:
+        values = (values * write.gain).float().double()
+    exponents = torch.full((1,) * source.dim(), write.exponent, dtype=torch.int64)
+    if write.row_exponents is not None:
+        exponents = exponents + write.row_exponents.view(-1, *[1] * (source.dim() - 1))
+    if write.column_exponents is not None:
+        exponents = exponents + write.column_exponents
+    with np.errstate(over="ignore"):
+        return np.asarray(np.ldexp(values.numpy(), exponents.numpy()))
+
+
+def brute_force(source: torch.Tensor, wanted: np.ndarray, stored: torch.Tensor) -> TensorStats:
+    """Count element by element in Python."""
+    lossless = normal = flushed = nonfinite = nonzero = 0
+    amax = 0.0
+    tiny = torch.finfo(stored.dtype).tiny
+    values = zip(source.flatten().tolist(), wanted.flatten().tolist(), stored.flatten().tolist(), strict=True)
+    for before, exact, after in values:
+        lossless += math.isfinite(after) and exact == after
+        normal += math.isfinite(after) and abs(after) >= tiny
+        flushed += after == 0 and before != 0
+        nonfinite += not math.isfinite(after)
+        nonzero += before != 0
+        amax = math.nan if math.isnan(after) or math.isnan(amax) else max(amax, abs(after))
+    return TensorStats(source.numel(), lossless, normal, flushed, nonfinite, amax, nonzero)
+
+
+def assert_stats(found: TensorStats, wanted: TensorStats) -> None:
+    assert repr(found) == repr(wanted)  # as text, since NaN is not equal to itself
+
+
+def assert_bits(stored: torch.Tensor, wanted: np.ndarray) -> None:
+    with np.errstate(over="ignore"):
+        rounded = torch.from_numpy(np.asarray(wanted.astype(np.float16)))
+    nan = rounded.isnan()
+    assert torch.equal(stored.isnan(), nan)
+    assert torch.equal(stored.view(torch.int16)[~nan], rounded.view(torch.int16)[~nan])
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [EVERY_BF16, EVERY_FP16], ids=["bf16", "fp16"])
+def test_every_16_bit_value_under_every_exponent_is_rounded_correctly(tmp_path: Path, source: torch.Tensor) -> None:
+    checkpoint = checkpoint_of(tmp_path / "in", {"w": source})
+    writes = [Write(f"{e}", (1 << 16,), "w", exponent=e) for e in range(-30, 31)]
+    stored, result = written(checkpoint, writes, tmp_path / "out")
+    for write in writes:
+        wanted = reference(source, write)
+        assert_bits(stored[write.name], wanted)
+        got = stored[write.name].double().numpy()
+        stats = result.stats[write.name]
+        assert stats.lossless == np.count_nonzero((got == wanted) & np.isfinite(got))
+        assert stats.flushed_to_zero == np.count_nonzero((got == 0) & (wanted != 0))
+        assert stats.nonfinite == np.count_nonzero(~np.isfinite(got))
+
+
+@pytest.mark.parametrize("exponent", [-4, 0, 9])
+def test_every_small_value_among_large_ones_is_counted_as_if_each_was_looked_at(tmp_path: Path, exponent: int) -> None:
+    finite = EVERY_BF16[EVERY_BF16.abs() < 60]
+    source = torch.cat([finite, torch.ones(4 * finite.numel(), dtype=torch.bfloat16)])
+    write = Write("w", tuple(source.shape), "w", exponent=exponent)
+    stored, result = written(checkpoint_of(tmp_path / "in", {"w": source}), [write], tmp_path / "out")
+    wanted = reference(source, write)
+    assert_bits(stored["w"], wanted)
+    assert_stats(result.stats["w"], brute_force(source, wanted, stored["w"]))
+
+
+@pytest.mark.parametrize("exponent", [-400, -200, -127, -126, -101, -100, 0, 100, 101, 120, 127, 150, 165, 400])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_exponents_beyond_one_fp32_factor_lose_nothing_not_even_of_subnormal_values(
+    tmp_path: Path, exponent: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(exponent)
+    bits = torch.randint(-(1 << 31), (1 << 31) - 1, (4096,), dtype=torch.int64).to(torch.int32)
+    bits[:512] &= 0x807FFFFF - (1 << 32)  # subnormal in fp32
+    source = EVERY_BF16 if dtype == torch.bfloat16 else bits.view(torch.float32)
+    checkpoint = checkpoint_of(tmp_path / "in", {"w": source})
+    write = Write("w", tuple(source.shape), "w", exponent=exponent)
+    stored, result = written(checkpoint, [write], tmp_path / "out")
+    wanted = reference(source, write)
+    assert_bits(stored["w"], wanted)
+    assert_stats(result.stats["w"], brute_force(source, wanted, stored["w"]))
+
+
+@pytest.mark.parametrize(
+    ("row", "column"), [(3, -5), (100, -100), (-100, 100), (200, -190), (-140, 140), (-140, 160), (-249, 248)]
+)
+def test_exponents_of_rows_and_columns_add_up_whatever_their_sizes(tmp_path: Path, row: int, column: int) -> None:
+    source = EVERY_BF16.view(256, 256)
+    rows, columns = torch.full((256,), row), torch.full((256,), column)
+    rows[::3] += 1
+    columns[::5] -= 2
+    write = Write("w", (256, 256), "w", exponent=1, row_exponents=rows, column_exponents=columns)
+    stored, result = written(checkpoint_of(tmp_path / "in", {"w": source}), [write], tmp_path / "out")
+    wanted = reference(source, write)
+    assert_bits(stored["w"], wanted)
+    assert_stats(result.stats["w"], brute_force(source, wanted, stored["w"]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_shape_cut_into_any_pieces_gives_the_values_and_counts_of_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=2)))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
+    torch.manual_seed(data.draw(st.integers(0, 1 << 20)))
+    scattered = torch.randn(shape) * torch.exp2(torch.randint(-24, 12, shape)) * (torch.rand(shape) > 0.1)
+    source = scattered.to(dtype)
+    exponents = [torch.randint(-4, 4, (n,)) if data.draw(st.booleans()) else None for n in (*shape, 0, 0)[:2]]
+    write = Write(
+        "w",
+        shape,
+        "w",
+        exponent=data.draw(st.integers(-3, 3)),
+        row_exponents=exponents[0] if len(shape) > 0 else None,
+        column_exponents=exponents[1] if len(shape) > 1 else None,
+        gain=data.draw(st.sampled_from([1.0, 0.3])),
+    )
+    folder = tmp_path_factory.mktemp("any")
+    checkpoint = checkpoint_of(folder / "in", {"w": source})
+    elements = pieces.ELEMENTS
+    pieces.ELEMENTS = data.draw(st.sampled_from([1, 3, 8, elements]))
+    try:
+        stored, result = written(checkpoint, [write], folder / "out")
+    finally:
+        pieces.ELEMENTS = elements
+    wanted = reference(source, write)
+    if dtype == torch.float64:  # through fp32, as documented
+        assert torch.equal(stored["w"], torch.from_numpy(wanted).float().half())
+    else:
+        assert_bits(stored["w"], wanted)
+    assert_stats(result.stats["w"], brute_force(source, wanted, stored["w"]))
+
+
+def test_what_is_beyond_fp16_is_counted_and_not_clamped(tmp_path: Path) -> None:
+    source = torch.tensor([65280.0, 65536.0, -1e30, math.inf, math.nan, 0.0, 1e-9, 2.0**-24]).bfloat16()
+    checkpoint = checkpoint_of(tmp_path / "in", {"w": source, "v": source[:4].clone()})
+    stored, result = written(checkpoint, as_is(checkpoint), tmp_path / "out")
+    assert stored["v"].tolist() == [65280.0, math.inf, -math.inf, math.inf]
+    assert_stats(result.stats["w"], TensorStats(8, 3, 1, 1, 4, math.nan, 7))
+    assert result.stats["v"] == TensorStats(4, 1, 1, 0, 3, math.inf, 4)
+
+
+def test_a_gain_is_applied_in_high_precision_before_the_exponents(tmp_path: Path) -> None:
+    source = EVERY_BF16[EVERY_BF16.isfinite() & (EVERY_BF16.abs() < 1e30)]
+    write = Write("w", tuple(source.shape), "w", exponent=-9, gain=1 / 3)
+    stored, result = written(checkpoint_of(tmp_path / "in", {"w": source}), [write], tmp_path / "out")
+    wanted = np.ldexp((source.double() / 3).float().double().numpy(), -9)
+    assert_bits(stored["w"], wanted)
+    assert result.stats["w"].lossless == np.count_nonzero(stored["w"].double().numpy() == wanted)
+
+
+def test_generated_values_are_scaled_like_stored_ones_and_left_alone_in_memory(tmp_path: Path) -> None:
+    data = torch.randn(4, 6, dtype=torch.float64)
+    before = data.clone()
+    checkpoint = checkpoint_of(tmp_path / "in", {"w": torch.ones(2)})
+    writes = [Write("p", (4, 6), None, data, exponent=-2, gain=0.5), *as_is(checkpoint)]
+    stored, _ = written(checkpoint, writes, tmp_path / "out")
+    assert torch.equal(stored["p"], (data / 8).float().half())
+    assert torch.equal(data, before)
+
+
+def test_writing_back_gives_the_source_bit_for_bit_where_nothing_was_lost(tmp_path: Path) -> None:
+    bits = EVERY_BF16[EVERY_BF16.isfinite()]
+    there = checkpoint_of(tmp_path / "in", {"w": bits, "f": torch.tensor([1.5, -0.375, 3.0])})
+    _, result = written(there, as_is(there, -7), tmp_path / "half")
+    (tmp_path / "half" / "config.json").write_text("{}")
+    back = open_checkpoint(tmp_path / "half")
+    writes = [Write(n, back.tensors[n].shape, n, exponent=7).as_dtype(d) for n, d in (("w", "BF16"), ("f", "F32"))]
+    stored, _ = written(back, writes, tmp_path / "back")
+    exact = back.read("w").double() * 2.0**7 == bits.double()
+    assert int(exact.sum()) == result.stats["w"].lossless > 5_000
+    assert torch.equal(stored["w"].view(torch.int16)[exact], bits.view(torch.int16)[exact])
+    assert torch.equal(stored["f"], there.read("f"))
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def mixed(folder: Path) -> Checkpoint:
+    """Two shards of mixed dtypes, whose tensors do not follow each other in the alphabet."""
+    torch.manual_seed(1)
+    one = {"z": torch.randn(900, 1000).bfloat16(), "b": torch.randn(3), "dropped": torch.randn(40).half()}
+    two = {"y": torch.randn(1000, 700), "a": torch.randn(11).bfloat16()}
+    return checkpoint_of(folder, one, two)
+
+
+def test_the_bytes_do_not_depend_on_threads_and_the_hashes_are_theirs(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    writes = [w for w in as_is(checkpoint, -3) if w.name != "dropped"]
+    results = []
+    for threads, workers in ((1, 1), (2, 1), (5, 1), (1, 2)):
+        out = tmp_path / f"{threads}{workers}"
+        out.mkdir()
+        order = writes[:: 1 if threads == 1 else -1]
+        results.append(write_fp16(checkpoint, order, out, threads=threads, workers=workers))
+        for record in results[-1].files:
+            data = (out / record.name).read_bytes()
+            assert record == FileRecord(record.name, len(data), hashlib.sha256(data).hexdigest())
+    assert all(r == results[0] for r in results)
+    assert results[0].source_sha256 == {f.name: checkpoint.sha256(f) for f in checkpoint.weight_files}
+    assert len(results[0].files) == 3
+
+
+def test_without_hashing_the_same_files_are_written(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+    hashed = write_fp16(checkpoint, as_is(checkpoint), tmp_path / "with")
+    plain = write_fp16(checkpoint, as_is(checkpoint), tmp_path / "without", hashes=False)
+    assert plain.source_sha256 == {} and [f.sha256 for f in plain.files] == [None] * 3
+    for record in hashed.files:
+        assert (tmp_path / "without" / record.name).read_bytes() == (tmp_path / "with" / record.name).read_bytes()
+
+
+def test_the_output_is_sharded_like_the_source_and_what_is_generated_goes_last(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    writes = [*as_is(checkpoint), Write("0", (2,), None, torch.ones(2))]
+    written(checkpoint, writes, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    one, two = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    assert index["weight_map"] == {"0": two, "a": two, "b": one, "dropped": one, "y": two, "z": one}
+    elements = 900 * 1000 + 3 + 40 + 1000 * 700 + 11 + 2
+    assert index["metadata"] == {"total_parameters": elements, "total_size": 2 * elements}
+    (tmp_path / "out" / "config.json").write_text("{}")
+    again = open_checkpoint(tmp_path / "out")
+    assert {t.dtype for t in again.tensors.values()} == {"F16"}
+    header = (tmp_path / "out" / one).read_bytes()[8:200]
+    assert header.startswith(b'{"__metadata__":{"format":"pt"},"b"')
+
+
+@pytest.mark.parametrize(
+    ("limit", "groups"),
+    [(1, ["a", "b", "c", "d"]), (60, ["a", "bc", "d"]), (90, ["ab", "cd"]), (1000, ["abcd"])],
+)
+def test_resharding_fills_each_file_in_the_order_of_names(tmp_path: Path, limit: int, groups: list[str]) -> None:
+    sizes = {"a": 20, "b": 20, "c": 10, "d": 30}
+    checkpoint = checkpoint_of(tmp_path / "in", {n: torch.ones(s).bfloat16() for n, s in sizes.items()})
+    (tmp_path / "out").mkdir()
+    result = write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out", max_shard_size=limit)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert ["".join(sorted(load_file(f))) for f in files] == groups
+    assert len(result.files) == len(files) + (len(files) > 1)
+
+
+def test_wider_dtypes_come_first_so_that_every_tensor_is_aligned(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path / "in", {"a": torch.ones(3).half(), "b": torch.ones(3).half()})
+    written(checkpoint, [Write("a", (3,), "a").as_dtype("BF16"), Write("b", (3,), "b").as_dtype("F32")], tmp_path / "o")
+    (tmp_path / "o" / "config.json").write_text("{}")
+    places = open_checkpoint(tmp_path / "o").tensors
+    assert places["b"].offset % 8 == 0 and places["a"].offset == places["b"].offset + 12
+
+
+def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    seen: list[tuple[int, int]] = []
+    result = write_fp16(
+        checkpoint, as_is(checkpoint), tmp_path / "out", advance=lambda done, total: seen.append((done, total))
+    )
+    size = sum(f.nbytes for f in result.files if f.name.endswith(".safetensors"))
+    assert seen == sorted(seen) and seen[-1] == (size, size)
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def assert_nothing_left(out: Path) -> None:
+    assert list(out.iterdir()) == []
+
+
+def test_a_full_disk_is_known_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    seen: list[int] = []
+    with pytest.raises(UserError, match="No space left on device; free some space"):
+        write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out", advance=lambda done, total: seen.append(done))
+    assert seen == []
+    assert_nothing_left(tmp_path / "out")
+
+
+def test_a_real_limit_of_the_system_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(UserError, match="File too large") as caught:
+            write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path / "out" / "model-") in str(caught.value) and "\n" not in str(caught.value)
+    assert_nothing_left(tmp_path / "out")
+
+
+def test_a_file_system_without_reservation_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = mixed(tmp_path / "in")
+
+    def unsupported(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    stored, _ = written(checkpoint, as_is(checkpoint), tmp_path / "out")
+    assert torch.equal(stored["z"], checkpoint.read("z").half())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_failing_disk_stops_every_thread_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    pwrite = os.pwrite
+
+    def failing(descriptor: int, data: bytes, offset: int) -> int:
+        if offset > 1 << 18:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    monkeypatch.setattr(disk, "BUFFER", 1 << 16)  # small, so that every thread has some to write
+    with pytest.raises(UserError, match="Input/output error"):
+        write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out", threads=threads)
+    assert_nothing_left(tmp_path / "out")
+
+
+def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out", advance=interrupt)
+    assert_nothing_left(tmp_path / "out")
+
+
+def test_two_processes_share_shards_of_any_size_and_report_progress(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    results, seen = [], []
+    for workers in (1, 2):
+        (tmp_path / f"{workers}").mkdir()
+        results.append(
+            write_fp16(
+                checkpoint,
+                as_is(checkpoint),
+                tmp_path / f"{workers}",
+                max_shard_size=10**6,
+                workers=workers,
+                advance=lambda done, total: seen.append((done, total)),
+            )
+        )
+    assert results[0] == results[1] and len(results[0].files) > 2
+    assert seen[-1] == (sum(f.nbytes for f in results[1].files[:-1]),) * 2
+
+
+def test_a_failing_process_ends_the_others_and_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    out = tmp_path / "out"
+    out.mkdir()
+    there = out / "model-00002-of-00002.safetensors"
+    there.write_text("mine")
+    with pytest.raises(UserError, match="File exists"):
+        write_fp16(checkpoint, as_is(checkpoint), out, workers=2)
+    assert [p.name for p in out.iterdir()] == [there.name] and there.read_text() == "mine"
+    there.unlink()
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_fp16(checkpoint, as_is(checkpoint), out, workers=2, advance=interrupt)
+    assert_nothing_left(out)
+
+
+def test_a_source_that_shrinks_while_it_is_read_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = mixed(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    os.truncate(checkpoint.weight_files[0], 1 << 20)
+    with pytest.raises(UserError, match="became shorter"):
+        write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out")
+    assert_nothing_left(tmp_path / "out")
+
+
+def test_a_file_that_is_there_already_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path / "in", {"w": torch.ones(2)})
+    before = (tmp_path / "in" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="File exists"):
+        write_fp16(checkpoint, as_is(checkpoint), tmp_path / "in")
+    assert (tmp_path / "in" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        Write("w", (2, 3), None),
+        Write("w", (2, 3), "w", torch.ones(2, 3)),
+        Write("w", (3, 2), "w"),
+        Write("w", (2, 3), "w", row_exponents=torch.zeros(3, dtype=torch.int32)),
+        Write("w", (2, 3), "w", column_exponents=torch.zeros(2, dtype=torch.int32)),
+        Write("w", (2, 3), "w", exponent=501),
+        Write("i", (2,), "i"),
+        Write("w", (2, 3), "w").as_dtype("I32"),
+    ],
+)
+def test_a_write_that_contradicts_itself_or_the_source_is_an_error_before_anything_is_made(
+    tmp_path: Path, write: Write
+) -> None:
+    checkpoint = checkpoint_of(tmp_path / "in", {"w": torch.ones(2, 3), "i": torch.arange(2)})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=f"^{write.name}: "):
+        write_fp16(checkpoint, [write], tmp_path / "out")
+    with pytest.raises(ValueError, match="same name"):
+        write_fp16(checkpoint, [Write("w", (2, 3), "w")] * 2, tmp_path / "out")
+    assert_nothing_left(tmp_path / "out")
+
+
+def test_torch_keeps_its_number_of_threads(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path / "in", {"w": torch.ones(2)})
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        written(checkpoint, as_is(checkpoint), tmp_path / "out")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+GROWTH = """
+import sys
+import torch
+
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
+
+before = peak()
+from pathlib import Path
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.checkpoint.shards import Write; from bf16_to_fp16.checkpoint.writer import write_fp16
+checkpoint = open_checkpoint(sys.argv[1])
+writes = [
+    Write(i.name, i.shape, i.name, exponent=-2, row_exponents=torch.ones(i.shape[0], dtype=torch.int32))
+    for i in checkpoint.tensors.values()
+]
+write_fp16(checkpoint, writes, Path(sys.argv[2]))
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("BF16", (153600, 1024)), ("BF16", (3, 50 << 20)), ("F32", (25600, 3072))]
+)
+def test_memory_does_not_grow_with_the_file_nor_with_its_rows(
+    tmp_path: Path, dtype: str, shape: tuple[int, int]
+) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    (source / "config.json").write_text("{}")
+    nbytes = math.prod(shape) * (4 if dtype == "F32" else 2)
+    header = json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}}).encode()
+    block = (torch.randn(1 << 18) * 0.05).view(torch.uint8).numpy().tobytes()
+    with open(source / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _ in range(nbytes // len(block)):
+            file.write(block)
+        file.write(bytes(nbytes % len(block)))
+    command = [sys.executable, "-c", GROWTH, str(source), str(out)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    assert 0 < float(done.stdout) < 64
+    for file_ in (source / "model.safetensors", out / "model.safetensors"):
+        file_.unlink()
+
+
+class Traffic:
+    """Counts the bytes that go in and out of files, by file and offset."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: list[tuple[str, int, int]] = []
+        self.wrote: list[tuple[str, int, int]] = []
+        preadv, pwrite = os.preadv, os.pwrite
+
+        def counted_read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+            count = preadv(descriptor, buffers, offset)
+            self.read.append((os.readlink(f"/proc/self/fd/{descriptor}"), offset, count))
+            return count
+
+        def counted_write(descriptor: int, data: memoryview, offset: int) -> int:
+            count = pwrite(descriptor, data, offset)
+            self.wrote.append((os.readlink(f"/proc/self/fd/{descriptor}"), offset, count))
+            return count
+
+        monkeypatch.setattr(os, "preadv", counted_read)
+        monkeypatch.setattr(os, "pwrite", counted_write)
+
+    @staticmethod
+    def within(traffic: list[tuple[str, int, int]], file: Path, begin: int, end: int) -> int:
+        """Return how many bytes passed between two offsets of a file, those that passed twice counted twice."""
+        inside = [min(o + n, end) - max(o, begin) for name, o, n in traffic if name == os.path.realpath(file)]
+        return sum(n for n in inside if n > 0)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="names of descriptors are read from /proc")
+@pytest.mark.parametrize("hashes", [False, True])
+@pytest.mark.parametrize("resharded", [False, True])
+def test_every_byte_of_a_tensor_is_read_once_and_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashes: bool, resharded: bool
+) -> None:
+    shards = [
+        {"b": torch.randn(1 << 11, 700).bfloat16(), "a": torch.randn(300, 7)},
+        {"d": torch.randn(5).bfloat16(), "c": torch.randn(40, 30_000).bfloat16()},
+    ]
+    checkpoint = checkpoint_of(tmp_path / "in", *shards)
+    out = tmp_path / "out"
+    out.mkdir()
+    traffic = Traffic(monkeypatch)
+    write_fp16(checkpoint, as_is(checkpoint), out, hashes=hashes, max_shard_size=1 << 20 if resharded else None)
+
+    for info in checkpoint.tensors.values():
+        read = Traffic.within(traffic.read, info.file, info.offset, info.offset + info.nbytes)
+        # Hashing in the order of the file takes what a new order of the tensors passes over a second time, not more.
+        assert read == info.nbytes or (hashes and resharded and read <= 2 * info.nbytes), info.name
+    sizes = {file: file.stat().st_size for file in out.glob("*.safetensors")}
+    assert len(sizes) == (4 if resharded else 2)
+    for file, size in sizes.items():
+        assert Traffic.within(traffic.wrote, file, 0, size) == size
+        # What is hashed on the way out is not read again.
+        assert Traffic.within(traffic.read, file, 0, size) == 0
+
+
+def two_odd_files(folder: Path) -> Checkpoint:
+    torch.manual_seed(0)
+    first = {"a": torch.randn(1237, 1999).bfloat16(), "b": torch.randn(3)}  # 4.9 MB: two whole buffers and a rest
+    second = {"c": torch.randn(1 << 20).bfloat16(), "d": torch.zeros(0, 4).bfloat16()}  # about one buffer
+    return checkpoint_of(folder, first, second)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")
+@pytest.mark.parametrize("refused", ["never", "on opening", "on writing"])
+def test_what_goes_past_the_page_cache_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    checkpoint = two_odd_files(tmp_path / "in")
+    (tmp_path / "cached").mkdir()
+    (tmp_path / "direct").mkdir()
+    cached = write_fp16(checkpoint, as_is(checkpoint, -3), tmp_path / "cached")
+
+    monkeypatch.setattr(disk, "DIRECT_FROM", 0)  # files of 64 MB otherwise
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    pwrite, set_as_asked = os.pwrite, fcntl.fcntl
+
+    def seen(descriptor: int, data: memoryview, offset: int) -> int:
+        direct = disk.is_direct(descriptor)
+        if direct and refused == "on writing":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        lengths[direct].append(len(data))
+        return pwrite(descriptor, data, offset)
+
+    def set_flags(descriptor: int, command: int, flags: int = 0) -> int:
+        if refused == "on opening" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return set_as_asked(descriptor, command, flags)
+
+    monkeypatch.setattr(os, "pwrite", seen)
+    monkeypatch.setattr(fcntl, "fcntl", set_flags)
+    direct = write_fp16(checkpoint, as_is(checkpoint, -3), tmp_path / "direct")
+
+    assert contents(tmp_path / "direct") == contents(tmp_path / "cached")
+    assert direct == cached
+    if refused == "never":
+        assert sum(lengths[True]) > 6_000_000 and not any(n % disk.ALIGNMENT for n in lengths[True])
+        assert all(n < disk.ALIGNMENT for n in lengths[False][:-1])  # the last is the index
+    else:
+        assert not lengths[True]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_slow_disk_that_takes_a_little_at_a_time_gets_every_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Buffers are filled faster than they are written, and a write may end anywhere."""
+    checkpoint = two_odd_files(tmp_path / "in")
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "slow").mkdir()
+    fast = write_fp16(checkpoint, as_is(checkpoint, -3), tmp_path / "fast")
+    pwrite = os.pwrite
+    under_way: list[int] = []
+    most: list[int] = []
+
+    def slow(descriptor: int, data: memoryview, offset: int) -> int:
+        under_way.append(offset)
+        most.append(len(under_way))
+        time.sleep(0.005)
+        under_way.remove(offset)
+        return pwrite(descriptor, data[:99_991], offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(disk, "BUFFER", 1 << 18)  # small, so that several are under way
+    monkeypatch.setattr(disk, "DIRECT_FROM", 0 if direct else 1 << 40)
+    assert write_fp16(checkpoint, as_is(checkpoint, -3), tmp_path / "slow") == fast
+    assert contents(tmp_path / "slow") == contents(tmp_path / "fast")
+    assert 1 < max(most) <= disk.IN_FLIGHT
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")
+@pytest.mark.parametrize(("less", "direct"), [(0, True), (-1, False)], ids=["of that size", "smaller"])
+def test_only_files_of_a_size_go_past_the_page_cache_and_all_are_on_the_disk_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, less: int, direct: bool
+) -> None:
+    checkpoint = two_odd_files(tmp_path / "in")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "out").mkdir()
+    large = max(record.nbytes for record in write_fp16(checkpoint, as_is(checkpoint), tmp_path / "first").files)
+    pwrite, fsync = os.pwrite, os.fsync
+    past: set[str] = set()
+    events: list[tuple[str, int]] = []
+
+    def seen(descriptor: int, data: memoryview, offset: int) -> int:
+        if disk.is_direct(descriptor):
+            past.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        events.append(("write", os.fstat(descriptor).st_ino))
+        return pwrite(descriptor, data, offset)
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(("sync", os.fstat(descriptor).st_ino))
+
+    monkeypatch.setattr(os, "pwrite", seen)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(disk, "DIRECT_FROM", large - less)
+    write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out")
+    assert past == ({"model-00001-of-00002.safetensors"} if direct else set())
+    files = {path.stat().st_ino for path in (tmp_path / "out").iterdir()}
+    assert len(files) == 3 and {inode: what for what, inode in events} == dict.fromkeys(files, "sync")

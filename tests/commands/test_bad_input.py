@@ -1,0 +1,738 @@
+"""What strangers' files and slips of the hand lead to: one line that says what is wrong and how to mend it.
+
+Every row goes through the command line, in this process: exit status 2, one ``error:`` line that names the file or
+tensor and a remedy, no traceback, nothing at OUT and nothing beside it. What only readers can show in detail is in
+their own tests (test_checkpoint, test_recipe, test_corpus).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from support import tiny
+from support.forked import in_a_fork
+from support.launching import command, run
+from transformers import ByT5Tokenizer
+
+from bf16_to_fp16 import cli
+from bf16_to_fp16.checkpoint.reader import LONGEST_HEADER, open_checkpoint
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+NORM = "encoder.block.0.layer.0.layer_norm.weight"
+VALUE = "encoder.block.0.layer.0.SelfAttention.v.weight"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a row may damage: ``source`` in the folder ``root``, whose other content must not change."""
+
+    root: Path
+
+    @property
+    def source(self) -> Path:
+        return self.root / "source"
+
+    @property
+    def out(self) -> Path:
+        return self.root / "out"
+
+
+Damage = Callable[[Place], "list[str] | None"]
+"""Spoils something, and returns the command where it is not plain ``convert SOURCE OUT``."""
+
+ROWS: dict[str, tuple[Damage, str, str]] = {}
+"""By what is wrong: the damage, what the line must name, and the remedy that it must hold."""
+
+
+def row(what: str, names: str, remedy: str) -> Callable[[Damage], Damage]:
+    """Add a row to the table."""
+
+    def add(damage: Damage) -> Damage:
+        assert what not in ROWS
+        ROWS[what] = damage, names, remedy
+        return damage
+
+    return add
+
+
+# --- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the parsed header of a safetensors file and leave its data."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    change(entries)
+    text = json.dumps(entries).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def shift(entry: Any, by: int) -> None:
+    entry["data_offsets"] = [entry["data_offsets"][0] + by, entry["data_offsets"][1] + by]
+
+
+@row("truncated safetensors", WEIGHTS, "fetch the file again")
+def _(at: Place) -> None:
+    os.truncate(at.source / WEIGHTS, (at.source / WEIGHTS).stat().st_size - 5)
+
+
+@row("empty safetensors", WEIGHTS, "fetch the file again")
+def _(at: Place) -> None:
+    (at.source / WEIGHTS).write_bytes(b"")
+
+
+@row("header longer than the file", WEIGHTS, "fetch the file again")
+def _(at: Place) -> None:
+    (at.source / WEIGHTS).write_bytes(struct.pack("<Q", 4000) + b"{}")
+
+
+@row("header of 2^62 bytes", WEIGHTS, "fetch the file again")
+def _(at: Place) -> None:
+    (at.source / WEIGHTS).write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+
+
+@row("header of 100 MB", WEIGHTS, "fetch the file again")
+def _(at: Place) -> None:
+    with open(at.source / WEIGHTS, "wb") as file:
+        file.write(struct.pack("<Q", 100_000_000) + b"{}")
+        file.truncate(100_000_008)
+
+
+@row("overlapping offsets", WEIGHTS, "fetch the file again")
+def _(at: Place) -> None:
+    header(at.source / WEIGHTS, lambda e: shift(e[VALUE], -2))
+
+
+@row("out-of-range offsets", WEIGHTS, "fetch the file again")
+def _(at: Place) -> None:
+    header(at.source / WEIGHTS, lambda e: shift(max(_entries(e), key=lambda v: v["data_offsets"]), 1 << 40))
+
+
+def _entries(entries: dict[str, Any]) -> list[Any]:
+    return [v for k, v in entries.items() if k != "__metadata__"]
+
+
+@row("duplicate keys", "v.weight", "fetch the file again")
+def _(at: Place) -> None:
+    file = at.source / WEIGHTS
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length].rstrip()
+    entry = json.dumps({VALUE: json.loads(text)[VALUE]})[1:].encode()
+    text = text[:-1] + b"," + entry
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+@row("bad JSON", WEIGHTS, "fetch the file again")
+def _(at: Place) -> None:
+    (at.source / WEIGHTS).write_bytes(struct.pack("<Q", 9) + b"{'a': 1}}")
+
+
+@row("wrong dtype string", VALUE, "fetch the file again")
+def _(at: Place) -> None:
+    header(at.source / WEIGHTS, lambda e: e[VALUE].update(dtype="BF61"))
+
+
+@row("a shape of a million sizes", VALUE, "fetch the file again")
+def _(at: Place) -> None:
+    header(at.source / WEIGHTS, lambda e: e[VALUE].update(shape=[(1 << 48) - 1] * 400_000))
+
+
+# --- the index -------------------------------------------------------------------------------------------------------
+
+
+def sharded(at: Place, change: Callable[[dict[str, str]], object] = lambda placed: None) -> None:
+    """Divide the source into two shards and change the index's map."""
+    tensors = load_file(at.source / WEIGHTS)
+    names = sorted(tensors)
+    placed = {name: ONE if number % 2 else TWO for number, name in enumerate(names)}
+    for shard in (ONE, TWO):
+        save_file({n: tensors[n] for n in names if placed[n] == shard}, at.source / shard, metadata={"format": "pt"})
+    (at.source / WEIGHTS).unlink()
+    change(placed)
+    (at.source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+
+
+@row("an index that names a missing shard", TWO, "fetch it from the original")
+def _(at: Place) -> None:
+    sharded(at)
+    (at.source / TWO).unlink()
+
+
+@row("a tensor twice in an index", VALUE, "fetch the file again")
+def _(at: Place) -> None:
+    sharded(at)
+    text = (at.source / INDEX).read_text()
+    (at.source / INDEX).write_text(text.replace('"weight_map": {', f'"weight_map": {{"{VALUE}": "{ONE}", '))
+
+
+@row("a tensor in two shards", "tensor 'extra' is in", "fetch the file again")
+def _(at: Place) -> None:
+    sharded(at, lambda placed: placed.update(extra=ONE))
+    for shard in (ONE, TWO):
+        save_file({**load_file(at.source / shard), "extra": torch.ones(1)}, at.source / shard)
+
+
+@row("an index that leads above the folder", "../x.safetensors", "fetch the file again")
+def _(at: Place) -> None:
+    sharded(at, lambda placed: placed.update({VALUE: "../x.safetensors"}))
+    shutil.copyfile(at.source / ONE, at.root / "x.safetensors")
+
+
+@row("an index that names an absolute path", "x.safetensors", "fetch the file again")
+def _(at: Place) -> None:
+    sharded(at, lambda placed: placed.update({VALUE: str(at.root / "x.safetensors")}))
+    shutil.copyfile(at.source / ONE, at.root / "x.safetensors")
+
+
+@row("a shard that is a link out of the folder", TWO, "put the file itself there")
+def _(at: Place) -> None:
+    sharded(at)
+    os.rename(at.source / TWO, at.root / "outside")
+    (at.source / TWO).symlink_to(at.root / "outside")
+
+
+@row("a shard that is a link to itself", TWO, "fetch the file again")
+def _(at: Place) -> None:
+    sharded(at)
+    (at.source / TWO).unlink()
+    (at.source / TWO).symlink_to(TWO)
+
+
+# --- pickles ---------------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def pickled(at: Place, content: object, **options: Any) -> None:
+    (at.source / WEIGHTS).unlink()
+    torch.save(content, at.source / "pytorch_model.bin", **options)
+
+
+@row("a pickle that would run code", "pytorch_model.bin", "save it with safetensors where you trust it")
+def _(at: Place) -> None:
+    pickled(at, {"a": torch.ones(1), "b": Bomb(at.root / "code ran")})
+
+
+@row("a pickle of code alone", "pytorch_model.bin", "save it with safetensors")
+def _(at: Place) -> None:
+    (at.source / WEIGHTS).unlink()
+    (at.source / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(at.root / "code ran")))
+
+
+@row("a .bin that is a plain object", "pytorch_model.bin", "save it with safetensors")
+def _(at: Place) -> None:
+    pickled(at, ["not", "tensors"])
+
+
+@row("a .bin with settings among its tensors", "'step' is not a tensor", "save it with safetensors")
+def _(at: Place) -> None:
+    pickled(at, {"shared.weight": torch.ones(1), "step": 3})
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def weights(at: Place, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(at.source / WEIGHTS)
+    change(tensors)
+    save_file(tensors, at.source / WEIGHTS, metadata={"format": "pt"})
+
+
+def poke(value: float) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors[VALUE][1].fill_(value)
+
+
+@row("NaN weights", VALUE, "use another revision of it or repair the tensor")
+def _(at: Place) -> None:
+    weights(at, poke(float("nan")))
+
+
+@row("NaN weights and nothing run", VALUE, "use another revision of the checkpoint or repair the tensor")
+def _(at: Place) -> list[str]:
+    weights(at, poke(float("nan")))
+    return ["convert", str(at.source), str(at.out), "--no-audit"]
+
+
+@row("inf weights", VALUE, "use another revision of it or repair the tensor")
+def _(at: Place) -> None:
+    weights(at, poke(float("inf")))
+
+
+@row("inf weights and nothing run", VALUE, "use another revision of the checkpoint or repair the tensor")
+def _(at: Place) -> list[str]:
+    weights(at, poke(float("-inf")))
+    return ["convert", str(at.source), str(at.out), "--no-audit"]
+
+
+@row("an all-zero norm", NORM, "fetch it again from the original checkpoint")
+def _(at: Place) -> None:
+    weights(at, lambda tensors: tensors[NORM].zero_())
+
+
+@row("values that no exponent can carry", "encoder.block.0.layer.0.SelfAttention.relative", "repair the tensor")
+def _(at: Place) -> list[str]:
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    weights(at, lambda tensors: tensors[name][0].fill_(1e30))
+    return ["convert", str(at.source), str(at.out), "--no-audit"]
+
+
+@row("int8 weights", VALUE, "give the checkpoint it was quantised from")
+def _(at: Place) -> None:
+    weights(at, lambda tensors: tensors.update({VALUE: tensors[VALUE].to(torch.int8)}))
+
+
+@row("fp8 weights", VALUE, "give the checkpoint it was quantised from")
+def _(at: Place) -> None:
+    weights(at, lambda tensors: tensors.update({VALUE: tensors[VALUE].to(torch.float8_e4m3fn)}))
+
+
+@row("a GPTQ checkpoint", "config.json", "give the one it was quantised from")
+def _(at: Place) -> None:
+    gptq(at)
+    configure(at, quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+@row("a GPTQ checkpoint whose config does not say so", "v.", "original checkpoint")
+def _(at: Place) -> None:
+    gptq(at)
+
+
+def gptq(at: Place) -> None:
+    name = VALUE.removesuffix(".weight")
+    packed = {"qweight": torch.ones(3, 15, dtype=torch.int32), "scales": torch.ones(1, 15, dtype=torch.float16)}
+    weights(at, lambda t: (t.pop(VALUE), t.update({f"{name}.{k}": v for k, v in packed.items()})))
+
+
+@row("a bitsandbytes checkpoint", "config.json", "give the one it was quantised from")
+def _(at: Place) -> None:
+    configure(at, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+
+
+@row("bitsandbytes weights whose config does not say so", VALUE, "give the checkpoint it was quantised from")
+def _(at: Place) -> None:
+    weights(at, lambda tensors: tensors.update({VALUE: torch.ones(180, 1, dtype=torch.uint8)}))
+
+
+@row("a LoRA adapter", "adapter_config.json", "merge it into its base model with peft's merge_and_unload")
+def _(at: Place) -> None:
+    (at.source / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (at.source / WEIGHTS).rename(at.source / "adapter_model.safetensors")
+
+
+@row("LoRA weights among the others", "lora_A", "remove the tensor")
+def _(at: Place) -> None:
+    weights(at, lambda tensors: tensors.update({VALUE.replace("weight", "lora_A.weight"): torch.ones(2, 24)}))
+
+
+@row("missing tensors", VALUE, "take the whole original checkpoint")
+def _(at: Place) -> None:
+    weights(at, lambda tensors: tensors.pop(VALUE))
+
+
+@row("extra tensors", "encoder.block.9.surprise", "remove the tensor")
+def _(at: Place) -> None:
+    weights(at, lambda tensors: tensors.update({"encoder.block.9.surprise": torch.ones(2)}))
+
+
+# --- config ----------------------------------------------------------------------------------------------------------
+
+
+def configure(at: Place, **changes: Any) -> None:
+    config = json.loads((at.source / "config.json").read_text()) | changes
+    (at.source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+@row("config missing", "no config.json", "give the folder of a checkpoint")
+def _(at: Place) -> None:
+    (at.source / "config.json").unlink()
+
+
+@row("config of bad JSON", "config.json", "fetch the file again")
+def _(at: Place) -> None:
+    (at.source / "config.json").write_text("{")
+
+
+@row("unknown architecture", "config.json", "the known ones are t5: T5ForConditionalGeneration")
+def _(at: Place) -> None:
+    configure(at, model_type="bert", architectures=["BertModel"])
+
+
+@row("a class that does not fit the family", "BartModel", "the known ones are")
+def _(at: Place) -> None:
+    configure(at, architectures=["BartModel"])
+
+
+@row("remote code", "auto_map", "give a checkpoint of a stock class")
+def _(at: Place) -> None:
+    configure(at, auto_map={"AutoModelForSeq2SeqLM": "code.Model", "AutoConfig": "code.Config"})
+    (at.source / "code.py").write_text(f"open({str(at.root / 'code ran')!r}, 'w')\n")
+
+
+@row("a tokenizer's remote code", "no usable tokenizer", "put the original's tokenizer there")
+def _(at: Place) -> list[str]:
+    settings = {"tokenizer_class": "Code", "auto_map": {"AutoTokenizer": ["code.Code", None]}}
+    (at.source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (at.source / "code.py").write_text(f"open({str(at.root / 'code ran')!r}, 'w')\n")
+    return with_data(at, "text.txt", b"a line\n")
+
+
+@row("sizes that disagree with the tensors", "shape [37, 24]", "use the config.json that belongs to these weights")
+def _(at: Place) -> None:
+    configure(at, d_ff=38)
+
+
+@row("more layers than tensors", "config.json", "use the config.json that belongs to these weights")
+def _(at: Place) -> None:
+    configure(at, num_layers=10**9)
+
+
+@row("fewer layers than tensors", "encoder.block.2", "check the config's layer counts")
+def _(at: Place) -> None:
+    configure(at, num_layers=2)
+
+
+@row("a vocabulary bigger than the embedding", "shared.weight", "use the config.json that belongs to these weights")
+def _(at: Place) -> None:
+    configure(at, vocab_size=98)
+
+
+@row("a size that is text", "config.json", "original checkpoint")
+def _(at: Place) -> None:
+    configure(at, d_model="24")
+
+
+@row("a start token beyond the vocabulary", "decoder_start_token_id is 97", "take it from the original config.json")
+def _(at: Place) -> None:
+    configure(at, decoder_start_token_id=97)
+
+
+@row("an activation that is unknown", "config.json", "mend the file")
+def _(at: Place) -> None:
+    configure(at, feed_forward_proj="gated-gated-gelu")
+
+
+@row("a dropout that is impossible", "cannot be loaded (dropout probability", "check its files")
+def _(at: Place) -> None:
+    configure(at, dropout_rate=-1)
+
+
+@row("settings of generation that are impossible", "source: stock code cannot run it", "generation_config.json")
+def _(at: Place) -> None:
+    (at.source / "generation_config.json").write_text('{"decoder_start_token_id": 0, "output_hidden_states": [null]}')
+
+
+@row("half a character in a config", "config.json", "fetch the file again")
+def _(at: Place) -> None:
+    (at.source / "config.json").write_text((at.source / "config.json").read_text()[:-2] + ', "x": "\\ud800"}')
+
+
+# --- where it goes ---------------------------------------------------------------------------------------------------
+
+
+@row("OUT exists", "out exists", "--force")
+def _(at: Place) -> None:
+    at.out.mkdir()
+    (at.out / "mine").write_text("mine")
+
+
+@row("OUT is a file", "out exists and is not a folder", "choose another output path")
+def _(at: Place) -> None:
+    at.out.write_text("mine")
+
+
+@row("OUT is SOURCE", "overlaps the source", "choose an output path outside it")
+def _(at: Place) -> list[str]:
+    return ["convert", str(at.source), str(at.source), "--force"]
+
+
+@row("OUT is inside SOURCE", "overlaps the source", "choose an output path outside it")
+def _(at: Place) -> list[str]:
+    return ["convert", str(at.source), str(at.source / "deep" / "out")]
+
+
+@row("OUT is in a read-only place", "/proc is not writable", "choose another output path")
+def _(at: Place) -> list[str]:
+    return ["convert", str(at.source), "/proc/out"]
+
+
+@row("SOURCE does not exist", "nowhere does not exist", "give the folder of a checkpoint or a Hub id")
+def _(at: Place) -> list[str]:
+    return ["convert", str(at.root / "nowhere"), str(at.out)]
+
+
+@row("a Hub id and no network", "org/good", "check the name and the network")
+def _(at: Place) -> list[str]:
+    return ["convert", "org/good", str(at.out)]
+
+
+@row("a file beside the weights that leads out", "spiece.model", "put the file itself there")
+def _(at: Place) -> list[str]:
+    (at.root / "secret").write_text("mine alone")
+    (at.source / "spiece.model").symlink_to(at.root / "secret")
+    return ["convert", str(at.source), str(at.out), "--no-audit"]
+
+
+@row("a file beside the weights that leads nowhere", "spiece.model", "restore it from the original checkpoint")
+def _(at: Place) -> list[str]:
+    (at.source / "spiece.model").symlink_to(at.source / "nowhere")
+    return ["convert", str(at.source), str(at.out), "--no-audit"]
+
+
+@row("a plan that is no plan", "report.json", "that convert wrote")
+def _(at: Place) -> list[str]:
+    (at.root / "report.json").write_text('{"plan": {"family": "t5", "residual_exponent": "much"}}')
+    return ["convert", str(at.source), str(at.out), "--plan", str(at.root / "report.json")]
+
+
+@row("a plan with exponents beyond reason", "report.json", "that convert wrote")
+def _(at: Place) -> list[str]:
+    (at.root / "report.json").write_text('{"plan": {"family": "t5", "residual_exponent": -100000}}')
+    return ["convert", str(at.source), str(at.out), "--plan", str(at.root / "report.json")]
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def with_data(at: Place, name: str, content: bytes) -> list[str]:
+    (at.root / name).write_bytes(content)
+    return ["convert", str(at.source), str(at.out), "--data", str(at.root / name)]
+
+
+@row("data file missing", "none.txt", "give an existing")
+def _(at: Place) -> list[str]:
+    return ["convert", str(at.source), str(at.out), "--data", str(at.root / "none.txt")]
+
+
+@row("data file empty", "text.txt", "give a file with at least one")
+def _(at: Place) -> list[str]:
+    return with_data(at, "text.txt", b"")
+
+
+@row("data file of the wrong columns", "rows.jsonl", "put text into one named `input` or `text`")
+def _(at: Place) -> list[str]:
+    return with_data(at, "rows.jsonl", b'{"number": 3}\n')
+
+
+@row("data file that is not UTF-8", "text.txt", "convert it to UTF-8")
+def _(at: Place) -> list[str]:
+    return with_data(at, "text.txt", b"caf\xe9\n")
+
+
+@row("data and no tokenizer", "no tokenizer files", "put the original's tokenizer there")
+def _(at: Place) -> list[str]:
+    return with_data(at, "text.txt", b"a line\n")
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def recipe(at: Place, *, content: bytes = b"words enough for a line\n" * 4, **changes: Any) -> list[str]:
+    """Write a recipe of the source and its data and return the command that follows it."""
+    (at.root / "text.txt").write_bytes(content)
+    data = {"path": str(at.root / "text.txt"), "input_length": 16, "target_length": 16} | changes.pop("data", {})
+    tree = {"source": str(at.source), "out": str(at.out), "device": "cpu", "data": data} | changes
+    (at.root / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    return ["finetune", str(at.root / "recipe.yaml")]
+
+
+@row("a recipe with unknown keys", "recipe.yaml: unknown key schedule.step", "did you mean schedule.steps?")
+def _(at: Place) -> list[str]:
+    return recipe(at, schedule={"step": 3})
+
+
+@row("a recipe with wrong types", "recipe.yaml: schedule.steps is 'many'", "give a whole number")
+def _(at: Place) -> list[str]:
+    return recipe(at, schedule={"steps": "many"})
+
+
+@row("a recipe with negative numbers", "recipe.yaml: data.batch_size is -3", "must be at least 1")
+def _(at: Place) -> list[str]:
+    return recipe(at, data={"batch_size": -3})
+
+
+@row("a recipe that is not YAML", "recipe.yaml: not YAML at line 2", "mend that line")
+def _(at: Place) -> list[str]:
+    arguments = recipe(at)
+    (at.root / "recipe.yaml").write_text("source: x\n  out: y\n")
+    return arguments
+
+
+@row("training data that are empty", "text.txt", "give data with at least one line of text")
+def _(at: Place) -> list[str]:
+    ByT5Tokenizer(extra_ids=0).save_pretrained(at.source)
+    return recipe(at, content=b"")
+
+
+@row("training data that are not UTF-8", "text.txt", "convert it to UTF-8")
+def _(at: Place) -> list[str]:
+    ByT5Tokenizer(extra_ids=0).save_pretrained(at.source)
+    return recipe(at, content=b"caf\xe9\n")
+
+
+@row("training data of the wrong columns", "column 'body'", "the recipe's data")
+def _(at: Place) -> list[str]:
+    ByT5Tokenizer(extra_ids=0).save_pretrained(at.source)
+    (at.root / "rows.jsonl").write_text('{"input": "a", "target": "b"}\n')
+    return recipe(at, data={"path": str(at.root / "rows.jsonl"), "input_column": "body"})
+
+
+# --- the test --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small sound checkpoint."""
+    return tiny.save(tiny.build("gated", factor=1.0), tmp_path_factory.mktemp("good") / "source")
+
+
+def below(root: Path) -> dict[str, str]:
+    """Return every path below a folder with what it holds."""
+    return {
+        str(path.relative_to(root)): f"-> {os.readlink(path)}" if path.is_symlink() else str(path.stat().st_mtime_ns)
+        for path in root.rglob("*")
+    }
+
+
+def assert_one_line(status: int, said: str, names: str, remedy: str) -> None:
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert status == 2, said
+    assert len(lines) == 1 and "Traceback" not in said, said
+    assert names in lines[0] and remedy in lines[0], lines[0]
+    assert len(lines[0]) < 1000
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_bad_input_is_one_line_that_names_it_and_the_remedy(
+    what: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage, names, remedy = ROWS[what]
+    shutil.copytree(good, tmp_path / "source")
+    at = Place(tmp_path)
+    arguments = damage(at) or ["convert", str(at.source), str(at.out)]
+    before = below(tmp_path)
+    status = cli.main(arguments)
+    captured = capfd.readouterr()
+    assert_one_line(status, captured.err, names, remedy)
+    assert captured.out == ""
+    assert below(tmp_path) == before
+
+
+def test_nothing_is_kept_of_a_header_that_is_too_long(good: Path, tmp_path: Path) -> None:
+    """100 MB of header, whether they are there or only announced, and 2⁶² bytes: refused before any is read."""
+    for length, size in ((100_000_000, 100_000_008), (1 << 62, 1 << 62 >> 22), (LONGEST_HEADER + 1, 1 << 30)):
+        folder = tmp_path / str(length)
+        shutil.copytree(good, folder)
+        with open(folder / WEIGHTS, "wb") as file:
+            file.write(struct.pack("<Q", length) + b'{"a":"')
+            file.truncate(size)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        status, peak = in_a_fork(lambda folder=folder: refused(folder))  # type: ignore[misc]
+        assert status == 0
+        assert peak < before + (16 << 20)
+
+
+def refused(folder: Path) -> int:
+    """Return 0 where a folder is refused as bad input."""
+    try:
+        open_checkpoint(folder)
+    except cli.UserError:
+        return 0
+    return 1
+
+
+WORST = {
+    "lists in a header": b'{"a":[' + b"[]," * (LONGEST_HEADER // 3 - 9) + b"[]]}",
+    "sections in a header": b'{"a":[' + b"{}," * (LONGEST_HEADER // 3 - 9) + b"{}]}",
+    "sizes in a header": b'{"a":{"dtype":"F32","data_offsets":[0,4],"shape":['
+    + b"1," * (LONGEST_HEADER // 2 - 99)
+    + b"1]}}",
+}
+
+
+@pytest.mark.parametrize("what", WORST)
+def test_the_worst_header_that_is_read_takes_bounded_memory_and_time(what: str, good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    shutil.copytree(good, folder)
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(WORST[what])) + WORST[what] + bytes(4))
+
+    def limited() -> int:
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+        return refused(folder)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status, peak = in_a_fork(limited)
+    assert status == 0
+    assert peak < before + (500 << 20)
+
+
+def test_a_config_or_an_index_that_is_too_long_is_refused_unread(good: Path, tmp_path: Path) -> None:
+    for name in ("config.json", INDEX):
+        folder = tmp_path / name
+        shutil.copytree(good, folder)
+        (folder / WEIGHTS).unlink()
+        with open(folder / name, "wb") as file:
+            file.truncate(1 << 40)
+        status, peak = in_a_fork(lambda folder=folder: refused(folder))  # type: ignore[misc]
+        assert status == 0
+        assert peak < resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + (16 << 20)
+
+
+def test_a_hub_id_that_does_not_exist(
+    hub: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.repo = {}  # type: ignore[attr-defined]
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    status = cli.main(["convert", "org/none", str(tmp_path / "out")])
+    assert_one_line(status, capfd.readouterr().err, "org/none", "check the name, or log in")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_tokenizer_it_works_and_says_so(
+    good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["convert", str(good), str(tmp_path / "out"), "--no-audit"]) in (0, 1)
+    assert "has no tokenizer" in capfd.readouterr().err
+    shutil.copytree(good, tmp_path / "source")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "source")
+    assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "other"), "--no-audit"]) in (0, 1)
+    assert "has no tokenizer" not in capfd.readouterr().err
+
+
+def test_more_processes_than_examples_are_one_line(good: Path, tmp_path: Path) -> None:
+    """The real launcher, two processes and one example."""
+    shutil.copytree(good, tmp_path / "source")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "source")
+    file = recipe(Place(tmp_path), content=b"one line\n", data={"first_sentinel": 96})[1]
+    said = run(command("ddp", 2, Path(file), tmp_path / "out"), status=1)  # the launcher's own status
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "text.txt" in line and "2 processes" in line and "launch fewer processes" in line
+    assert not (tmp_path / "out").exists()

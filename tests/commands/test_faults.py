@@ -1,0 +1,315 @@
+"""Killed, interrupted, out of space: the output is whole or absent, a second run succeeds, nothing stays beside it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support import faults, forked
+from support.faults import JOBS
+from support.hub_server import HubServer
+
+from bf16_to_fp16.checkpoint import staging
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.conversion import planning, rewriting
+from bf16_to_fp16.errors import UserError
+
+KILLS = {"convert": 22, "convert --force": 10, "undo": 12}
+"""Random moments at which each is killed; with those at random times, and those of finetune, more than 50."""
+
+WRITERS = ("convert", "convert --force", "undo")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return faults.make_inputs(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path) -> Callable[[str], dict[str, str]]:
+    """Return a function that gives what a job's output is when nothing disturbs it."""
+    known: dict[str, dict[str, str]] = {}
+
+    def of(name: str) -> dict[str, str]:
+        if name not in known:
+            root = faults.place(JOBS[name], inputs)
+            assert faults.run(JOBS[name], root) in (0, 1)
+            known[name] = faults.content(root / "out")
+            assert not faults.wrong_after(JOBS[name], root, known[name], strays=False)
+            shutil.rmtree(root)
+        return known[name]
+
+    return of
+
+
+def assert_a_second_run_succeeds(name: str, root: Path, wanted: dict[str, str]) -> None:
+    """The same command, after a kill: status 0 or 1, the whole output and no strays."""
+    if not JOBS[name].prepare and (root / "out").exists():
+        shutil.rmtree(root / "out")
+    assert faults.run(JOBS[name], root, log=root / "log") in (0, 1), (root / "log").read_text()
+    assert faults.content(root / "out") == wanted
+    assert not faults.wrong_after(JOBS[name], root, wanted, strays=False)
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_kill_at_any_moment_leaves_all_or_nothing_and_a_second_run_succeeds(
+    name: str, inputs: Path, whole: Callable[[str], dict[str, str]]
+) -> None:
+    job, wanted = JOBS[name], whole(name)
+    names = faults.moments(job, inputs)
+    # The last of each kind, the renames among them, and as many at random.
+    last = {kind: number for number, kind in enumerate(names, 1)}
+    chance = random.Random(7)
+    every = sorted({*last.values(), *chance.sample(range(1, len(names) + 1), KILLS[name] - len(last))})
+    root = faults.place(job, inputs)
+    left = 0
+    for number, at in enumerate(every):
+        if not job.prepare and (root / "out").exists():
+            shutil.rmtree(root / "out")
+        faults.prepare(job, root)
+        assert faults.disturbed(job, root, at, faults.kill) == -signal.SIGKILL, names[at - 1]
+        assert not faults.wrong_after(job, root, wanted, strays=True), names[at - 1]
+        left += bool(faults.wrong_after(job, root, wanted, strays=False))
+        if number % 8 == 7:
+            assert_a_second_run_succeeds(name, root, wanted)
+    assert left > 3  # kills that hit nothing would prove nothing
+    assert_a_second_run_succeeds(name, root, wanted)
+
+
+def test_a_kill_at_any_time_leaves_all_or_nothing(inputs: Path, whole: Callable[[str], dict[str, str]]) -> None:
+    name = "convert, audited"
+    root, chance = faults.place(JOBS[name], inputs), random.Random(3)
+    began = time.monotonic()
+    wanted = whole(name)
+    took = time.monotonic() - began
+    killed = 0
+    for _ in range(4):
+        shutil.rmtree(root / "out", ignore_errors=True)
+        killed += faults.killed_after(JOBS[name], root, chance.uniform(0, took)) == -signal.SIGKILL
+        assert not faults.wrong_after(JOBS[name], root, wanted, strays=True)
+    assert killed
+    assert_a_second_run_succeeds(name, root, wanted)
+
+
+def test_a_finetune_that_is_killed_goes_on_and_leaves_no_strays(inputs: Path) -> None:
+    job, chance = JOBS["finetune"], random.Random(5)
+    names = faults.moments(job, inputs)
+    root = faults.place(job, inputs)
+    for at in sorted(chance.sample(range(1, len(names) // 2), 2)):
+        assert faults.disturbed(job, root, at, faults.kill) == -signal.SIGKILL
+        assert not (root / "out").exists()
+    assert faults.run(job, root, log=root / "log") in (0, 1), (root / "log").read_text()
+    assert not faults.wrong_after(job, root, faults.content(root / "out"), strays=False)
+    states = [path.name for path in (root / "out.run").iterdir()]
+    assert not [name for name in states if name.startswith(".")]
+
+
+def test_a_publication_that_is_killed_leaves_all_or_nothing_and_a_second_run_succeeds(inputs: Path) -> None:
+    root = faults.place(JOBS["undo"], inputs)  # which begins with a converted folder too
+    before = faults.content(root / "converted")
+    server = HubServer().start()
+    try:
+        began = time.monotonic()
+        assert faults.published(server, root) == 0, (root / "log").read_text()
+        took, requests = time.monotonic() - began, len(server.seen)
+        wanted, stored = server.files(faults.PUBLISHED), server.count("PUT")
+        assert not faults.wrong_on_hub(server, root, before, wanted) and stored > 1
+        put, commit = (next(n for n, s in enumerate(server.seen, 1) if what in s) for what in ("PUT ", "/commit/"))
+        chance = random.Random(11)
+        places = {
+            put,
+            -put,
+            commit,
+            -commit,
+            *chance.sample([s * n for n in range(1, requests + 1) for s in (1, -1)], 6),
+        }
+        half = 0
+        for at in sorted(places):
+            server.clear()
+            assert faults.published(server, root, at=at) == -signal.SIGKILL, (root / "log").read_text()
+            assert not faults.wrong_on_hub(server, root, before, wanted), at
+            half += 0 < len(server.objects) < stored
+            kept = len(server.objects)
+            assert faults.published(server, root) == 0, (root / "log").read_text()
+            assert server.files(faults.PUBLISHED) == wanted and not faults.wrong_on_hub(server, root, before, wanted)
+            assert server.count("PUT") == stored - kept  # what arrived is not sent again
+            assert len(server.repos[faults.PUBLISHED].messages) == 2  # the empty repository, and one upload
+        assert half
+        server.clear()
+        faults.published(server, root, seconds=chance.uniform(0, took))
+        assert not faults.wrong_on_hub(server, root, before, wanted)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("kind", faults.DISK)
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_disk_that_fails_is_one_line_and_leaves_nothing(
+    name: str, kind: str, inputs: Path, whole: Callable[[str], dict[str, str]]
+) -> None:
+    job, wanted = JOBS[name], whole(name)
+    names = faults.moments(job, inputs)
+    # A disk that refuses even to remove can be left clean by nobody.
+    possible = [at for at, event in enumerate(names, 1) if event not in ("os.rmdir", "os.remove")]
+    first = {names[at - 1]: at for at in reversed(possible)}
+    root = faults.place(job, inputs)
+    refused = 0
+    for at in sorted({*first.values(), *random.Random(kind).sample(possible, 2)}):
+        faults.prepare(job, root)
+        status = faults.disturbed(job, root, at, faults.fail(faults.DISK[kind]), log=root / "log")
+        said = (root / "log").read_text()
+        assert not faults.wrong_after(job, root, wanted, strays=False), (names[at - 1], said)
+        if status == 2:
+            assert [line for line in said.splitlines() if "rror" in line] == [said.splitlines()[-1]], said
+            assert not (root / "out").exists() or job.prepare
+            refused += 1
+        else:  # what fails once the result stands, or while an older leftover is removed, is not its fault
+            assert status in (0, 1), (names[at - 1], said)
+            assert faults.content(root / "out") == wanted
+            shutil.rmtree(root / "out")
+    assert refused >= 3
+
+
+@pytest.mark.parametrize("limit", [100, 2000, 12_000, 30_000])
+def test_a_real_limit_on_files_is_one_line_and_leaves_nothing(limit: int, inputs: Path) -> None:
+    job = JOBS["convert"]
+    root = faults.place(job, inputs)
+
+    def limited() -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        return faults.main(job.words(root))
+
+    read, write = os.pipe()  # a log file would be limited too
+    number = forked.child(lambda: os.dup2(write, 2) and limited())
+    os.close(write)
+    with os.fdopen(read) as stream:
+        said = stream.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 2, said
+    assert said.splitlines()[-1].startswith("error: ") and "File too large" in said and "Traceback" not in said
+    assert not (root / "out").exists() and not faults.wrong_after(job, root, {}, strays=False)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("name", ["convert", "undo"])
+def test_termination_and_interruption_clean_up(name: str, number: int, status: int, inputs: Path) -> None:
+    job = JOBS[name]
+    names = faults.moments(job, inputs)
+    root = faults.place(job, inputs)
+    inside = [at for at, kind in enumerate(names, 1) if at < names.index("fsync") + 1]
+    for at in sorted(random.Random(number).sample(inside, 3)):
+        found = faults.disturbed(job, root, at, faults.interrupt(number), log=root / "log")
+        said = (root / "log").read_text()
+        assert found == status, said
+        assert "Traceback" not in said
+        assert not (root / "out").exists() and not faults.wrong_after(job, root, {}, strays=False), said
+
+
+def test_of_two_conversions_to_one_place_one_wins_and_one_says_so(
+    inputs: Path, whole: Callable[[str], dict[str, str]]
+) -> None:
+    job, wanted = JOBS["convert"], whole("convert")
+    root = faults.place(job, inputs)
+    both = multiprocessing.get_context("fork").Barrier(2)
+
+    def raced() -> int:
+        real = staging.put_in_place
+
+        def together(work: Path, out: Path, *, force: bool) -> None:
+            both.wait(60)  # both have written all, and neither has its place
+            real(work, out, force=force)
+
+        staging.put_in_place = together
+        return faults.main(job.words(root))
+
+    children = [forked.child(raced, root / f"log {i}") for i in range(2)]
+    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    logs = [(root / f"log {i}").read_text() for i in range(2)]
+    assert sorted(status == 2 for status in ended) == [False, True], logs
+    lines = logs[ended.index(2)].splitlines()
+    assert (
+        lines[-1]
+        == f"error: {root / 'out'} appeared while it was being made; choose another output path or give --force"
+    )
+    assert faults.content(root / "out") == wanted
+    assert {path.name for path in root.iterdir()} == {"source", "out", "log 0", "log 1"}
+
+
+def test_what_another_process_works_in_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    dead = tmp_path / ".out.partial-0123456789abcdef"
+    other = tmp_path / ".out.partial-of-somebody-else"
+    (dead / "deep").mkdir(parents=True)
+    other.mkdir()
+    with staging.scratch(tmp_path / "out") as mine:
+        assert not dead.exists() and other.exists()
+        number = forked.child(lambda: staging.sweep(tmp_path / "out"))
+        assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 0
+        assert mine.is_dir()
+    assert not mine.exists()
+
+
+def test_a_replaced_folder_is_kept_until_another_has_its_place(tmp_path: Path) -> None:
+    aside = tmp_path / ".out.replaced-0123456789abcdef"
+    (aside / "old").mkdir(parents=True)
+    staging.sweep(tmp_path / "out")
+    assert aside.exists()
+    with staging.staged(tmp_path / "out") as work:
+        (work / "new").write_text("new")
+    assert (tmp_path / "out" / "new").exists() and not aside.exists()
+
+
+def rewritten(file: Path) -> None:
+    """Change a byte in place, and put the time of the last change back."""
+    before = file.stat()
+    with open(file, "r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\x01")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def exchanged(file: Path) -> None:
+    """Put another file of the same bytes in its place."""
+    copy = file.with_suffix(".other")
+    shutil.copy2(file, copy)
+    os.rename(copy, file)
+
+
+@pytest.mark.parametrize("change", [rewritten, exchanged])
+@pytest.mark.parametrize(("step", "moment"), [(planning, "bound"), (rewriting, "write_fp16")])
+def test_a_shard_that_changes_while_it_is_read_is_noticed(
+    change: Callable[[Path], None], step: ModuleType, moment: str, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the pass that bounds the signals and the one that writes, and after that."""
+    root = faults.place(JOBS["convert"], inputs)
+    real = getattr(step, moment)
+    shard = sorted((root / "source").glob("*.safetensors"))[-1]
+
+    def then(*given: object, **options: object) -> object:
+        result = real(*given, **options)
+        if (root / "source" / "seen").exists():
+            return result
+        (root / "source" / "seen").touch()
+        change(shard)
+        return result
+
+    # A change between two passes needs a place to stop between them, which the program does not have.
+    monkeypatch.setattr(step, moment, then)
+    with pytest.raises(UserError, match=f"{shard.name} changed while it was read"):
+        convert(root / "source", root / "out", run_model=False)
+    assert not (root / "out").exists() and not list(root.glob(".*"))
+
+
+def test_a_checkpoint_that_does_not_change_is_not_refused(inputs: Path) -> None:
+    found = open_checkpoint(inputs / "source")
+    found.sha256(found.weight_files[0])
+    found.check_unchanged()

@@ -1,0 +1,88 @@
+"""Mutated files of every kind lead to a result or to one error line; ``benchmarks/fuzz.py`` goes on for hours."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import fuzzing
+
+EXAMPLES = {
+    "safetensors": 40,
+    "pickle": 30,
+    "index": 25,
+    "config": 25,
+    "side files": 6,
+    "report": 20,
+    "recipe": 80,
+    "data": 60,
+}
+"""By what a run of each costs: together some 20 seconds."""
+
+MEMORY = 512 << 20
+"""Bytes beyond what this process had."""
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> fuzzing.Originals:
+    return fuzzing.originals(tmp_path_factory.mktemp("good"))
+
+
+@pytest.mark.parametrize("what", EXAMPLES)
+def test_mutated_input_is_taken_or_refused_in_one_line(what: str, good: fuzzing.Originals) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seen: set[str] = set()
+
+    @settings(
+        max_examples=EXAMPLES[what],
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(data=st.data())
+    def mutate(data: st.DataObject) -> None:
+        seen.add(fuzzing.run(good, data.draw(fuzzing.cases(good)[what])))
+
+    mutate()
+    assert "refused" in seen
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < before + MEMORY
+
+
+def test_what_is_not_mutated_is_accepted(good: fuzzing.Originals) -> None:
+    """The control: the same runs on sound input succeed, so that a refusal above is the mutation's."""
+    for folder, file in (("t5", fuzzing.WEIGHTS), ("sharded", fuzzing.INDEX), ("pickled", fuzzing.PICKLE)):
+        assert fuzzing.run(good, (folder, file, (good.folders[folder] / file).read_bytes())) == "accepted"
+    report = (good.folders["converted"] / fuzzing.REPORT).read_bytes()
+    assert fuzzing.run(good, ("converted", fuzzing.REPORT, report)) == "accepted"
+    assert fuzzing.run(good, ("recipe", "yaml", fuzzing.as_yaml(dict(good.recipe)))) == "accepted"
+
+
+def test_a_traceback_a_hang_and_a_second_error_line_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fuzzer's own checks fail where they should."""
+    with pytest.raises(fuzzing.TooLongError), fuzzing.limited(0.05):
+        while True:
+            pass
+
+    def twice(arguments: list[str]) -> int:
+        print("error: one\nerror: two", file=sys.stderr)
+        return 2
+
+    def leaves(arguments: list[str]) -> int:
+        print("error: one", file=sys.stderr)
+        (tmp_path / ".out.partial").mkdir()
+        return 2
+
+    def raises(arguments: list[str]) -> int:
+        raise KeyError("plan")
+
+    for broken, error in ((twice, AssertionError), (leaves, AssertionError), (raises, KeyError)):
+        monkeypatch.setattr(fuzzing.cli, "main", broken)
+        with pytest.raises(error):
+            fuzzing.CONVERT(tmp_path)

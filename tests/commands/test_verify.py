@@ -1,0 +1,347 @@
+"""Verifying a converted folder: true where nothing was touched, and each thing that was is named for what it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support import tiny
+
+from bf16_to_fp16 import UserError, certify, cli, convert, verify
+from bf16_to_fp16.auditing.regimes import audit_folder
+from bf16_to_fp16.checkpoint.folder import records
+from bf16_to_fp16.commands.verify import repeat_audit
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.run import probe
+from bf16_to_fp16.run.stock import load_config
+
+REPORT = "fp16_report.json"
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "summariser"
+    return tiny.save(tiny.build("t5-encoder", num_layers=2), folder, max_shard_size="12KB")
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path) -> Path:
+    """A converted checkpoint in two shards."""
+    assert convert(source, source.parent / "out").safe
+    return source.parent / "out"
+
+
+@pytest.fixture
+def folder(converted: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may damage."""
+    return Path(shutil.copytree(converted, tmp_path / "out"))
+
+
+def rehash(folder: Path, **changes: Any) -> None:
+    """Make the report agree with the files, as someone would who hides a change; ``changes`` are put into it."""
+    report = json.loads((folder / REPORT).read_text())
+    new = {str(entry["name"]): entry for entry in records(folder)}
+    report["output"]["files"] = [new[entry["name"]] for entry in report["output"]["files"]]
+    (folder / REPORT).write_text(json.dumps(report | changes))
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Flip one bit of one byte."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def swap(folder: Path) -> None:
+    """Exchange the two shards."""
+    one, two = (folder / ONE).read_bytes(), (folder / TWO).read_bytes()
+    (folder / ONE).write_bytes(two)
+    (folder / TWO).write_bytes(one)
+
+
+def problems(folder: Path, **options: Any) -> list[tuple[str, str, str]]:
+    """Return (check, name, reason) of everything that does not hold."""
+    result = verify(folder, **options)
+    assert result["verified"] is (not result["problems"]) and (result["verdict"] == "safe") is result["verified"]
+    assert all(p["remedy"] for p in result["problems"])
+    return [(p["check"], p["name"], p["reason"]) for p in result["problems"]]
+
+
+def test_an_untouched_folder_is_verified_in_every_check(converted: Path, source: Path) -> None:
+    result = verify(converted, original=source)
+    assert result["verified"] and result["verdict"] == "safe" and set(result["checks"].values()) == {"passed"}
+    assert result["source"] == {"path": "out", "revision": None} and result["files"] == len(records(converted)) - 1
+    assert result["certificate"]["holds"] and set(result["regimes"]) == {"stock", "amp", "half"}
+
+
+def test_exit_status_and_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", str(folder), "--no-audit"]) == 0
+    out = capsys.readouterr().out
+    assert "verified: " in out and "not run" in out and "nothing was run" in out
+    flip(folder / ONE)
+    assert cli.main(["verify", str(folder), "--no-audit", "--json", "-"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1 and found["verified"] is False and found["checks"]["certificate"] == "not run"
+    assert cli.main(["verify", str(folder), "--no-audit"]) == 1
+    out = capsys.readouterr().out
+    assert f"files: {ONE}: the weights were changed or damaged" in out and "not verified: 1 problem above" in out
+    (folder / REPORT).unlink()
+    assert cli.main(["verify", str(folder)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "has no fp16_report.json" in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "reason"),
+    [
+        (lambda f: flip(f / ONE), ONE, "the weights were changed or damaged"),
+        (lambda f: flip(f / TWO, 9), TWO, "the weights were changed or damaged"),
+        (lambda f: flip(f / "README.md"), "README.md", "was changed or damaged"),
+        (lambda f: flip(f / "model.safetensors.index.json"), "model.safetensors.index.json", "was changed or damaged"),
+        (lambda f: (f / ONE).write_bytes((f / ONE).read_bytes()[:-4]), ONE, "cut short, or another file"),
+        (lambda f: (f / ONE).unlink(), ONE, "is missing"),
+        (lambda f: (f / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin", "is not in the report"),
+        (lambda f: (f / "deep").mkdir() or (f / "deep" / "x.py").write_text(""), "deep/x.py", "is not in the report"),
+    ],
+)
+def test_a_changed_file_is_named(folder: Path, damage: Callable[[Path], object], name: str, reason: str) -> None:
+    damage(folder)
+    found = problems(folder)
+    assert [(check, named) for check, named, _ in found] == [("files", name)] and reason in found[0][2]
+
+
+def test_swapped_shards_are_told_from_damaged_ones(folder: Path) -> None:
+    swap(folder)
+    assert problems(folder) == [
+        ("files", ONE, f"holds what belongs in {TWO}: the shards are swapped"),
+        ("files", TWO, f"holds what belongs in {ONE}: the shards are swapped"),
+    ]
+
+
+def test_a_changed_config_is_named_with_the_key_that_the_plan_needs(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    right = config["layer_norm_epsilon"]
+    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-6}))
+    [(check, name, reason)] = problems(folder)
+    assert (check, name) == ("files", "config.json")
+    assert reason.startswith(f"the config was changed, layer_norm_epsilon is 1e-06 instead of {right} (SHA-256 ")
+
+
+def test_a_hidden_change_of_the_config_contradicts_the_plan(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-6}))
+    rehash(folder)
+    found = problems(folder, run_model=False)
+    assert ("plan", "config.json") in {(check, name) for check, name, _ in found}
+
+
+def test_a_hidden_change_of_the_weights_contradicts_the_certificate(folder: Path) -> None:
+    weights = load_file(folder / ONE)
+    name = next(name for name in weights if name.endswith("wi_1.weight"))
+    weights[name] *= 2
+    save_file(weights, folder / ONE, metadata={"format": "pt"})
+    rehash(folder)
+    found = problems(folder, run_model=False)
+    assert found and {check for check, _, _ in found} == {"certificate"}
+    assert any(name.removesuffix(".weight") in site for _, site, _ in found)
+
+
+def test_a_hidden_change_that_no_bound_shows_is_found_by_the_replay(folder: Path, source: Path) -> None:
+    weights = load_file(folder / ONE)
+    name = next(name for name in weights if name.endswith("wi_0.weight"))
+    weights[name][0] *= -1
+    save_file(weights, folder / ONE, metadata={"format": "pt"})
+    rehash(folder)
+    found = problems(folder, original=source, run_model=False)
+    assert ("replay", name, "is not what the plan makes of the original") in found
+
+
+def test_a_hidden_overflow_is_found_by_the_audit(folder: Path) -> None:
+    weights = load_file(folder / TWO)
+    for name in weights:
+        if name.endswith("wo.weight"):
+            weights[name] = (weights[name].float() * 512).clamp(-60000, 60000).half()
+    save_file(weights, folder / TWO, metadata={"format": "pt"})
+    rehash(folder)
+    found = problems(folder)
+    sites = [name for check, name, _ in found if check == "audit"]
+    assert any(name.endswith("wo") for name in sites)
+    assert any("inf or NaN" in reason and "half" in reason for check, _, reason in found if check == "audit")
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "reason"),
+    [
+        ({"proof": "certified"}, None, None),
+        ({"verdict": "unsafe"}, "report", "says itself that the checkpoint is unsafe"),
+        ({"exponents": {"encoder.block.9.layer.0.SelfAttention.value": [1]}}, "plan", "has no such signal"),
+        ({"family": "pegasus"}, "plan", "is for pegasus, and the checkpoint is t5"),
+        ({"untied_head": True}, "plan", "the plan separates the head"),
+        ({"bound": 1.0}, "certificate", "and the report says 1.0"),
+        ({"sites": []}, "certificate", "the report has no bound for it"),
+    ],
+)
+def test_a_forged_report_is_found(folder: Path, change: dict[str, Any], check: str | None, reason: str | None) -> None:
+    report = json.loads((folder / REPORT).read_text())
+    for key, value in change.items():
+        if key in ("exponents", "family", "residual_exponent", "untied_head"):
+            report["plan"][key] = value
+        elif key == "bound":
+            report["certificate"]["sites"][0]["bound"] = value
+        elif key == "sites":
+            report["certificate"]["sites"] = value
+        else:
+            report[key] = value
+    (folder / REPORT).write_text(json.dumps(report))
+    found = problems(folder, run_model=False)
+    assert bool(found) is (check is not None)
+    if found:
+        assert found[0][0] == check and any(str(reason) in said for _, _, said in found)
+
+
+@pytest.mark.parametrize(("field", "by", "found"), [("bound", 1.01, 1), ("partial", 1.01, 1), ("bound", 1.0001, 0)])
+def test_a_bound_is_compared_to_a_thousandth(folder: Path, field: str, by: float, found: int) -> None:
+    report = json.loads((folder / REPORT).read_text())
+    site = next(site for site in report["certificate"]["sites"] if 1 < site["bound"] < 1e4)
+    site[field] *= by
+    (folder / REPORT).write_text(json.dumps(report))
+    assert [(check, name) for check, name, _ in problems(folder, run_model=False)] == [
+        ("certificate", site["name"])
+    ] * found
+
+
+def test_a_certificate_that_does_not_hold_must_not_be_called_one(folder: Path) -> None:
+    weights = load_file(folder / ONE)
+    name = next(name for name in weights if name.endswith("wi_0.weight"))
+    weights[name] *= 3000 / weights[name].abs().max()
+    save_file(weights, folder / ONE, metadata={"format": "pt"})
+    certificate = certify(folder)["certificate"]
+    assert not certificate["holds"]
+    rehash(folder, certificate=certificate, proof="observed")
+    assert problems(folder, run_model=False) == []
+    rehash(folder, certificate=certificate | {"holds": True}, proof="observed")
+    assert problems(folder, run_model=False) == [
+        ("certificate", "certificate", "the report says that it holds, wrongly")
+    ]
+    rehash(folder, certificate=certificate, proof="certified")
+    [(check, site, reason)] = problems(folder, run_model=False)
+    assert (check, site) == ("certificate", min(certificate["sites"], key=lambda s: s["headroom_bits"])["name"])
+    assert reason.endswith("over its limit, and the report says certified")
+
+
+def test_a_config_is_held_against_what_the_report_says_and_against_the_plan(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    rehash(folder)
+    reason = "dtype is bfloat16 and the report says float16"
+    assert problems(folder, run_model=False) == [("plan", "config.json", reason)]
+    report = json.loads((folder / REPORT).read_text())
+    right = config["layer_norm_epsilon"]
+    report["source"]["config_changes"]["layer_norm_epsilon"]["after"] = 1e-6
+    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-6}))
+    rehash(folder, source=report["source"])
+    found = [found for found in problems(folder, run_model=False) if found[0] == "plan"]
+    assert found == [("plan", "config.json", f"layer_norm_epsilon is 1e-06 and the plan needs {right}")]
+
+
+def test_the_audit_is_repeated_with_the_reports_seed_target_and_on_more_data(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = probe.audit_batches
+    # One batch shows it as well as all.
+    monkeypatch.setattr(probe, "audit_batches", lambda *given, **options: gather(*given, **options)[:1])
+    report = json.loads((folder / REPORT).read_text())
+    report |= {"inputs": {"seed": 7}, "target": "train"}
+    config = load_config(folder)
+    wanted = audit_folder(folder, inputs=probe.audit_batches(config, folder, None, seed=7), seed=7, train_mode=True)
+    assert repeat_audit(folder, read(Report, report), Progress(quiet=True)) == wanted
+    with pytest.raises(UserError, match=r"none\.txt: no such file"):
+        verify(folder, data=str(folder / "none.txt"))
+
+
+def test_the_certificate_is_made_for_the_reports_length(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out", run_model=False, max_length=64)
+    found = verify(tmp_path / "out", run_model=False)
+    assert found["verified"] and found["certificate"]["max_length"] == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "not valid JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"schema": 2}', "schema 2 is not 1"),
+        ('{"schema": 1}', "has no verdict"),
+        ('{"schema": 1, "verdict": "safe", "source": 3}', "has no source.sha256"),
+    ],
+)
+def test_what_is_no_report_is_one_line(folder: Path, text: str, said: str) -> None:
+    (folder / REPORT).write_text(text)
+    with pytest.raises(UserError, match=said) as caught:
+        verify(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("inputs", 3, "lists something that convert does not write"),
+        ("inputs.seed", "x", "its seed is not a number"),
+        ("target", 3, "its certificate names no target and length"),
+        ("target", "other", "its certificate names no target and length"),
+        ("certificate.max_length", "x", "its certificate names no target and length"),
+        ("certificate.splits", 0, "its certificate names no target and length"),
+        ("certificate.sites", [3], "lists something that convert does not write"),
+        ("source.config_changes", {"a": 3}, "lists something that convert does not write"),
+        ("output.files", [{"name": "a", "sha256": "b"}], "lists something that convert does not write"),
+        ("verdict", 3, "has no verdict, so convert did not write it"),
+    ],
+)
+def test_what_is_not_of_its_type_is_one_line(folder: Path, place: str, value: object, said: str) -> None:
+    report = json.loads((folder / REPORT).read_text())
+    *above, key = place.split(".")
+    inside = report[above[0]] if above else report
+    inside[key] = value
+    (folder / REPORT).write_text(json.dumps(report))
+    with pytest.raises(UserError, match=said) as caught:
+        verify(folder, run_model=False)
+    assert "\n" not in str(caught.value) and str(caught.value).count("fp16_report.json: ") == 1
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a\0b", ""])
+def test_a_report_cannot_make_it_read_elsewhere(folder: Path, name: str) -> None:
+    (folder.parent / "secret").write_text("x")
+    report = json.loads((folder / REPORT).read_text())
+    report["output"]["files"][0]["name"] = name
+    (folder / REPORT).write_text(json.dumps(report))
+    with pytest.raises(UserError, match="leaves the folder"):
+        verify(folder)
+
+
+def test_the_replay_wants_the_very_source(folder: Path, source: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(source, tmp_path / "other"))
+    flip(next(iter(sorted(other.glob("*.safetensors")))))
+    [(check, _, reason)] = problems(folder, original=other, run_model=False)
+    assert check == "replay" and reason == "is not the file that was converted"
+
+
+def test_what_cannot_be_checked_is_refused(folder: Path, tmp_path: Path) -> None:
+    for bad in (tmp_path / "nowhere", folder / REPORT):
+        with pytest.raises(UserError, match="give a converted folder"):
+            verify(bad)
+    with pytest.raises(UserError, match="--data or --no-audit"):
+        verify(folder, data="x.txt", run_model=False)
+    report = json.loads((folder / REPORT).read_text())
+    rehash(folder, plan=report["plan"] | {"residual_exponent": 2**40})
+    with pytest.raises(UserError, match="its plan is not one of this program"):
+        verify(folder)
+    rehash(folder, finetune={})
+    with pytest.raises(UserError, match="was finetuned"):
+        verify(folder, original=folder)

@@ -1,0 +1,191 @@
+"""Every family keeps the contract: each of its models as it stands in ``tiny``, and architectures drawn from its entry.
+
+Each tensor is classified, each coupling exact in fp32, each plan undone to the bit, no bound passed. A new family is
+one more entry in ``tiny``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from support import tiny
+from support.contract import (
+    MOVABLE,
+    Drawn,
+    architectures,
+    check_bounds,
+    check_classified,
+    check_couplings,
+    check_round_trip,
+    layout_of,
+    outputs,
+    random_plan,
+)
+
+from bf16_to_fp16 import UserError
+from bf16_to_fp16.families.known import FAMILIES, may_be_absent
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Attention, Kind
+from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.weights import ModelTensors
+
+each_kind = pytest.mark.parametrize("kind", tiny.KINDS)
+each_family = pytest.mark.parametrize("entry", tiny.ENTRIES, ids=lambda entry: next(iter(entry.kinds)))
+
+
+def test_every_family_and_every_tiny_model_is_under_contract() -> None:
+    entered = [{tiny.build(kind).config.model_type for kind in entry.kinds} for entry in tiny.ENTRIES]
+    assert sorted(map(sorted, entered)) == sorted([family.model_type] for family in FAMILIES)
+    assert len(tiny.KINDS) == sum(len(entry.kinds) for entry in tiny.ENTRIES)
+
+
+# --- each model as it stands -----------------------------------------------------------------------------------------
+
+
+@each_kind
+def test_every_parameter_is_classified(kind: str) -> None:
+    check_classified(tiny.build(kind))
+
+
+@each_kind
+@pytest.mark.parametrize("coupling", MOVABLE, ids=str)
+def test_each_coupling_leaves_fp32_outputs_bit_identical(kind: str, coupling: Kind) -> None:
+    model = tiny.build(kind)
+    layout, before = layout_of(model), outputs(model)
+    moved = {name: t.clone() for name, t in model.state_dict().items()}
+    apply(model, layout, random_plan(layout, (coupling,)))
+    movable = any(signal.kind is coupling for signal in layout.signals.values())
+    assert movable == any(not torch.equal(moved[name], t) for name, t in model.state_dict().items())
+    assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
+
+
+@each_kind
+@pytest.mark.parametrize("seed", [1, 3])
+def test_all_couplings_at_once_are_exact_and_undone_to_the_bit(kind: str, seed: int) -> None:
+    check_couplings(tiny.build(kind), seed)
+
+
+@each_kind
+def test_the_norms_eps_goes_with_the_square_of_a_quiet_stream(kind: str) -> None:
+    """With a variance not far above eps, the outputs keep their bits with eps·4^r and lose them with eps."""
+    model = tiny.build(kind, factor=1e-3)
+    layout, before = layout_of(model), outputs(model)
+    apply(model, layout, random_plan(layout, (Kind.RESIDUAL,)))
+    assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
+    norms: list[Any] = [model.get_submodule(path) for path in layout.norms]
+    attribute = "eps" if layout.family.centred_norm else "variance_epsilon"
+    assert {getattr(norm, attribute) for norm in norms} == {layout.eps * 4.0**-4}
+    for norm in norms:
+        setattr(norm, attribute, layout.eps)
+    assert not torch.equal(before[0], outputs(model)[0])
+
+
+@each_kind
+def test_every_axis_matters(kind: str) -> None:
+    """Leaving out any one declared axis changes the outputs, so a wrong declaration cannot pass the tests above."""
+    model = tiny.build(kind)
+    layout, before = layout_of(model), outputs(model)
+    plan = random_plan(layout, MOVABLE, seed=2)
+    for name, tensor in layout.tensors.items():
+        for position, axis in enumerate(tensor.axes):
+            if axis is None:
+                continue
+            axes = tuple(None if p == position else a for p, a in enumerate(tensor.axes))
+            wrong = replace(layout, tensors={**layout.tensors, name: replace(tensor, axes=axes)})
+            copy = tiny.build(kind)
+            apply(copy, wrong, plan)
+            after = outputs(copy)
+            assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (name, position)
+
+
+@each_kind
+def test_a_missing_tensor_is_named(kind: str) -> None:
+    model = tiny.build(kind)
+    source, family = ModelTensors(model), layout_of(model).family
+    for name in set(source.tensors) - {family.head, *family.copies} - may_be_absent(family):
+        others = {family.head, *family.copies} if name == family.embedding else set()
+        without = ModelTensors(model)
+        without.tensors = {k: v for k, v in source.tensors.items() if k != name and k not in others}
+        with pytest.raises(UserError, match=name.replace(".", r"\.")):
+            resolve(without)
+
+
+@each_kind
+def test_a_tensor_that_is_not_declared_is_named(kind: str) -> None:
+    source = ModelTensors(tiny.build(kind))
+    source.tensors["encoder.block.7.surprise.weight"] = next(iter(source.tensors.values()))
+    with pytest.raises(UserError, match=r"encoder\.block\.7\.surprise"):
+        resolve(source)
+
+
+@each_kind
+def test_a_wrong_shape_is_named(kind: str) -> None:
+    model = tiny.build(kind)
+    name = f"{first_attention(model).query}.weight"
+    source = ModelTensors(model)
+    source.tensors[name] = replace(source.tensors[name], shape=(7, 7))
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        resolve(source)
+
+
+def first_attention(model: Any) -> Attention:
+    """Return how the first attention of a model is wired."""
+    return next(w for w in layout_of(model).topology if isinstance(w, Attention))
+
+
+# --- architectures that hypothesis draws -----------------------------------------------------------------------------
+
+
+def on_examples(entry: tiny.Entry, count: int, check: Callable[[Drawn], None], **options: Any) -> None:
+    """Run a check on so many drawn architectures of a family."""
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    @given(drawn=architectures(entry, **options))
+    def run(drawn: Drawn) -> None:
+        check(drawn)
+
+    run()
+
+
+@each_family
+def test_every_parameter_is_classified_whatever_the_architecture(entry: tiny.Entry) -> None:
+    on_examples(entry, 12, lambda drawn: check_classified(drawn.build()))
+
+
+@each_family
+def test_all_couplings_are_exact_whatever_the_architecture(entry: tiny.Entry) -> None:
+    on_examples(entry, 12, lambda drawn: check_couplings(drawn.build(), drawn.seed))
+
+
+@each_family
+def test_no_bound_is_passed(entry: tiny.Entry) -> None:
+    factors = (2.0**-10, 1.0, 8.0)
+    on_examples(entry, 5, lambda drawn: check_bounds(drawn.build(), drawn.seed), factors=factors)
+
+
+@each_family
+def test_undo_gives_back_what_was_carried_over(entry: tiny.Entry) -> None:
+    on_examples(entry, 2, lambda drawn: check_round_trip(drawn.build(), drawn.dtype), factors=(1.0, 900.0))
+
+
+@each_family
+def test_a_coupling_that_lacks_an_axis_is_noticed(entry: tiny.Entry) -> None:
+    """The control of the exactness above: with one axis of the first block left out, it fails."""
+    model = tiny.build(next(iter(entry.kinds)))
+    layout = layout_of(model)
+    name = f"{first_attention(model).value}.weight"
+    tensor = layout.tensors[name]
+    wrong = replace(layout, tensors={**layout.tensors, name: replace(tensor, axes=(None, *tensor.axes[1:]))})
+    with pytest.raises(AssertionError):
+        check_couplings(model, 1, wrong)

@@ -1,0 +1,129 @@
+"""What is known of one family stands in ``families/`` alone: no other module names a family or a module of one.
+
+The words are taken from the records themselves, so those of a new family are looked for as soon as it has an entry.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import astuple
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support import tiny
+from support.contract import layout_of
+
+from bf16_to_fp16.families.known import FAMILIES
+from bf16_to_fp16.families.types import Family, Topology
+
+PACKAGE = Path(__file__).parents[2] / "bf16_to_fp16"
+
+ROLES = {"encoder", "decoder", "model", "weight", "bias"}
+"""Parts of paths that every family shares, and that the package speaks of itself."""
+
+COMMON = {"act", "block", "dropout", "k", "layer", "layers", "o", "q", "shared", "v"}
+"""Words of English or of mathematics as well: they give a family away inside a path only."""
+
+OF_TRANSFORMERS = {"dropout", "max_position_embeddings", "tie_word_embeddings", "vocab_size"}
+"""Config keys that mean the same in every family."""
+
+OPERATIONS = {"layer_norm"}
+"""torch's names of operations, by which audits name sites."""
+
+ALLOWED = {("t5", "demo"), ("pegasus", "demo")}
+"""The names of the shipped checkpoints."""
+
+
+def paths_of(topology: Topology) -> Iterator[str]:
+    """Yield the texts of a wiring record: paths, sites, config keys, an activation's name."""
+    for value in astuple(topology):
+        yield from (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
+
+
+def module_names() -> set[str]:
+    """Return every part of a tensor's or a module's path in any family."""
+    paths = set()
+    for layout in map(layout_of, map(tiny.build, tiny.KINDS)):
+        paths |= {*layout.tensors, *layout.dropped}
+        paths |= {text.partition(":")[0] for record in layout.topology for text in paths_of(record) if "." in text}
+    for family in FAMILIES:
+        paths |= {*family.copies, *family.ignorable, *family.kept_in_fp32, family.logits_bias}
+    return {part for path in paths for part in path.split(".") if part and not part.isdigit()} - ROLES
+
+
+def config_keys(family: Family) -> set[str]:
+    """Return the config keys that a family is declared with."""
+    keys = {*family.defaults, *family.dropout.values(), family.initialisation.factor, family.output_scale_key}
+    keys |= {family.encoder.layers, family.decoder.layers, family.eps_key or ""}
+    return keys | {factor for factors in family.sizes.values() for factor in factors}
+
+
+@cache
+def words() -> set[str]:
+    """Return what only ``families/`` may spell out, besides the families' own names."""
+    keys = {key for family in FAMILIES for key in config_keys(family) if not key.isdigit()}
+    classes = {name for family in FAMILIES for name in family.seq2seq + family.encoder_only}
+    return (module_names() | keys | classes) - OF_TRANSFORMERS - OPERATIONS - {""}
+
+
+def constants(source: str) -> Iterator[str]:
+    """Yield the string constants of a module, without its docstrings."""
+    tree = ast.parse(source)
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            yield node.value
+
+
+def found_in(source: str, known: set[str]) -> set[str]:
+    """Return the known words and families' names that a module's text spells out, and the families it imports."""
+    names = "|".join(re.escape(family.name) for family in FAMILIES)
+    found = {
+        node.module.rpartition(".")[2]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.module and re.fullmatch(rf"(?i).*families\.({names})", node.module)
+    }
+    for text in constants(source):
+        found |= {match.lower() for match in re.findall(rf"(?i)(?<![a-z0-9])(?:{names})(?![a-z0-9])", text)}
+        found |= set(re.findall(r"\w+", text)) & (known - COMMON)
+        if re.fullmatch(r"[\w.:#]*\.[\w.:#]*", text):
+            found |= set(re.findall(r"\w+", text)) & known
+    return found
+
+
+def test_only_the_families_spell_out_what_is_theirs() -> None:
+    known = words()
+    found = {
+        (word, path.stem)
+        for path in PACKAGE.rglob("*.py")
+        if "families" not in path.relative_to(PACKAGE).parts
+        for word in found_in(path.read_text(), known)
+    }
+    assert found == ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("scaled = family.name == 'umt5'", "umt5"),
+        ("rows = [('T5 (heads of 64)', 1)]", "t5"),
+        ("from .families.pegasus import PEGASUS", "pegasus"),
+        ("ends = name.endswith(('.wo', '.fc2'))", "wo"),
+        ("kept = ('wo',)", "wo"),
+        ("module = f'{path}.o'", "o"),
+        ("x = 'encoder.block.0.layer.1'", "block"),
+        ("bias = self.tensor('final_logits_bias')", "final_logits_bias"),
+        ("layers = getattr(config, 'num_decoder_layers', None)", "num_decoder_layers"),
+        ("stock = 'T5EncoderModel'", "T5EncoderModel"),
+    ],
+)
+def test_a_line_that_does_is_found(line: str, word: str) -> None:
+    assert word in found_in(line, words())
+
+
+@pytest.mark.parametrize("line", ["'''Of T5's wo.'''", "x = 'a layer of dropout'", "x = '-shared'", "x = 'decoder'"])
+def test_docstrings_and_common_words_are_not(line: str) -> None:
+    assert found_in(line, words()) == set()

@@ -1,0 +1,183 @@
+"""Families: how they are chosen, how heads are tied, what is dropped, refused and never moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import tiny
+from support.contract import outputs
+
+from bf16_to_fp16 import UserError
+from bf16_to_fp16.families.known import FAMILIES, family_of, stock_class
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import RESIDUAL, Kind
+from bf16_to_fp16.rescaling.apply import apply, writes
+from bf16_to_fp16.rescaling.plan import Plan, inverse
+from bf16_to_fp16.rescaling.weights import ModelTensors
+
+
+def test_factors_that_are_not_powers_of_two_are_not_exact() -> None:
+    """The control of every bit-identity above: scaled by 0.3 the same coupling changes bits."""
+    model = tiny.build("gated")
+    before = outputs(model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("wi_1.weight"):
+                weight.mul_(0.3)
+            if name.endswith("wo.weight"):
+                weight.div_(0.3)
+    after = outputs(model)
+    assert torch.allclose(before[0], after[0], rtol=1e-3, atol=1e-3)
+    assert not torch.equal(before[0], after[0])
+
+
+def test_an_unknown_model_type_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match="bert") as error:
+        family_of({"model_type": "bert", "architectures": ["BertModel"]})
+    assert all(f.model_type in str(error.value) for f in FAMILIES)
+
+
+def test_an_unsupported_class_of_a_known_type_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"T5ForTokenClassification.*T5EncoderModel"):
+        family_of({"model_type": "t5", "architectures": ["T5ForTokenClassification"]})
+
+
+def test_a_stored_copy_of_the_embedding_is_a_tied_head_and_a_different_one_is_not() -> None:
+    model = tiny.build("t5")
+    assert resolve(ModelTensors(model)).tied is True
+    other = tiny.untied(tiny.build("t5"))
+    assert resolve(ModelTensors(other)).tied is False
+
+
+def test_a_head_that_the_config_calls_apart_is_apart_though_its_values_are_the_embeddings() -> None:
+    source = ModelTensors(tiny.build("t5"))
+    source.config["tie_word_embeddings"] = False
+    assert resolve(source).tied is False
+
+
+def test_an_explicit_output_scale_overrides_the_tie_flag() -> None:
+    """transformers 5 writes tie_word_embeddings true and scale_decoder_outputs false beside a head of its own."""
+    source = ModelTensors(tiny.build("gated"))
+    source.config |= {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    assert resolve(source).head_scale == 1.0
+    del source.config["scale_decoder_outputs"]
+    assert resolve(source).head_scale == 24**-0.5
+
+
+def test_an_encoder_class_leaves_a_files_decoder_behind_and_says_so() -> None:
+    source = ModelTensors(tiny.build("gated"))
+    source.config["architectures"] = ["T5EncoderModel"]
+    layout = resolve(source)
+    assert layout.encoder_only and not any(name.startswith("decoder.") for name in layout.tensors)
+    assert layout.dropped["lm_head.weight"] == "T5EncoderModel ignores it"
+    assert "decoder.block.0.layer.0.SelfAttention.q.weight" in layout.dropped
+
+
+def test_a_plan_of_another_checkpoint_is_refused() -> None:
+    layout = resolve(ModelTensors(tiny.build("gated")))
+    signal = "encoder.block.0.layer.0.SelfAttention.value"
+    for plan in (
+        Plan(family="pegasus"),
+        Plan(family="t5", exponents={"encoder.block.9.layer.0.SelfAttention.value": 1}),
+        Plan(family="t5", exponents={signal: [1] * 14}),
+        Plan(family="t5", exponents={"encoder.block.0.layer.1.DenseReluDense.gate": 1}),
+    ):
+        with pytest.raises(UserError, match=r"plan"):
+            apply(tiny.build("gated"), layout, plan)
+
+
+def test_a_gain_correction_is_applied_to_its_norm_alone() -> None:
+    model = tiny.build("pegasus")
+    name = "model.encoder.layers.0.self_attn_layer_norm.weight"
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    apply(model, resolve(ModelTensors(model)), Plan(family="pegasus", gain_correction={name: 1.25}))
+    after = model.state_dict()
+    assert torch.equal(after[name], before[name] * 1.25)
+    assert all(torch.equal(after[n], before[n]) for n in before if n != name)
+
+
+def test_a_gain_correction_is_written_and_taken_back_by_the_inverse() -> None:
+    model = tiny.build("pegasus")
+    layout = resolve(ModelTensors(model))
+    names = [f"{path}.weight" for path in layout.norms[:2]]
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    plan = Plan(family="pegasus", gain_correction={names[0]: 1.25, names[1]: 0.75})
+    assert {w.name: w.gain for w in writes(layout, plan) if w.gain != 1} == plan.gain_correction
+    assert inverse(plan).gain_correction == {names[0]: 0.8, names[1]: 1 / 0.75}
+    apply(apply(model, layout, plan), layout, inverse(plan))
+    assert all(torch.equal(t.bfloat16(), before[n].bfloat16()) for n, t in model.state_dict().items())
+
+
+def test_a_separated_t5_head_is_written_times_its_scale() -> None:
+    layout = resolve(ModelTensors(tiny.build("t5", d_model=16)), untie=True)
+    assert {w.name: w.gain for w in writes(layout, Plan(family="t5")) if w.gain != 1} == {"lm_head.weight": 0.25}
+
+
+def test_the_tie_flag_does_not_decide() -> None:
+    """transformers 5 writes true beside a head of its own."""
+    source = ModelTensors(tiny.build("gated"))
+    for flag in (True, False):
+        source.config["tie_word_embeddings"] = flag
+        assert resolve(source).tied is False
+
+
+def test_an_embedding_that_differs_between_encoder_and_decoder_is_refused() -> None:
+    model = tiny.build("t5")
+    source = ModelTensors(model)
+    source._state["decoder.embed_tokens.weight"] = torch.zeros(97, 24)
+    with pytest.raises(UserError, match=r"decoder\.embed_tokens\.weight differs"):
+        resolve(source)
+
+
+def test_t5s_stray_cross_attention_bias_is_dropped_with_a_reason() -> None:
+    source = ModelTensors(tiny.build("t5"))
+    name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    source.tensors[name] = next(iter(source.tensors.values()))
+    assert resolve(source).dropped[name] == "stock classes ignore it"
+
+
+def test_the_gates_other_branch_is_never_moved() -> None:
+    """GELU is not homogeneous: wi_0's rows carry nothing, and its pre-activations are fixed."""
+    layout = resolve(ModelTensors(tiny.build("gated")))
+    for name, tensor in layout.tensors.items():
+        if name.endswith("wi_0.weight"):
+            assert tensor.axes[0] is None
+    assert layout.signals["encoder.block.0.layer.1.DenseReluDense.gate"].kind is Kind.FIXED
+
+
+def test_neurons_behind_an_activation_that_is_not_homogeneous_are_fixed() -> None:
+    layout = resolve(ModelTensors(tiny.build("pegasus", activation_function="gelu_new")))
+    assert layout.signals["model.encoder.layers.0.neuron"].kind is Kind.FIXED
+    assert layout.tensors["model.encoder.layers.0.fc1.weight"].axes[0] is None
+
+
+def test_the_encoders_output_is_never_moved() -> None:
+    for kind in tiny.KINDS:
+        layout = resolve(ModelTensors(tiny.build(kind)))
+        final = "model.encoder.layer_norm" if kind == "pegasus" else "encoder.final_layer_norm"
+        assert layout.tensors[f"{final}.weight"].axes == (None,)
+
+
+def test_every_module_that_a_family_observes_exists() -> None:
+    for kind in tiny.KINDS:
+        model = tiny.build(kind)
+        modules = dict(model.named_modules())
+        for signal in resolve(ModelTensors(model)).signals.values():
+            for point in signal.seen:
+                assert point.module in modules, (kind, point)
+
+
+def test_the_residual_is_one_signal_for_the_whole_model() -> None:
+    layout = resolve(ModelTensors(tiny.build("umt5")))
+    assert [s.name for s in layout.signals.values() if s.kind is Kind.RESIDUAL] == [RESIDUAL]
+
+
+def test_a_config_that_names_no_class_says_what_to_add() -> None:
+    source = ModelTensors(tiny.build("t5"))
+    del source.config["architectures"]
+    with pytest.raises(UserError, match="T5EncoderModel"):
+        resolve(source)
+
+
+def test_the_class_name_of_2020_is_known() -> None:
+    assert stock_class({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]}) == "T5ForConditionalGeneration"

@@ -1,0 +1,870 @@
+"""Denoising is exact, every example is seen once, and a stream continues bit for bit."""
+
+import gzip
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, TrainingBatches, epoch_order, open_corpus
+from bf16_to_fp16.finetuning.objectives import (
+    conventions,
+    gap_sentences,
+    noise_counts,
+    noise_spans,
+    principal_sentences,
+    span_corruption,
+    split_sentences,
+    window_length,
+)
+from bf16_to_fp16.finetuning.recipe import Data
+
+torch.set_num_threads(1)
+
+DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
+TEXTS = (DEMO / "held_out.txt").read_text(encoding="utf-8").splitlines()
+PAD, END = 0, 1
+WORDS = sorted({piece for text in TEXTS for piece in re.findall(r"\w+|[^\w\s]", text)})
+CHARACTERS = sorted({letter for text in TEXTS for letter in text if not letter.isspace()})
+
+DENSITIES = st.floats(0.01, 0.9)
+SPANS = st.floats(1.0, 30.0)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+# ---- checkpoints' tokenizers -----------------------------------------------------------------------------------------
+
+
+def pieces(*special: str) -> list[tuple[str, float]]:
+    """A unigram vocabulary of the demo text's words and characters."""
+    words = [*(f"▁{word}" for word in WORDS), *WORDS, "▁", *CHARACTERS]
+    scores = {piece: -float(rank) - 10 * (len(piece) < 2) for rank, piece in enumerate(dict.fromkeys(words))}
+    return [(name, 0.0) for name in special] + [(p, s) for p, s in scores.items() if p not in special]
+
+
+def t5_like(extra: int = 100) -> Any:
+    vocabulary = pieces("<pad>", "</s>", "<unk>")
+    vocabulary += [(f"<extra_id_{k}>", 0.0) for k in range(extra - 1, -1, -1)]
+    return transformers.T5Tokenizer(vocab=vocabulary, extra_ids=extra)
+
+
+def mt5_like() -> Any:
+    vocabulary = pieces("<pad>", "</s>", "<unk>") + [(f"▁<extra_id_{k}>", 0.0) for k in range(99, -1, -1)]
+    return transformers.T5Tokenizer(vocab=vocabulary, extra_ids=0)
+
+
+def pegasus_like() -> Any:
+    names = ["<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{k}>" for k in range(2, 103)), "<unk>"]
+    return transformers.PegasusTokenizer(vocab=pieces(*names))
+
+
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "t5": t5_like,
+    "umt5": lambda: t5_like(300),
+    "mt5": mt5_like,
+    "pegasus": pegasus_like,
+    "byt5": lambda: transformers.ByT5Tokenizer(extra_ids=125),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Folder and configuration by kind of tokenizer."""
+    made = {}
+    for kind, make in TOKENIZERS.items():
+        folder = tmp_path_factory.mktemp(kind)
+        tokenizer = make()
+        tokenizer.save_pretrained(folder)
+        config = SimpleNamespace(
+            vocab_size=len(tokenizer), is_encoder_decoder=True, architectures=["ForConditionalGeneration"]
+        )
+        made[kind] = (folder, config)
+    return made
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty rows of very different lengths."""
+    path = tmp_path_factory.mktemp("data") / "texts.txt"
+    path.write_text("\n".join(text[: 20 + 7 * k] for k, text in enumerate(TEXTS[:40])) + "\n", encoding="utf-8")
+    return path
+
+
+Open = Callable[..., Corpus]
+
+
+@pytest.fixture(scope="module")
+def opened(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> Open:
+    """Open the text file, or ``path``, with the tokenizer of a kind."""
+
+    def open_it(kind: str = "byt5", seed: int = 0, path: Path = text_file, **data: Any) -> Corpus:
+        folder, config = checkpoints[kind]
+        return open_corpus(Data(path=str(path), **({"held_out": 0.0} | data)), folder, config, seed=seed)
+
+    return open_it
+
+
+# ---- span corruption -----------------------------------------------------------------------------------------------
+
+
+def rebuilt(source: Sequence[int], target: Sequence[int], sentinels: Sequence[int]) -> list[int]:
+    """Put every span of the target where its sentinel is in the input; none of the text's ids may be a sentinel."""
+    assert source[-1] == target[-1] == END
+    used = [token for token in target if token in sentinels]
+    assert used == list(sentinels[: len(used)]), "sentinels in order, each once"
+    assert [token for token in source if token in sentinels] == used
+    spans: dict[int, list[int]] = {}
+    for token in target[:-1]:
+        if token in sentinels:
+            spans[token] = []
+            latest = spans[token]
+        else:
+            latest.append(token)
+    assert all(spans.values()), "no span is empty"
+    return list(itertools.chain.from_iterable(spans.get(token, [token]) for token in source[:-1]))
+
+
+@given(length=st.integers(1, 700), density=DENSITIES, mean_span=SPANS, seed=SEEDS)
+@settings(max_examples=150, deadline=None)
+def test_every_token_is_kept_or_in_the_target_and_the_spans_rebuild_the_text(
+    length: int, density: float, mean_span: float, seed: int
+) -> None:
+    tokens = list(range(2, 2 + length))
+    sentinels = list(range(5000, 4000, -1))
+    spans = noise_spans(length, density, mean_span, rng(seed))
+    source, target = span_corruption(tokens, spans, sentinels, END)
+    kept = [token for token in source if token in set(tokens)]
+    taken = [token for token in target if token in set(tokens)]
+    assert sorted(kept + taken) == tokens
+    assert rebuilt(source, target, sentinels) == tokens
+    noise, count = noise_counts(length, density, mean_span)
+    assert (len(taken), len(spans)) == (noise, count)
+    assert (len(source), len(target)) == (length - noise + count + 1, noise + count + 1)
+    if length > 1:
+        assert kept[0] == tokens[0], "a text begins with kept tokens, as in T5"
+        assert all(a < b for (_, a), (b, _) in itertools.pairwise(spans)), "kept tokens separate spans"
+
+
+@given(length=st.integers(2, 5000), density=DENSITIES, mean_span=SPANS)
+def test_density_and_mean_length_are_the_nearest_there_are(length: int, density: float, mean_span: float) -> None:
+    noise, spans = noise_counts(length, density, mean_span)
+    assert 1 <= noise < length
+    assert 1 <= spans <= min(noise, length - noise)
+    assert abs(noise - length * density) <= 0.5 or noise in (1, length - 1)
+    assert abs(spans - noise / mean_span) <= 0.5 or spans in (1, length - noise)
+
+
+def test_the_lengths_are_those_of_t5() -> None:
+    # 512 ids of input are made from 568 of text and leave 114 of target: t5.data's random_spans_helper.
+    assert window_length(512, 114, 0.15, 3.0, 100) == 568
+    assert noise_counts(568, 0.15, 3.0) == (85, 28)
+    assert 568 - 85 + 28 + 1 == 512
+    assert 85 + 28 + 1 == 114
+
+
+@given(
+    input_length=st.integers(4, 600),
+    target_length=st.integers(4, 200),
+    density=DENSITIES,
+    mean_span=SPANS,
+    sentinels=st.integers(1, 100),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_window_is_the_longest_that_fits(
+    input_length: int, target_length: int, density: float, mean_span: float, sentinels: int
+) -> None:
+    def fits(length: int) -> bool:
+        noise, spans = noise_counts(length, density, mean_span)
+        lengths = (length - noise + spans + 1, noise + spans + 1, spans)
+        return all(a <= b for a, b in zip(lengths, (input_length, target_length, sentinels), strict=True))
+
+    window = window_length(input_length, target_length, density, mean_span, sentinels)
+    assert all(fits(length) for length in range(1, window + 1))
+    assert not fits(window + 1)
+
+
+def test_all_ways_to_place_the_spans_are_equally_likely() -> None:
+    # 7 tokens, 3 of noise in 2 spans: 2 ways to cut the noise times 3 to cut the rest.
+    assert noise_counts(7, 0.43, 1.5) == (3, 2)
+    draws = 6000
+    seen = Counter(tuple(noise_spans(7, 0.43, 1.5, rng(k))) for k in range(draws))
+    assert len(seen) == 6
+    spread = math.sqrt(draws / 6 * (5 / 6))
+    assert all(abs(count - draws / 6) < 5 * spread for count in seen.values())
+
+
+# ---- gap sentences ---------------------------------------------------------------------------------------------------
+
+
+@given(st.text(alphabet="aA.!?。 \n\"')ß", max_size=60))
+def test_sentences_joined_are_the_text(text: str) -> None:
+    sentences = split_sentences(text)
+    assert "".join(sentences) == text
+    assert all(sentences)
+
+
+def test_sentences_end_where_people_would_end_them() -> None:
+    text = 'It rained. "Why?" She left (at 3.5 p.m. or so!) Then 今日は。明日も。\n\nEnd'
+    assert split_sentences(text) == [
+        "It rained. ",
+        '"Why?" ',
+        "She left (at 3.5 p.m. or so!) ",
+        "Then 今日は。",
+        "明日も。\n\n",
+        "End",
+    ]
+
+
+@given(st.lists(st.lists(st.sampled_from("abcd"), max_size=5).map(" ".join), min_size=1, max_size=6))
+def test_principal_sentences_are_ranked_by_rouge_1(sentences: list[str]) -> None:
+    def rouge(k: int) -> float:
+        one = sentences[k].split()
+        rest = [word for j, sentence in enumerate(sentences) if j != k for word in sentence.split()]
+        shared = (Counter(one) & Counter(rest)).total()
+        if not shared:
+            return 0.0
+        precision, recall = shared / len(one), shared / len(rest)
+        return 2 * precision * recall / (precision + recall)
+
+    ranked = principal_sentences(sentences)
+    assert sorted(ranked) == list(range(len(sentences)))
+    assert ranked == sorted(ranked, key=lambda k: (-round(rouge(k), 9), k))
+
+
+def test_the_sentence_that_repeats_the_others_words_comes_first() -> None:
+    sentences = ["A dog barked.", "The cat sat on the mat and the dog barked at the cat.", "Rain fell.", "A cat sat."]
+    assert principal_sentences(sentences)[0] == 1
+    second = {principal_sentences(sentences, rng(k))[1] for k in range(40)}
+    assert {0, 3} <= second <= {0, 1, 3}, "like scores change places by chance"
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    ratio=st.floats(0.01, 0.99),
+    room=st.integers(0, 100),
+    seed=SEEDS,
+)
+@settings(max_examples=150, deadline=None)
+def test_masked_sentences_are_the_target_and_rebuild_the_text(
+    sizes: list[int], ratio: float, room: int, seed: int
+) -> None:
+    mask, tokens = 7, itertools.count(10)
+    sentences = [(f"word{k % 3} and{k}", [next(tokens) for _ in range(size)]) for k, size in enumerate(sizes)]
+    limit = max(sizes) + 1 + room
+    source, target = gap_sentences(sentences, ratio=ratio, mask=mask, end=END, target_length=limit, rng=rng(seed))
+    wanted = max(1, min(round(len(sizes) * ratio), len(sizes) - 1))
+    assert 1 <= source.count(mask) <= wanted
+    if sum(sizes) < limit:
+        assert source.count(mask) == wanted
+    assert len(target) <= limit
+    # Whole sentences stand between the masks, so that the target's order alone tells which went where.
+    gone = [ids for _, ids in sentences if ids[0] in target]
+    assert target == [*itertools.chain.from_iterable(gone), END]
+    again = iter(gone)
+    filled = itertools.chain.from_iterable(next(again) if token == mask else [token] for token in source[:-1])
+    assert list(filled) == list(itertools.chain.from_iterable(ids for _, ids in sentences))
+
+
+# ---- tokenizers' conventions -----------------------------------------------------------------------------------------
+
+
+def test_sentinels_are_those_that_each_family_was_trained_with(checkpoints: dict[str, tuple[Path, Any]]) -> None:
+    found = {}
+    for kind, (folder, config) in checkpoints.items():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        found[kind] = conventions(tokenizer, config.vocab_size)
+        assert (found[kind].pad, found[kind].end, found[kind].bytes) == (PAD, END, kind == "byt5")
+        if kind in ("t5", "umt5", "mt5"):
+            prefix = "▁" if kind == "mt5" else ""
+            names = [f"{prefix}<extra_id_{k}>" for k in range(100)]
+            assert list(found[kind].sentinels) == tokenizer.convert_tokens_to_ids(names)
+            assert len(set(found[kind].sentinels)) == 100
+    top = checkpoints["t5"][1].vocab_size - 1
+    assert found["t5"].sentinels == tuple(range(top, top - 100, -1))  # 32099 and down in T5
+    assert found["byt5"].sentinels == tuple(range(258, 158, -1))
+    assert (found["pegasus"].sentinels, found["pegasus"].mask) == ((), 2)
+    assert all(found[kind].mask is None for kind in found if kind != "pegasus")
+
+
+def test_a_first_sentinel_counts_down_and_must_be_in_the_vocabulary() -> None:
+    tokenizer = transformers.ByT5Tokenizer(extra_ids=125)
+    assert conventions(tokenizer, 384, 383).sentinels == tuple(range(383, 283, -1))
+    with pytest.raises(UserError, match=r"data\.first_sentinel is 384, past the vocabulary of 384; give"):
+        conventions(tokenizer, 384, 384)
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective"),
+    [(kind, "gap-sentences" if kind == "pegasus" else "span-corruption") for kind in TOKENIZERS],
+)
+def test_every_row_of_plain_text_rebuilds_within_the_lengths(opened: Open, kind: str, objective: str) -> None:
+    corpus = opened(kind, input_length=60, target_length=24, mean_span_length=3.0)
+    assert corpus.objective == objective
+    for row, text in enumerate([*TEXTS[:30], "word", "a b", "One. Two", "x" * 300, "A. B! C? D."]):
+        source, target = corpus.example(row, (text, None), epoch=row % 3)
+        assert len(source) <= 60 and len(target) <= 24
+        if objective == "span-corruption":
+            tokens = corpus.tokens(text)
+            # ByT5's later sentinels are bytes that text has; these rows use the first few.
+            again = rebuilt(source, target, corpus.conventions.sentinels[:11])
+            assert len(again) == min(len(tokens), corpus.window)
+            assert any(again == tokens[k : k + len(again)] for k in range(len(tokens) - len(again) + 1))
+            continue
+        tokens = list(itertools.chain.from_iterable(map(corpus.tokens, split_sentences(text))))
+        mask = corpus.conventions.mask
+        assert source[-1] == target[-1] == END and len(target) > 1 and mask in source
+        shown = Counter(token for token in [*source, *target] if token not in (mask, END))
+        window = shown.total()
+        assert any(shown == Counter(tokens[k : k + window]) for k in range(len(tokens) - window + 1))
+        if len(tokens) <= corpus.window:
+            assert window == len(tokens)
+
+
+def test_special_tokens_that_a_text_spells_are_no_sentinels(opened: Open) -> None:
+    spelt = "one <extra_id_0> two </s> three <pad> four <extra_id_5> five " * 4
+    for kind in ("t5", "mt5"):
+        corpus = opened(kind)
+        source, target = corpus.example(0, (spelt, None), epoch=0)
+        rebuilt(source, target, corpus.conventions.sentinels)
+        assert END not in source[:-1] and PAD not in source
+    pegasus = opened("pegasus")
+    source, target = pegasus.example(0, ("One <mask_1> is. Two </s> are. Three. Four.", None), epoch=0)
+    assert source.count(2) == 1 and 2 not in target
+    assert source.count(END) == target.count(END) == 1
+
+
+def test_a_long_text_is_cut_at_random_and_the_whole_of_it_is_reached(opened: Open) -> None:
+    corpus = opened(input_length=40, target_length=24, mean_span_length=3.0)
+    text = "".join(chr(97 + k // 40 % 26) for k in range(1000))
+    seen = {corpus.example(0, (text, None), epoch=epoch)[0][0] for epoch in range(300)}
+    assert seen == {byte + 3 for byte in text[: 1000 - corpus.window + 1].encode()}
+
+
+def test_any_sentence_of_a_long_text_is_reached(opened: Open) -> None:
+    corpus = opened("pegasus", input_length=40, target_length=40)
+    words = [word for word in WORDS if len(word) > 8][:30]
+    text = " ".join(f"The {word} is a thing of its own." for word in words)
+    seen = {token for epoch in range(150) for side in corpus.example(0, (text, None), epoch=epoch) for token in side}
+    assert seen >= set(corpus.tokenizer.convert_tokens_to_ids([f"▁{word}" for word in words]))
+
+
+# ---- the order of an epoch -------------------------------------------------------------------------------------------
+
+
+@given(
+    count=st.integers(1, 300),
+    step=st.integers(1, 20),
+    position=st.integers(0, 1000),
+    group=st.booleans(),
+    seed=SEEDS,
+)
+@settings(max_examples=100, deadline=None)
+def test_an_epochs_order_has_every_example_once(count: int, step: int, position: int, group: bool, seed: int) -> None:
+    sizes = rng(seed).integers(1, 50, count)
+    order = epoch_order(sizes, step, position, rng(seed), group=group)
+    assert sorted(order) == list(range(count))
+    assert np.array_equal(order, epoch_order(sizes, step, position, rng(seed), group=group))
+
+
+def test_grouping_makes_steps_of_like_lengths_in_a_mixed_order() -> None:
+    sizes = rng(1).integers(10, 1000, 4000)
+    position = 5  # three examples of the first step came from the epoch before
+    order = epoch_order(sizes, 8, position, rng(2), group=True)
+    steps = sizes[order[3 : 3 + 8 * 499]].reshape(-1, 8)
+    mixed = sizes[epoch_order(sizes, 8, position, rng(2), group=False)[: 8 * 499]].reshape(-1, 8)
+
+    def padding(parts: np.ndarray) -> float:
+        return 1 - parts.sum() / (parts.max(axis=1) * 8).sum()
+
+    assert padding(steps) < 0.03 < 0.3 < padding(mixed)
+    means = steps.mean(axis=1)
+    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.15
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+
+
+def same(a: TrainingBatch, b: TrainingBatch) -> bool:
+    tensors = [(a.input_ids, b.input_ids), (a.attention_mask, b.attention_mask), (a.labels, b.labels)]
+    return a.examples == b.examples and all(torch.equal(x, y) for x, y in tensors if x is not None and y is not None)
+
+
+def taken(training_batches: TrainingBatches, batches: int) -> list[TrainingBatch]:
+    return list(itertools.islice(training_batches, batches))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("world", "accumulation", "size"), [(1, 1, 3), (2, 1, 3), (3, 2, 2)])
+def test_every_example_is_seen_once_an_epoch_over_all_ranks(
+    opened: Open, streaming: bool, world: int, accumulation: int, size: int
+) -> None:
+    corpus = opened(
+        batch_size=size, gradient_accumulation=accumulation, streaming=streaming, shuffle_buffer=9, held_out=0.0
+    )
+    step = world * accumulation * size
+    steps = math.lcm(40, step) // step
+    seen: Counter[tuple[int, int]] = Counter()
+    for rank in range(world):
+        for batch in taken(corpus.training_batches(rank, world), steps * accumulation):
+            assert len(batch.examples) == size
+            seen.update(batch.examples)
+    assert seen == Counter({(epoch, row): 1 for epoch in range(steps * step // 40) for row in range(40)})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_step_has_the_same_examples_however_it_is_shared(opened: Open, streaming: bool) -> None:
+    def steps(world: int, size: int, accumulation: int) -> list[dict[tuple[int, int], list[int]]]:
+        corpus = opened(batch_size=size, gradient_accumulation=accumulation, streaming=streaming, shuffle_buffer=17)
+        streams = [corpus.training_batches(rank, world) for rank in range(world)]
+        made = []
+        for _ in range(11):
+            step = {}
+            for batch in itertools.chain.from_iterable(
+                taken(training_batches, accumulation) for training_batches in streams
+            ):
+                for k, example in enumerate(batch.examples):
+                    step[example] = batch.input_ids[k][batch.attention_mask[k] == 1].tolist()
+            made.append(step)
+        return made
+
+    alone = steps(1, 12, 1)
+    assert steps(2, 6, 1) == steps(3, 2, 2) == steps(1, 3, 4) == alone
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("group", [False, True])
+def test_a_stream_continues_bit_for_bit_from_any_point(opened: Open, streaming: bool, group: bool) -> None:
+    data = {
+        "batch_size": 3,
+        "gradient_accumulation": 2,
+        "streaming": streaming,
+        "shuffle_buffer": 16,
+        "group_by_length": group,
+        "held_out": 0.1,
+    }
+    whole = opened(**data).training_batches(rank=1, world=2)
+    states, batches = [], []
+    for _ in range(17):  # past the second epoch, in the middle of steps too
+        states.append(json.dumps(whole.state_dict()))
+        batches.append(next(whole))
+    assert batches[-1].examples[0][0] >= 2
+    assert sum(json.loads(state)["pass"] for state in states) == 8
+    corpus = opened(**data)
+    for k, state in enumerate(states):
+        training_batches = corpus.training_batches(rank=1, world=2)
+        training_batches.load_state_dict(json.loads(state))
+        assert json.dumps(training_batches.state_dict()) == state
+        assert all(same(a, b) for a, b in zip(taken(training_batches, len(batches) - k), batches[k:], strict=True))
+
+
+def test_a_checkpoint_of_two_processes_continues_on_one(opened: Open) -> None:
+    two = opened(batch_size=2)
+    streams = [two.training_batches(rank, 2) for rank in range(2)]
+    for training_batches in streams:
+        taken(training_batches, 15)
+    one = opened(batch_size=4).training_batches()
+    one.load_state_dict(streams[0].state_dict())
+    assert sorted(next(one).examples) == sorted(
+        sum((next(training_batches).examples for training_batches in streams), ())
+    )
+
+
+def test_a_checkpoint_of_other_data_is_refused(opened: Open, text_file: Path, tmp_path: Path) -> None:
+    state = opened(batch_size=2).training_batches().state_dict()
+    fewer = tmp_path / "fewer.txt"
+    fewer.write_text("\n".join(text_file.read_text(encoding="utf-8").splitlines()[:-1]), encoding="utf-8")
+    for changes, named in (
+        ({"batch_size": 3}, "step_examples was 2 and is 3"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"path": fewer}, "rows was 40 and is 39"),
+        ({"noise_density": 0.2}, "noise_density was 0.15 and is 0.2"),
+        ({"group_by_length": False}, "group_by_length was True and is False"),
+    ):
+        with pytest.raises(UserError, match="other data settings") as caught:
+            opened(**({"batch_size": 2} | changes)).training_batches().load_state_dict(state)
+        assert named in str(caught.value)
+
+
+def test_skipped_steps_are_left_out_and_nothing_else_moves(opened: Open) -> None:
+    plain, skipping = (opened(batch_size=2, gradient_accumulation=2).training_batches() for _ in range(2))
+    wanted = taken(plain, 40)
+    assert all(same(a, b) for a, b in zip(taken(skipping, 3), wanted[:3], strict=True))
+    skipping.skip(10)  # the rest of step 1, and steps 2 to 11
+    assert skipping.steps == 12
+    assert all(same(a, b) for a, b in zip(taken(skipping, 16), wanted[24:], strict=True))
+
+
+def test_noise_depends_on_seed_epoch_and_row_alone(opened: Open) -> None:
+    corpus = opened()
+    first = corpus.example(3, (TEXTS[3], None), epoch=0)
+    corpus.example(4, (TEXTS[4], None), epoch=0)
+    assert corpus.example(3, (TEXTS[3], None), epoch=0) == first
+    assert opened(batch_size=1, group_by_length=False).example(3, (TEXTS[3], None), epoch=0) == first
+    others = [
+        corpus.example(3, (TEXTS[3], None), epoch=1),
+        corpus.example(5, (TEXTS[3], None), epoch=0),
+        opened(seed=1).example(3, (TEXTS[3], None), epoch=0),
+        corpus.example(3, (TEXTS[3], None), epoch=0, held_out=True),
+    ]
+    assert all(other != first for other in others)
+
+
+def test_orders_differ_between_epochs_and_seeds(opened: Open) -> None:
+    def rows(seed: int) -> list[list[int]]:
+        batches = taken(opened(seed=seed, batch_size=8).training_batches(), 10)
+        return [[row for batch in batches for epoch, row in batch.examples if epoch == k] for k in range(2)]
+
+    assert rows(0) == rows(0)
+    assert rows(0)[0] != rows(0)[1]
+    assert rows(0)[0] != rows(1)[0]
+
+
+def test_a_corpus_smaller_than_a_step_repeats_evenly(opened: Open, tmp_path: Path) -> None:
+    path = tmp_path / "two.txt"
+    path.write_text("one text\nanother text\n", encoding="utf-8")
+    batch = next(opened(path=path, batch_size=7).training_batches())
+    assert sorted(batch.examples) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, batch.examples[-1][1])]
+
+
+# ---- held out --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_held_out_rows_are_never_trained_on(opened: Open, streaming: bool) -> None:
+    corpus = opened(held_out=0.25, batch_size=4, streaming=streaming, shuffle_buffer=7)
+    out = {row for batch in corpus.held_out() for _, row in batch.examples}
+    seen = {row for batch in taken(corpus.training_batches(), 30) for _, row in batch.examples}
+    assert out and out.isdisjoint(seen)
+    assert out | seen == set(range(40))
+    if not streaming:
+        assert len(out) == 10
+    assert opened(seed=5, held_out=0.25, streaming=streaming).held_out()[0].examples != corpus.held_out()[0].examples
+
+
+def test_held_out_batches_are_the_same_each_time_and_shared_evenly(opened: Open) -> None:
+    corpus = opened(held_out=0.25, batch_size=2)
+    alone = corpus.held_out()
+    assert all(same(a, b) for a, b in zip(alone, corpus.held_out(), strict=True))
+    shared = [corpus.held_out(rank=rank, world=3) for rank in range(3)]
+    assert [len(batches) for batches in shared] == [2, 2, 2]
+    examples = [example for batches in shared for batch in batches for example in batch.examples]
+    assert sorted(examples) == sorted(example for batch in alone for example in batch.examples)
+    lonely = opened(held_out=0.05, batch_size=4)  # two rows for three processes
+    parts = [lonely.held_out(rank=rank, world=3) for rank in range(3)]
+    assert [len(part) for part in parts] == [1, 1, 1]
+    assert [len(part[0].examples) for part in parts] == [1, 1, 0]
+    labels = parts[2][0].labels
+    assert labels is not None and bool((labels == -100).all()) and len(parts[2][0].input_ids)
+    assert sum(len(batch.examples) for batch in corpus.held_out(3)) == 3
+
+
+def test_held_out_data_may_be_a_file_of_their_own(opened: Open, tmp_path: Path) -> None:
+    path = tmp_path / "held.txt"
+    path.write_text("some words to hold out\nand some more of them\n", encoding="utf-8")
+    corpus = opened(held_out=0.5, held_out_path=str(path), batch_size=4)
+    assert {row for batch in taken(corpus.training_batches(), 10) for _, row in batch.examples} == set(range(40))
+    assert sorted(example for batch in corpus.held_out() for example in batch.examples) == [(0, 0), (0, 1)]
+    assert corpus.describe()["held_out"] == 2
+
+
+def test_one_row_is_trained_on_and_none_is_held_out(opened: Open, tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("a single line of text\n", encoding="utf-8")
+    corpus = opened(path=path, held_out=0.9)
+    assert corpus.held_out() == []
+    assert len(next(corpus.training_batches()).examples) == 8
+
+
+# ---- files and columns -----------------------------------------------------------------------------------------------
+
+ROWS = [{"input": f"question {k}", "target": "answer " * k + str(k), "note": k} for k in range(5)]
+
+
+def written(folder: Path, kind: str, rows: Sequence[dict[str, Any]]) -> Path:
+    path = folder / f"data{kind}"
+    if kind == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    elif kind == ".jsonl.gz":
+        path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
+    elif kind == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".csv", ".parquet"])
+def test_pairs_are_read_from_every_kind_of_file(opened: Open, tmp_path: Path, kind: str, streaming: bool) -> None:
+    corpus = opened("t5", path=written(tmp_path, kind, ROWS), batch_size=5, streaming=streaming)
+    assert corpus.objective == "pairs"
+    batch = next(corpus.training_batches())
+    assert batch.targets is not None and batch.labels is not None
+    assert sorted(batch.targets) == sorted(str(row["target"]) for row in ROWS)
+    for k, (_, row) in enumerate(batch.examples):
+        source = batch.input_ids[k][batch.attention_mask[k] == 1].tolist()
+        target = batch.labels[k][batch.labels[k] != -100].tolist()
+        assert source == corpus.tokenizer(f"question {row}")["input_ids"] and source[-1] == END
+        assert target == corpus.tokenizer(ROWS[row]["target"])["input_ids"] and target[-1] == END
+        assert bool((batch.labels[k] != PAD).all())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
+def test_columns_may_have_any_name(opened: Open, tmp_path: Path, kind: str, streaming: bool) -> None:
+    rows = [{"text": "not me", "document": f"d {k}", "summary": f"s {k}", "target": "nor me"} for k in range(3)]
+    path = written(tmp_path, kind, rows)
+    named = {"path": path, "batch_size": 3, "streaming": streaming}
+    pairs = opened("t5", **named, input_column="document", target_column="summary", objective="none")
+    batch = next(pairs.training_batches())
+    assert sorted(batch.targets or ()) == ["s 0", "s 1", "s 2"]
+    assert pairs.tokenizer.decode(batch.input_ids[0], skip_special_tokens=True).startswith("d ")
+    plain = opened("t5", **named, input_column="document", objective="span-corruption")
+    assert plain.objective == "span-corruption" and next(plain.training_batches()).targets is None
+    half = opened("t5", **named, target_column="summary")
+    assert half.tokenizer.decode(next(half.training_batches()).input_ids[0], skip_special_tokens=True) == "not me"
+
+
+def test_a_named_target_is_not_taken_for_the_input(opened: Open, tmp_path: Path) -> None:
+    for kind in (".jsonl", ".parquet"):
+        path = written(tmp_path, kind, [{"answer": "a", "question": "q", "other": "o"}])
+        batch = next(opened("byt5", path=path, target_column="answer").training_batches())
+        assert batch.input_ids[0].tolist() == [ord("q") + 3, END]
+        assert batch.targets is not None and batch.targets[0] == "a"
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
+def test_named_columns_mean_the_same_in_every_kind_of_file(opened: Open, tmp_path: Path, kind: str) -> None:
+    path = written(tmp_path, kind, [{"target": "t", "answer": "a", "number": 1}])
+    with pytest.raises(UserError, match="column 'number' holds something that is not text"):
+        opened("byt5", path=path, input_column="number")
+    # A target that is named as the input is not its own answer.
+    assert opened("byt5", path=path, input_column="target").objective == "span-corruption"
+    batch = next(opened("byt5", path=path, target_column="answer").training_batches())
+    assert batch.input_ids[0].tolist() == [ord("t") + 3, END] and set(batch.targets or ()) == {"a"}
+
+
+def test_long_pairs_are_cut_with_their_end(opened: Open, tmp_path: Path) -> None:
+    path = written(tmp_path, ".jsonl", [{"input": "word " * 5000, "target": "other " * 900}])
+    corpus = opened("t5", path=path, input_length=50, target_length=20)
+    batch = next(corpus.training_batches())
+    assert batch.labels is not None
+    assert (batch.input_ids.shape[1], batch.labels.shape[1]) == (50, 20)
+    assert batch.input_ids[0, -1] == batch.labels[0, -1] == END
+
+
+def test_a_csv_cell_is_text_whatever_it_looks_like(opened: Open, tmp_path: Path) -> None:
+    path = tmp_path / "cells.csv"
+    cells = ["NA", "null", "12", "1e5", "2020-01-01", "true", '"a,b"']
+    path.write_text("text\n" + "\n".join(cells) + "\n", encoding="utf-8")
+    corpus = opened(path=path)
+    rows = corpus.source.blocks(None)
+    assert [text for text, _ in next(rows).read(range(7))] == [*cells[:-1], "a,b"]
+
+
+def test_json_that_looks_like_a_date_stays_text(opened: Open, tmp_path: Path) -> None:
+    path = written(tmp_path, ".jsonl", [{"text": f"2020-01-0{k}"} for k in range(1, 4)])
+    assert next(opened(path=path).source.blocks(None)).read([0]) == [("2020-01-01", None)]
+
+
+def test_blank_rows_are_left_out_and_counted(opened: Open, tmp_path: Path) -> None:
+    path = written(tmp_path, ".jsonl", [{"text": text} for text in ("a b", "", "  ", "c d", "\u3000")])
+    corpus = opened(path=path, batch_size=2)
+    assert (corpus.describe()["rows"], corpus.describe()["blank"], corpus.describe()["training"]) == (5, 3, 2)
+    assert {row for batch in taken(corpus.training_batches(), 4) for _, row in batch.examples} == {0, 3}
+    streamed = opened(path=path, batch_size=2, streaming=True)
+    assert {row for batch in taken(streamed.training_batches(), 4) for _, row in batch.examples} == {0, 3}
+
+
+def test_a_folder_and_a_pattern_are_all_their_files(opened: Open, tmp_path: Path) -> None:
+    for k in range(3):
+        (tmp_path / f"part{k}.txt").write_text(f"line {k} a\nline {k} b\n", encoding="utf-8")
+    (tmp_path / "notes.md").write_text("not data", encoding="utf-8")
+    assert opened(path=tmp_path).describe()["rows"] == 6
+    assert opened(path=tmp_path / "part*.txt").describe()["rows"] == 6
+    (tmp_path / "more.csv").write_text("text\nx\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"files of several kinds \(\.csv, \.txt\)"):
+        opened(path=tmp_path)
+
+
+def test_a_file_that_changed_is_read_again(opened: Open, tmp_path: Path) -> None:
+    path = tmp_path / "changing.txt"
+    path.write_text("one\ntwo\n", encoding="utf-8")
+    assert opened(path=path).describe()["rows"] == 2
+    path.write_text("one\ntwo\nthree\n", encoding="utf-8")
+    assert opened(path=path).describe()["rows"] == 3
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_of_the_hub_is_asked_for_by_name_subset_and_split(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    asked = []
+
+    def load(*names: Any, **options: Any) -> Any:
+        asked.append((*names, options))
+        rows = datasets.Dataset.from_list([{"id": k, "text": f"row {k} of it"} for k in range(6)])
+        return rows.to_iterable_dataset() if streaming else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    corpus = opened(path="org/name", subset="en", split="train[:6]", streaming=streaming, batch_size=2)
+    assert asked[0] == ("org/name", "en", {"split": "train[:6]", "streaming": streaming})
+    training_batches = corpus.training_batches()
+    taken(training_batches, 4)
+    again = corpus.training_batches()
+    again.load_state_dict(json.loads(json.dumps(training_batches.state_dict())))
+    assert all(same(a, b) for a, b in zip(taken(again, 7), taken(training_batches, 7), strict=True))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("none.txt", None, "no such file; give an existing"),
+        ("empty.txt", b"", "no examples in it"),
+        ("blank.txt", b"\n \n", "no examples in it"),
+        ("empty.jsonl", b"", "no examples in it"),
+        ("blank.jsonl", b'{"text": ""}\n', "no examples in it"),
+        ("empty.csv", b"", "no examples in it"),
+        ("bad.txt", b"ab\xff\n", "not UTF-8 at byte 2; convert it to UTF-8"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
+        ("utf.jsonl", b'{"text": "\xff"}\n', "not UTF-8"),
+        ("list.jsonl", b"[1]\n", "line 1 is not an object"),
+        ("number.jsonl", b'{"n": 1}\n', "no column of strings among n"),
+        ("mixed.jsonl", b'{"text": "a"}\n{"text": 3}\n', "column 'text' holds something that is not text"),
+        ("bad.parquet", b"PAR1zz", "neither a readable file nor"),
+        ("bad.txt.gz", b"zz", "cannot be read"),
+        ("torn.txt.gz", gzip.compress(b"text\n" * 900, mtime=0)[:-20], "cannot be read"),
+        ("data.xlsx", b"x", "unknown kind of file '.xlsx'"),
+        ("*.jsonl", None, "no file is called so"),
+    ],
+)
+def test_bad_data_is_one_line_of_what_to_do(
+    opened: Open, tmp_path: Path, name: str, content: bytes | None, wanted: str, streaming: bool
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        taken(opened(path=path, streaming=streaming).training_batches(), 3)
+    message = str(caught.value)
+    assert "\n" not in message and str(path) in message
+    assert wanted in message
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize(
+    ("columns", "wanted"),
+    [
+        ({"input_column": "body"}, "column 'body'"),
+        ({"target_column": "answer"}, "column 'answer'"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named(
+    opened: Open, tmp_path: Path, kind: str, columns: dict[str, str], wanted: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        opened(path=written(tmp_path, kind, ROWS), **columns)
+    assert wanted in str(caught.value) and "input, target, note" in str(caught.value)
+
+
+def test_a_row_without_a_target_is_named(opened: Open, tmp_path: Path) -> None:
+    path = written(tmp_path, ".jsonl", [{"input": "a", "target": "b"}, {"input": "c"}])
+    with pytest.raises(UserError, match="row 1 has no target; give every row one"):
+        next(opened(path=path).training_batches())
+
+
+def test_the_hub_out_of_reach_is_one_line(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(UserError, match=r"org/name: neither .* out of reach, .*\); check the name") as caught:
+        opened(path="org/name")
+    assert "\n" not in str(caught.value)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_objectives_that_a_checkpoint_does_not_allow_are_refused(
+    opened: Open, checkpoints: dict[str, tuple[Path, Any]], tmp_path: Path, text_file: Path
+) -> None:
+    with pytest.raises(UserError, match=r"no sentinels for span corruption; give data\.first_sentinel"):
+        opened("pegasus", objective="span-corruption")
+    with pytest.raises(UserError, match="no <mask_1> for a sentence; use span-corruption"):
+        opened("t5", objective="gap-sentences")
+    with pytest.raises(UserError, match="objective none needs targets; name target_column"):
+        opened("t5", objective="none")
+    folder, config = checkpoints["t5"]
+    with pytest.raises(UserError, match="no tokenizer files, and text needs them"):
+        open_corpus(Data(path=str(text_file)), tmp_path, config)
+    small = SimpleNamespace(**vars(config) | {"vocab_size": 50})
+    with pytest.raises(UserError, match="past the vocabulary of 50; the tokenizer belongs to another checkpoint"):
+        next(open_corpus(Data(path=str(text_file), first_sentinel=40), folder, small).training_batches())
+    encoder = SimpleNamespace(**vars(config) | {"architectures": ["T5EncoderModel"]})
+    with pytest.raises(UserError, match="needs a decoder, and this is an encoder"):
+        open_corpus(Data(path=str(text_file), objective="span-corruption"), folder, encoder)
+
+
+def test_an_encoder_gets_inputs_alone(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> None:
+    folder, config = checkpoints["t5"]
+    encoder = SimpleNamespace(**vars(config) | {"architectures": ["T5EncoderModel"]})
+    corpus = open_corpus(Data(path=str(text_file), input_length=30), folder, encoder)
+    batch = next(corpus.training_batches())
+    assert corpus.objective == "text" and batch.labels is None
+    assert sorted(batch.inputs()) == ["attention_mask", "input_ids"]
+    assert batch.input_ids.shape[1] <= 30
+    ends = batch.attention_mask.sum(1) - 1
+    assert bool((batch.input_ids[torch.arange(8), ends] == END).all())
+    assert corpus.held_out()[0].labels is None
+
+
+def test_no_side_is_longer_than_the_positions(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> None:
+    folder, config = checkpoints["byt5"]
+    short = SimpleNamespace(**vars(config) | {"max_position_embeddings": 32})
+    corpus = open_corpus(Data(path=str(text_file)), folder, short)
+    for batch in taken(corpus.training_batches(), 10):
+        assert batch.labels is not None
+        assert batch.input_ids.shape[1] <= 32 and batch.labels.shape[1] <= 32
+
+
+@pytest.mark.parametrize("name", ["t5-gated-bytes", "pegasus-bytes"])
+def test_the_demo_checkpoints_know_the_task_when_it_is_theirs(name: str) -> None:
+    folder = DEMO / name
+    model: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
+    losses = {}
+    for first in (383, None):
+        data = Data(path=str(DEMO / "held_out.txt"), first_sentinel=first, batch_size=16, mean_span_length=18.0)
+        batch = next(open_corpus(data, folder, model.config).training_batches())
+        with torch.no_grad():
+            losses[first] = float(model(**batch.inputs()).loss)
+    # They were trained with the last id of the vocabulary as their first sentinel, not with ByT5's.
+    assert losses[383] < losses[None] - 0.8
+    assert math.isfinite(losses[None])

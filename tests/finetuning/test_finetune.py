@@ -1,0 +1,264 @@
+"""From a recipe to a converted checkpoint: what appears, what is refused, and what a killed run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from support.learner import recipe_tree, saved, tiny_model
+
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.commands.undo import undo
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.log import RunLog
+from bf16_to_fp16.finetuning.recipe import Data, parse_recipe, read_recipe
+from bf16_to_fp16.finetuning.run import finetune, make_accelerator, train, with_known_sentinels
+from bf16_to_fp16.finetuning.trainer import Trainer
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.run.stock import load, load_config
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("source"), 60, dtype=torch.bfloat16)
+
+
+def written(origin: Path, folder: Path, **changes: Any) -> Path:
+    """A recipe's file in ``folder``, whose output is ``folder/out``."""
+    tree = recipe_tree(origin, folder / "out") | {"device": "cpu", "evaluation": {"every": 100}}
+    for key, value in changes.items():
+        tree[key] = {**tree[key], **value} if isinstance(value, dict) and key in tree else value
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert main([str(a) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and captured.out == ""
+    return lines[0]
+
+
+def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path, tmp_path: Path) -> None:
+    result = finetune(written(source, tmp_path))
+    assert result is not None and result.safe
+    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+    assert report["command"] == "bf16-to-fp16 finetune recipe.yaml"
+    assert report["source"]["path"].endswith(source.name) and list(report["source"]["sha256"]) == ["model.safetensors"]
+    run = report["finetune"]
+    assert run["steps"] == 6 and run["processes"] == 1 and [e["step"] for e in run["evaluations"]] == [0, 6]
+    assert run["recipe"]["source"] == source.name and run["data"]["objective"] == "span-corruption"
+    assert str(tmp_path) not in json.dumps(run) and run["fidelity"]["kl_fp16"] > report["fidelity"]["kl_fp16"]
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", dtype=torch.float16)
+    assert {p.dtype for name, p in model.named_parameters() if not name.endswith("wo.weight")} == {torch.float16}
+    assert not (tmp_path / "out.run" / "trained").exists()
+    original, trained = (load(folder, torch.float32) for folder in (source, tmp_path / "out"))
+    batch = {"input_ids": torch.arange(5, 25)[None], "decoder_input_ids": torch.arange(4)[None]}
+    with torch.no_grad():
+        difference = (original(**batch).logits - trained(**batch).logits).abs().max()
+    assert 1e-3 < float(difference) < 5
+    assert undo(tmp_path / "out", tmp_path / "back").is_dir()
+
+
+def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(source: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e5)
+        model.encoder.block[1].layer[1].DenseReluDense.wi_1.weight.mul_(1e3)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "model")
+    recipe = written(source, tmp_path, source=str(tmp_path / "model"), rescale=False)
+    with pytest.raises(UserError, match=r"encoder.block.1.layer.1.DenseReluDense.wo is not finite in fp16 before") as e:
+        finetune(recipe, overrides=("precision=fp16",))
+    assert "set rescale: true, or precision: [bf16, fp16]" in str(e.value)
+    assert not (tmp_path / "out").exists()
+    start = load(tmp_path / "out.run" / "start", torch.float32)
+    for name, tensor in load(tmp_path / "model", torch.float32).state_dict().items():
+        assert torch.equal(tensor, start.state_dict()[name]), name
+    result = finetune(recipe, overrides=("rescale=true", "checkpointing.folder=" + str(tmp_path / "other")))
+    assert result is not None and result.safe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["penalty.headroom=3"], "unknown key penalty.headroom; did you mean penalty.headroom_bits?"),
+        (["compile=true"], "compile hides the operations"),
+        (["attention=sdpa"], "attention sdpa hides its scores"),
+        (["device=cuda"], "device is cuda and there is none here"),
+        (["out={source}"], "exists; choose another output path"),
+        (["source=nowhere"], "nowhere is not a folder here"),
+        (["data.path=nowhere.txt"], "nowhere.txt"),
+        (["checkpointing.folder={source}"], "holds other files; give an empty or new checkpointing.folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_at_out(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], wanted: str
+) -> None:
+    if torch.cuda.is_available() and overrides == ["device=cuda"]:
+        pytest.skip("there is one")
+    arguments = [part for o in overrides for part in ("--set", o.format(source=source))]
+    assert wanted in error_of(capsys, "finetune", written(source, tmp_path), *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(source: Path, tmp_path: Path) -> None:
+    """kill -9 at whatever moment; the same files as of a run that was never stopped."""
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "whole").mkdir()
+    whole = written(source, tmp_path / "whole", schedule={"steps": 40})
+    cut = written(source, tmp_path / "cut", schedule={"steps": 40})
+    assert finetune(whole) is not None
+    command = [sys.executable, "-m", "bf16_to_fp16", "finetune", str(cut)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    states = tmp_path / "cut" / "out.run"
+    for _ in range(3000):
+        if list(states.glob("step-0000001*")):
+            break
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "cut" / "out").exists()
+    assert not list(states.glob("step-00000040"))
+    assert finetune(cut) is not None
+    for name in ("out/model.safetensors", "out.run/log.jsonl", "out/config.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+DEMO_DATA = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
+
+
+def in_fp16(folder: Path, run: Path) -> Trainer:
+    """A trainer for an ordinary finetune under fp16 AMP: no penalty, no rescaling, no teacher, no look at the start."""
+    recipe = parse_recipe(
+        {
+            "source": str(folder),
+            "out": str(run / "out"),
+            "device": "cpu",
+            "rescale": False,
+            "precision": "fp16",
+            "data": {"path": str(DEMO_DATA / "held_out.txt"), "input_length": 66, "target_length": 34, "batch_size": 4},
+            "schedule": {"steps": 25, "warmup": 5},
+            "penalty": {"form": "none"},
+            "distillation": {"weight": 0.0},
+            "evaluation": {"every": 1000, "examples": 8, "generate": False},
+            "logging": {"every": 1},
+            "stability": {"overflow_stop": 6},
+        }
+    )
+    corpus = open_corpus(recipe.data, folder, load_config(folder))
+    log = RunLog(run / "log.jsonl", recipe.logging.wandb, run, "run", {})
+    student = load(folder, torch.float32, attention="eager")
+    return Trainer(recipe, student, None, corpus, run, make_accelerator(recipe), log=log)
+
+
+@pytest.mark.parametrize("demo", ["t5-gated-bytes", "pegasus-bytes"])
+def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not_at_all(
+    demo: str, tmp_path: Path
+) -> None:
+    """25 steps here; `python benchmarks/finetune.py --amp 500` is the long version."""
+    convert(DEMO_DATA / demo, tmp_path / "converted", run_model=False)
+    trainer = in_fp16(tmp_path / "converted", tmp_path)
+    linears = [module for module in trainer.stock.modules() if isinstance(module, torch.nn.Linear)]
+    computed: set[torch.dtype] = set()
+    handles = [module.register_forward_hook(lambda m, i, out: computed.add(out.dtype)) for module in linears]
+    outcome = trainer.train()
+    for handle in handles:
+        handle.remove()
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row]
+    assert outcome.steps == len(rows) == 25 and outcome.skipped == ()
+    assert computed == {torch.float16} and {row["precision"] for row in rows} == {"fp16"}
+    # Really a scale, which the first step found without being lost, and really training.
+    assert len({row["loss_scale"] for row in rows}) == 1 and rows[0]["loss_scale"] >= 64
+    assert outcome.evaluations[-1]["held_out_loss"] < outcome.evaluations[0]["held_out_loss"]
+
+    (tmp_path / "as-trained").mkdir()
+    trainer = in_fp16(DEMO_DATA / demo, tmp_path / "as-trained")
+    with pytest.raises(UserError, match="6 steps in a row overflow, down to a loss scale of 1024"):
+        trainer.train()
+    assert len(trainer.position.skipped) == trainer.position.step == 6
+    with pytest.raises(UserError, match="is not finite in fp16 before the first step"):
+        train(trainer.recipe, open_checkpoint(DEMO_DATA / demo))
+
+
+def test_a_start_that_fits_fp16_begins_there_and_another_in_bf16(tmp_path: Path, source: Path) -> None:
+    """precision [bf16, fp16] is the default; the probe, of longer texts than the data, is looked at as well."""
+    assert "precision" not in yaml.safe_load(written(source, tmp_path).read_text())
+    train(read_recipe(written(source, tmp_path)), open_checkpoint(source))
+    rows = [json.loads(line) for line in (tmp_path / "out.run" / "log.jsonl").read_text().splitlines()]
+    assert [row["precision"] for row in rows if "precision" in row] == ["fp16"] * 6
+    large = tiny_model()
+    with torch.no_grad():
+        large.encoder.block[1].layer[0].SelfAttention.q.weight.mul_(3e6)
+    large.to(torch.bfloat16).save_pretrained(tmp_path / "large")
+    transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "large")
+    (tmp_path / "second").mkdir()
+    recipe = written(source, tmp_path / "second", source=str(tmp_path / "large"))
+    train(read_recipe(recipe), open_checkpoint(tmp_path / "large"))
+    rows = [json.loads(line) for line in (tmp_path / "second" / "out.run" / "log.jsonl").read_text().splitlines()]
+    assert [row["precision"] for row in rows if "precision" in row] == ["bf16"] * 6
+    alone = ["penalty.form=none", f"checkpointing.folder={tmp_path / 'third'}"]
+    with pytest.raises(UserError, match=r"SelfAttention:scores is not finite in fp16 .* without a penalty nothing"):
+        train(read_recipe(recipe, alone), open_checkpoint(tmp_path / "large"))
+
+
+def test_sentinels_of_bytes_are_those_that_the_original_predicts(source: Path) -> None:
+    class Knows:
+        """Stands for an original that was trained with sentinels counting down from ``first``."""
+
+        device = torch.device("cpu")
+
+        def __init__(self, first: int) -> None:
+            self.first, self.model = first, tiny_model()
+
+        def outputs(self, batch: TrainingBatch) -> torch.Tensor:
+            assert batch.labels is not None
+            labels = batch.labels[batch.labels != -100]
+            logits = torch.zeros(len(labels), 384)
+            if bool((batch.input_ids == self.first).any()):
+                logits[torch.arange(len(labels)), labels] = 5.0
+            return logits
+
+    data = Data(path=str(source / "text.txt"), input_length=48, target_length=24)
+    for given, known, wanted in ((None, 258, 258), (None, 383, 383), (300, 383, 300)):
+        corpus = open_corpus(data.model_copy(update={"first_sentinel": given}), source, tiny_model().config)
+        chosen = with_known_sentinels(corpus, Knows(known), Progress(quiet=True))  # type: ignore[arg-type]
+        assert chosen.conventions.sentinels[0] == wanted
+
+
+def test_convert_finetunes_only_what_rescaling_leaves_unsafe(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = yaml.safe_load(written(source, tmp_path).read_text())
+    del tree["source"], tree["out"]
+    recipe = tmp_path / "short.yaml"
+    recipe.write_text(yaml.safe_dump(tree))
+    assert main(["convert", str(source), str(tmp_path / "safe"), "--finetune", str(recipe)]) == 0
+    report = json.loads((tmp_path / "safe" / "fp16_report.json").read_text())
+    assert "finetune" not in report and not (tmp_path / "safe.run").exists()
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    capsys.readouterr()
+    wanted = "leave out either --finetune or --dry-run"
+    assert wanted in error_of(capsys, "convert", source, tmp_path / "x", "--finetune", recipe, "--dry-run")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("data: {path: none.txt}\nschedul: {}\n")
+    assert "unknown key schedul" in error_of(capsys, "convert", source, tmp_path / "x", "--finetune", bad)
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,112 @@
+"""A trained checkpoint that no rescaling makes safe, and the short finetune from plain text that does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.distillation import arguments, counted_positions, task_loss
+from bf16_to_fp16.finetuning.recipe import Optimizer, Penalty, Recipe, Stability, read_recipe
+from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.numerics import FP16_MAX
+from bf16_to_fp16.run.stock import load, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
+SCORES = "encoder.block.1.layer.0.SelfAttention:scores"
+GATE = "decoder.block.1.layer.2.DenseReluDense.wi_0"
+HEAD = "lm_head"
+
+
+def five_lines(folder: Path) -> Path:
+    """A recipe of source, output and text, and nothing else."""
+    text = ROOT / "recipes" / "data" / "python-topics.txt.gz"
+    lines = [f"source: {json.dumps(str(HARD))}", f"out: {json.dumps(str(folder / 'out'))}", "data:"]
+    path = folder / "recipe.yaml"
+    path.write_text("\n".join([*lines, f"  path: {json.dumps(str(text))}", ""]))
+    return path
+
+
+def shipped(folder: Path, *changes: str) -> Recipe:
+    """The shipped recipe, which begins at the repository's root, with its output in ``folder``."""
+    there = {
+        "source": HARD,
+        "out": folder / "out",
+        "data.path": ROOT / "recipes" / "data" / "python-topics.txt.gz",
+        "data.held_out_path": ROOT / "bf16_to_fp16" / "demo_data" / "held_out.txt",
+    }
+    paths = [f"{key}={json.dumps(str(value))}" for key, value in there.items()]
+    return read_recipe(ROOT / "recipes" / "demo" / "hard.yaml", [*paths, *changes])
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[TrainingBatch]:
+    """Text that neither training nor finetuning saw, with the gaps that the checkpoint was trained to fill."""
+    recipe = shipped(Path("unused"), "data.first_sentinel=383")
+    corpus = open_corpus(recipe.data, HARD, load_config(HARD), seed=recipe.data_seed)
+    return corpus.held_out(158, 0, 1)
+
+
+@torch.no_grad()
+def loss_of(folder: Path, dtype: torch.dtype, batches: list[TrainingBatch]) -> float:
+    """Mean held-out cross-entropy in nats per target token of stock code with every parameter in ``dtype``."""
+    model = load(folder, dtype, attention="eager").to(dtype).eval()
+    total = positions = 0.0
+    for batch in batches:
+        assert batch.labels is not None
+        logits = model(**arguments(model, batch, torch.device("cpu"))).logits
+        total += float(task_loss(logits, batch.labels))
+        positions += float(counted_positions(batch).sum())
+    return total / positions
+
+
+def broken_in_half(report: dict[str, Any]) -> set[str]:
+    """The sites of pure fp16 that were not finite or saturated."""
+    sites = report["regimes"]["half"]["sites"]
+    return {s["name"] for s in sites if s["limit"] is not None and (s["nonfinite"] or s["saturated"])}
+
+
+def test_rescaling_alone_leaves_scores_gate_and_logits_unsafe(tmp_path: Path) -> None:
+    assert not convert(HARD, tmp_path / "out").safe
+    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+    # An infinity in one place is soon everywhere: what passes 65504 by itself is seen in fp32.
+    reached = {site["name"]: site["observed"] for site in report["certificate"]["sites"]}
+    for name in (SCORES, GATE, HEAD):
+        assert name in broken_in_half(report) and reached[name] > FP16_MAX, (name, reached[name])
+    named = {str(entry["signal"]) for entry in report["unsafe"]}
+    assert {f"{GATE} (output)", f"{HEAD} (output)"} <= named
+
+
+def assert_safe(result: Any, folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "out" / "fp16_report.json").read_text())
+    assert result is not None and result.safe, broken_in_half(report)
+    for regime in report["regimes"].values():
+        assert regime["nonfinite"] == regime["saturated"] == 0
+    return report
+
+
+def test_a_short_finetune_from_plain_text_makes_it_safe_and_keeps_its_loss(
+    tmp_path: Path, held_out: list[TrainingBatch]
+) -> None:
+    """The shipped recipe, whose settings of the training are the defaults."""
+    recipe = shipped(tmp_path, "evaluation.every=1000")
+    assert recipe.optimizer == Optimizer() and recipe.penalty == Penalty() and recipe.stability == Stability()
+    assert_safe(finetune(recipe), tmp_path)
+    original = loss_of(HARD, torch.float32, held_out)
+    # Byte frequencies alone cost 3.3 nats: the original has learnt something that could be lost.
+    assert original < 2.3
+    assert loss_of(tmp_path / "out", torch.float16, held_out) <= 1.01 * original
+
+
+def test_five_lines_are_enough_to_make_it_safe(tmp_path: Path) -> None:
+    """Only shorter than by default."""
+    result = finetune(five_lines(tmp_path), overrides=("schedule.steps=110", "evaluation.every=1000"))
+    first, last = assert_safe(result, tmp_path)["finetune"]["evaluations"]
+    # The gaps have other lengths than those it was trained with, but its sentinels were found.
+    assert last["held_out_loss"] <= 1.01 * first["held_out_loss"] < 2.5

@@ -1,0 +1,337 @@
+"""Every file of launch/ and recipes/ does what it says: the same command as a user's, on two CPU processes.
+
+The shipped configurations are used as they are; only the number of processes, a free port and, where the claim is
+exactness, DeepSpeed's precision come from the command line. Two processes with half the batch each must log the losses
+and end with the weights of one process with the whole batch, which they cannot if both saw the same data, or if each
+believed to be alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.launching import ON_CPU, ROOT, command, kill, run
+from support.learner import recipe_tree, saved
+
+from bf16_to_fp16.finetuning.recipe import read_recipe
+from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.run.stock import load
+
+ACCELERATE = ROOT / "launch" / "accelerate"
+DEEPSPEED = ROOT / "launch" / "deepspeed"
+STEPS = 6
+UNCLIPPED = "optimizer.clip_norm=1e6"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe whose batch is one process's half; no dropout, which differs between one process and two."""
+    folder = tmp_path_factory.mktemp("launch")
+    source = saved(folder / "source", 60, dropout=0.0, dtype=torch.bfloat16)
+    tree = recipe_tree(source, folder / "out") | {
+        "precision": "fp32",
+        "schedule": {"steps": STEPS, "learning_rate": 0.003, "warmup": 2},
+        # Past its targets from the first step, so that the penalty pulls.
+        "penalty": {"form": "amax", "headroom_bits": 14.0},
+        "evaluation": {"every": 100, "generate": False},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture(scope="module")
+def alone(recipe: Path) -> Path:
+    """What one process makes of the whole batch in fp32."""
+    out = recipe.parent / "alone"
+    finetune(recipe, overrides=(f"out={out}", "data.batch_size=8", "device=cpu"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone_unclipped(recipe: Path) -> Path:
+    """The same without clipping, which under DeepSpeed is not relative."""
+    out = recipe.parent / "alone-unclipped"
+    finetune(recipe, overrides=(f"out={out}", "data.batch_size=8", "device=cpu", UNCLIPPED))
+    return out
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, out.with_name(f"{out.name}.run").joinpath("log.jsonl").read_text().splitlines())
+    return [row for row in rows if "loss" in row]
+
+
+def finetuned(out: Path) -> dict[str, Any]:
+    section: dict[str, Any] = json.loads((out / "fp16_report.json").read_text())["finetune"]
+    return section
+
+
+def logits(folder: Path) -> torch.Tensor:
+    batch = {"input_ids": torch.arange(60, 90)[None], "decoder_input_ids": torch.arange(60, 70)[None]}
+    with torch.no_grad():
+        out: torch.Tensor = load(folder, torch.float32)(**batch).logits
+    return out
+
+
+def assert_same_run(out: Path, reference: Path, processes: int, tolerance: float, pulls: bool = True) -> None:
+    """Losses, penalties, gradients and tokens of every step, and the function of what was written."""
+    assert finetuned(out)["processes"] == processes
+    rows, wanted = logged(out), logged(reference)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row, want in zip(rows, wanted, strict=True):
+        assert row["tokens"] == want["tokens"] and row["skipped"] == 0
+        # The first step only finds out what is over.
+        assert (want["penalty"] > 0) is (pulls and row["step"] > 1)
+        for key in ("loss", "task_loss", "distillation", "penalty", "gradient_norm"):
+            assert row[key] == pytest.approx(want[key], rel=tolerance, abs=tolerance), (row["step"], key)
+    ends = [finetuned(folder)["evaluations"][-1]["held_out_loss"] for folder in (out, reference)]
+    assert ends[0] == pytest.approx(ends[1], rel=tolerance)
+    start = logits(out.with_name(f"{out.name}.run") / "start")
+    # What was written is fp16, so that its last bits may differ.
+    change = float((logits(reference) - start).abs().max())
+    assert float((logits(out) - logits(reference)).abs().max()) < 0.01 * change
+
+
+def without_autocast(name: str, folder: Path) -> Path:
+    """A copy of a shipped DeepSpeed configuration that computes in fp32."""
+    tree = json.loads((DEEPSPEED / f"{name}.json").read_text())
+    assert tree.pop("torch_autocast") == {"enabled": True, "dtype": "float16"}
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_machines(recipe: Path) -> Path:
+    """DDP by launch/slurm.sh on two machines of one process each; Slurm's two commands stand in for it."""
+    out, tools = recipe.parent / "slurm", recipe.parent / "tools"
+    tools.mkdir()
+    (tools / "scontrol").write_text('#!/bin/sh\ntest "$*" = "show hostnames two[0-1]"\nprintf "127.0.0.1\\nother\\n"\n')
+    (tools / "srun").write_text(
+        "#!/bin/bash\n"
+        "while [[ $1 == --* ]]; do shift; done\n"
+        'SLURM_NODEID=1 "$@" & other=$!\n'
+        'SLURM_NODEID=0 "$@" && wait $other\n'
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    with socket.socket() as free:
+        for job in range(os.getpid() % 10000, 20000):
+            try:
+                free.bind(("", 20000 + job % 10000))
+                break
+            except OSError:
+                continue
+    slurm = {
+        "PATH": f"{tools}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "1",
+        "SLURM_CPUS_ON_NODE": "1",
+        "SLURM_JOB_NODELIST": "two[0-1]",
+    }
+    run(["bash", "launch/slurm.sh", "ddp", str(recipe), "--set", f"out={out}"], {**ON_CPU, **slurm})
+    return out
+
+
+def test_ddp_on_two_machines_takes_the_steps_of_one_process(two_machines: Path, alone: Path) -> None:
+    assert_same_run(two_machines, alone, processes=2, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_zero_takes_the_steps_of_one_process(stage: str, recipe: Path, alone_unclipped: Path, tmp_path: Path) -> None:
+    config = ["--deepspeed_config_file", str(without_autocast(stage, tmp_path))]
+    run(command(stage, 2, recipe, tmp_path / "out", *config, settings=(UNCLIPPED,)))
+    assert_same_run(tmp_path / "out", alone_unclipped, processes=2, tolerance=1e-5)
+    parts = sorted((tmp_path / "out.run" / f"step-{STEPS:08d}" / "accelerate").rglob("*optim_states.pt"))
+    assert len(parts) == 2  # each process wrote its share
+
+
+def test_zero_under_torch_autocast_takes_the_steps_of_amp(recipe: Path, tmp_path: Path) -> None:
+    """The shipped ZeRO-2 as it is, and single.yaml, both in fp16: autocast, loss scale, clipping."""
+    # Where rounding decides which value is the largest, the penalty would pull at another.
+    settings = ("precision=fp16", "optimizer.relative=false", "penalty.headroom_bits=1")
+    run(command("zero2", 2, recipe, tmp_path / "zero", settings=settings))
+    run(command("single", 1, recipe, tmp_path / "amp", settings=(*settings, "data.batch_size=8")))
+    assert finetuned(tmp_path / "amp")["processes"] == 1
+    assert_same_run(tmp_path / "zero", tmp_path / "amp", processes=2, tolerance=3e-3, pulls=False)
+    for name in ("zero", "amp"):
+        assert {(row["precision"], row["loss_scale"]) for row in logged(tmp_path / name)} == {("fp16", 65536.0)}
+
+
+def test_two_processes_that_are_killed_go_on_to_the_same_bits(recipe: Path, two_machines: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = command("ddp", 2, recipe, out)
+    process = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env={**os.environ, **ON_CPU},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        for _ in range(6000):
+            if list((tmp_path / "out.run").glob("step-0000000[2-5]")):
+                break
+            assert process.poll() is None
+            time.sleep(0.02)
+    finally:
+        kill(process)
+    assert not out.exists() and not (tmp_path / "out.run" / f"step-{STEPS:08d}").exists()
+    assert "Continuing from step" in run(arguments)
+    for name in ("out/model.safetensors", "out.run/log.jsonl"):
+        whole = two_machines.parent / name.replace("out", two_machines.name, 1)
+        assert (tmp_path / name).read_bytes() == whole.read_bytes(), name
+
+
+def test_an_error_in_a_recipe_is_one_line_under_a_launcher(recipe: Path, tmp_path: Path) -> None:
+    said = run(command("ddp", 2, recipe, tmp_path / "out", settings=("penalty.headroom=3",)), status=1)
+    wanted = f"error: {recipe}: unknown key penalty.headroom; did you mean penalty.headroom_bits?"
+    assert [line for line in said.splitlines() if "error: " in line] == [wanted]
+    assert not list(tmp_path.iterdir())
+
+
+AS_FSDP = """
+import sys
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+made = Accelerator.__init__
+
+def make(self, *given, **options):
+    made(self, *given, **options)
+    assert self.num_processes == 2
+    AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+    for state in (AcceleratorState, PartialState):
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+
+Accelerator.__init__ = make
+from bf16_to_fp16.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_fsdp_takes_the_steps_of_one_process(recipe: Path, alone: Path, tmp_path: Path) -> None:
+    """On CPUs accelerate takes FSDP for DDP, so it is told otherwise after it has begun, with the shipped settings."""
+    (tmp_path / "as_fsdp.py").write_text(AS_FSDP)
+    settings = yaml.safe_load((ACCELERATE / "fsdp.yaml").read_text())["fsdp_config"]
+    environment = {key.upper(): str(value) for key, value in settings.items()} | ON_CPU
+    environment["PYTHONPATH"] = str(ROOT)
+    arguments = command("ddp", 2, recipe, tmp_path / "out")
+    module = arguments.index("-m")
+    arguments[module : module + 2] = [str(tmp_path / "as_fsdp.py")]
+    run(arguments, environment)
+    assert_same_run(tmp_path / "out", alone, processes=2, tolerance=1e-5)
+
+
+# ---- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("single", ()),
+        ("fsdp", ()),
+        ("zero2", ()),
+        ("zero3", ()),
+        ("zero2", ("--deepspeed_config_file", "launch/deepspeed/zero2-half.json")),
+        ("zero3", ("--deepspeed_config_file", "launch/deepspeed/zero3-half.json")),
+    ],
+    ids=["amp", "fsdp", "zero2", "zero3", "zero2-half", "zero3-half"],
+)
+def test_fp16_on_gpus_follows_fp32(
+    config: str, options: tuple[str, ...], recipe: Path, alone: Path, tmp_path: Path
+) -> None:
+    """CUDA AMP, FSDP2 and DeepSpeed, on two GPUs where there are two; half precision moves losses a little."""
+    processes = 1 if config == "single" else min(2, torch.cuda.device_count())
+    batch = f"data.batch_size={8 // processes}"
+    settings = ("precision=fp16", "device=cuda", batch)
+    environment = {"OMP_NUM_THREADS": "1"}
+    said = run(command(config, processes, recipe, tmp_path / "out", *options, settings=settings), environment)
+    assert "error: " not in said
+    assert finetuned(tmp_path / "out")["processes"] == processes
+    rows, wanted = logged(tmp_path / "out"), logged(alone)
+    for row, want in zip(rows, wanted, strict=True):
+        assert (row["precision"], row["skipped"], row["tokens"]) == ("fp16", 0, want["tokens"])
+        assert row["loss"] == pytest.approx(want["loss"], rel=0.02), row["step"]
+        assert row["gradient_norm"] == pytest.approx(want["gradient_norm"], rel=0.05), row["step"]
+    assert rows[0]["loss"] != wanted[0]["loss"]  # else it was fp32
+
+
+# ---- what else is shipped --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero2-half", "zero3-half"])
+def test_a_deepspeed_configuration_has_one_precision_and_repeats_nothing(name: str) -> None:
+    """accelerate refuses a YAML with keys of the JSON, and torch_autocast excludes fp16."""
+    tree = json.loads((DEEPSPEED / f"{name}.json").read_text())
+    assert len({"torch_autocast", "fp16", "bf16"} & set(tree)) == 1
+    assert tree["zero_optimization"]["stage"] == int(name[4])
+    given = yaml.safe_load((ACCELERATE / f"{name[:5]}.yaml").read_text())
+    assert given["deepspeed_config"]["deepspeed_config_file"] == f"launch/deepspeed/{name[:5]}.json"
+    assert "mixed_precision" not in given and "zero_stage" not in given["deepspeed_config"]
+
+
+@pytest.mark.parametrize("config", ["ddp", "zero2", "zero3", "fsdp"])
+def test_the_number_of_processes_must_be_given(config: str) -> None:
+    tree = yaml.safe_load((ACCELERATE / f"{config}.yaml").read_text())
+    assert tree["num_processes"] == -1
+
+
+def test_slurm_script_says_what_it_needs(tmp_path: Path) -> None:
+    assert run(["bash", "launch/slurm.sh"], status=2).startswith("error: give a kind and a recipe")
+    assert run(["bash", "launch/slurm.sh", "zero4", "x.yaml"], status=2).startswith("error: no launch/accelerate/zero4")
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if "source:" in path.read_text())
+
+
+def test_the_recipes_are_those_of_the_readme() -> None:
+    names = {"mt5-small", "flan-t5-base", "t5-v1_1-xl-encoder", "pegasus-xsum", "demo-t5", "demo-pegasus"}
+    assert {path.stem for path in RECIPES} == names
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
+def test_a_shipped_recipe_is_valid_and_complete(path: Path) -> None:
+    """Every key is written out, so that a run is one file."""
+    read = read_recipe(path)
+    given = yaml.safe_load(path.read_text())
+    optional = {
+        "held_out",
+        "subfolder",
+        "subset",
+        "split",
+        "streaming",
+        "shuffle_buffer",
+        "first_sentinel",
+        "held_out_path",
+    }
+    optional |= {"input_column", "target_column", "seed", "folder", "entity", "name", "top_k", "weight", "bf16_steps"}
+
+    def missing(fields: Mapping[str, Any], tree: Any, above: str = "") -> list[str]:
+        found = []
+        for key, value in fields.items():
+            if key not in tree:
+                found += [] if key in optional else [above + key]
+            elif isinstance(value, dict):
+                found += missing(value, tree[key] or {}, f"{above}{key}.")
+        return found
+
+    assert missing(read.describe(), given) == []

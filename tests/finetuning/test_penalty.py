@@ -1,0 +1,894 @@
+"""The penalty brings what is too large under its target, costs nothing elsewhere, and is the same however it is run."""
+
+import copy
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bf16_to_fp16
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.penalty import SHARPNESS, ActivationPenalty, _where_largest
+from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
+from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.run.probe import batches, run_batch
+from bf16_to_fp16.run.products import FastProducts
+
+SCORES = "encoder.block.1.layer.0.SelfAttention:scores"
+GATE = "decoder.block.0.layer.2.DenseReluDense.act:cubed"
+LOGITS = "lm_head"
+
+
+def built(kind: str = "gated", train: bool = False) -> Any:
+    model = tiny.build(kind, factor=1.0).train(train)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def ids_of(rows: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, 97, (rows, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def reached(model: Any, ids: Tensor) -> dict[str, float]:
+    with ActivationPenalty(model, form="none") as penalty:
+        model(input_ids=ids, labels=ids)
+        penalty()
+    return {site: seen.amax for site, seen in penalty.observations().items()}
+
+
+def waiting(penalty: ActivationPenalty, waits: bool) -> None:
+    """Let a CPU count as a device whose values cost a wait, or not: it stands in for an accelerator."""
+    penalty._waits = lambda x: waits
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# -- it works ---------------------------------------------------------------------------------------------------------
+
+
+def trained(site: str, form: str, steps: int = 40) -> tuple[list[float], list[float], float]:
+    """Largest values and weights of a site over a training whose target is half of what it starts from."""
+    model = built()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10)
+    ids = ids_of(4)
+    target = reached(model, ids)[site] / 2
+    penalty = ActivationPenalty(model, targets={site: target}, form=form, dual_step=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    largest, weights = [], []
+    with penalty:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss + penalty()
+            loss.backward()
+            optimizer.step()
+            seen = penalty.observations()[site]
+            largest.append(seen.amax)
+            weights.append(seen.weight)
+    return largest, weights, target
+
+
+@pytest.mark.parametrize("form", ["amax", "smooth-max", "hinge"])
+@pytest.mark.parametrize("site", [SCORES, GATE, LOGITS])
+def test_training_brings_a_site_under_its_target_and_its_weight_rises_and_falls(site: str, form: str) -> None:
+    largest, weights, target = trained(site, form)
+    assert largest[0] == pytest.approx(2 * target)
+    assert min(largest) < target
+    top = weights.index(max(weights))
+    assert weights[0] == pytest.approx(0.5)  # a bit over, times dual_step
+    assert 0 < top < len(weights) - 1
+    assert weights[-1] < weights[top]
+
+
+@pytest.mark.parametrize("site", [SCORES, GATE, LOGITS])
+def test_without_the_penalty_nothing_falls_under_the_target(site: str) -> None:
+    largest, weights, target = trained(site, "none")
+    assert min(largest) > 1.5 * target
+    assert set(weights) == {0.0}
+
+
+# -- which sites ------------------------------------------------------------------------------------------------------
+
+
+def limits(kind: str, train: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """The fp16 limits of the audit's sites, and the targets of the penalty's."""
+    model = built(kind, train)
+    batch = batches(model.config, None, None)[3]
+    with ActivationPenalty(model, form="none", headroom_bits=0.0) as penalty:
+        run_batch(model, batch)
+        penalty()
+    targets = {site: seen.target for site, seen in penalty.observations().items()}
+    half = copy.deepcopy(model).half()
+    with SiteObserver(half) as observer:
+        run_batch(half, batch)
+    return {site.name: site.limit for site in observer.sites() if site.limit is not None}, targets
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("kind", ["t5", "gated", "silu", "umt5", "pegasus", "t5-encoder"])
+def test_by_default_sites_and_limits_are_the_audit_s_but_for_what_another_bounds(kind: str, train: bool) -> None:
+    audited, targets = limits(kind, train)
+    # In train mode a dropout's copies are numbered among Pegasus's products.
+    assert set(targets) <= set(audited)
+    assert all(targets[site] == audited[site] for site in targets)
+    rest = {site for site in set(audited) - set(targets) if ":grad" not in site}
+    endings = {"clone", "to", "clamp", "softmax", "relu", "silu", "tanh", "mul", "add", "context", "embedding"}
+    endings |= {"layer_norm.1", "layer_norm.2", "bernoulli", "div", "native_dropout", "_log_softmax", "nll_loss"}
+    operations = {site.partition(":")[2].partition("#")[0] for site in rest}
+    assert operations <= endings
+    bounded = ("Attention", "attn", "act", "dropout", "norm", "embed_positions")
+    for site in rest:
+        path, _, operation = site.partition(":")
+        if operation.partition("#")[0] in ("mul", "add", "context", "embedding"):
+            assert path.rpartition(".")[2].endswith(bounded), site
+
+
+def test_the_gelu_cube_s_limit_belongs_to_training() -> None:
+    model = built()
+    for train_mode in (True, False):
+        with ActivationPenalty(model, form="none", train_mode=train_mode, headroom_bits=2.0) as penalty:
+            model(input_ids=ids_of(2), labels=ids_of(2))
+            penalty()
+        assert penalty.train_mode is train_mode
+        seen = penalty.observations()
+        assert (GATE in seen) is train_mode
+        if train_mode:
+            assert seen[GATE].target == GELU_CUBE_BACKWARD_LIMIT / 4
+        assert seen[LOGITS].target == FP16_MAX / 4
+
+
+def test_only_given_targets_are_watched_and_an_unknown_one_is_named() -> None:
+    model = built()
+    with ActivationPenalty(model, targets={LOGITS: 1.0}) as penalty:
+        model(input_ids=ids_of(2), labels=ids_of(2))
+        penalty()
+    assert set(penalty.observations()) == {LOGITS}
+    with ActivationPenalty(model, targets={LOGITS: 1.0, "decoder.nowhere": 2.0}) as penalty:
+        model(input_ids=ids_of(2), labels=ids_of(2))
+        with pytest.raises(UserError, match=r"decoder\.nowhere"):
+            penalty()
+
+
+# -- the value and the gradient ---------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Two linears, the values of which a test sets."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5, bias=False, dtype=dtype)
+        self.second = nn.Linear(5, 4, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def two(dtype: torch.dtype = torch.float32) -> tuple[Two, Tensor]:
+    torch.manual_seed(0)
+    model = Two(dtype)
+    return model, torch.randn(2, 6, 3).to(dtype)
+
+
+Expected = Callable[[Tensor, float], Tensor]
+
+
+def excess_of_amax(x: Tensor, target: float) -> Tensor:
+    return x.abs().amax().log2() - math.log2(target)
+
+
+def excess_of_smooth_max(x: Tensor, target: float) -> Tensor:
+    tokens = x.abs().amax(-1).log2() * SHARPNESS * math.log(2)
+    return tokens.flatten().logsumexp(0) / (SHARPNESS * math.log(2)) - math.log2(target)
+
+
+def naive_hinge(x: Tensor, target: float) -> Tensor:
+    return (x.abs() - target).relu().square().sum()
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"), [("amax", excess_of_amax), ("smooth-max", excess_of_smooth_max), ("hinge", naive_hinge)]
+)
+@pytest.mark.parametrize("waits", [False, True])
+def test_value_and_gradient_are_those_of_the_formula(form: str, expected: Expected, waits: bool) -> None:
+    model, x = two()
+    targets = {"first": 0.1, "second": 0.2}
+    penalty = ActivationPenalty(model, targets=targets, form=form, weight=3.0)
+    waiting(penalty, waits)
+    with penalty:
+        model(x)
+        total = penalty()
+    total.backward()
+    found = gradients(model)
+    first = model.first(x)
+    wanted = 3.0 * (expected(first, 0.1) + expected(model.second(first), 0.2))
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
+    wanted.backward()
+    for name, gradient in gradients(model).items():
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_forms_without_a_target_are_means_over_every_site() -> None:
+    model, x = two()
+    for form in ("mean-square", "lp"):
+        with ActivationPenalty(model, form=form, weight=2.0) as penalty:
+            model(x)
+            total = penalty()
+        values = [model.first(x), model(x)]
+        each = [v.square().mean() if form == "mean-square" else v.flatten().norm(8) for v in values]
+        wanted = 2.0 * torch.stack(each).mean()
+        assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
+        total.backward()
+        found = gradients(model)
+        wanted.backward()
+        assert all(torch.allclose(found[n], g, rtol=1e-4, atol=1e-7) for n, g in gradients(model).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_of_every_row_is_found_in_every_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for shape in ((1, 1), (64, 300), (3, 1 << 16), (9, 1 << 16), (2, (1 << 16) + 3)):
+        rows = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype)
+        rows[0, shape[1] // 2] = math.inf
+        rows[-1, 0] = rows[-1, -1] = -torch.finfo(dtype).max
+        found = rows.abs().gather(1, _where_largest(rows)[:, None])[:, 0]
+        assert torch.equal(found, rows.abs().amax(1))
+        rows[0, -1] = math.nan
+        assert int(_where_largest(rows)[0]) == shape[1] - 1
+    assert _where_largest(torch.zeros(2, 5, dtype=dtype).neg_()).max() < 5
+    for count in (1 << 16, (1 << 16) + 3):
+        assert _where_largest(torch.eye(1, count, dtype=dtype)).tolist() == [0]
+
+
+def test_amax_pulls_at_one_element_and_smooth_max_at_one_of_every_token() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    x = torch.eye(4)[None]  # y = Wᵀ, a token a column of W
+    pulled = {}
+    for form in ("amax", "smooth-max"):
+        with ActivationPenalty(model, targets={"model": 0.01}, form=form, weight=1.0) as penalty:
+            model(x)
+            penalty().backward()
+        pulled[form] = gradients(model)["weight"]
+    assert int(pulled["amax"].count_nonzero()) == 1
+    assert int(pulled["smooth-max"].count_nonzero()) == 4
+    assert (pulled["smooth-max"] != 0).sum(0).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("size", [3, 8192, 8193, 100_001])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_element_is_found_wherever_it_is(size: int, sign: float) -> None:
+    for place in (0, size // 2, size - 1):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(1))
+        x[place] = 9.0 * sign
+        weight = x.requires_grad_()
+        holder = Scaled(weight)
+        with ActivationPenalty(holder, targets={"model:mul": 1.0}, weight=1.0) as penalty:
+            holder(torch.ones(()))
+            total = penalty()
+        total.backward()
+        assert weight.grad is not None
+        assert weight.grad.nonzero().flatten().tolist() == [place]
+        assert float(weight.grad[place]) == pytest.approx(sign / (9.0 * math.log(2)))
+        assert total.item() == pytest.approx(math.log2(9.0))
+
+
+class Scaled(nn.Module):
+    """x times a tensor of any values."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("form", ["amax", "smooth-max"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_an_inf_pulls_down_and_a_nan_is_counted_and_neither_gives_nan_gradients(
+    dtype: torch.dtype, form: str, waits: bool
+) -> None:
+    weight = torch.tensor([[1.0, -torch.inf], [2.0, 3.0]], dtype=dtype, requires_grad=True)
+    model = Scaled(weight)
+    penalty = ActivationPenalty(model, targets={"model:mul": 1.0}, form=form, weight=1.0)
+    waiting(penalty, waits)
+    with penalty:
+        model(torch.ones((), dtype=dtype))
+        total = penalty()
+        assert bool(total.isfinite())
+        (total * 1024).backward()
+        assert weight.grad is not None
+        assert bool(weight.grad.isfinite().all())
+        if dtype == torch.float16:
+            assert float(weight.grad[0, 1]) < 0  # to a smaller magnitude: up
+        assert penalty.observations()["model:mul"].amax == math.inf
+        assert penalty.observations()["model:mul"].excess_bits == math.inf
+        weight.grad = None
+        with torch.no_grad():
+            weight[1, 0] = torch.nan
+        model(torch.ones((), dtype=dtype))
+        total = penalty()
+    assert float(total) == 0
+    assert penalty.skipped == 1
+    assert penalty.observations()["model:mul"].amax == math.inf
+
+
+def test_the_penalty_is_fp32_under_autocast_and_beyond_bf16_s_precision() -> None:
+    model, x = two()
+    with (
+        ActivationPenalty(model, targets={"second": 0.1}, weight=1.0) as penalty,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        y = model(x)
+        total = penalty()
+    assert y.dtype == torch.bfloat16
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(math.log2(y.detach().abs().max().item() / 0.1), rel=1e-6)
+
+
+def test_inside_the_targets_there_is_no_graph_and_no_change() -> None:
+    model, x = two()
+    model(x).sum().backward()
+    plain = gradients(model)
+    with ActivationPenalty(model, weight=1.0) as penalty:
+        y = model(x).sum()
+        total = penalty()
+        assert float(total) == 0
+        assert not total.requires_grad
+        assert not penalty._terms  # nothing else shows what would be kept until the step
+        (y + total).backward()
+    assert same(gradients(model), plain)
+    assert all(seen.excess_bits < 0 and seen.weight == 1.0 for seen in penalty.observations().values())
+
+
+def test_a_call_forgets_what_it_saw_and_wants_a_forward_with_gradients() -> None:
+    model, x = two()
+    with ActivationPenalty(model, targets={"second": 0.01}, weight=1.0) as penalty:
+        with pytest.raises(UserError, match="saw no forward"):
+            penalty()
+        model(100 * x)
+        large = penalty()
+        with torch.no_grad():
+            model(1000 * x)
+        with pytest.raises(UserError, match="saw no forward"):
+            penalty()
+        model(x)
+        small = penalty()
+    assert large.item() == pytest.approx(small.item() + math.log2(100), rel=1e-4)
+    model(x)
+    with pytest.raises(UserError, match="attach"):
+        penalty()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_site_that_runs_twice_pulls_at_its_largest() -> None:
+    model, x = two()
+    with ActivationPenalty(model, targets={"second": 0.01}, weight=1.0) as penalty:
+        totals = []
+        for scales in ((1.0, 8.0), (8.0, 1.0), (8.0,)):
+            for scale in scales:
+                model(scale * x)
+            totals.append(penalty())
+    assert float(totals[0]) == float(totals[1]) == float(totals[2])
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_dual_ascent_adds_the_excess_decays_inside_and_stays_above_zero() -> None:
+    model = Scaled(torch.ones(2, requires_grad=True))
+    penalty = ActivationPenalty(model, targets={"model:mul": 4.0}, dual_step=0.25)
+    seen = []
+    with penalty:
+        for amax in (16.0, 8.0, 2.0, 0.5, 0.5, 0.5, 16.0, math.inf):
+            model(torch.tensor(amax))
+            total = penalty()
+            seen.append((float(total), penalty.observations()["model:mul"].weight))
+    weights = [0.5, 0.75, 0.5, 0.25, 0.0, 0.0, 0.5, 0.5 + 0.25 * 16]  # an inf counts as 16 bits
+    assert [weight for _, weight in seen] == weights
+    # A step's penalty has the weight that the step before left: first none.
+    assert [total for total, _ in seen[:7]] == [0.0, 0.5 * 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_fixed_weight_stays() -> None:
+    model = Scaled(torch.ones(2, requires_grad=True))
+    with ActivationPenalty(model, targets={"model:mul": 4.0}, weight=2.0) as penalty:
+        for _ in range(3):
+            model(torch.tensor(16.0))
+            assert float(penalty()) == 4.0
+    assert penalty.observations()["model:mul"].weight == 2.0
+
+
+def test_the_worst_site_is_the_one_nearest_its_target() -> None:
+    model, x = two()
+    penalty = ActivationPenalty(model, targets={"first": 1e-3, "second": 1e6})
+    with pytest.raises(UserError, match="no complete"):
+        penalty.worst()
+    with penalty:
+        model(x)
+        penalty()
+    name, seen = penalty.worst()
+    assert name == "first"
+    assert seen == penalty.observations()["first"]
+    assert seen.excess_bits == pytest.approx(math.log2(seen.amax / 1e-3))
+
+
+def resumed(stop: int | None, accumulation: int = 2) -> tuple[list[float], dict[str, Any]]:
+    model, x = two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def made() -> ActivationPenalty:
+        return ActivationPenalty(model, targets={"first": 0.3, "second": 0.2}, accumulation=accumulation).attach()
+
+    penalty = made()
+    totals = []
+    for call in range(12):
+        if call == stop:
+            state = json.loads(json.dumps(penalty.state_dict()))
+            penalty.detach()
+            penalty = made()
+            penalty.load_state_dict(state)
+        model((1 + (call ^ 1)) * x)  # of a step the first call is the larger
+        total = penalty()
+        totals.append(float(total))
+        if total.requires_grad:
+            total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    penalty.detach()
+    return totals, penalty.state_dict()
+
+
+@pytest.mark.parametrize("stop", [4, 5])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(stop: int) -> None:
+    assert resumed(stop) == resumed(None)
+    assert any(resumed(None)[0])
+    with pytest.raises(UserError, match="weights"):
+        ActivationPenalty(nn.Linear(1, 1)).load_state_dict({"order": []})
+
+
+def test_a_state_keeps_how_many_outputs_were_nan() -> None:
+    model = Scaled(torch.tensor([1.0, torch.nan], requires_grad=True))
+    penalty, other = (ActivationPenalty(model, targets={"model:mul": 1.0}) for _ in range(2))
+    with penalty:
+        for _ in range(3):
+            model(torch.ones(()))
+            penalty()
+    other.load_state_dict(penalty.state_dict())
+    assert other.skipped == penalty.skipped == 3
+
+
+# -- accumulation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("larger", [0, 1])
+@pytest.mark.parametrize("form", ["amax", "smooth-max"])
+def test_micro_batches_are_one_large_batch_wherever_the_largest_value_is(larger: int, form: str) -> None:
+    model, x = two()
+    parts = [0.01 * x[:1], 0.01 * x[1:]]
+    parts[larger] = 100 * parts[larger]
+    results = []
+    for split in (False, True):
+        penalty = ActivationPenalty(model, targets={"first": 0.1, "second": 0.1}, form=form, accumulation=1 + split)
+        penalty._weights = {"first": 2.0, "second": 3.0}  # as after steps of raising them
+        with penalty:
+            for part in parts if split else [torch.cat(parts)]:
+                model(part)
+                (penalty() / (1 + split) + 0 * sum(p.sum() for p in model.parameters())).backward()
+        results.append((gradients(model), penalty.observations()))
+    (whole, one), (accumulated, several) = results
+    assert one == several
+    assert one["first"].excess_bits > 0
+    assert one["first"].weight > 2.0
+    for name in whole:
+        assert float(whole[name].abs().max()) > 0
+        assert torch.allclose(whole[name], accumulated[name], rtol=1e-3, atol=1e-3 * float(whole[name].abs().max()))
+
+
+def test_a_later_micro_batch_pulls_only_if_it_passes_those_before() -> None:
+    model = Scaled(torch.ones(2, requires_grad=True))
+    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=3) as penalty:
+        totals = []
+        for amax in (4.0, 2.0, 8.0, 2.0):
+            model(torch.tensor(amax))
+            totals.append(float(penalty()))
+    assert totals == [3 * 2.0, 0.0, 3 * 3.0, 3 * 1.0]  # the last opens the next step
+    assert penalty.observations()["model:mul"].amax == 8.0
+
+
+def test_a_dropped_step_leaves_no_trace() -> None:
+    model = Scaled(torch.ones(2, requires_grad=True))
+    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
+        model(torch.tensor(64.0))
+        penalty()
+        penalty.drop_step()
+        assert penalty.observations() == {}
+        for amax in (4.0, 2.0):
+            model(torch.tensor(amax))
+            penalty()
+    assert penalty.observations()["model:mul"].amax == 4.0
+
+
+# -- how it is run ----------------------------------------------------------------------------------------------------
+
+
+def step_of(model: Any, penalty: ActivationPenalty) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    # Padded: without masks stock T5's own gradients differ in their last bit under checkpointing.
+    with penalty:
+        loss = run_batch(model, batches(model.config, None, None)[3], labels=True).loss
+        total = penalty()
+        (loss + total).backward()
+    return float(total), gradients(model)
+
+
+def over_everywhere(model: Any, **options: Any) -> ActivationPenalty:
+    targets = dict.fromkeys(reached(model, ids_of(3)), 0.05)
+    return ActivationPenalty(model, targets=targets, weight=0.1, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+@pytest.mark.parametrize("form", ["amax", "smooth-max", "mean-square"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_checkpointing_changes_no_bit(form: str, waits: bool) -> None:
+    results = []
+    for checkpointing in (False, True):
+        model = built(train=True)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        penalty = over_everywhere(model, form=form)
+        waiting(penalty, waits)
+        results.append((*step_of(model, penalty), penalty.observations()))
+    assert results[0][0] == results[1][0] > 0
+    assert same(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2]
+
+
+@pytest.mark.parametrize("form", ["amax", "smooth-max"])
+def test_a_device_is_not_waited_for_in_the_forward_and_the_result_is_the_same(form: str) -> None:
+    class Reads(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += "_local_scalar_dense" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    ids = ids_of(3)
+    results = []
+    reads = []
+    for waits in (False, True):
+        model = built()
+        penalty = over_everywhere(model, form=form)
+        waiting(penalty, waits)
+        with penalty, Reads() as counted:
+            loss = model(input_ids=ids, labels=ids).loss
+            reads.append(counted.count)
+            total = penalty()
+            assert counted.count == reads[-1]
+            (loss + total).backward()
+        results.append((float(total), gradients(model), penalty.observations()))
+    with Reads() as counted:
+        built()(input_ids=ids, labels=ids)
+    assert reads[1] == counted.count < reads[0]
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    assert results[0][2] == results[1][2]
+    for name, gradient in results[0][1].items():
+        assert torch.allclose(gradient, results[1][1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_where_a_device_waits_a_site_far_inside_is_pulled_from_the_next_step_on() -> None:
+    model = Scaled(torch.ones(2, requires_grad=True))
+    penalty = ActivationPenalty(model, targets={"model:mul": 4.0}, weight=1.0)
+    waiting(penalty, True)
+    with penalty:
+        totals = []
+        for amax in (16.0, 1.0, 16.0, 16.0, 3.0, 16.0):
+            model(torch.tensor(amax))
+            totals.append(float(penalty()))
+    assert totals == [2.0, 0.0, 0.0, 2.0, 0.0, 2.0]
+
+
+def test_fp16_amp_on_a_cpu_with_fast_products_scaler_and_penalty() -> None:
+    model = built(train=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    penalty = over_everywhere(model)
+    ids = ids_of(3)
+    with penalty, FastProducts():
+        with torch.autocast("cpu", torch.float16):
+            out = model(input_ids=ids, labels=ids)
+        assert out.logits.dtype == torch.float16
+        total = penalty()
+        scaler.scale(out.loss + total).backward()
+    scaler.unscale_(optimizer)
+    assert float(total) > 0
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1024.0
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+def test_what_hides_the_sites_is_refused_in_a_line() -> None:
+    model = built(train=True)
+    ids = ids_of(2)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(UserError, match="use_reentrant"), ActivationPenalty(model):
+        model(input_ids=ids, labels=ids)
+    compiled: Any = torch.compile(built(), backend="eager")
+    with pytest.raises(UserError, match="compile"):
+        ActivationPenalty(compiled).attach()
+    fused = built()
+    fused.set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match=r"set_attn_implementation\('eager'\)"):
+        ActivationPenalty(fused).attach()
+    with pytest.raises(UserError, match="set_attn_implementation"):
+        ActivationPenalty(fused, targets={SCORES: 1.0}).attach()
+    with ActivationPenalty(fused, targets={LOGITS: 1.0}) as penalty:
+        fused(input_ids=ids, labels=ids)
+        penalty()
+    with pytest.raises(UserError, match="attached already"):
+        penalty.attach().attach()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": "l2"}, "form"),
+        ({"form": "lp"}, "fixed weight"),
+        ({"headroom_bits": -1.0}, "headroom_bits"),
+        ({"dual_step": 0.0}, "dual_step"),
+        ({"weight": -1.0}, "weight"),
+        ({"accumulation": 0}, "accumulation"),
+        ({"targets": {"lm_head": math.inf}}, "lm_head"),
+    ],
+)
+def test_unusable_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ActivationPenalty(nn.Linear(1, 1), **options)
+
+
+def test_it_is_public() -> None:
+    assert bf16_to_fp16.ActivationPenalty is ActivationPenalty
+
+
+# -- two processes ----------------------------------------------------------------------------------------------------
+
+
+class Both(nn.Module):
+    """Sites by choice: each rank runs those it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+        for parameter in self.parameters():
+            nn.init.eye_(parameter)
+
+    def forward(self, x: Tensor, names: str) -> list[Tensor]:
+        return [self.parts[name](x) for name in names]
+
+
+def on_a_rank(rank: int, folder: str) -> None:
+    """Train under DDP, FSDP2 and ZeRO-3, and run different sites on each rank; write what was seen."""
+    torch.set_num_threads(1)
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    found: dict[str, Any] = {"world": torch.distributed.get_world_size()}
+    for kind in ("ddp", "fsdp", "zero3"):
+        if kind != "zero3" or find_spec("deepspeed"):
+            found[kind] = trained_on(rank, kind)
+    for form in ("smooth-max", "hinge"):
+        found[form] = trained_on(rank, "ddp", form)
+    found["watched"] = watched_under_fsdp()
+    model = Both()
+    penalty = ActivationPenalty(model, dual_step=1.0, headroom_bits=15.0)
+    steps: list[tuple[str, float]] = [("ab", 4.0), ("a", 1.0), ("ab", 2.0)]
+    if rank:
+        steps = [("b", 16.0), ("ab", 1.0), ("bc", 64.0)]
+    with penalty:
+        for names, scale in steps:
+            model(torch.full((1, 2), scale), names)
+            penalty()
+    found["sites"] = penalty.state_dict()
+    found["dropped"] = after_a_dropped_step(rank)
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # at an interpreter's end threads of gloo and DeepSpeed may still run, and crash
+
+
+def after_a_dropped_step(rank: int) -> list[float]:
+    """The penalties of a step whose values are smaller than those of the one that was given up before it."""
+    model = Both()
+    with ActivationPenalty(model, targets={"parts.a": 1.0}, weight=1.0, accumulation=2) as penalty:
+        model(torch.full((1, 2), 64.0), "a")
+        penalty()
+        penalty.drop_step()
+        totals = []
+        for scale in (4.0, 2.0):
+            model(torch.full((1, 2), scale + rank), "a")
+            totals.append(float(penalty()))
+    return totals
+
+
+def watched_under_fsdp() -> list[str]:
+    """The sites of one step with FSDP2's own operations in between."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = built(train=False)
+    fully_shard(model)
+    with ActivationPenalty(model, form="none") as penalty:
+        model(input_ids=ids_of(2), labels=ids_of(2))
+        penalty()
+    return list(penalty.observations())
+
+
+def trained_on(rank: int | None, kind: str, form: str = "amax") -> dict[str, Any]:
+    """Three steps on a rank's rows, or alone on all of them; the ranks' largest values are not in the same one's."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = built(train=False)
+    targets = {SCORES: 2.0, LOGITS: 1.0}
+    ids = torch.cat([ids_of(2, seed=0), ids_of(2, seed=1)]) if rank is None else ids_of(2, seed=rank)
+    local = {site: reached_alone(model, ids)[site] for site in targets}
+    wrapper: Any = model
+    optimizer: Any = None
+    if kind == "ddp":
+        wrapper = nn.parallel.DistributedDataParallel(model)
+    elif kind == "zero3":
+        import deepspeed
+        import deepspeed.ops
+
+        # It would be compiled first; gloo does the same.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # clips at 1 by default
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        wrapper = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
+    elif kind == "fsdp":
+        for block in [*model.encoder.block, *model.decoder.block]:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    penalty = ActivationPenalty(wrapper, targets=targets, dual_step=0.5, form=form).attach()
+    weights, totals, gradients = [], [], []
+    first: dict[str, float] = {}
+    for _ in range(3):
+        optimizer.zero_grad()
+        with FastProducts():
+            loss = wrapper(input_ids=ids, labels=ids).loss
+            total = penalty()
+            wrapper.backward(loss + total) if kind == "zero3" else (loss + total).backward()
+        if kind in ("ddp", "alone"):
+            gradients.append([float(p.grad.norm()) for p in model.parameters() if p.grad is not None])
+        wrapper.step() if kind == "zero3" else optimizer.step()
+        seen = penalty.observations()
+        first = first or {site: seen[site].amax for site in targets}
+        weights.append([seen[site].weight for site in targets])
+        totals.append(float(total))
+    penalty.detach()
+    parameters = [full(p) for p in model.parameters()]
+    return {
+        "local": local,
+        "first": first,
+        "weights": weights,
+        "totals": totals,
+        "gradients": gradients,
+        "parameters": [float(p.detach().double().sum()) for p in parameters],
+    }
+
+
+def full(parameter: Any) -> Tensor:
+    """A whole parameter, also of one that lies in parts on the ranks."""
+    if hasattr(parameter, "full_tensor"):
+        return parameter.full_tensor()
+    if hasattr(parameter, "ds_id"):
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter]):
+            return parameter.detach().clone()
+    return parameter
+
+
+def reached_alone(model: Any, ids: Tensor) -> dict[str, float]:
+    """What one rank's own batch reaches."""
+    with SiteObserver(model) as observer:
+        model(input_ids=ids, labels=ids)
+    return {site.name: site.amax for site in observer.sites()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(on_a_rank, (str(folder),), nprocs=2)
+    yield [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero3"])
+def test_two_ranks_agree_on_the_largest_values_the_weights_and_the_model(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    if kind == "zero3":
+        pytest.importorskip("deepspeed")
+    assert [found["world"] for found in ranks] == [2, 2]
+    first, second = (found[kind] for found in ranks)
+    assert first["local"] != second["local"]
+    for site, amax in first["first"].items():
+        assert amax == pytest.approx(max(first["local"][site], second["local"][site]), rel=1e-6)
+    for what in ("first", "weights", "parameters"):
+        assert first[what] == second[what]
+    assert first["weights"][-1] > first["weights"][0] > [0.0, 0.0]
+    assert max(first["totals"]) > 0
+    assert first["totals"] == second["totals"]
+
+
+@pytest.mark.parametrize("form", ["amax", "smooth-max", "hinge"])
+def test_two_ranks_pull_as_one_process_with_all_their_rows(ranks: list[dict[str, Any]], form: str) -> None:
+    """Each rank's own maximum pulling, at half weight, is another gradient."""
+    together = [found["ddp" if form == "amax" else form] for found in ranks]
+    alone = trained_on(None, "alone", form)
+    means = [sum(totals) / 2 for totals in zip(*(found["totals"] for found in together), strict=True)]
+    assert means == pytest.approx(alone["totals"], rel=1e-3) and min(means[1:]) > 0
+    assert together[0]["weights"] == [pytest.approx(step, rel=1e-3) for step in alone["weights"]]
+    for step, wanted in zip(together[0]["gradients"], alone["gradients"], strict=True):
+        assert step == pytest.approx(wanted, rel=1e-2, abs=1e-3 * max(wanted))
+
+
+def test_under_fsdp_the_sites_are_those_of_the_model(ranks: list[dict[str, Any]]) -> None:
+    with ActivationPenalty(model := built(train=False), form="none") as penalty:
+        model(input_ids=ids_of(2), labels=ids_of(2))
+        penalty()
+    assert ranks[0]["watched"] == list(penalty.observations())
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero3"])
+def test_sharded_training_is_ddp_s(ranks: list[dict[str, Any]], kind: str) -> None:
+    if kind == "zero3":
+        pytest.importorskip("deepspeed")
+    ddp, sharded = ranks[0]["ddp"], ranks[0][kind]
+    assert ddp["weights"] == [pytest.approx(step, rel=1e-3) for step in sharded["weights"]]
+    assert ddp["totals"] == pytest.approx(sharded["totals"], rel=1e-3)
+
+
+def test_a_dropped_step_leaves_no_trace_on_two_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert [found["dropped"] for found in ranks] == [[pytest.approx(2 * math.log2(5.0)), 0.0]] * 2
+
+
+def test_ranks_that_see_different_sites_neither_hang_nor_disagree(ranks: list[dict[str, Any]]) -> None:
+    first, second = (found["sites"] for found in ranks)
+    assert first["order"] == second["order"] == ["parts.a", "parts.b", "parts.c"]
+    assert first["weights"] == second["weights"]
+    target = FP16_MAX * 2.0**-15
+    bits = {amax: math.log2(amax / target) for amax in (1.0, 2.0, 4.0, 16.0, 64.0)}
+    a = bits[4.0] + max(bits[1.0], -1.0) + bits[2.0]
+    b = bits[16.0] + max(bits[1.0], -1.0) + bits[64.0]
+    assert first["weights"]["parts.a"] == pytest.approx(a)
+    assert first["weights"]["parts.b"] == pytest.approx(b)
+    assert first["weights"]["parts.c"] == pytest.approx(bits[64.0])

@@ -1,0 +1,264 @@
+"""A recipe of five lines works, what nobody reads is refused, and every refusal is one line of what to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.recipe import Data, Recipe, Schedule, keys, nearest_key, parse_recipe, read_recipe
+
+FIVE_LINES = """\
+source: org/model
+out: model-fp16
+data:
+  path: texts.jsonl
+seed: 3
+"""
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        read_recipe(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_five_lines_are_a_recipe_with_usable_defaults(tmp_path: Path) -> None:
+    recipe = read_recipe(write(tmp_path, FIVE_LINES))
+    assert (recipe.source, recipe.out, recipe.data.path) == ("org/model", "model-fp16", "texts.jsonl")
+    assert (recipe.precision, recipe.rescale, recipe.target) == (("bf16", "fp16"), True, "half")
+    assert (recipe.optimizer.relative, recipe.schedule.learning_rate) == (True, 4e-3)
+    assert (recipe.data.objective, recipe.data.noise_density) == ("auto", 0.15)
+    assert recipe.logging.wandb.mode == "off"
+    assert recipe.data_seed == 3  # the recipe's, unless data has its own
+    assert read_recipe(write(tmp_path, FIVE_LINES), ["data.seed=7"]).data_seed == 7
+
+
+def test_describe_is_json_that_reads_back_as_the_same_recipe(tmp_path: Path) -> None:
+    overrides = ["precision=[bf16, fp16]", "schedule.bf16_steps=20", "optimizer.betas=[0.8, 0.9]", "data.seed=1"]
+    recipe = read_recipe(write(tmp_path, FIVE_LINES), overrides)
+    assert parse_recipe(json.loads(json.dumps(recipe.describe()))) == recipe
+
+
+def test_every_default_that_is_written_out_is_accepted() -> None:
+    """A recipe with each optional key set to its own default is the recipe without them."""
+    recipe = parse_recipe({"source": "a", "out": "b", "data": {"path": "c"}})
+    for section, settings in recipe.describe().items():
+        if isinstance(settings, dict) and section != "data":
+            for key, value in settings.items():
+                tree = {"source": "a", "out": "b", "data": {"path": "c"}, section: {key: value}}
+                assert parse_recipe(tree) == recipe, f"{section}.{key}"
+
+
+def test_a_recipe_cannot_be_changed() -> None:
+    recipe = parse_recipe({"source": "a", "out": "b", "data": {"path": "c"}})
+    for section, name, value in ((recipe, "out", "c"), (recipe.data, "path", "d")):
+        with pytest.raises(ValidationError):
+            setattr(section, name, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("1E-5", 1e-5),
+        ("2e1", 20.0),
+        ("1.5e-3", 1.5e-3),
+        (".5", 0.5),
+        ("2", 2.0),
+        ("1_0", 10.0),
+        ("010", 10.0),
+    ],
+)
+def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
+    recipe = read_recipe(write(tmp_path, FIVE_LINES + f"schedule: {{learning_rate: {text}}}\n"))
+    assert recipe.schedule.learning_rate == value
+
+
+def test_off_and_no_are_words(tmp_path: Path) -> None:
+    text = FIVE_LINES + "logging: {wandb: {mode: off, project: no, name: 2020-01-01}}\n"
+    wandb = read_recipe(write(tmp_path, text)).logging.wandb
+    assert (wandb.mode, wandb.project, wandb.name) == ("off", "no", "2020-01-01")
+
+
+def test_a_byte_order_mark_and_an_empty_section_are_no_matter(tmp_path: Path) -> None:
+    text = "\ufeff" + FIVE_LINES + "schedule:\n  # steps: 10\n"
+    assert read_recipe(write(tmp_path, text)).schedule == Schedule()
+
+
+def test_overrides_are_yaml_and_make_the_sections_that_lack(tmp_path: Path) -> None:
+    path = write(tmp_path, FIVE_LINES + "penalty: {form: hinge}\n")
+    overrides = ("penalty.headroom_bits=3", "logging.wandb.mode=offline", "precision=fp32", "out=a=b", "rescale=false")
+    recipe = read_recipe(path, overrides)
+    assert (recipe.penalty.form, recipe.penalty.headroom_bits) == ("hinge", 3.0)
+    assert (recipe.logging.wandb.mode, recipe.precision, recipe.out) == ("offline", ("fp32",), "a=b")
+    assert recipe.rescale is False
+
+
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("steps", "schedule.steps"),
+        ("schedule.step", "schedule.steps"),
+        ("schedule.learningrate", "schedule.learning_rate"),
+        ("optimiser", "optimizer"),
+        ("lr", "schedule.learning_rate"),
+        ("data.batchsize", "data.batch_size"),
+        ("penalty.headrom", "penalty.headroom_bits"),
+        ("logging.wandb.projet", "logging.wandb.project"),
+        ("batch_size", "data.batch_size"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path, unknown: str, nearest: str) -> None:
+    message = refusal(write(tmp_path, FIVE_LINES), f"{unknown}=1")
+    assert message.startswith(f"{tmp_path / 'recipe.yaml'}: unknown key {unknown}; did you mean {nearest}?")
+
+
+def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
+    def keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+        found = []
+        for name, field in model.model_fields.items():
+            found.append((*above, name))
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                found += keys(field.annotation, (*above, name))
+        return found
+
+    known = keys(Recipe)
+    assert len(known) > 70
+    for key in known:
+        if len(key[-1]) > 4:
+            assert nearest_key((*key[:-1], key[-1][:-1])) == ".".join(key)
+    assert nearest_key(("zzzzzzzz",)) in {".".join(key) for key in known}
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("schedule.steps=-3", "schedule.steps is -3; it must be at least 1"),
+        ("schedule.steps=2.5", "schedule.steps is 2.5, a number; give a whole number"),
+        ("schedule.steps=many", "schedule.steps is 'many', text; give a whole number"),
+        ("schedule.steps='3'", "schedule.steps is '3', text; give a whole number"),
+        ("schedule.learning_rate=true", "schedule.learning_rate is true, a yes or no; give a number"),
+        ("schedule.learning_rate=0", "schedule.learning_rate is 0; it must be greater than 0"),
+        ("schedule.learning_rate=.inf", "schedule.learning_rate is inf, not finite; give a finite number"),
+        ("data.noise_density=1", "data.noise_density is 1; it must be less than 1"),
+        ("rescale=1", "rescale is 1, a whole number; give true or false"),
+        ("rescale=yes", "rescale is 'yes', text; give true or false"),
+        ("source=", "source is empty; give text"),
+        ("source='  '", "source is empty; give the checkpoint"),
+        ("out=7", "out is 7, a whole number; give text"),
+        ("data=texts.jsonl", "data is 'texts.jsonl', text; give a section"),
+        ("schedule=[1]", "schedule is [1], a list; give a section"),
+        ("target=full", "target is 'full'; use one of half, norm-safe, train"),
+        ("optimizer.rounding=stochastik", "(nearest: stochastic)"),
+        ("precision=[fp16, bf16]", "precision is [fp16, bf16]; use one of [fp16], [bf16, fp16], [fp32]"),
+        ("precision=int8", "precision is 'int8'; use one of fp16, bf16, fp32"),
+        ("precision=[]", "precision is []; use one of"),
+        ("optimizer.betas=[0.9]", "optimizer.betas has too few entries"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas is [0.9, 1.0]; give two numbers from 0 to below 1"),
+        ("optimizer.rounding=kahan", "optimizer: rounding kahan is for weights of bf16 or fp16"),
+        ("schedule={steps: 10, warmup: 11}", "schedule: warmup of 11 is longer than the 10 steps"),
+        ("precision=fp16; schedule.bf16_steps=5", "schedule.bf16_steps is for precision [bf16, fp16]"),
+        ("schedule={bf16_steps: 10, steps: 10}", "schedule: bf16_steps of 10 leaves no step for fp16"),
+        ("data={path: a, objective: gap-sentences, target_column: b}", "data: objective gap-sentences makes its own"),
+        ("data={path: a, input_column: b, target_column: b}", "data: input_column and target_column are the same"),
+        ("data={}", "data.path is missing; add it: a .jsonl"),
+        ("seed=4294967296", "seed is 4294967296; it must be less than"),
+        ("data.path.x=1", "data.path is not a section"),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_file_and_key(tmp_path: Path, override: str, wanted: str) -> None:
+    message = refusal(write(tmp_path, FIVE_LINES), *override.split("; "))
+    assert message.startswith(f"{tmp_path / 'recipe.yaml'}: ")
+    assert wanted in message
+
+
+@pytest.mark.parametrize("override", ["schedule.steps", "=3", ".a=3", "schedule..steps=3", ""])
+def test_an_override_without_key_and_value_is_refused(tmp_path: Path, override: str) -> None:
+    assert "sets nothing; write it like schedule.steps=200" in refusal(write(tmp_path, FIVE_LINES), override)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "the recipe is empty"),
+        ("# only a comment\n", "the recipe is empty"),
+        ("- a\n- b\n", "`key: value` lines, not a list"),
+        ("hello", "`key: value` lines, not text"),
+        ("source: a\nout: b\n", "data is missing"),
+        (
+            "out: b\n",
+            "source is missing; add it: the checkpoint: a folder or a Hub id (name[@revision]) (1 more after it)",
+        ),
+        ("source: [\n", "not YAML at line 2"),
+        ("source: a\n\tout: b\n", "not YAML at line 2"),
+        ("source: a\nout: b\nsource: c\n", "not YAML at line 3 (the key source is given twice)"),
+        ("data: {path: a, path: b}\n", "not YAML at line 1 (the key path is given twice)"),
+        ("? [a]\n: b\n", "not YAML at line 1 (the key of a section is not a word)"),
+        ("3: b\n", "not YAML at line 1 (the key 3 is not a word)"),
+        ("a: &x [*x]\n", "not YAML at line 1"),
+        ("a: !!python/object/apply:os.getcwd []\n", "not YAML at line 1"),
+        ("a: " + "[" * 20000, "not YAML"),
+        ("a\0b", "not YAML"),
+        (b"source: \xff", "not UTF-8 at byte 8; save the recipe as UTF-8"),
+        ("source: a\n".encode("utf-16"), "not UTF-8"),
+    ],
+    ids=repr,
+)
+def test_a_file_that_is_no_recipe_is_one_line(tmp_path: Path, text: str | bytes, wanted: str) -> None:
+    path = write(tmp_path, text)
+    message = refusal(path)
+    assert message.startswith(f"{path}: ")
+    assert wanted in message
+
+
+def test_a_missing_file_and_a_folder_are_one_line(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "none.yaml")
+    assert "is a folder; give the recipe's YAML file" in refusal(tmp_path)
+
+
+def test_a_short_run_has_a_short_default_warmup() -> None:
+    assert Schedule(steps=1000).warmup_steps == 50
+    assert Schedule(steps=30).warmup_steps == 3
+    assert Schedule(steps=1).warmup_steps == 1
+    assert Schedule(steps=30, warmup=0).warmup_steps == 0
+
+
+def test_sections_can_be_made_in_python() -> None:
+    recipe = Recipe(source="a", out="b", data=Data(path="c"), precision=("bf16", "fp16"))
+    tree: dict[str, Any] = {"source": "a", "out": "b", "data": {"path": "c"}, "precision": ["bf16", "fp16"]}
+    assert parse_recipe(tree) == recipe
+
+
+def test_a_form_without_a_target_needs_a_weight() -> None:
+    tree = {"source": "s", "out": "o", "data": {"path": "p"}, "penalty": {"form": "lp"}}
+    with pytest.raises(UserError, match="form lp has no target to rise to; give a weight"):
+        parse_recipe(tree)
+    assert parse_recipe(tree | {"penalty": {"form": "lp", "weight": 0.1}}).penalty.weight == 0.1
+
+
+def test_the_list_of_keys_has_every_key_with_its_default() -> None:
+    listed = {key: default for key, default, _ in keys()}
+    recipe = parse_recipe({"source": "s", "out": "o", "data": {"path": "p"}})
+
+    def flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+        return found
+
+    settings = flat(recipe.describe())
+    assert set(listed) == set(settings)
+    needed = {"source", "out", "data.path"}
+    assert {key for key, default in listed.items() if default == "(needed)"} == needed
+    assert all(json.loads(listed[key]) == value for key, value in settings.items() if key not in needed)

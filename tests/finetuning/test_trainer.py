@@ -1,0 +1,941 @@
+"""The loop of a finetune: precision, losses, states, and what it does when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support.learner import TEXT, recipe_tree, saved, tiny_model
+
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.distillation import (
+    Teacher,
+    TopK,
+    TopStore,
+    arguments,
+    hidden_error,
+    kl_divergence,
+    kl_divergence_from_top,
+    task_loss,
+)
+from bf16_to_fp16.finetuning.evaluation import scores
+from bf16_to_fp16.finetuning.log import RunLog
+from bf16_to_fp16.finetuning.mixed_precision import LossScale, MixedPrecision, each_norm
+from bf16_to_fp16.finetuning.penalty import Observation
+from bf16_to_fp16.finetuning.recipe import Penalty, Recipe, Schedule, Wandb, parse_recipe
+from bf16_to_fp16.finetuning.run import make_accelerator
+from bf16_to_fp16.finetuning.stability import PULLED_STEPS
+from bf16_to_fp16.finetuning.states import RunFolder, read_state, write_state
+from bf16_to_fp16.finetuning.trainer import Trainer, learning_rate, make_optimizer
+from bf16_to_fp16.optim.adamw import AdamW
+
+BAD = ord("Z") + 3
+"""ByT5's id of a letter that no text here has."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("source"), 120)
+
+
+def recipe_for(folder: Path, out: Path, **changes: Any) -> Recipe:
+    tree = recipe_tree(folder, out) | {
+        "device": "cpu",
+        "schedule": {"steps": 8, "learning_rate": 0.003, "warmup": 2},
+        "precision": "fp16",
+        "optimizer": {"relative": False},
+        "penalty": {"form": "none"},
+        "checkpointing": {"every": 4},
+        "evaluation": {"every": 100, "generate": False},
+    }
+    for key, value in changes.items():
+        tree[key] = {**tree[key], **value} if isinstance(value, dict) and key in tree else value
+    return parse_recipe(tree)
+
+
+Damage = Callable[[int, TrainingBatch], TrainingBatch]
+
+
+def trainer_of(
+    recipe: Recipe, folder: Path, run: Path, model: Any = None, damage: Damage | None = None, seen: Any = None
+) -> Trainer:
+    """A trainer on the tiny model; ``damage`` changes the batch of a step of data; ``seen`` notes those steps."""
+    corpus = open_corpus(recipe.data, folder, tiny_model().config, seed=recipe.data_seed)
+    run.mkdir(exist_ok=True)
+    accelerator = make_accelerator(recipe)
+    teacher = None
+    if recipe.distillation.weight:
+        teacher = Teacher(tiny_model(), accelerator.device, temperature=recipe.distillation.temperature)
+    log = RunLog(run / "log.jsonl", recipe.logging.wandb, run, "run", {})
+    trainer = Trainer(recipe, model or tiny_model(), teacher, corpus, run, accelerator, log=log)
+    if damage is not None:
+        training_batches = trainer.training_batches
+        advance = type(training_batches).__next__
+
+        class Damaged(type(training_batches)):  # type: ignore[misc]
+            def __next__(self) -> TrainingBatch:
+                step = self.steps
+                if seen is not None:
+                    seen.append(step)
+                assert damage is not None
+                return damage(step, advance(self))
+
+        training_batches.__class__ = Damaged
+    return trainer
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in rows_of(run) if "loss" in row}
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_learning_rate_rises_linearly_and_then_keeps_its_shape() -> None:
+    def at(decay: str, step: int) -> float:
+        schedule = Schedule(steps=110, learning_rate=2.0, warmup=10, decay=decay)  # type: ignore[arg-type]
+        return learning_rate(schedule, step)
+
+    assert [at("linear", step) for step in (0, 4, 9, 10)] == [0.2, 1.0, 2.0, 2.0]
+    assert at("constant", 109) == 2.0
+    assert at("linear", 60) == pytest.approx(1.0) and at("linear", 109) == pytest.approx(0.02)
+    assert at("cosine", 60) == pytest.approx(1.0) and at("cosine", 35) == pytest.approx(1 + math.cos(math.pi / 4))
+
+
+def test_loss_scale_halves_at_an_overflow_and_doubles_after_a_calm_window() -> None:
+    scale = LossScale(8.0, window=3, settled=True)
+    seen = []
+    for overflowed in (True, True, False, False, False, False, False, True, False):
+        scale.update(overflowed=overflowed)
+        seen.append((scale.scale, scale.overflows))
+    assert seen == [(4, 1), (2, 2), (2, 0), (2, 0), (4, 0), (4, 0), (4, 0), (2, 1), (2, 0)]
+    looking = LossScale(64.0, window=3)
+    for overflowed in (True, True, False):
+        looking.update(overflowed=overflowed)
+    assert (looking.scale, looking.settled) == (4.0, True)  # a quarter of what just held
+    highest = LossScale(2.0**24, window=1, settled=True)
+    highest.update(overflowed=False)
+    assert highest.scale == 2.0**24
+
+
+def test_gradients_are_unscaled_and_clipped_and_an_overflow_leaves_them() -> None:
+    mixed_precision = MixedPrecision("fp16", torch.device("cpu"), loss_scale=1024.0, window=10)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0]) * 1024
+    assert mixed_precision.finish([weight], clip_norm=1.0) == pytest.approx(5.0)
+    assert torch.allclose(weight.grad, torch.tensor([0.6, 0.8]))
+    weight.grad = torch.tensor([3.0, 4.0]) * 1024
+    assert mixed_precision.finish([weight], clip_norm=100.0) == pytest.approx(5.0)
+    assert torch.equal(weight.grad, torch.tensor([3.0, 4.0]))
+    for bad in (math.inf, math.nan):
+        weight.grad = torch.tensor([bad, 1.0])
+        before = mixed_precision.scale
+        assert not mixed_precision.finish([weight], clip_norm=1.0) < math.inf
+        assert mixed_precision.scale == before / 2 and weight.grad[1] == 1.0
+    assert len(each_norm([])) == 0
+
+
+def test_amp_on_a_cpu_really_computes_in_fp16_forward_and_backward() -> None:
+    """Libraries quietly train in fp32 here: a product past 65504 shows which it is."""
+    linear = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(linear.weight, 300.0)
+    for precision, finite in (("fp16", False), ("bf16", True), ("fp32", True)):
+        mixed_precision = MixedPrecision(precision, torch.device("cpu"), loss_scale=4.0, window=1)
+        with mixed_precision.whole_step(), mixed_precision.forward():
+            out = linear(torch.full((1, 2), 200.0))
+        assert bool(torch.isfinite(out).all()) is finite
+        assert mixed_precision.scale == (4.0 if precision == "fp16" else 1.0)
+    mixed_precision = MixedPrecision("fp16", torch.device("cpu"), loss_scale=1.0, window=1)
+    x = torch.full((1, 2), 1.0, requires_grad=True)
+    with mixed_precision.whole_step():
+        with mixed_precision.forward():
+            out = linear(x)
+        (out.float() * 400).sum().backward()
+    assert x.grad is not None and not bool(torch.isfinite(x.grad).any())  # 300 * 400 in fp16
+    assert linear.weight.dtype == torch.float32 and linear.weight.grad is not None
+    assert linear.weight.grad.dtype == torch.float32
+
+
+def test_the_cube_of_a_gate_has_a_gradient_under_fp16_as_on_cuda() -> None:
+    """CUDA's autocast takes powers in fp32; a CPU's does not, and 3x² is inf beyond 147.8."""
+    x = torch.tensor([150.0, 1.0], requires_grad=True)
+    mixed_precision = MixedPrecision("fp16", torch.device("cpu"), loss_scale=1.0, window=1)
+    with mixed_precision.whole_step():
+        with mixed_precision.forward():
+            y = transformers.activations.NewGELUActivation()(x.half())
+        y.float().sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, torch.tensor([1.0, 1.083]), atol=2e-3)
+
+
+@pytest.mark.parametrize("penalty", ["none", "amax"])
+def test_the_first_loss_scale_is_found_without_losing_a_step(folder: Path, tmp_path: Path, penalty: str) -> None:
+    found = []
+    for name, scale in (("high", 2.0**60), ("right", 1024.0)):
+        recipe = recipe_for(
+            folder,
+            tmp_path / "out",
+            stability={"loss_scale": scale},
+            penalty={"form": penalty, "headroom_bits": 14.0},
+            schedule={"steps": 4},
+        )
+        outcome = trainer_of(recipe, folder, tmp_path / name).train()
+        assert outcome.skipped == ()
+        found.append({row["step"]: row for row in rows_of(tmp_path / name) if "loss" in row})
+    scales = {row["loss_scale"] for row in found[0].values()}
+    assert len(scales) == 1 and 2.0**10 <= min(scales) < 2.0**60
+    for step, row in found[1].items():
+        for key in ("loss", "penalty", "tokens"):
+            assert found[0][step][key] == pytest.approx(row[key], rel=2e-3), (step, key)
+    # It still reacts.
+    assert found[1][4]["loss_scale"] == 1024.0
+
+
+def test_where_no_loss_scale_helps_the_first_steps_are_skipped_as_any_other(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out", schedule={"steps": 3}, stability={"overflow_stop": 9})
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    outcome = trainer.train()
+    assert [(row["step"], row["loss_scale"]) for row in outcome.skipped] == [(1, 2.0**15), (2, 2.0**14), (3, 2.0**13)]
+
+
+@pytest.mark.parametrize("clip_norm", [1e9, 0.02])
+def test_a_relative_learning_rate_goes_with_each_tensor(folder: Path, tmp_path: Path, clip_norm: float) -> None:
+    """Multiplying a weight by a power of two multiplies its steps by the same, clipping, epsilon and decay included."""
+    moved = []
+    for name, factor in (("plain", 1.0), ("scaled", 2.0**-6)):
+        model = tiny_model(dropout=0.0)
+        with torch.no_grad():
+            for block in model.encoder.block:
+                # Values are multiplied and outputs divided: the same function.
+                block.layer[0].SelfAttention.v.weight.mul_(factor)
+                block.layer[0].SelfAttention.o.weight.div_(factor)
+        before = model.encoder.block[0].layer[0].SelfAttention.v.weight.detach().clone()
+        recipe = recipe_for(
+            folder,
+            tmp_path / "out",
+            precision="fp32",
+            optimizer={"relative": True, "clip_norm": clip_norm, "epsilon": 1e-3, "weight_decay": 0.5},
+            schedule={"steps": 3, "learning_rate": 0.01},
+        )
+        trainer = trainer_of(recipe, folder, tmp_path / name, model=model)
+        trainer.train()
+        after = trainer.weights()["encoder.block.0.layer.0.SelfAttention.v.weight"]
+        moved.append((after - before) / factor)
+        losses = losses_of(tmp_path / name)
+        moved.append(torch.tensor([losses[step] for step in (1, 2, 3)]))
+    assert torch.allclose(moved[0], moved[2], rtol=1e-2, atol=1e-6) and torch.allclose(moved[1], moved[3], rtol=1e-4)
+
+
+def test_divergence_is_the_sum_of_kl_times_the_squared_temperature() -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(5, 7), torch.randn(5, 7)
+    p, q = (teacher / 2).softmax(-1), (student / 2).softmax(-1)
+    wanted = float((p * (p / q).log()).sum()) * 4
+    assert float(kl_divergence(student, teacher, 2.0)) == pytest.approx(wanted, rel=1e-5)
+    assert float(kl_divergence(teacher, teacher, 2.0)) == pytest.approx(0.0, abs=1e-5)
+    everything = TopK(*(teacher / 2).log_softmax(-1).topk(7))
+    assert float(kl_divergence_from_top(student, everything, 2.0)) == pytest.approx(wanted, rel=1e-3)
+    some = TopK(*(teacher / 2).log_softmax(-1).topk(3))
+    assert 0 < float(kl_divergence_from_top(student, some, 2.0)) < wanted
+    assert float(kl_divergence_from_top(teacher, some, 2.0)) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_the_gradient_of_both_losses_is_sound_where_they_agree_and_apart() -> None:
+    teacher = torch.randn(4, 9, dtype=torch.float64).float()
+    student = teacher.clone().requires_grad_()
+    kl_divergence_from_top(student, TopK(*teacher.log_softmax(-1).topk(3)), 1.0).backward()
+    assert student.grad is not None and float(student.grad.abs().max()) < 1e-5
+    assert float(hidden_error(2 * teacher, teacher)) == pytest.approx(4.0)
+    logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, 2, -100], [0, -100, -100]])
+    wanted = -sum(float(logits[r, c].log_softmax(-1)[labels[r, c]]) for r, c in ((0, 0), (0, 1), (1, 0)))
+    assert float(task_loss(logits, labels)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_top_logits_come_back_from_the_disk_and_a_missing_step_is_said(tmp_path: Path) -> None:
+    store = TopStore(tmp_path, 0)
+    top = TopK(*torch.randn(3, 11).log_softmax(-1).topk(4))
+    store.write(2, [top])
+    back = store.read(2, 0, torch.device("cpu"))
+    assert torch.equal(back.ids, top.ids)
+    assert torch.allclose(back.log_probabilities, top.log_probabilities, atol=2e-3)
+    assert [store.has(step) for step in range(4)] == [False, False, True, False]
+    with pytest.raises(UserError, match="step 1 of the teacher's logits is missing"):
+        store.read(1, 0, torch.device("cpu"))
+
+
+def test_states_are_whole_or_not_there_and_the_oldest_go(tmp_path: Path) -> None:
+    states = RunFolder(tmp_path / "run", keep=2)
+    assert states.steps() == []
+    for step in (4, 8, 12):
+        write_state(states.begin(step), {"step": step})
+        states.commit(step)
+    assert states.steps() == [8, 12]
+    states.begin(16)  # a crash before the rename
+    assert states.steps() == [8, 12]
+    assert read_state(states.of(12)) == {"step": 12}
+    (states.of(8) / "state.pt").write_bytes(b"no state")
+    with pytest.raises(UserError, match="cannot be read; remove"):
+        read_state(states.of(8))
+
+
+def test_a_new_process_reads_moments_in_8_bits(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = AdamW([weight], moments="8bit")
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    write_state(tmp_path, {"optimizer": optimizer.state_dict()})
+    read = "import sys; from pathlib import Path; from bf16_to_fp16.finetuning.states import read_state"
+    said = (
+        "; moment = read_state(Path(sys.argv[1]))['optimizer']['state'][0]['exp_avg']; print(hasattr(moment, 'codes'))"
+    )
+    done = subprocess.run([sys.executable, "-c", read + said, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_state_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (marker.touch, ())
+
+    torch.save({"evil": Evil()}, tmp_path / "state.pt")
+    with pytest.raises(UserError):
+        read_state(tmp_path)
+    assert not marker.exists()
+
+
+def test_log_takes_back_what_came_after_a_step(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl", Wandb(), tmp_path, "run", {})
+    for step in range(5):
+        log.write(step, {"loss": math.inf if step == 1 else 0.5})
+    log.close()
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"step": 1, "lo')
+    log.rewind(2)
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
+    assert rows_of(tmp_path)[1]["loss"] > 1e300
+
+
+def test_scores_of_generated_text() -> None:
+    assert scores([("a b c", "a b c")])["bleu"] >= 0
+    found = scores([("the cat sat on the mat", "the cat sat on the mat"), ("no", "yes")])
+    assert found["rouge1"] == pytest.approx(0.5) and found["rougeL"] == pytest.approx(0.5)
+
+
+# ---- the loop ------------------------------------------------------------------------------------------------------
+
+
+def test_training_learns_and_says_so(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 60, "learning_rate": 0.01},
+        distillation={"weight": 0.0},
+        evaluation={"every": 30, "generate": False},
+    )
+    outcome = trainer_of(recipe, folder, tmp_path / "run").train()
+    held = [row["held_out_loss"] for row in outcome.evaluations]
+    assert [row["step"] for row in outcome.evaluations] == [0, 30, 60]
+    assert held[2] < held[1] < held[0] - 1
+    assert outcome.steps == 60 and outcome.tokens > 60 * 4 * 20
+
+
+def test_distillation_alone_comes_back_to_the_teacher(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 60, "learning_rate": 0.01},
+        distillation={"weight": 1.0},
+        evaluation={"every": 60, "generate": False},
+    )
+    outcome = trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(seed=3)).train()
+    first, last = (row["held_out_divergence"] for row in outcome.evaluations)
+    assert last < first / 2
+
+
+def objective(model: Any, teacher: Any, batches: list[TrainingBatch], share: float, temperature: float) -> torch.Tensor:
+    """The mean loss of all positions, by its definition."""
+    total, positions = torch.zeros(()), 0
+    for batch in batches:
+        given = arguments(model, batch, torch.device("cpu"))
+        assert batch.labels is not None
+        mask = batch.labels != -100
+        mine, theirs = model(**given).logits[mask], teacher(**given).logits[mask].detach()
+        task = -mine.log_softmax(-1).gather(-1, batch.labels[mask][:, None]).sum()
+        p, q = (theirs / temperature).log_softmax(-1), (mine / temperature).log_softmax(-1)
+        total = total + (1 - share) * task + share * temperature**2 * (p.exp() * (p - q)).sum()
+        positions += int(mask.sum())
+    return total / positions
+
+
+@pytest.mark.parametrize("clip_norm", [1e9, 0.01])
+def test_a_step_follows_the_gradient_of_both_losses_of_all_positions_clipped(
+    folder: Path, tmp_path: Path, clip_norm: float
+) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        precision="fp32",
+        data={"gradient_accumulation": 2},
+        schedule={"steps": 1, "warmup": 0},
+        distillation={"weight": 0.25, "temperature": 2.0},
+        optimizer={"clip_norm": clip_norm, "relative": False},
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(seed=3, dropout=0.0))
+    trainer.train()
+    got = {name: p.grad for name, p in trainer.stock.named_parameters()}
+    model, teacher = tiny_model(seed=3, dropout=0.0), tiny_model(dropout=0.0)
+    training_batches = open_corpus(recipe.data, folder, model.config, seed=recipe.data_seed).training_batches()
+    loss = objective(model, teacher, [next(training_batches) for _ in range(2)], 0.25, 2.0)
+    loss.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    norm = float(torch.stack([g.norm() for g in wanted.values() if g is not None]).norm())
+    (row,) = [row for row in rows_of(tmp_path / "run") if "loss" in row]
+    assert row["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert row["gradient_norm"] == pytest.approx(norm, rel=1e-3) and norm > 0.1
+    for name, gradient in wanted.items():
+        assert gradient is not None and got[name] is not None
+        assert torch.allclose(got[name], gradient * min(1.0, clip_norm / norm), rtol=1e-3, atol=1e-5 * norm), name
+
+
+def test_held_out_losses_are_measured_without_dropout_and_training_goes_on_with_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_for(
+        folder, tmp_path / "out", precision="fp32", schedule={"steps": 1, "warmup": 0}, evaluation={"every": 1}
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(seed=3, dropout=0.5))
+    outcome = trainer.train()
+    model, teacher = tiny_model(seed=3, dropout=0.5).eval(), tiny_model().eval()
+    held = open_corpus(recipe.data, folder, model.config, seed=recipe.data_seed).held_out(256, 0, 1)
+    with torch.no_grad():
+        task, kl = (float(objective(model, teacher, held, share, 1.0)) for share in (0.0, 1.0))
+    assert outcome.evaluations[0]["held_out_loss"] == pytest.approx(task, rel=1e-4)
+    assert outcome.evaluations[0]["held_out_divergence"] == pytest.approx(kl, rel=1e-3)
+    assert trainer.stock.training and all(module.training for module in trainer.stock.modules())
+
+
+def test_dropout_is_another_in_every_step(folder: Path, tmp_path: Path) -> None:
+    first: list[TrainingBatch] = []
+
+    def same(step: int, batch: TrainingBatch) -> TrainingBatch:
+        first.append(batch)
+        return first[0]
+
+    recipe = recipe_for(folder, tmp_path / "out", precision="fp32", schedule={"steps": 4, "learning_rate": 1e-30})
+    outcome = trainer_of(recipe, folder, tmp_path / "run", damage=same).train()
+    assert first[0].labels is not None
+    assert outcome.tokens == 4 * int(first[0].attention_mask.sum() + (first[0].labels != -100).sum())
+    assert len(set(losses_of(tmp_path / "run").values())) == 4
+
+
+def test_the_optimizer_is_the_recipes_and_scales_are_not_decayed(folder: Path, tmp_path: Path) -> None:
+    given = {"betas": [0.8, 0.95], "epsilon": 1e-5, "weight_decay": 0.3}
+    for weights, rounding in (("fp32", "nearest"), ("bf16", "stochastic")):
+        settings = given | {"weights": weights, "rounding": rounding, "relative": False}
+        recipe = recipe_for(folder, tmp_path / "out", precision="fp32", optimizer=settings)
+        matrix, gain = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+        optimizer = make_optimizer(recipe, [gain, matrix])
+        groups = {len(group["params"][0].shape): group for group in optimizer.param_groups}
+        assert set(groups) == {1, 2} and [p.ndim for group in groups.values() for p in group["params"]] == [2, 1]
+        assert (groups[2]["weight_decay"], groups[1]["weight_decay"]) == (0.3, 0.0)
+        for group in groups.values():
+            assert (tuple(group["betas"]), group["eps"], group["lr"]) == ((0.8, 0.95), 1e-5, 0.003)
+
+
+def test_the_penalty_is_the_recipes_and_looks_at_new_random_ids_every_other_step(folder: Path, tmp_path: Path) -> None:
+    settings = {"form": "amax", "headroom_bits": 20.0, "dual_step": 0.25, "train_mode": True}
+    recipe = recipe_for(folder, tmp_path / "out", precision="fp32", schedule={"steps": 3}, penalty=settings)
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    ran: list[torch.Tensor] = []
+    trainer.stock.register_forward_pre_hook(
+        lambda module, args, kwargs: ran.append(kwargs["input_ids"]) if torch.is_grad_enabled() else None,
+        with_kwargs=True,
+    )
+    trainer.train()
+    assert len(ran) == 6  # of each step the data, and a batch of the probe
+    assert ran[1].shape == ran[5].shape and not torch.equal(ran[1], ran[5])
+    assert trainer.penalty is not None
+    weights = {name: seen.weight for name, seen in trainer.penalty.observations().items()}
+    assert any(name.endswith("act:cubed") for name in weights)  # whose limit is of training
+    recipe = recipe_for(
+        folder, tmp_path / "out", precision="fp32", schedule={"steps": 1, "warmup": 0}, penalty=settings
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "one")
+    trainer.train()
+    assert trainer.penalty is not None
+    over = [seen for seen in trainer.penalty.observations().values() if 0 < seen.excess_bits < 16]
+    assert over and all(seen.weight == pytest.approx(0.25 * seen.excess_bits) for seen in over)
+    fixed = recipe_for(
+        folder,
+        tmp_path / "out",
+        precision="fp32",
+        schedule={"steps": 1, "warmup": 0},
+        penalty={**settings, "weight": 3.0, "probe": False},
+    )
+    trainer = trainer_of(fixed, folder, tmp_path / "fixed")
+    trainer.train()
+    assert trainer.penalty is not None
+    assert {seen.weight for seen in trainer.penalty.observations().values()} == {3.0}
+
+
+def test_the_loss_scale_rises_and_states_go_as_the_recipe_says(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 7},
+        stability={"loss_scale": 64.0, "loss_scale_window": 3},
+        checkpointing={"every": 2, "keep": 2},
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    trainer.train()
+    scales = [row["loss_scale"] for row in rows_of(tmp_path / "run") if "loss" in row]
+    assert scales == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0, 256.0]
+    assert RunFolder(tmp_path / "run", 2).steps() == [6, 7]
+    # Where a rise is noticed late, the states since are of no use; no run this short notices one so late.
+    trainer._rewind(6, 7)
+    assert RunFolder(tmp_path / "run", 2).steps() == [6] and sorted(losses_of(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+    assert trainer.mixed_precision.scale == 256.0
+
+
+def test_accumulated_passes_make_the_step_of_one_large_batch(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for name, size, passes in (("whole", 8, 1), ("parts", 2, 4)):
+        recipe = recipe_for(
+            folder, tmp_path / name, precision="fp32", data={"batch_size": size, "gradient_accumulation": passes}
+        )
+        trainer = trainer_of(recipe, folder, tmp_path / f"{name}.run", model=tiny_model(dropout=0.0))
+        trainer.train()
+        found.append((losses_of(tmp_path / f"{name}.run"), trainer.weights()))
+    (losses, weights), (other_losses, other_weights) = found
+    assert losses == pytest.approx(other_losses, rel=1e-4)
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, other_weights[name], atol=2e-4), name
+
+
+class Killed(BaseException):
+    """Stands for the end of the process, which no handler sees."""
+
+
+@pytest.mark.parametrize("penalty", ["none", "amax"])
+def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
+    folder: Path, tmp_path: Path, penalty: str
+) -> None:
+    recipe = recipe_for(
+        folder, tmp_path / "out", schedule={"steps": 10}, penalty={"form": penalty, "headroom_bits": 14.0}
+    )
+    whole = trainer_of(recipe, folder, tmp_path / "whole")
+    outcome = whole.train()
+
+    def kill(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step == 6:
+            raise Killed
+        return batch
+
+    with pytest.raises(Killed):
+        trainer_of(recipe, folder, tmp_path / "cut", damage=kill).train()
+    assert RunFolder(tmp_path / "cut", 3).steps() == [0, 4]
+    again = trainer_of(recipe, folder, tmp_path / "cut", model=tiny_model(seed=9))
+    assert again.train() == outcome
+    # What a spike is depends on all that was seen.
+    assert again.watch.detector.state_dict() == whole.watch.detector.state_dict()
+    for name, tensor in whole.weights().items():
+        assert torch.equal(tensor, again.weights()[name]), name
+    assert (tmp_path / "cut" / "log.jsonl").read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
+    states = [load_file(tmp_path / run / "step-00000010" / "model.safetensors") for run in ("whole", "cut")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_run_of_another_recipe_is_not_continued(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out")
+    trainer_of(recipe, folder, tmp_path / "run").train()
+    other = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"learning_rate": 0.1})})
+    with pytest.raises(UserError, match="holds a run with another schedule; restore the recipe"):
+        trainer_of(other, folder, tmp_path / "run").train()
+    quieter = recipe.model_copy(update={"logging": recipe.logging.model_copy(update={"every": 7})})
+    assert trainer_of(quieter, folder, tmp_path / "run").train().steps == 8
+
+
+def test_a_bad_batch_is_skipped_counted_and_named(folder: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.shared.weight[BAD] = math.inf
+    bad: list[tuple[tuple[int, int], ...]] = []
+
+    def plant(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step not in (2, 5):
+            return batch
+        bad.append(batch.examples)
+        ids = batch.input_ids.clone()
+        ids[1, 3] = BAD
+        return replace(batch, input_ids=ids)
+
+    # The tied head would give inf logits for the letter in every batch.
+    model.lm_head.weight = torch.nn.Parameter(tiny_model().lm_head.weight.detach().clone())
+    recipe = recipe_for(folder, tmp_path / "out", evaluation={"every": 100}, data={"held_out": 0.0})
+    outcome = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=plant).train()
+    assert [row["step"] for row in outcome.skipped] == [3, 6]
+    assert [row["examples"] for row in outcome.skipped] == [[list(e) for e in examples] for examples in bad]
+    assert outcome.steps == 8
+    rows = {row["step"]: row for row in rows_of(tmp_path / "run")}
+    assert rows[3]["skipped_examples"] == outcome.skipped[0]["examples"] and rows[8]["skipped"] == 2
+    assert rows[8]["loss_scale"] == recipe.stability.loss_scale / 4
+    assert all(torch.isfinite(torch.tensor(row["loss"])) for step, row in rows.items() if step not in (3, 6))
+
+
+def test_so_many_bad_batches_stop_a_run(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out", stability={"nonfinite_stop": 2}, penalty={"form": "amax"})
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    trainer.stock.encoder.final_layer_norm.weight.register_hook(
+        lambda gradient: gradient * (math.nan if trainer.position.step in (1, 4) else 1.0)
+    )
+    with pytest.raises(UserError, match=r"^2 steps had no finite gradient.*; look at their examples in log\.jsonl"):
+        trainer.train()
+    assert [row["step"] for row in trainer.position.skipped] == [2, 5]
+
+
+def spiking(model: Any, steps: set[int]) -> Damage:
+    """Labels that the model thinks least likely, in some steps of data."""
+
+    def plant(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step not in steps:
+            return batch
+        assert batch.labels is not None
+        with torch.no_grad():
+            least = model(**arguments(model, batch, torch.device("cpu"))).logits.argmin(-1)
+        return replace(batch, labels=torch.where(batch.labels >= 0, least, batch.labels))
+
+    return plant
+
+
+def spiky(folder: Path, out: Path, **stability: Any) -> Recipe:
+    return recipe_for(
+        folder,
+        out,
+        schedule={"steps": 60, "learning_rate": 0.01},
+        distillation={"weight": 0.0},
+        stability={"window": 16, **stability},
+        checkpointing={"every": 10},
+    )
+
+
+def test_a_spike_sends_the_run_back_past_the_batches_around_it(folder: Path, tmp_path: Path) -> None:
+    model, seen = tiny_model(), list[int]()
+    recipe = spiky(folder, tmp_path / "out", skip_batches=12)
+    plant = spiking(model, {42, 43, 44, 45})
+    outcome = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=plant, seen=seen).train()
+    (rewind,) = outcome.rewinds
+    assert rewind == {"spike": 43, "noticed": 43, "back_to": 40, "steps_of_data_left_out": 12}
+    # Steps 40 to 51 of the data are left out, of which 40 to 42 had been seen.
+    assert seen == [*range(43), *range(52, 72)]
+    losses = losses_of(tmp_path / "run")
+    assert outcome.steps == 60 and sorted(losses) == list(range(1, 61))
+    assert max(losses[step] for step in range(41, 61)) < losses[1]
+
+
+def test_only_what_the_threshold_calls_a_spike_sends_a_run_back_and_past_all_that_it_saw(
+    folder: Path, tmp_path: Path
+) -> None:
+    rewinds = []
+    for name, z in (("low", 6.0), ("high", 1e6)):
+        model = tiny_model()
+        recipe = spiky(folder, tmp_path / "out", skip_batches=1, spike_z=z)
+        recipe = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"steps": 26})})
+        plant = spiking(model, {23})
+        trainer = trainer_of(recipe, folder, tmp_path / name, model=model, damage=plant)
+        broken = iter([math.nan])  # once, in the step before the spike
+        model.encoder.final_layer_norm.weight.register_hook(
+            lambda g, p=trainer, bad=broken: g * next(bad, 1.0) if p.position.step == 22 else g
+        )
+        outcome = trainer.train()
+        rewinds.append(outcome.rewinds)
+        assert [row["step"] for row in outcome.skipped] == [23]  # though the run went back to the time before
+    # Steps 20 to 23 of the data were seen after the state, and not one of them comes again.
+    assert rewinds == [({"spike": 24, "noticed": 24, "back_to": 20, "steps_of_data_left_out": 4},), ()]
+
+
+def test_what_the_penalty_costs_is_no_spike(folder: Path, tmp_path: Path) -> None:
+    """The same rise of the loss, with every site inside its target and with one past it."""
+    rewinds = []
+    for name, bits in (("inside", 0.0), ("past", 20.0)):
+        model = tiny_model()
+        recipe = spiky(folder, tmp_path / "out", skip_batches=4)
+        recipe = recipe.model_copy(
+            update={"penalty": Penalty(form="amax", headroom_bits=bits, dual_step=1e-6, probe=False)}
+        )
+        outcome = trainer_of(recipe, folder, tmp_path / name, model=model, damage=spiking(model, {42})).train()
+        rewinds.append(len(outcome.rewinds))
+    assert rewinds == [1, 0]
+
+
+def observing(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, excess: Callable[[int], float]) -> None:
+    """Let the penalty see one site, so far past its target at a step."""
+
+    def observations() -> dict[str, Observation]:
+        return {"a.site": Observation(1.0, 1.0, excess(trainer.position.step), 1.0)}
+
+    assert trainer.penalty is not None
+    monkeypatch.setattr(trainer.penalty, "observations", observations)
+    monkeypatch.setattr(trainer.penalty, "worst", lambda: next(iter(observations().items())))
+
+
+@pytest.mark.parametrize(("steps", "rewinds"), [(PULLED_STEPS, 0), (PULLED_STEPS + 1, 1)])
+def test_a_spike_is_laid_to_the_penalty_for_some_steps_only(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, rewinds: int
+) -> None:
+    """The same spike, so many steps after the last one with a site past its target."""
+    model = tiny_model()
+    recipe = spiky(folder, tmp_path / "out", skip_batches=4)
+    recipe = recipe.model_copy(update={"penalty": Penalty(form="amax", headroom_bits=0.0, probe=False)})
+    trainer = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=spiking(model, {42}))
+
+    observing(trainer, monkeypatch, lambda step: 1.0 if step == 43 - steps else -1.0)
+    assert len(trainer.train().rewinds) == rewinds
+
+
+def test_spikes_send_a_run_back_only_so_often(folder: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    recipe = spiky(folder, tmp_path / "out", skip_batches=4, rewinds=1)
+    plant = spiking(model, {42, 55})
+    outcome = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=plant).train()
+    assert len(outcome.rewinds) == 1 and outcome.steps == 60
+
+
+def test_a_run_that_went_back_and_is_killed_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    recipe = spiky(folder, tmp_path / "out", skip_batches=4)
+    model = tiny_model()
+    whole = trainer_of(recipe, folder, tmp_path / "whole", model=model, damage=spiking(model, {42}))
+    outcome = whole.train()
+    assert len(outcome.rewinds) == 1
+    model = tiny_model()
+    plant = spiking(model, {42})
+
+    def kill(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step == 47:
+            raise Killed
+        return plant(step, batch)
+
+    with pytest.raises(Killed):
+        trainer_of(recipe, folder, tmp_path / "cut", model=model, damage=kill).train()
+    again = trainer_of(recipe, folder, tmp_path / "cut")
+    assert again.train() == outcome
+    assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in whole.weights().items())
+
+
+def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(folder: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e7)
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 60},
+        penalty={"form": "amax"},
+        stability={"overflow_stop": 5},
+        distillation={"weight": 0.0},
+    )
+    with pytest.raises(UserError, match=r"5 steps in a row overflow, down to a loss scale of 2048") as caught:
+        trainer_of(recipe, folder, tmp_path / "run", model=model).train()
+    assert "encoder.block.1.layer.1.DenseReluDense.wo" in str(caught.value) and "rescale" in str(caught.value)
+    trainer = trainer_of(recipe, folder, tmp_path / "gradients")
+    trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(UserError, match=r"5 steps in a row overflow, .* though every activation is inside its target;"):
+        trainer.train()
+    assert RunFolder(tmp_path / "run", 3).steps()
+
+
+def test_a_penalty_that_does_not_come_down_stops_the_run_with_the_site(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 60, "learning_rate": 1e-12},
+        penalty={"form": "amax", "headroom_bits": 20.0},
+        stability={"stuck_stop": 6},
+        precision="fp32",
+    )
+    with pytest.raises(UserError, match=r"the penalty has not come down for 6 steps, worst at \S+ with .* is wanted"):
+        trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(dropout=0.0)).train()
+
+
+@pytest.mark.parametrize(("fall", "stuck"), [(0.0, 7), (0.005, None), (-0.005, 7), (0.0001, 7)])
+def test_a_penalty_that_comes_down_slowly_is_not_stuck_and_noise_is_no_progress(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fall: float, stuck: int | None
+) -> None:
+    recipe = recipe_for(
+        folder, tmp_path / "out", schedule={"steps": 12}, penalty={"form": "amax"}, stability={"stuck_stop": 6}
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    observing(trainer, monkeypatch, lambda step: 2.0 - fall * step)
+    if stuck is None:
+        assert trainer.train().steps == 12
+    else:
+        with pytest.raises(UserError, match="the penalty has not come down for 6 steps"):
+            trainer.train()
+        assert trainer.position.step == stuck
+
+
+def test_bf16_turns_to_fp16_when_the_activations_fit(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 6, "bf16_steps": 3})
+    trainer_of(recipe, folder, tmp_path / "run").train()
+    assert [row["precision"] for row in rows_of(tmp_path / "run") if "precision" in row] == ["bf16"] * 3 + ["fp16"] * 3
+    # Past the target and under the limit is where it may well begin.
+    held = {"form": "amax", "headroom_bits": 14.0}
+    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 24}, penalty=held)
+    trainer_of(recipe, folder, tmp_path / "fits").train()
+    kinds = [row["precision"] for row in rows_of(tmp_path / "fits") if "precision" in row]
+    assert kinds == ["bf16"] * 20 + ["fp16"] * 4
+
+
+def test_top_k_needs_no_teacher_in_the_loop(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for name, top in (("all", None), ("top", 384)):
+        recipe = recipe_for(
+            folder, tmp_path / "out", distillation={"weight": 1.0, "top_k": top, "temperature": 2.0}, precision="fp32"
+        )
+        trainer = trainer_of(recipe, folder, tmp_path / name, model=tiny_model(seed=2))
+        trainer.train()
+        found.append(losses_of(tmp_path / name))
+    assert found[0] == pytest.approx(found[1], rel=2e-3)
+
+
+def test_a_run_that_had_turned_to_fp16_goes_on_in_it(folder: Path, tmp_path: Path) -> None:
+    def kill(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step == 5:
+            raise Killed
+        return batch
+
+    schedule = {"steps": 6, "bf16_steps": 3}
+    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule=schedule)
+    trainer_of(recipe, folder, tmp_path / "whole").train()
+    with pytest.raises(Killed):
+        trainer_of(recipe, folder, tmp_path / "cut", damage=kill).train()
+    again = trainer_of(recipe, folder, tmp_path / "cut")
+    again.train()
+    assert again.mixed_precision.precision == "fp16" and rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
+
+
+def test_the_teachers_top_logits_are_those_of_the_batch_after_a_rewind_and_a_resume(
+    folder: Path, tmp_path: Path
+) -> None:
+    found = []
+    for name, top in (("all", None), ("top", 384)):
+        model = tiny_model(seed=2)
+        recipe = recipe_for(
+            folder,
+            tmp_path / "out",
+            precision="fp32",
+            schedule={"steps": 28, "learning_rate": 0.01},
+            distillation={"weight": 0.05, "top_k": top},
+            stability={"window": 16, "skip_batches": 5},
+            checkpointing={"every": 10},
+        )
+        plant = spiking(model, {23})
+
+        def kill(step: int, batch: TrainingBatch, plant: Damage = plant) -> TrainingBatch:
+            if step == 28:
+                raise Killed
+            return plant(step, batch)
+
+        with pytest.raises(Killed):
+            trainer_of(recipe, folder, tmp_path / name, model=model, damage=kill).train()
+        trainer = trainer_of(recipe, folder, tmp_path / name)
+        assert len(trainer.train().rewinds) == 1
+        found.append({row["step"]: row["distillation"] for row in rows_of(tmp_path / name) if "loss" in row})
+    assert sorted(found[0]) == list(range(1, 29)) and found[0] == pytest.approx(found[1], rel=2e-3)
+
+
+def test_gradient_checkpointing_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for name, on in (("plain", False), ("recomputed", True)):
+        recipe = recipe_for(
+            folder,
+            tmp_path / "out",
+            gradient_checkpointing=on,
+            precision="fp32",
+            penalty={"form": "amax", "headroom_bits": 14.0},
+        )
+        trainer = trainer_of(recipe, folder, tmp_path / name)
+        trainer.train()
+        found.append(trainer.weights())
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_a_wandb_run_is_written_offline_and_can_be_read(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    from bf16_to_fp16.losses.logs import read_log
+
+    recipe = recipe_for(folder, tmp_path / "out", logging={"every": 1, "wandb": {"mode": "offline"}})
+    trainer_of(recipe, folder, tmp_path / "run").train()
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    losses = losses_of(tmp_path / "run")
+    for _ in range(100):  # its own process writes the file, and on a busy machine is behind
+        if file.read_bytes().count(b"loss_scale") >= len(losses):
+            break
+        time.sleep(0.1)
+    curve = read_log(file)
+    assert dict(zip(curve.steps, curve.losses, strict=True)) == pytest.approx(losses)
+
+
+def test_generated_texts_are_scored_where_the_data_have_targets(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({"input": f"{TEXT}{i}", "target": f"fox {i}"}) + "\n" for i in range(40)))
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        data={"path": str(data), "target_column": "target"},
+        evaluation={"every": 8, "generate": True, "max_new_tokens": 6},
+    )
+    outcome = trainer_of(recipe, folder, tmp_path / "run").train()
+    assert {"rouge1", "rouge2", "rougeL", "bleu"} <= set(outcome.evaluations[-1])
+
+
+def test_weights_kept_in_16_bits_train_with_stochastic_rounding(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        optimizer={"weights": "bf16", "rounding": "stochastic"},
+        precision=["fp32"],
+        schedule={"steps": 40, "learning_rate": 0.01},
+        distillation={"weight": 0.0},
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    trainer.train()
+    assert {tensor.dtype for tensor in trainer.weights().values()} == {torch.bfloat16}
+    losses = losses_of(tmp_path / "run")
+    assert losses[40] < losses[1] - 1
+
+
+def iterate(batches: list[TrainingBatch]) -> Iterator[TrainingBatch]:
+    yield from batches
+
+
+def test_arguments_shift_the_labels_as_the_model_does(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out")
+    corpus = open_corpus(recipe.data, folder, tiny_model().config)
+    batch, model = next(corpus.training_batches()), tiny_model().eval()
+    assert batch.labels is not None
+    with torch.no_grad():
+        stock = model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels, use_cache=False
+        )
+        mine = model(**arguments(model, batch, torch.device("cpu")))
+    assert torch.equal(stock.logits, mine.logits)
+    count = int((batch.labels != -100).sum())
+    assert float(task_loss(mine.logits, batch.labels)) / count == pytest.approx(float(stock.loss), rel=1e-5)

@@ -1,0 +1,329 @@
+"""The observer sees every operation, tells design from overflow, and leaves no trace."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from bf16_to_fp16.numerics import GELU_CUBE_BACKWARD_LIMIT
+from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.observe.sites import CUBE_REASON, MASK_REASON, Site
+from bf16_to_fp16.run.probe import Batch, batches, run_batch
+
+
+def model_of(kind: str, attention: str = "eager") -> Any:
+    torch.manual_seed(0)
+    model = tiny.KINDS[kind]().eval()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def padded(model: Any) -> Batch:
+    return batches(model.config, None, None)[3]
+
+
+def watch(model: Any, batch: Batch) -> dict[str, Site]:
+    with torch.no_grad(), SiteObserver(model) as observer:
+        run_batch(model, batch)
+    return {site.name: site for site in observer.sites()}
+
+
+def watch_module(module: nn.Module, x: Tensor) -> dict[str, Site]:
+    with SiteObserver(module) as observer:
+        module(x)
+    return {site.name: site for site in observer.sites()}
+
+
+def total(sites: dict[str, Site], what: str) -> int:
+    return sum(getattr(site, what) for site in sites.values())
+
+
+def plant_overflow(model: Any) -> None:
+    """Let encoder block 1's ``wo`` pass 65504 for some tokens."""
+    with torch.no_grad():
+        model.encoder.block[1].layer[1].DenseReluDense.wo.weight[:2] *= 1e5
+
+
+class Counter(TorchDispatchMode):
+    """Floating outputs that share no memory with an input, counted without any of the observer's knowledge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        flat = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = {x.untyped_storage().data_ptr() for x in flat}
+        for item in torch.utils._pytree.tree_leaves(out):
+            if isinstance(item, Tensor) and item.is_floating_point():
+                self.count += item.untyped_storage().data_ptr() not in inputs
+        return out
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_floating_output_of_the_forward_is_seen(kind: str, attention: str, dtype: torch.dtype) -> None:
+    model = model_of(kind, attention).to(dtype)
+    with torch.no_grad():
+        with Counter() as counter:
+            run_batch(model, padded(model))
+        with SiteObserver(model, fast_products=False) as observer:
+            run_batch(model, padded(model))
+    assert observer.outputs == counter.count > 100
+
+
+@pytest.mark.parametrize("kind", ["gated", "pegasus"])
+def test_observing_changes_no_fp32_logit(kind: str) -> None:
+    model = model_of(kind)
+    with torch.no_grad():
+        plain = run_batch(model, padded(model)).logits
+        with SiteObserver(model):
+            assert torch.equal(run_batch(model, padded(model)).logits, plain)
+
+
+def test_an_overflow_that_the_clamp_hides_is_named() -> None:
+    model = model_of("t5").half()
+    plant_overflow(model)
+    with torch.no_grad(), SiteObserver(model) as observer:
+        logits = run_batch(model, padded(model)).logits
+    assert bool(logits.isfinite().all())
+    broken = [site for site in observer.sites() if site.nonfinite]
+    first = min(broken, key=lambda site: site.order)
+    assert first.name == "encoder.block.1.layer.1.DenseReluDense.wo"
+    sites = {site.name: site for site in observer.sites()}
+    assert sites["encoder.block.1.layer.1:add"].nonfinite
+    clamped = sites["encoder.block.1:clamp#2"]
+    assert clamped.nonfinite == 0
+    assert clamped.saturated >= sites["encoder.block.1.layer.1:add"].nonfinite
+
+
+@pytest.mark.parametrize("kind", ["t5", "umt5", "pegasus"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_masks_are_benign_and_do_not_enter_amax(kind: str, attention: str, dtype: torch.dtype) -> None:
+    model = model_of(kind, attention).to(dtype)
+    sites = watch(model, padded(model))
+    assert total(sites, "nonfinite") == total(sites, "saturated") == 0
+    masked = [site for site in sites.values() if site.reason == MASK_REASON]
+    assert (kind == "pegasus" and attention == "sdpa") or masked
+    assert all(site.benign and site.amax < 1000 for site in masked)
+
+
+def test_a_masked_score_that_overflows_is_benign_and_an_unmasked_one_is_not() -> None:
+    model = model_of("t5").half()
+    bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
+    with torch.no_grad():
+        bias.weight.fill_(-30000.0)  # plus the mask's -65504: -inf
+    site = watch(model, padded(model))["encoder.block.0.layer.0.SelfAttention:add#2"]
+    assert site.nonfinite == site.saturated == 0
+    assert site.benign > 0
+    assert 29000 < site.amax < 31000
+    with torch.no_grad():
+        bias.weight.fill_(65504.0)
+        model.encoder.block[0].layer[0].SelfAttention.q.weight.mul_(1000)
+    site = watch(model, padded(model))["encoder.block.0.layer.0.SelfAttention:add"]
+    assert site.nonfinite + site.saturated > 0
+
+
+class Attend(nn.Module):
+    """Scores, a mask that hides every key of the first row, softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(4, 4, dtype=x.dtype).masked_fill(torch.arange(4)[:, None] == 0, -torch.inf)
+        return (x @ x.T + mask).softmax(-1)
+
+
+def test_nan_from_an_entirely_masked_row_counts() -> None:
+    sites = watch_module(Attend(), torch.ones(4, 4, dtype=torch.float16))
+    assert sites["model:add"].nonfinite == 0
+    assert sites["model:add"].benign == 4
+    assert sites["model:softmax"].nonfinite == 4
+
+
+class Rearranged(nn.Module):
+    """A mask chosen by ``where``, seen through views and copied."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.where(torch.eye(4) > 0, torch.tensor(-torch.inf, dtype=x.dtype), x)
+        return chosen[None].expand(2, 4, 4).transpose(1, 2)[:, 1:].clone()
+
+
+def test_a_mask_stays_one_through_views() -> None:
+    site = watch_module(Rearranged(), torch.full((4, 4), 7.0, dtype=torch.float16))["model:clone"]
+    assert site.nonfinite == 0
+    assert site.benign == 6
+    assert site.amax == 7.0
+
+
+class AddMask(nn.Module):
+    """An additive mask over the first column."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.zeros(4, 4, dtype=x.dtype).masked_fill(torch.arange(4) == 0, -65504.0)
+
+
+def test_an_infinity_that_a_mask_cannot_hide_counts() -> None:
+    x = torch.zeros(4, 4, dtype=torch.float16)
+    x[2, 0] = torch.inf
+    site = watch_module(AddMask(), x)["model:add"]
+    assert site.nonfinite == 1
+    assert site.benign == 3
+
+
+class Overwrite(nn.Module):
+    """An activation written into a view of a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        buffer = torch.zeros(4, 4, dtype=x.dtype)
+        buffer[:, 1:3] = x[:, :2] * 40000
+        return buffer * 2
+
+
+def test_a_constant_that_an_activation_was_written_into_is_one_no_longer() -> None:
+    sites = watch_module(Overwrite(), torch.ones(4, 4, dtype=torch.float16))
+    assert sites["model:mul#2"].nonfinite == 8
+
+
+class Cube(nn.Module):
+    """A cube that no tanh follows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.pow(x, 3.0) * 0.5
+
+
+def test_a_cube_is_benign_only_on_its_way_to_a_tanh() -> None:
+    x = torch.full((8,), 60.0, dtype=torch.float16)
+    alone = watch_module(Cube(), x)
+    assert alone["model:pow"].nonfinite == alone["model:mul"].nonfinite == 8
+    from transformers.activations import NewGELUActivation
+
+    gelu = watch_module(NewGELUActivation(), x)
+    assert total(gelu, "nonfinite") == 0
+    assert gelu["model:pow"].benign == gelu["model:mul#2"].benign == gelu["model:add"].benign == 8
+    assert gelu["model:pow"].reason == CUBE_REASON
+    assert gelu["model:tanh"].reason is None
+    assert gelu["model:mul#4"].amax == 60.0
+
+
+def test_nan_inside_gelu_counts() -> None:
+    from transformers.activations import NewGELUActivation
+
+    sites = watch_module(NewGELUActivation(), torch.full((8,), torch.nan, dtype=torch.float16))
+    assert sites["model:pow"].nonfinite == 8
+
+
+@pytest.mark.parametrize(("x", "breaks"), [(100.0, False), (160.0, True)])
+def test_the_cube_breaks_the_backward_past_its_own_limit(x: float, breaks: bool) -> None:
+    from transformers.activations import NewGELUActivation
+
+    inputs = torch.full((8,), x, dtype=torch.float16, requires_grad=True)
+    module = NewGELUActivation()
+    with SiteObserver(module) as observer:
+        module(inputs).sum().backward()
+    sites = {site.name: site for site in observer.sites()}
+    cubed = sites["model:cubed"]
+    assert cubed.limit == GELU_CUBE_BACKWARD_LIMIT
+    assert cubed.amax == x
+    assert cubed.headroom_bits is not None
+    assert (cubed.headroom_bits < 0) is breaks
+    gradients = sum(site.nonfinite for name, site in sites.items() if ":grad" in name)
+    assert (gradients > 0) is breaks
+    assert sum(site.nonfinite for name, site in sites.items() if ":grad" not in name) == 0
+
+
+def test_the_bounds_of_the_clamp_are_constants() -> None:
+    model = model_of("t5").half()
+    bounds = [site for site in watch(model, padded(model)).values() if site.name.startswith("encoder.block.0:constant")]
+    assert bounds
+    assert all(site.limit is None and site.nonfinite == site.saturated == 0 for site in bounds)
+
+
+@pytest.mark.parametrize("kind", ["gated", "pegasus"])
+def test_eager_and_sdpa_share_the_names_of_what_both_run(kind: str) -> None:
+    names = {}
+    for attention in ("eager", "sdpa"):
+        model = model_of(kind, attention)
+        names[attention] = set(watch(model, padded(model)))
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    contexts = {name for name in names["eager"] if name.endswith(":context")}
+    assert linear | contexts <= names["eager"] & names["sdpa"]
+    assert len(contexts) == 7  # 3 encoder layers, twice 2 in the decoder
+    only = {name.rpartition(":")[2].partition("#")[0] for name in names["eager"] - names["sdpa"]}
+    assert "scores" in only
+    assert only <= {
+        "scores",
+        "add",
+        "mul",
+        "softmax",
+        "clone",
+        "constant zeros",
+        "constant where",
+        "constant scalar_tensor",
+    }
+
+
+def test_a_gradient_that_overflows_is_named_after_its_forward() -> None:
+    first, second = (nn.Linear(4, 4, bias=False) for _ in range(2))
+    nn.init.ones_(first.weight)
+    nn.init.constant_(second.weight, 100.0)
+    model = nn.Sequential(first, nn.ReLU(), second).half()
+    with SiteObserver(model) as observer:
+        loss = model(torch.ones(2, 4, dtype=torch.float16)).sum() * 1000
+        loss.backward()
+    broken = [site.name for site in observer.sites() if site.nonfinite]
+    assert broken == ["2:grad#2", "1:relu:grad", "0:grad"]
+
+
+class Raises(nn.Module):
+    """Fails in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner(x)
+        raise RuntimeError("in the middle")
+
+
+def test_nothing_stays_behind_after_an_exception() -> None:
+    model = Raises()
+    observer = SiteObserver(model)
+    with pytest.raises(RuntimeError, match="in the middle"), observer:
+        model(torch.ones(1, 2))
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert not _get_current_dispatch_mode_stack()
+    with observer:
+        model.inner(torch.ones(1, 2))
+    assert [site.name for site in observer.sites()] == ["inner"]
+    assert observer.sites()[0].calls == 2
+
+
+def test_a_caught_exception_leaves_the_names_right() -> None:
+    class Recovers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.failing = Raises()
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.failing(x)
+            except RuntimeError:
+                return x + 1
+
+    assert "model:add" in watch_module(Recovers(), torch.ones(1, 2))
+
+
+def test_generation_with_cache_and_beams_is_seen_and_its_own_bookkeeping_is_not() -> None:
+    model = model_of("t5").half()
+    generation = batches(model.config, None, None)[-1]
+    assert generation.generate
+    sites = watch(model, generation)
+    assert sites["lm_head"].calls == 8
+    assert sites["encoder.block.0.layer.0.SelfAttention.q"].calls == 1
+    assert total(sites, "nonfinite") == 0

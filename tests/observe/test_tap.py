@@ -1,0 +1,346 @@
+"""The tap names sites as the audit does, and hands over tensors that carry a gradient, whatever wraps the model."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.observe.sites import MASK_REASON
+from bf16_to_fp16.observe.tap import Tap
+from bf16_to_fp16.run.probe import batches, run_batch
+from bf16_to_fp16.run.products import FastProducts
+
+NOT_HANDED_OVER = (
+    "constant",
+    "embed_positions",  # fixed: it runs without gradients
+    ":to",
+    ":clone",
+    ":cat",
+    "layer_norm.1",
+    "layer_norm.2",
+    ":bernoulli",
+    ":div",
+    ":_log",
+    "nll",
+    ":copy",
+)
+BLOCK = "encoder.block.1.layer.0.SelfAttention"
+
+
+def built(kind: str, train: bool = False) -> Any:
+    model = tiny.build(kind, factor=1.0).train(train)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def padded(model: Any) -> Any:
+    return batches(model.config, None, None)[3]
+
+
+def tapped(model: nn.Module, batch: Any, forward: Any = None) -> dict[str, float]:
+    seen: dict[str, float] = {}
+
+    def on_site(name: str, x: Tensor) -> None:
+        seen[name] = max(seen.get(name, 0.0), float(x.detach().abs().max()))
+
+    with Tap(model, on_site):
+        run_batch(forward or model, batch)
+    return seen
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder"])
+def test_names_and_largest_values_are_the_audit_s(kind: str, autocast: torch.dtype | None, train: bool) -> None:
+    model = built(kind, train)
+    batch = padded(model)
+    regime = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    torch.manual_seed(0)
+    with regime:
+        seen = tapped(model, batch)
+    torch.manual_seed(0)
+    with SiteObserver(model, fast_products=False) as observer, regime:
+        run_batch(model, batch)
+    audited: dict[str, float] = {}
+    for site in observer.sites():
+        if not any(part in site.name for part in NOT_HANDED_OVER):
+            audited[site.name] = max(audited.get(site.name, 0.0), site.amax)
+    # In fp16 only, the audit holds the cube's input to a limit of its own.
+    seen = {name: amax for name, amax in seen.items() if name in audited or not name.endswith(":cubed")}
+    assert seen == audited
+    assert len(seen) > 100
+
+
+def test_scores_the_gated_product_and_the_cube_s_input_are_handed_over() -> None:
+    model = built("gated")
+    seen = tapped(model, padded(model))
+    feed_forward = "encoder.block.1.layer.1.DenseReluDense"
+    assert {f"{BLOCK}:scores", f"{BLOCK}:context", f"{feed_forward}:mul", f"{feed_forward}.act:cubed"} <= set(seen)
+    assert seen[f"{feed_forward}.act:cubed"] == seen[f"{feed_forward}.wi_0"]
+
+
+@pytest.mark.parametrize("kind", ["t5", "umt5", "pegasus"])
+def test_masked_positions_are_zero_and_others_are_not(kind: str) -> None:
+    model = built(kind)
+    batch = padded(model)
+    handed: dict[str, Tensor] = {}
+    with Tap(model, handed.__setitem__):
+        run_batch(model, batch)
+    with SiteObserver(model) as observer:
+        run_batch(model, batch)
+    masked = [site.name for site in observer.sites() if site.reason == MASK_REASON and site.name in handed]
+    assert masked
+    for name in masked:
+        zeros = handed[name] == 0
+        assert float(handed[name].detach().abs().max()) < 1000
+        assert 0 < float(zeros.float().mean()) < 1
+
+
+def gradients(kind: str, *, checkpointing: bool, backward_inside: bool, reentrant: bool = False) -> Any:
+    """Calls of the tap, and gradients of the loss plus something of every site."""
+    model = built(kind, train=True)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    batch = padded(model)
+    calls: list[str] = []
+    terms: list[Tensor] = []
+
+    def on_site(name: str, x: Tensor) -> None:
+        calls.append(name)
+        terms.append(x.float().abs().amax().log1p() * x.float().square().mean())
+
+    torch.manual_seed(0)
+    labels = batch.decoder_input_ids is not None
+    with Tap(model, on_site) as tap:
+        out = run_batch(model, batch, labels=labels)
+        loss = (out.loss if labels else out[0].square().mean()) + sum(terms)
+        if backward_inside:
+            loss.backward()
+            assert not tap._stack
+    if not backward_inside:
+        loss.backward()
+    return calls, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+@pytest.mark.parametrize("backward_inside", [True, False])
+@pytest.mark.parametrize("kind", ["t5", "gated", "pegasus", "t5-encoder"])
+def test_checkpointing_leaves_calls_and_gradients_bit_equal(kind: str, backward_inside: bool) -> None:
+    plain_calls, plain = gradients(kind, checkpointing=False, backward_inside=True)
+    calls, kept = gradients(kind, checkpointing=True, backward_inside=backward_inside)
+    assert calls == plain_calls  # nothing of the recomputation
+    assert kept.keys() == plain.keys()
+    assert all(torch.equal(kept[name], plain[name]) for name in plain)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+def test_reentrant_checkpointing_is_refused() -> None:
+    with pytest.raises(UserError, match="use_reentrant"):
+        gradients("t5", checkpointing=True, backward_inside=True, reentrant=True)
+    model = built("t5", train=True)
+    x = torch.ones(2, 3, model.config.d_model, requires_grad=True)
+    feed_forward = model.encoder.block[0].layer[1]
+    with pytest.raises(UserError, match="use_reentrant"), Tap(model, lambda name, x: None):
+        checkpoint(feed_forward, x, use_reentrant=True)
+
+
+def test_forwards_without_gradients_are_not_tapped() -> None:
+    model = built("t5")
+    with torch.no_grad():
+        assert tapped(model, padded(model)) == {}
+
+
+def test_a_compiled_model_is_refused_before_and_after_the_tap_was_entered() -> None:
+    model = built("t5")
+    compiled: Any = torch.compile(model, backend="eager")
+    with pytest.raises(UserError, match="compile"):
+        Tap(compiled, lambda name, x: None).__enter__()
+    batch = padded(model)
+    with Tap(model, lambda name, x: None), pytest.raises(UserError, match="compile"):
+        compiled(input_ids=batch.input_ids, labels=batch.input_ids)
+    with Tap(model, lambda name, x: None), pytest.raises(UserError, match="compile"):
+        model.encoder.block[0].compile(backend="eager")
+        run_batch(model, batch)
+    with pytest.raises(UserError, match="compile"):
+        Tap(model, lambda name, x: None).__enter__()
+    assert not any(module._forward_hooks for module in model.modules())
+    model = built("t5")
+    with Tap(model, lambda name, x: None), pytest.raises(UserError, match="compile"):
+        model.encoder.block[0] = torch.compile(model.encoder.block[0], backend="eager")
+        run_batch(model, batch)
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("tap_the_wrapper", [True, False])
+def test_ddp_adds_nothing_to_the_names(tap_the_wrapper: bool) -> None:
+    model = built("gated", train=True)
+    batch = padded(model)
+    plain = tapped(model, batch)
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    assert tapped(wrapper if tap_the_wrapper else model, batch, wrapper).keys() == plain.keys()
+
+
+def test_checkpoint_wrappers_add_nothing_to_the_names() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = built("t5")
+    batch = padded(model)
+    plain = tapped(model, batch)
+    for stack in (model.encoder, model.decoder):
+        for i, block in enumerate(stack.block):
+            stack.block[i] = checkpoint_wrapper(block)
+    assert tapped(model, batch).keys() == plain.keys()
+
+
+def test_a_glance_decides_what_is_handed_over_and_only_is_asked_once_a_name() -> None:
+    model = built("t5")
+    batch = padded(model)
+    asked: list[str] = []
+    glanced: list[str] = []
+    handed: list[str] = []
+
+    def only(name: str) -> bool:
+        asked.append(name)
+        return name.endswith(":scores")
+
+    def glance(name: str, x: Tensor) -> bool:
+        assert not x.requires_grad
+        glanced.append(name)
+        return name.startswith("decoder")
+
+    with Tap(model, lambda name, x: handed.append(name), only=only, glance=glance):
+        run_batch(model, batch)
+        run_batch(model, batch)
+    assert len(asked) == len(set(asked))
+    assert len(glanced) == 2 * 7  # 3 encoder layers, twice 2 in the decoder
+    assert handed == [name for name in glanced if name.startswith("decoder")]
+
+
+def test_nothing_is_kept_alive_and_nothing_stays_behind() -> None:
+    model = built("gated", train=True)
+    batch = padded(model)
+    refs = []
+
+    def once() -> None:
+        terms = []
+
+        def on_site(name: str, x: Tensor) -> None:
+            refs.append(weakref.ref(x))
+            terms.append(x.float().exp().amax() + x.softmax(-1).square().sum())
+
+        with Tap(model, on_site):
+            loss = run_batch(model, batch, labels=True).loss
+            assert not _get_current_function_mode_stack()
+        (loss + sum(terms) * 0).backward()
+
+    gc.collect()
+    gc.disable()
+    try:
+        once()
+        assert len(refs) > 100
+        assert not any(ref() is not None for ref in refs)
+    finally:
+        gc.enable()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_an_exception_in_the_forward_leaves_no_mode_and_the_names_right() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.broken = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            if self.broken:
+                raise RuntimeError("in the middle")
+            return y + 1
+
+    model = Fails()
+    names: list[str] = []
+    with Tap(model, lambda name, x: names.append(name)):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model(torch.ones(1, 2))
+        assert not _get_current_function_mode_stack()
+        model.broken = False
+        model(torch.ones(1, 2))
+        with torch.device("cpu"):  # another mode, entered and left inside
+            model.inner(torch.ones(1, 2))
+    assert names == ["inner", "inner", "model:add", "inner"]
+
+
+def test_what_on_site_calls_is_not_tapped() -> None:
+    model = built("t5")
+    batch = padded(model)
+    names: list[str] = []
+
+    def on_site(name: str, x: Tensor) -> None:
+        names.append(name)
+        if name == "lm_head":
+            model.lm_head(torch.ones_like(x)[..., : model.config.d_model])
+
+    with Tap(model, on_site):
+        run_batch(model, batch)
+    assert names.count("lm_head") == 1
+    assert "model:ones_like" not in names
+
+
+def test_fast_products_and_the_tap_work_together() -> None:
+    model = built("gated", train=True)
+    model.requires_grad_(True)
+    batch = padded(model)
+    terms: list[Tensor] = []
+
+    def on_site(name: str, x: Tensor) -> None:
+        if name.endswith(":scores"):
+            assert x.dtype == torch.float16
+            terms.append(x.float().abs().amax())
+
+    with FastProducts(), Tap(model, on_site), torch.autocast("cpu", torch.float16):
+        torch.manual_seed(0)
+        run_batch(model, batch)
+        torch.stack(terms).sum().backward()
+    weight = model.get_submodule(BLOCK).q.weight
+    assert len(terms) == 7
+    assert weight.grad is not None
+    assert float(weight.grad.abs().max()) > 0
+
+
+def test_a_linear_that_is_no_torch_function_is_a_site_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Product(torch.autograd.Function):
+        """What ZeRO-3 puts in the place of ``linear``."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            return x @ weight.T
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = Product.apply(x, weight)
+        return y if bias is None else y + bias
+
+    model = built("t5")
+    batch = padded(model)
+    plain = tapped(model, batch)
+    monkeypatch.setattr(nn.functional, "linear", product)
+    seen = tapped(model, batch)
+    assert seen.keys() == plain.keys()
+    assert seen == pytest.approx(plain, rel=1e-5)

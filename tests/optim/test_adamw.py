@@ -1,0 +1,714 @@
+"""What ``AdamW`` promises: torch's mathematics, no stalled update, and the same bits however a step is computed."""
+
+import copy
+import functools
+import io
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.optim import adamw as module
+from bf16_to_fp16.optim import kernel, rounding
+from bf16_to_fp16.optim.adamw import AdamW
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NARROW = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+ALL = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+ROUNDINGS = pytest.mark.parametrize("how", ["stochastic", "nearest", "kahan"])
+SHAPES = [(40, 30), (7,), (), (3, 5, 2), (129, 130), (0, 4), (11,)]
+LARGE = module._SMALL + 1
+COMPILER = any(name and shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang", "cc"))
+NEEDS_COMPILER = pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
+
+
+def parameters(dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape).mul_(0.1).to(dtype)) for shape in shapes]
+
+
+def give_gradients(params: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
+    """Give every parameter the gradient that belongs to the step, times ``scale``."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in params:
+        grad = torch.randn(parameter.shape, generator=generator).mul_(1e-2).to(parameter.dtype)
+        parameter.grad = grad * scale
+
+
+def run(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: range, scale: float = 1.0) -> None:
+    for step in steps:
+        give_gradients(params, step, scale)
+        optimizer.step()
+
+
+def everything(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters and all that the optimizer keeps, as bit patterns."""
+    state = [optimizer.state[p][name] for p in params for name in sorted(optimizer.state[p])]
+    return [t.detach().clone().contiguous().view(-1).view(torch.uint8) for t in [*params, *state]]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+# ---- the mathematics -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_fp32_parameters_move_as_under_torchs_adamw(foreach: bool) -> None:
+    ours, theirs = parameters(FP32), parameters(FP32)
+
+    def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": params[:2], "lr": 3e-3, "weight_decay": 0.3}, {"params": params[2:], "betas": (0.8, 0.99)}]
+
+    mine = AdamW(groups(ours), lr=1e-3, eps=1e-6, foreach=foreach, compile=False)
+    reference = torch.optim.AdamW(groups(theirs), lr=1e-3, eps=1e-6)
+    run(ours, mine, range(20))
+    run(theirs, reference, range(20))
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.allclose(p, q, rtol=2e-6, atol=2e-8)
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            kept, wanted = mine.state[p][name], reference.state[q][name]
+            largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+            assert torch.allclose(kept, wanted, rtol=2e-6, atol=5e-7 * largest)
+
+
+@NARROW
+@ROUNDINGS
+def test_one_step_lands_beside_the_exact_value(dtype: torch.dtype, how: str) -> None:
+    params = parameters(dtype, [(5000,)])
+    exact = params[0].detach().double().requires_grad_()
+    give_gradients(params, 0)
+    assert params[0].grad is not None
+    exact.grad = params[0].grad.double()
+    before = params[0].detach().clone()
+    torch.optim.AdamW([exact], lr=1e-3).step()
+    optimizer = AdamW(params, lr=1e-3, rounding=how)
+    optimizer.step()
+    rounded = exact.detach().float()
+    moved = params[0].detach()
+    if how == "stochastic":  # the same as rounding the exact step with this parameter's bits, save where fp32 differs
+        expected = rounding.stochastic_round(rounded, dtype, seed=0, step=1, parameter=0)
+    else:
+        expected = rounded.to(dtype)
+    assert (moved == expected).double().mean() > 0.998
+    assert (moved != before).any()
+    if how == "kahan":
+        whole = moved.double() + optimizer.state[params[0]]["compensation"].double()
+        assert torch.allclose(whole, exact.detach(), rtol=1e-5, atol=1e-8)
+
+
+@NARROW
+def test_updates_far_below_half_a_gap_add_up_unless_rounded_to_nearest(dtype: torch.dtype) -> None:
+    gap = torch.finfo(dtype).eps
+    steps, lr = 400, gap / 50  # 8 gaps in all, each update a 25th of half a gap
+    ends = {}
+    for how in module.ROUNDINGS:
+        parameter = nn.Parameter(torch.full((4096,), 1.5, dtype=dtype))
+        parameter.grad = torch.full((4096,), -1.0, dtype=dtype)
+        optimizer = AdamW([parameter], lr=lr, weight_decay=0, rounding=how)
+        for _ in range(steps):
+            optimizer.step()
+        ends[how] = (parameter.detach().double() - 1.5) / (steps * lr)
+    assert (ends["nearest"] == 0).all()
+    assert float((ends["kahan"] - 1).abs().max()) < 0.07  # half a gap of 8, and a little
+    # Each element takes steps·p(1 − p) gaps² of noise, p = 1/50, and the mean of 4096 a 64th of its deviation.
+    deviation = math.sqrt(steps * 0.02 * 0.98) / 8
+    assert abs(float(ends["stochastic"].mean()) - 1) < 5 * deviation / 64
+    assert 0.9 * deviation < float(ends["stochastic"].std()) < 1.1 * deviation
+
+
+def test_bf16_moments_decay() -> None:
+    parameter = nn.Parameter(torch.zeros(20_000, dtype=BF16))
+    optimizer = AdamW([parameter], betas=(0.999, 0.999), moments="bfloat16")
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    start = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+    parameter.grad = torch.zeros_like(parameter)
+    for _ in range(700):
+        optimizer.step()
+    for name, moment in start.items():
+        assert state[name].dtype == BF16
+        assert torch.equal((moment.float() * 0.999).to(BF16), moment)  # rounded to nearest it would stay for ever
+        assert float(state[name].double().mean()) == pytest.approx(float(moment.double().mean()) * 0.999**700, rel=0.01)
+
+
+def test_a_bf16_second_moment_follows_a_drop_in_the_gradient() -> None:
+    """3,000 steps after gradients fell a hundredfold, where a moment rounded to nearest is 18 times too large."""
+    torch.manual_seed(0)
+    size = 1024
+    parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for dtype in (BF16, FP32)]
+    optimizers = [
+        AdamW([parameters[0]], lr=0.0, moments="bfloat16", weight_decay=0),
+        torch.optim.AdamW([parameters[1]], lr=0.0, weight_decay=0),
+    ]
+    nearest = torch.zeros(size, dtype=BF16)
+    for step in range(3100):
+        gradient = torch.randn(size) * (1.0 if step < 100 else 0.01)
+        gradient = gradient.to(BF16).float()
+        for parameter, optimizer in zip(parameters, optimizers, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+            optimizer.step()
+        nearest = (nearest.float() * 0.999 + gradient.square() * 0.001).to(BF16)
+    ours, exact = (
+        float(optimizer.state[parameter]["exp_avg_sq"].double().mean())
+        for parameter, optimizer in zip(parameters, optimizers, strict=True)
+    )
+    assert ours == pytest.approx(exact, rel=0.1)
+    assert float(nearest.double().mean()) > 10 * exact  # what this test is there to see
+
+
+@NARROW
+def test_parameters_saturate_and_are_never_inf(dtype: torch.dtype) -> None:
+    last = torch.finfo(dtype).max
+    for how in module.ROUNDINGS:
+        parameter = nn.Parameter(torch.full((100,), last, dtype=dtype))
+        parameter.grad = torch.full_like(parameter, -1)
+        AdamW([parameter], lr=last / 1000, weight_decay=0, rounding=how).step()
+        assert (parameter == last).all()
+
+
+def test_a_gradient_whose_square_is_inf_leaves_the_parameter_finite() -> None:
+    for how in module.ROUNDINGS:
+        parameter = nn.Parameter(torch.ones(40, dtype=BF16))
+        parameter.grad = torch.full_like(parameter, 1e25)
+        optimizer = AdamW([parameter], lr=1e-3, rounding=how)
+        optimizer.step()
+        assert optimizer.state[parameter]["exp_avg_sq"].isinf().all()
+        assert parameter.isfinite().all()
+
+
+# ---- the same bits, however computed -------------------------------------------------------------------------------
+
+
+@ALL
+@ROUNDINGS
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_chunks_and_packing_do_not_change_a_bit(
+    dtype: torch.dtype, how: str, moments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for chunk, small, foreach in (
+        (rounding.CHUNK, 1 << 14, True),
+        (1000, 500, True),
+        (40, 40, True),
+        (1 << 20, 0, False),
+    ):
+        # No option cuts a step elsewhere.
+        monkeypatch.setattr(rounding, "CHUNK", chunk)
+        monkeypatch.setattr(module, "_SMALL", small)
+        params = parameters(dtype)
+        optimizer = AdamW(params, rounding=how, moments=moments, foreach=foreach, compile=False, seed=5)
+        run(params, optimizer, range(3))
+        results.append(everything(params, optimizer))
+    assert all(same(results[0], other) for other in results[1:])
+
+
+def special(dtype: torch.dtype) -> Tensor:
+    """Every value of a 16-bit dtype but NaN, and in fp32 what lies between and beyond them."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(FP16 if dtype == torch.float32 else dtype)
+    values = every[~every.isnan()]
+    if dtype == torch.float32:
+        values = torch.cat([values.float() * (1 + 2.0**-13), torch.randn(1 << 12) * 1e-30])
+    return values
+
+
+def assert_same_numbers(left: list[Tensor], right: list[Tensor]) -> None:
+    """Of a NaN the payload may differ."""
+    for a, b in zip(left, right, strict=True):
+        number = ~a.isnan()
+        assert torch.equal(number, ~b.isnan())
+        assert torch.equal(a[number], b[number]) and torch.equal(a.signbit()[number], b.signbit()[number])
+
+
+def steps_of(dtype: torch.dtype, how: str, moments: str, compile: bool) -> list[Tensor]:
+    """Return all after three steps of special values and of ordinary ones, with gradients from 0 to very large."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(special(dtype)), nn.Parameter((torch.randn(LARGE + 3) * 1e-4).to(dtype))]
+    optimizer = AdamW(params, lr=1e-4, weight_decay=0.1, rounding=how, moments=moments, compile=compile, seed=3)
+    for _ in range(3):
+        for p in params:
+            p.grad = (torch.randn(len(p)) * 1e-3).to(dtype)
+            p.grad[: len(p) // 7] = 0
+            p.grad[-1] = 6e4 if dtype == FP16 else 1e25  # whose square is inf
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.5), torch.tensor(0.0)  # type: ignore[attr-defined]
+        optimizer.step()
+    return [*params, *(optimizer.state[p][name] for p in params for name in sorted(optimizer.state[p]))]
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@ROUNDINGS
+@ALL
+def test_the_native_step_gives_the_eager_bits(dtype: torch.dtype, how: str, moments: str) -> None:
+    assert_same_numbers(*(steps_of(dtype, how, moments, compile) for compile in (True, False)))
+
+
+@NEEDS_COMPILER
+@ROUNDINGS
+def test_the_native_step_is_the_same_without_this_processors_instructions(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for flags in (kernel.NATIVE, ((),)):
+        # The program asks this processor for its instructions, and keeps what it compiled.
+        monkeypatch.setattr(kernel, "NATIVE", flags)
+        monkeypatch.setattr(kernel, "compiled", functools.cache(kernel.compiled.__wrapped__))
+        results.append(steps_of(FP16, how, "bfloat16", True))
+    assert_same_numbers(*results)
+
+
+class Operations(TorchDispatchMode):
+    """Context manager that notes the names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@NEEDS_COMPILER
+def test_a_cpu_gets_the_native_step_unless_it_is_refused() -> None:
+    for compile, native in ((None, True), (True, True), (False, False)):
+        params = parameters(FP16, [(3,), (LARGE,)])
+        before = [p.detach().clone() for p in params]
+        with Operations() as operations:
+            run(params, AdamW(params, compile=compile), range(1))
+        # The division that moves a parameter: torch's own, of each, or none.
+        assert operations.names.count("addcdiv_") == (0 if native else 2)
+        assert not any(map(torch.equal, before, params))
+
+
+@NEEDS_COMPILER
+def test_the_native_step_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "ELEMENTS_PER_THREAD", 1000)  # smaller shares than a thread is worth
+    results = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # noqa: B023  (used in the loop)
+        results.append(steps_of(FP16, "stochastic", "bfloat16", True))
+    assert same(*results)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how", "moments"),
+    [(BF16, "stochastic", "bfloat16"), (FP16, "kahan", "float32")],
+)
+@pytest.mark.filterwarnings("ignore:.*script_method.*", "ignore:.*mixed in the scheduler.*")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
+def test_the_kernel_of_torch_compile_gives_the_eager_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, how: str, moments: str
+) -> None:
+    def compiled(runs: list[Any], c: Any, how: str) -> None:
+        module._run_compiled(runs, torch.device("cpu"), c, how)
+
+    monkeypatch.setattr(module, "_run_natively", compiled)  # what an accelerator gets, of which there may be none
+    results = []
+    for compile in (True, False):
+        params = parameters(dtype, [(LARGE,), (3, LARGE // 2)])
+        with torch.no_grad():
+            params[0][:4] = torch.tensor([torch.finfo(dtype).max, 2.0**-24, -0.0, 2.0**-15])
+        optimizer = AdamW(params, rounding=how, moments=moments, compile=compile)
+        run(params, optimizer, range(2))
+        results.append(everything(params, optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("how", ["stochastic", "kahan"])
+def test_a_parameter_that_is_not_contiguous_moves_as_one_that_is(how: str) -> None:
+    results = []
+    for strided in (True, False):
+        torch.manual_seed(0)
+        values = torch.randn(6, 8).to(BF16)
+        parameter = nn.Parameter(values.t().contiguous().t() if strided else values.clone())
+        assert parameter.is_contiguous() != strided
+        optimizer = AdamW([parameter], lr=0.1, rounding=how, moments="bfloat16")
+        run([parameter], optimizer, range(3))
+        assert not torch.equal(parameter, values)
+        results.append(everything([parameter], optimizer))
+    assert same(*results)
+
+
+@NARROW
+@ROUNDINGS
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_a_resumed_run_equals_an_uninterrupted_one(dtype: torch.dtype, how: str, moments: str) -> None:
+    params = parameters(dtype)
+    optimizer = AdamW(params, rounding=how, moments=moments, seed=3)
+    run(params, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save({"params": params, "optimizer": optimizer.state_dict()}, file)
+    run(params, optimizer, range(3, 6))
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = [nn.Parameter(p.detach().clone()) for p in saved["params"]]
+    resumed = AdamW(again, moments=moments)  # rounding and seed are in the state
+    resumed.load_state_dict(saved["optimizer"])
+    run(again, resumed, range(3, 6))
+    assert same(everything(params, optimizer), everything(again, resumed))
+
+
+def test_an_empty_parameter_is_no_trouble() -> None:
+    params = parameters(BF16, [(0, 4), (3,)])
+    for foreach in (True, False):
+        before = params[1].detach().clone()
+        run(params, AdamW(params, foreach=foreach, compile=False), range(2))
+        assert bool((params[1] != before).all())
+
+
+def test_a_loaded_state_is_a_copy_and_other_seeds_differ() -> None:
+    params = parameters(BF16)
+    optimizer = AdamW(params)
+    run(params, optimizer, range(2))
+    state = optimizer.state_dict()
+    twin = copy.deepcopy(params)
+    other = AdamW(twin)
+    other.load_state_dict(state)
+    kept = everything(params, optimizer)
+    run(twin, other, range(2, 4))
+    assert same(kept, everything(params, optimizer))
+    third = copy.deepcopy(params)
+    unlike = AdamW(third)
+    unlike.load_state_dict(state)
+    unlike.param_groups[0]["seed"] = 1
+    run(third, unlike, range(2, 4))
+    assert not same(everything(twin, other), everything(third, unlike))
+
+
+def test_how_to_compute_is_not_taken_from_a_state() -> None:
+    optimizer = AdamW(parameters(BF16, [(3,)]))
+    optimizer.load_state_dict(AdamW(parameters(BF16, [(3,)]), foreach=False, rounding="kahan").state_dict())
+    assert optimizer.param_groups[0]["foreach"] is True
+    assert optimizer.param_groups[0]["rounding"] == "kahan"
+
+
+def test_the_state_of_torchs_adamw_loads_in_full_precision() -> None:
+    params = parameters(BF16)
+    reference = torch.optim.AdamW([p.detach().float().requires_grad_() for p in params], lr=0.5)
+    for p in reference.param_groups[0]["params"]:
+        p.grad = torch.full_like(p, 1 / 3)
+    reference.step()
+    optimizer = AdamW(params, rounding="kahan", seed=4)
+    optimizer.load_state_dict(reference.state_dict())
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["rounding"], group["seed"], group["moments"]) == (0.5, "kahan", 4, "float32")
+    for p, q in zip(params, reference.param_groups[0]["params"], strict=True):
+        assert optimizer.state[p]["exp_avg"].dtype == FP32
+        assert torch.equal(optimizer.state[p]["exp_avg"], reference.state[q]["exp_avg"])
+    run(params, optimizer, range(1))
+
+
+def test_equal_parameters_are_rounded_apart() -> None:
+    twins = [nn.Parameter(torch.ones(1000, dtype=BF16)) for _ in range(2)]
+    for twin in twins:
+        twin.grad = torch.ones_like(twin)
+    AdamW(twins, lr=1e-3).step()
+    assert not torch.equal(*twins)
+
+
+def test_a_shard_of_two_dimensions_knows_its_indices() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        local = torch.arange(210).view(5, 6, 7)[3:, 3:].contiguous()
+        placed = [Shard(0), Shard(1)]
+        shard = DTensor.from_local(local, mesh, placed, run_check=False, shape=torch.Size((5, 6, 7)), stride=(42, 7, 1))
+        runs = module.local_runs(shard)
+        sums = DTensor.from_local(torch.zeros(4), mesh, [Partial(), Partial()], run_check=False)
+        with pytest.raises(UserError, match="only Shard and Replicate are known"):
+            AdamW([nn.Parameter(sums)])
+    finally:
+        dist.destroy_process_group()
+    assert [index for start, length in runs for index in range(start, start + length)] == local.flatten().tolist()
+
+
+TWO_PROCESSES = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from bf16_to_fp16.optim.adamw import AdamW
+torch.set_num_threads(1)
+rank, port, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+alone = rank < 0
+if not alone:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+results = {}
+for dtype in (torch.bfloat16, torch.float16):
+    for how, moments in (("stochastic", "float32"), ("stochastic", "bfloat16"), ("kahan", "float32")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 1), nn.Linear(1, 1)).to(dtype)
+        matrix = torch.randn(3, 6, 7).to(dtype)
+        if not alone:
+            fully_shard(model, mesh=mesh)
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+            assert sum(p.to_local().numel() for p in model.parameters()) < sum(p.numel() for p in model.parameters())
+        columns = nn.Parameter(matrix if alone else distribute_tensor(matrix, mesh, [Shard(1)]))
+        params = [*model.parameters(), columns]
+        optimizer = AdamW(params, lr=1e-2, rounding=how, moments=moments)
+        for step in range(3):
+            torch.manual_seed(step)
+            x, grad = torch.randn(4, 16).to(dtype), torch.randn(3, 6, 7).to(dtype)
+            optimizer.zero_grad()
+            (model(x).float().square().mean() * 4096).backward()  # FSDP2 halves gradients: exact above subnormals
+            columns.grad = grad if alone else distribute_tensor(grad, mesh, [Shard(1)])
+            optimizer.step()
+            if step == 1:  # resumed in the middle
+                state = optimizer.state_dict()
+                optimizer = AdamW(params, moments=moments)
+                optimizer.load_state_dict(state)
+        kept = [*params, *(optimizer.state[p][name] for p in params for name in ("exp_avg", "exp_avg_sq"))]
+        results[f"{dtype} {how} {moments}"] = [
+            (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for t in kept
+        ]
+torch.save(results, f"{out}/{rank}.pt")
+if not alone:
+    dist.destroy_process_group()
+"""
+
+
+def test_fsdp2_on_two_processes_gives_the_bits_of_one(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, rank, port, str(tmp_path)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1", "-1")
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors[-2000:]
+    first, second, alone = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1, -1))
+    assert len(alone) == 6
+    for name, expected in alone.items():
+        for got in (first[name], second[name]):
+            assert all(map(torch.equal, got, expected)), name
+
+
+# ---- in a training loop --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+def test_gradscaler_divides_its_scale_out_and_skips_a_step_with_inf() -> None:
+    params, plain = parameters(FP16, [(20, 30), (7,)]), parameters(FP16, [(20, 30), (7,)])
+    optimizer, reference = AdamW(params), AdamW(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def scaled_step(factor: float) -> None:
+        give_gradients(params, 0)
+        grads = [p.grad for p in params if p.grad is not None]
+        loss = sum(((p * g).float().sum() for p, g in zip(params, grads, strict=True)), torch.zeros(()))
+        optimizer.zero_grad()
+        scaler.scale(loss * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaled_step(1.0)
+    run(plain, reference, range(1))
+    assert same(everything(params, optimizer), everything(plain, reference))
+
+    before = everything(params, optimizer)
+    scaled_step(1e9)
+    assert scaler.get_scale() == 128.0
+    assert same(before, everything(params, optimizer))
+
+    scaled_step(1.0)
+    run(plain, reference, range(1))
+    assert same(everything(params, optimizer), everything(plain, reference))
+
+
+def test_a_loss_scale_of_0_is_an_error() -> None:
+    params = parameters(FP16, [(3,)])
+    optimizer = AdamW(params)
+    give_gradients(params, 0)
+    optimizer.grad_scale = torch.tensor(0.0)  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="loss scale is 0"):
+        optimizer.step()
+
+
+def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=BF16))
+    optimizer = AdamW([parameter], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = parameter.float().square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert (parameter < 1).all()
+
+
+def test_groups_have_options_of_their_own_and_can_be_added() -> None:
+    first, second, frozen = parameters(BF16, [(300,), (300,), (300,)])
+    optimizer = AdamW([{"params": [first], "lr": torch.tensor(0.1)}], lr=1e-3, rounding="nearest")
+    optimizer.add_param_group({"params": [second, frozen], "rounding": "kahan", "moments": "bfloat16"})
+    kept = frozen.detach().clone()
+    give_gradients([first, second], 0)
+    before = first.detach().clone()
+    optimizer.step()
+    assert float((first.detach() - before).abs().max()) == pytest.approx(0.1, rel=0.02)
+    assert "compensation" in optimizer.state[second] and "compensation" not in optimizer.state[first]
+    assert optimizer.state[second]["exp_avg"].dtype == BF16
+    assert torch.equal(kept, frozen) and frozen not in optimizer.state
+
+
+def test_a_learning_rate_scheduler_is_followed() -> None:
+    parameter = nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer = AdamW([parameter], lr=1.0, weight_decay=0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        scheduler.step()
+    assert (parameter.abs() < 1e-6).all()  # a step of 1, then one of 0
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0; give a finite number, at least 0"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"eps": math.inf}, "eps is inf"),
+        ({"betas": (0.9, 1.0)}, "a beta is 1.0; give a finite number, at least 0 and below 1"),
+        ({"betas": 0.9}, "give two numbers"),
+        ({"weight_decay": "much"}, "weight_decay is 'much'"),
+        ({"rounding": "up"}, "rounding is 'up'; choose from 'stochastic', 'nearest', 'kahan'"),
+        ({"moments": "4bit"}, "moments is '4bit'; choose from 'float32', 'bfloat16', '8bit'"),
+        ({"seed": -1}, "seed is -1; give an integer"),
+        ({"moments": "8bit", "compile": True}, "leave it to compile=None"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        AdamW(parameters(BF16, [(3,)]), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_parameters_and_gradients_are_refused() -> None:
+    with pytest.raises(UserError, match=r"float64.*give bf16, fp16 or fp32"):
+        AdamW([nn.Parameter(torch.ones(2, dtype=torch.float64))])
+    with pytest.raises(UserError, match="empty parameter list"):
+        AdamW([])
+    optimizer = AdamW(parameters(BF16, [(3,)]))
+    with pytest.raises(UserError, match="seed"):
+        optimizer.add_param_group({"params": parameters(BF16, [(3,)]), "seed": 0.5})
+    assert len(optimizer.param_groups) == 1
+    embedding = nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UserError, match="sparse=False"):
+        AdamW(embedding.parameters()).step()
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    optimizer = AdamW(parameters(BF16, [(3,)]))
+    run(optimizer.param_groups[0]["params"], optimizer, range(1))
+    with pytest.raises(UserError, match=r"shape \(3,\), here it has \(4,\)"):
+        AdamW(parameters(BF16, [(4,)])).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("how", ["stochastic", "kahan"])
+def test_8bit_moments_follow_fp32_ones_in_a_quarter_of_the_memory_and_survive_saving(how: str) -> None:
+    shapes = [(64, 128), (7,)]
+    narrow, again, wide = (parameters(BF16, shapes) for _ in range(3))
+    first = AdamW(narrow, rounding=how, moments="8bit")
+    run(narrow, first, range(40))
+    full = AdamW(wide, rounding=how)
+    run(wide, full, range(40))
+    # Adam's step has the size of the learning rate, 1e-3: 40 of them, of which moments in 8 bits lose a few percent.
+    assert 0 < float((narrow[0] - wide[0]).float().norm() / wide[0].float().norm()) < 0.01
+    assert torch.equal(narrow[1], wide[1])  # too small for torchao's blocks
+    moment = first.state[narrow[0]]["exp_avg_sq"]
+    assert sum(part.nbytes for part in (moment.codes, moment.scale, moment.qmap)) < 8192 + 2000
+
+    resumed = AdamW(again, rounding=how, moments="8bit")
+    run(again, resumed, range(20))
+    file = io.BytesIO()
+    torch.save(resumed.state_dict(), file)
+    file.seek(0)
+    resumed = AdamW(again, rounding=how, moments="8bit")
+    resumed.load_state_dict(torch.load(file, weights_only=False))
+    run(again, resumed, range(20, 40))
+    assert torch.equal(again[0], narrow[0])
+
+
+def test_8bit_second_moments_decay() -> None:
+    drop = 100
+    narrow, wide = (parameters(BF16, [(64, 64)]) for _ in range(2))
+    optimizers = AdamW(narrow, lr=1e-5, moments="8bit"), AdamW(wide, lr=1e-5)
+    for step in range(1100):
+        for params, optimizer in zip((narrow, wide), optimizers, strict=True):
+            run(params, optimizer, range(step, step + 1), 1.0 if step < drop else 0.01)
+    left = optimizers[0].state[narrow[0]]["exp_avg_sq"].dequantize()
+    assert left.mean() == pytest.approx(float(optimizers[1].state[wide[0]]["exp_avg_sq"].mean()), rel=0.1)
+
+
+def test_8bit_moments_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UserError, match="needs torchao: pip install torchao, or choose 'bfloat16'"):
+        AdamW(parameters(BF16, [(3,)]), moments="8bit")
+
+
+def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(UserError, match="needs a C compiler; install gcc, set CC to one"):
+        AdamW(parameters(BF16, [(3,)]), compile=True)
+    AdamW(parameters(BF16, [(3,)]))
+    (tmp_path / "cc").write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
+    (tmp_path / "cc").chmod(0o755)
+    # What was compiled before is kept for the life of a process.
+    monkeypatch.setattr(kernel, "compiled", kernel.compiled.__wrapped__)
+    monkeypatch.setattr(kernel, "works", kernel.works.__wrapped__)
+    params = parameters(BF16, [(3,)])
+    optimizer = AdamW(params, compile=True)
+    with pytest.raises(UserError, match=r"cannot compile the step \(no such flag\); set compile=False"):
+        run(params, optimizer, range(1))
+    # By default it is done without one; nor is what cannot be started, or makes no library, in the way.
+    for program in ("#!/bin/sh\nexit 1\n", "no program\n", "#!/bin/sh\nexit 0\n"):
+        (tmp_path / "cc").write_text(program)
+        params = parameters(BF16, [(3,)])
+        before = params[0].clone()
+        run(params, AdamW(params), range(1))
+        assert not torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize("compile", [None, False])
+def test_a_step_between_forward_and_backward_is_noticed(compile: bool | None) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([parameter], compile=compile)
+    parameter.grad = torch.ones(3)
+    loss = (parameter * parameter).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

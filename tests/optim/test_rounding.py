@@ -1,0 +1,437 @@
+"""Rounding is checked against tables of all 16-bit values, with every random word that can matter.
+
+``faults`` is what a right implementation passes; published mistakes are run through it too, and each must fail.
+"""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.optim import rounding
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+WORDS = {BF16: 1 << 16, FP16: 1 << 13}  # of the random bits, those that matter (fp16: above its subnormals)
+Round = Callable[[Tensor, Tensor], Tensor]
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    """Return all 65536 values of a format in fp32, NaNs included."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).to(torch.float32)
+
+
+def grid(dtype: torch.dtype) -> Tensor:
+    """Return the finite values of a format in fp64, ascending, 0 once."""
+    values = every_value(dtype).double()
+    return values[values.isfinite()].unique()
+
+
+def pattern(*words: int) -> Tensor:
+    """Return the fp32 values of bit patterns."""
+    return torch.tensor([word - ((word >> 31) << 32) for word in words], dtype=torch.int32).view(torch.float32)
+
+
+def neighbours(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values of a format around x in fp64 and (x − down)/(up − down), exactly, by magnitude."""
+    table = grid(dtype)
+    table = table[table >= 0]
+    size = x.double().abs()
+    above = torch.searchsorted(table, size, right=True).clamp(max=len(table) - 1)
+    down, up = table[above - 1], table[above]
+    return down, up, (size - down) / (up - down)
+
+
+def interesting(dtype: torch.dtype) -> Tensor:
+    """Return fp32 values between those of a format, of both signs: all binades, their edges, odd fractions."""
+    torch.manual_seed(0)
+    span = range(-14, 16) if dtype == FP16 else range(-126, 128, 23)
+    edges = torch.tensor([2.0**e for e in span])
+    inside = edges * (1 + torch.rand(len(edges)))
+    below, above = (torch.nextafter(edges, torch.tensor(to)) for to in (0.0, math.inf))
+    x = torch.cat([inside, below, above, edges * (1 + 2.0**-9), edges * (1 + 2.0**-12)])
+    if dtype == FP16:
+        x = x[(x >= 2.0**-14) & (x < 65504)]
+    else:
+        x = torch.cat([x, torch.tensor([1e-45, 1e-41, 3e-40, 1.17549421e-38])])  # subnormal in bf16
+    return torch.cat([x, -x])
+
+
+def faults(round_: Round, dtype: torch.dtype) -> list[str]:
+    """Return what is wrong with a stochastic rounding of fp32 by given random bits."""
+    found = []
+    values = every_value(dtype)
+    values = values[values.isfinite()]
+    for word in (0, 1, 0x1FFF, 0xFFFF, 0x40000000, 0x7FFFFFFF):
+        kept = round_(values.clone(), torch.full(values.shape, word, dtype=torch.int32))
+        if not torch.equal(kept.view(torch.int32), values.view(torch.int32)):
+            found.append("a value of the format moved")
+
+    words = torch.arange(WORDS[dtype], dtype=torch.int32)
+    for x in interesting(dtype):
+        down, up, probability = neighbours(x, dtype)
+        size = round_(x.expand(len(words)).contiguous(), words).double() * torch.sign(x)
+        if not ((size == down) | (size == up)).all():
+            found.append("the result is no neighbour")
+        if (size == up).sum() != probability * len(words):
+            found.append("the probability is wrong")
+
+    if dtype == FP16:  # all 31 bits matter: the rounding is up for exactly the words below a limit
+        torch.manual_seed(1)
+        x = torch.cat([torch.rand(300) * 1023, torch.rand(100), torch.arange(40) + 0.5]).float() * 2.0**-24
+        x = x[x >= 2.0**-31]
+        down, up, probability = neighbours(x, dtype)
+        limit = probability * 2.0**31
+        assert torch.equal(limit, limit.round())
+        for draw, neighbour in ((limit - 1, up), (limit, down)):
+            inside = (draw >= 0) & (draw < 2.0**31)
+            got = round_(x[inside], draw[inside].to(torch.int32))
+            if not torch.equal(got.double(), neighbour[inside]):
+                found.append("the probability of a subnormal is wrong")
+
+    last = torch.finfo(dtype).max
+    over = torch.tensor([last * (1 + 2.0**-20), 65535.0 if dtype == FP16 else 3.4e38, 3.4028234e38])
+    for x, want in ((over, last), (-over, -last), (torch.tensor([math.inf]), math.inf)):
+        for word in (0, 0x1FFF, 0xFFFF, 0x7FFFFFFF):
+            if not (round_(x.clone(), torch.full(x.shape, word, dtype=torch.int32)) == want).all():
+                found.append("too large a value is not saturated, or inf is not kept")
+    nans = pattern(0x7FC00000, 0x7FFFFFFF, 0x7FFFE001, 0xFFFFFFFF, 0xFFC00001)
+    for word in (0, 1, 0x1FFF, 0xFFFF, 0x7FFFFFFF):
+        if not round_(nans.clone(), torch.full(nans.shape, word, dtype=torch.int32)).to(dtype).isnan().all():
+            found.append("a NaN became a number")
+    return sorted(set(found))
+
+
+# ---- what others got wrong -----------------------------------------------------------------------------------------
+
+
+def ulp(x: Tensor, dtype: torch.dtype, subnormals: bool = True) -> Tensor:
+    exponent = x.abs().clamp(min=2.0**-140).log2().floor()
+    significand = 7 if dtype == BF16 else 10
+    return torch.exp2(
+        (exponent if not subnormals else exponent.clamp(min=-126 if dtype == BF16 else -14)) - significand
+    )
+
+
+def floor_in_fp32(x: Tensor, bits: Tensor) -> Tensor:
+    step = ulp(x, FP16)
+    return (x / step + (bits & 0xFFFF) / 65536).floor() * step
+
+
+def uniform_in_low_precision(x: Tensor, bits: Tensor) -> Tensor:
+    step = ulp(x, BF16)
+    draw = ((bits & 0xFFFF) / 65536).to(BF16).to(torch.float32)  # reaches 1
+    return (x / step + draw).floor() * step
+
+
+def add_and_mask(x: Tensor, bits: Tensor, cut: int) -> Tensor:
+    below = (1 << cut) - 1
+    return (x.view(torch.int32) + (bits & below) & ~below).view(torch.float32)
+
+
+def subnormals_as_normals(x: Tensor, bits: Tensor) -> Tensor:
+    finite = x.abs() <= 65504
+    return torch.where(finite, add_and_mask(x.clamp(-65504, 65504), bits, 13), rounding.stochastic(x, FP16, bits))
+
+
+def subnormals_dropped(x: Tensor, bits: Tensor) -> Tensor:
+    return torch.where(x.abs() < 2.0**-14, x * 0, rounding.stochastic(x, FP16, bits))
+
+
+def always_nearest(x: Tensor, bits: Tensor) -> Tensor:
+    return rounding.nearest(x, BF16)
+
+
+MISTAKES: dict[str, tuple[Round, torch.dtype, set[str]]] = {
+    "floor(x/ulp + rand) in fp32": (
+        floor_in_fp32,
+        FP16,
+        {"the probability is wrong", "too large a value is not saturated, or inf is not kept"},
+    ),
+    "uniform draws in the low dtype": (uniform_in_low_precision, BF16, {"a value of the format moved"}),
+    "fp16 subnormals as normals": (subnormals_as_normals, FP16, {"the probability of a subnormal is wrong"}),
+    "fp16 subnormals as 0": (subnormals_dropped, FP16, {"a value of the format moved"}),
+    "add and mask, bf16": (
+        lambda x, bits: add_and_mask(x, bits, 16),
+        BF16,
+        {"a NaN became a number", "too large a value is not saturated, or inf is not kept"},
+    ),
+    "add and mask, fp16": (
+        lambda x, bits: add_and_mask(x, bits, 13),
+        FP16,
+        {"a NaN became a number", "too large a value is not saturated, or inf is not kept"},
+    ),
+    "to nearest": (always_nearest, BF16, {"the probability is wrong"}),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_known_mistakes_are_caught(name: str) -> None:
+    mistake, dtype, expected = MISTAKES[name]
+    assert expected <= set(faults(mistake, dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("round_", [rounding.stochastic, rounding._round], ids=["quick where plain", "general"])
+def test_stochastic_rounding_is_exact(dtype: torch.dtype, round_: Callable[..., Tensor]) -> None:
+    assert faults(lambda x, bits: round_(x, dtype, bits), dtype) == []
+
+
+@DTYPES
+@pytest.mark.parametrize("small", [0.0, 0.01, 0.9])
+@pytest.mark.parametrize("length", [64 * rounding._COLUMN, 64 * rounding._COLUMN + 5])
+def test_plain_values_are_rounded_quickly_to_the_same_bits(dtype: torch.dtype, small: float, length: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(length).clamp(-3, 3)
+    x[x.abs() < 2.0**-14] = 1.0
+    x[torch.rand(length) < small] *= 2.0**-17
+    x[:3] = torch.tensor([torch.finfo(dtype).max, -torch.finfo(dtype).max, -0.0])
+    bits = torch.randint(0, 1 << 31, (length,), dtype=torch.int64).to(torch.int32)
+    # Both ways give the same bits, so which was taken shows only in ``_plain``.
+    assert rounding._is_eager_and_finite(x, dtype)
+    for quick, general in (
+        (rounding.stochastic(x, dtype, bits), rounding._round(x, dtype, bits)),
+        (rounding.nearest(x, dtype), rounding._round(x, dtype, None)),
+    ):
+        assert torch.equal(quick.view(torch.int32), general.view(torch.int32))
+    for beyond in (math.inf, -math.inf, math.nan, torch.finfo(dtype).max * 1.001, -torch.finfo(dtype).max * 1.001):
+        x[7] = beyond
+        assert not rounding._is_eager_and_finite(x, dtype)
+
+
+# ---- statistics of real draws --------------------------------------------------------------------------------------
+
+DRAWS = 1 << 22
+
+
+def binades(dtype: torch.dtype) -> list[float]:
+    """Return a value between two of the format, at an odd fraction of the gap, for every binade, subnormal ones too."""
+    info = torch.finfo(dtype)
+    lowest = round(math.log2(info.smallest_normal)) - (7 if dtype == BF16 else 10)
+    chance = random.Random(0)
+    found = []
+    for exponent in range(lowest, math.floor(math.log2(info.max)) + 1):
+        gap = 2.0 ** max(exponent - lowest, 0) * 2.0**lowest / (1 << (7 if dtype == BF16 else 10))
+        gap = max(gap, 2.0**lowest)
+        below = math.floor(2.0**exponent * (1 + 0.9 * chance.random()) / gap) * gap
+        found.append(below + gap * chance.choice((1 / 16, 3 / 16, 5 / 16, 9 / 16, 15 / 16)))
+    return found
+
+
+def z_scores(round_: Round, dtype: torch.dtype, every: int = 1) -> list[float]:
+    """Return for a value in every binade (or every so many) how many standard deviations too often it rounds up."""
+    counter = rounding.counters(rounding.CHUNK)
+    scores = []
+    for index, value in enumerate(binades(dtype)[::every]):
+        x = torch.full((rounding.CHUNK,), value)
+        assert float(x[0]) == value
+        down, up, probability = (float(t) for t in neighbours(x[:1], dtype))
+        ups = strays = 0
+        for start in range(0, DRAWS, rounding.CHUNK):
+            got = round_(x, rounding.random_bits(counter, rounding.make_key(5, index, 0, first=start)))
+            ups += int((got == up).sum())
+            strays += rounding.CHUNK - int(((got == up) | (got == down)).sum())
+        score = (ups - DRAWS * probability) / math.sqrt(DRAWS * probability * (1 - probability))
+        scores.append(math.inf if strays else score)
+    return scores
+
+
+@DTYPES
+def test_draws_in_every_binade_round_up_as_often_as_they_should(dtype: torch.dtype) -> None:
+    scores = z_scores(lambda x, bits: rounding.stochastic(x, dtype, bits), dtype)
+    assert len(scores) == (40 if dtype == FP16 else 261)
+    assert [score for score in scores if not abs(score) < 4] == []
+    assert sum(score**2 for score in scores) / len(scores) == pytest.approx(1, abs=0.6)  # neither too regular
+
+
+@pytest.mark.parametrize("name", ["fp16 subnormals as normals", "fp16 subnormals as 0", "to nearest"])
+def test_draws_show_a_wrong_formula(name: str) -> None:
+    mistake, dtype, _ = MISTAKES[name]
+    wrong = [not abs(score) < 4 for score in z_scores(mistake, dtype, 1 if dtype == FP16 else 40)]
+    assert any(wrong)
+    if dtype == FP16:  # right in the normal binades, and seen where it is not
+        assert sum(wrong) >= 9 and not any(wrong[10:])
+
+
+@DTYPES
+def test_every_finite_value_is_left_where_it_is(dtype: torch.dtype) -> None:
+    values = every_value(dtype)
+    values = values[values.isfinite()]
+    for seed in range(20):
+        kept = rounding.stochastic_round(values, dtype, seed=seed)
+        assert torch.equal(kept.view(torch.int16), values.to(dtype).view(torch.int16))
+
+
+@pytest.mark.parametrize(("dtype", "start"), [(BF16, 1.0), (FP16, 1.0), (FP16, 2.0**-15), (FP16, 0.0)])
+def test_ten_thousand_tiny_updates_add_up_to_their_sum(dtype: torch.dtype, start: float) -> None:
+    gap = float(torch.nextafter(torch.tensor(start, dtype=dtype), torch.tensor(9.0, dtype=dtype)).double() - start)
+    gap = max(gap, 2.0**-24)
+    update, steps, count = gap / 2000, 10_000, 512  # in all five gaps, each update a thousandth of half a gap
+    x = torch.full((count,), start, dtype=dtype)
+    for step in range(steps):
+        x = rounding.stochastic_round(x.float() + update, dtype, seed=1, step=step)
+    moved = x.double() - start
+    # Each element takes steps·p·(1 − p) gaps² of noise where p = 1/2000, and fewer where gaps have grown.
+    deviation = gap * math.sqrt(steps / 2000 / count)
+    assert abs(float(moved.mean()) - steps * update) < 4 * deviation
+    assert torch.equal(rounding.nearest(torch.full((1,), 1.0) + 2.0**-12, BF16), torch.ones(1))  # nearest never moves
+
+
+# ---- the other roundings -------------------------------------------------------------------------------------------
+
+
+@DTYPES
+def test_nearest_is_the_cast_except_that_it_saturates(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    any_bits = torch.randint(-(1 << 31), 1 << 31, (1 << 18,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    values = grid(dtype)
+    ties = ((values[1:] + values[:-1]) / 2).float()
+    x = torch.cat([any_bits, ties, torch.rand(1 << 14) * 2.0**-13, torch.tensor([0.0, -0.0, math.inf, -math.inf])])
+    x = x[~x.isnan()]
+    got, cast = rounding.nearest(x, dtype), x.to(dtype).to(torch.float32)
+    last = torch.finfo(dtype).max
+    cast = torch.where(x.isfinite(), cast.clamp(-last, last), cast)
+    assert torch.equal(got.view(torch.int32), cast.view(torch.int32))
+    assert rounding.nearest(pattern(0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF), dtype).isnan().all()
+
+
+@DTYPES
+def test_kahan_addition_loses_nothing(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    value, lost = torch.randn(10_000), torch.randn(10_000) * 2.0**-12
+    rounded, rest = rounding.kahan_add(value, lost, dtype)
+    assert torch.equal(rounded, rounded.to(dtype).to(torch.float32))
+    assert torch.equal(rounded.double() + rest.double(), (value + lost).double())
+
+
+def test_fp32_is_left_alone() -> None:
+    x = torch.randn(5)
+    assert rounding.stochastic(x, torch.float32, torch.zeros(5, dtype=torch.int32)) is x
+    assert rounding.nearest(x, torch.float32) is x
+
+
+# ---- random bits ---------------------------------------------------------------------------------------------------
+
+
+def hashed(counter: int, key: tuple[int, int, int]) -> int:
+    """Return ``random_bits`` of one counter, in Python integers."""
+    x = (counter + key[0]) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD + key[1]) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0xD35A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 16) ^ (0xFFFF0000 if x >> 31 else 0)
+
+
+def test_random_bits_are_the_documented_hash() -> None:
+    key = rounding.make_key(3, 5, 7)
+    assert key == (-1870683330, 1752755086, -160228151)  # a resumed run must find the same bits in every version
+    index = torch.tensor([0, 1, 2, 12345, (1 << 31) - 1], dtype=torch.int32)
+    got = rounding.random_bits(rounding.spread(index), key)
+    assert got.tolist() == [hashed(i * 0x9E3779B1, key) for i in index.tolist()]
+    assert (got >= 0).all()
+
+
+def chi_square(counts: Tensor) -> float:
+    """Return by how many standard deviations counts scatter more than independent uniform draws would."""
+    expected = counts.sum() / counts.numel()
+    freedom = counts.numel() - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+def joint(a: Tensor, b: Tensor) -> float:
+    """Return ``chi_square`` of two 8-bit tensors taken together."""
+    return chi_square(torch.bincount((a & 0xFF) * 256 + (b & 0xFF), minlength=1 << 16).double())
+
+
+def test_random_bits_are_uniform_and_unrelated() -> None:
+    count = 1 << 21
+    counter = rounding.counters(count)
+    keys = [rounding.make_key(0, step, 0) for step in (1, 2)] + [rounding.make_key(0, 1, 1), rounding.make_key(1, 1, 0)]
+    draws = [rounding.random_bits(counter, key) for key in keys]
+    for_m, for_v = rounding.more_bits(draws[0], keys[0])
+    scores = {
+        "low 16": chi_square(torch.bincount(draws[0] & 0xFFFF, minlength=1 << 16).double()),
+        "high 16": chi_square(torch.bincount(draws[0] >> 15, minlength=1 << 16).double()),
+        "first moment's": chi_square(torch.bincount(for_m & 0xFFFF, minlength=1 << 16).double()),
+        "second moment's": chi_square(torch.bincount(for_v & 0xFFFF, minlength=1 << 16).double()),
+        "neighbours": joint(draws[0][1:], draws[0][:-1]),
+        "high and low": joint(draws[0] >> 23, draws[0]),
+        "steps": joint(draws[0], draws[1]),
+        "parameters": joint(draws[0], draws[2]),
+        "seeds": joint(draws[0], draws[3]),
+        "parameter and first moment": joint(draws[0] >> 8, for_m >> 8),
+        "parameter and second moment": joint(draws[0] >> 8, for_v >> 8),
+        "both moments": joint(for_m >> 8, for_v >> 8),
+    }
+    assert {name: score for name, score in scores.items() if not abs(score) < 5} == {}
+
+
+def test_chi_square_sees_a_counter() -> None:
+    assert chi_square(torch.bincount(torch.arange(1 << 18) & 0xFF, minlength=256).double()) < -5
+    assert chi_square(torch.bincount(torch.randint(0, 256, (1 << 18,)) | 1, minlength=256).double()) > 5
+
+
+# ---- whole tensors -------------------------------------------------------------------------------------------------
+
+
+@DTYPES
+def test_a_tensor_rounds_the_same_in_any_pieces(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(11, 1000) * torch.tensor([10.0**-e for e in range(11)])[:, None]
+    whole = rounding.stochastic_round(x, dtype, seed=1, step=2, parameter=3)
+    assert whole.shape == x.shape and whole.dtype == dtype
+    for chunk in (1000, 777, 7, 1 << 20):
+        assert torch.equal(rounding.stochastic_round(x, dtype, seed=1, step=2, parameter=3, chunk=chunk), whole)
+    parts = [
+        rounding.stochastic_round(x[row], dtype, seed=1, step=2, parameter=3, offset=1000 * row) for row in range(11)
+    ]
+    assert torch.equal(torch.stack(parts), whole)
+    for other in ({"seed": 2}, {"step": 3}, {"parameter": 4}, {"offset": 1}):
+        assert not torch.equal(
+            rounding.stochastic_round(x, dtype, **({"seed": 1, "step": 2, "parameter": 3} | other)), whole
+        )
+
+
+def test_indices_beyond_a_block_have_bits_of_their_own() -> None:
+    x = torch.full((64,), 1 + 2.0**-8)
+    start = (1 << 31) - 32
+    across = rounding.stochastic_round(x, BF16, seed=0, offset=start)
+    assert torch.equal(across[:32], rounding.stochastic_round(x[:32], BF16, seed=0, offset=start, chunk=5))
+    assert torch.equal(across[32:], rounding.stochastic_round(x[32:], BF16, seed=0, offset=1 << 31))
+    assert not torch.equal(across[32:], rounding.stochastic_round(x[:32], BF16, seed=0))
+
+
+@DTYPES
+def test_the_mean_of_many_steps_is_unbiased(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(500), torch.rand(500) * 2.0**-16]) * 3
+    down, up, probability = neighbours(x, dtype)
+    steps = 400
+    total = sum(rounding.stochastic_round(x, dtype, seed=9, step=step).double() for step in range(steps))
+    error = (total / steps - x.double()) / (up - down)
+    spread = (probability * (1 - probability) / steps).sqrt()
+    assert (error.abs() <= 6 * spread + 1e-12).all()
+    assert abs(float(error.sum())) < 5 * float((spread**2).sum().sqrt())
+
+
+@DTYPES
+def test_special_values_pass_through(dtype: torch.dtype) -> None:
+    x = torch.cat(
+        [torch.tensor([0.0, -0.0, math.inf, -math.inf]), pattern(0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF)]
+    )
+    got = rounding.stochastic_round(x, dtype, seed=0)
+    assert torch.equal(got[:4].view(torch.int16), x[:4].to(dtype).view(torch.int16))  # the sign of −0 included
+    assert got[4:].isnan().all()
+    assert rounding.stochastic_round(torch.empty(0, 3), dtype, seed=0).shape == (0, 3)
+    tiny = torch.tensor([-1e-45])
+    assert torch.signbit(rounding.stochastic_round(tiny, dtype, seed=0)).all()
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(UserError, match=r"float32.*give torch.bfloat16 or torch.float16"):
+        rounding.stochastic_round(torch.ones(2), torch.float32, seed=0)
+    with pytest.raises(UserError, match="give a floating-point one"):
+        rounding.stochastic_round(torch.ones(2, dtype=torch.int32), BF16, seed=0)

@@ -1,0 +1,331 @@
+"""The model card: front matter that invents nothing, a bad verdict in the first line, usage that runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from support import fakes, tiny
+
+from bf16_to_fp16.checkpoint.reader import Checkpoint
+from bf16_to_fp16.report import card as cards
+from bf16_to_fp16.report.card import prose, span
+from bf16_to_fp16.report.schema import Report, read
+
+SOURCE_CARD = """---
+license: other
+license_name: our-own
+license_link: https://example.org/licence
+language: [en, no, de]
+tags: [summarization, tf, onnx, fp16]
+pipeline_tag: summarization
+base_model: someone/else
+datasets: [c4]
+---
+# Theirs
+"""
+
+
+def write_card(path: Path, source: Checkpoint, report: dict[str, Any]) -> None:
+    """Write the card of a report that is given as JSON data."""
+    cards.write_card(path, source, read(Report, report))
+
+
+def warned(card: str, report: dict[str, Any]) -> str:
+    """Return a card with the warning of such a report."""
+    return cards.warned(card, read(Report, report))
+
+
+def checkpoint(folder: Path, *, readme: str | None = None, revision: str | None = None, **config: Any) -> Checkpoint:
+    """Return a source in ``folder`` with a card of its own or none."""
+    if readme is not None:
+        (folder / "README.md").write_text(readme)
+    config = {"architectures": ["T5ForConditionalGeneration"]} | config
+    return Checkpoint(folder, "someone/summariser-large@v2", revision, config, {}, (), None)
+
+
+def card(folder: Path, report: dict[str, Any], **options: Any) -> ModelCard:
+    """Return the written card, read back by the Hub's own class."""
+    source = folder / "source"
+    source.mkdir()
+    write_card(folder / "README.md", checkpoint(source, **options), report)
+    return ModelCard.load(folder / "README.md")
+
+
+def test_front_matter_is_inherited_from_the_sources_card(tmp_path: Path) -> None:
+    data = card(tmp_path, fakes.conversion(), readme=SOURCE_CARD, revision="0" * 40).data.to_dict()
+    assert data.pop("model-index")
+    assert data == {
+        "base_model": "someone/summariser-large",
+        "language": ["en", "de"],
+        "library_name": "transformers",
+        "license": "other",
+        "license_name": "our-own",
+        "license_link": "https://example.org/licence",
+        "pipeline_tag": "summarization",
+        "tags": ["summarization", "fp16", "bf16-to-fp16"],
+    }
+
+
+@pytest.mark.parametrize(
+    "readme",
+    [
+        None,
+        "# no front matter",
+        "---\nlicense: [\n---\n",
+        "---\n- a list\n---\n",
+        "---\nlicense: 3\ntags: {a: b}\n---\n",
+    ],
+)
+def test_what_the_source_does_not_say_is_not_invented(tmp_path: Path, readme: str | None) -> None:
+    written = card(tmp_path, fakes.conversion(), readme=readme)
+    data = written.data.to_dict()
+    assert data.pop("model-index")
+    assert data == {"library_name": "transformers", "tags": ["fp16", "bf16-to-fp16"]}
+    assert "names a licence, so none is given here" in written.text
+    assert "names languages, so none are given here either" in written.text
+
+
+def test_a_card_that_is_not_text_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_bytes(b"---\nlicense: \xff\xfe\n---\n")
+    write_card(tmp_path / "out.md", checkpoint(tmp_path), fakes.conversion())
+    assert "license" not in ModelCard.load(tmp_path / "out.md").data.to_dict()
+
+
+def test_a_pipelines_card_counts_for_the_model_inside_it(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    (tmp_path / "text_encoder_2").mkdir()
+    write_card(tmp_path / "out.md", checkpoint(tmp_path / "text_encoder_2"), fakes.conversion())
+    assert ModelCard.load(tmp_path / "out.md").data.license == "mit"
+
+
+def test_an_unsafe_verdict_is_the_first_line(tmp_path: Path) -> None:
+    written = card(tmp_path, fakes.conversion(safe=False))
+    first = written.text.lstrip().splitlines()[0]
+    assert first.startswith("> **Unsafe in fp16.** up to 1,200 values are inf or NaN")
+    assert "DenseReluDense.wo" in first and "Nothing broke in stock and amp" in first
+    assert ".half()\n" not in written.text and "`.half()` is not safe" in written.text
+
+
+def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
+    text = card(tmp_path, fakes.conversion()).text
+    assert text.lstrip().startswith("# `summariser-large` in fp16")
+    assert "**Safe in fp16: nothing overflowed" in text and "Unsafe" not in text
+    for figure in ("**1.9 bits**", "**40× closer**", "**99.9999%**", "times 2⁻³", "12 of 512 channels moved"):
+        assert figure in text
+    assert "bf16-to-fp16 convert someone/summariser-large out\nbf16-to-fp16 undo DIR OUT" in text
+    assert "Licence as" not in text and "bf16-to-fp16 verify DIR" in text
+
+
+@pytest.mark.parametrize(("family", "said"), [("t5", True), ("umt5", True), ("pegasus", False)])
+def test_the_note_on_wo_is_for_families_that_keep_it(tmp_path: Path, family: str, said: bool) -> None:
+    assert ("_keep_in_fp32_modules" in card(tmp_path, fakes.conversion() | {"family": family}).text) is said
+
+
+def test_an_inexact_plan_is_not_called_exact(tmp_path: Path) -> None:
+    report = fakes.conversion()
+    assert "leaves every bit" in card(tmp_path, report).text
+    report["plan"] |= {"gain_correction": {"a.weight": 1.01}}
+    (tmp_path / "other").mkdir()
+    assert "leaves every bit" not in card(tmp_path / "other", report).text
+
+
+def test_hostile_names_cannot_leave_their_place(tmp_path: Path) -> None:
+    report = fakes.conversion(safe=False)
+    report["source"] |= {"path": "a`b</code><script>x</script>\n# Heading", "carried_over": []}
+    report["command"] = "bf16-to-fp16 convert '```\n# Heading'"
+    key = "one | two <b>bold</b> [link](https://example.org)\n---\nlicense: mit"
+    report["source"]["config_changes"] = {key: {"before": 1, "after": 2}}
+    report["unsafe"] = []
+    written = card(tmp_path, report)
+    assert written.data.get("license") is None
+    assert not re.search(r"^(# Heading|license:)", written.text, re.MULTILINE)
+    assert written.text.count("```") == 6
+    outside = re.sub(r"(`+).*?\1", "", written.text)
+    assert not re.search(r"(?<!\\)<(script|b)>", outside)
+    assert "one \\| two \\<b\\>bold" in written.text
+
+
+def test_markdown_shows_text_as_it_is() -> None:
+    assert prose("max |x|_y\n*z*") == "max \\|x\\|\\_y \\*z\\*"
+    assert span("plain") == "`plain`" and span("a``b") == "``` a``b ```"
+
+
+@pytest.mark.parametrize("kind", ["gated", "t5-encoder", "pegasus"])
+def test_the_usage_runs(tmp_path: Path, kind: str) -> None:
+    model = tiny.build(kind)
+    folder = tiny.save(model, tmp_path / "out", torch.float16)
+    report = fakes.conversion() | {"family": "pegasus" if kind == "pegasus" else "t5"}
+    report["source"]["carried_over"] = []
+    source = checkpoint(tmp_path, architectures=[type(model).__name__])
+    write_card(folder / "README.md", source, report)
+    code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    scope: dict[str, Any] = {}
+    exec(code[1].replace("path/to/this/folder", str(folder)), scope)
+    assert {p.dtype for p in scope["model"].parameters()} == {torch.float16}
+    assert scope["states" if kind == "t5-encoder" else "tokens"].shape[0] == 1
+
+
+def test_the_usage_brings_the_tokenizer_where_there_is_one(tmp_path: Path) -> None:
+    text = card(tmp_path, fakes.conversion()).text
+    assert "AutoTokenizer.from_pretrained(folder)" in text and '"input_ids"' not in text
+    compile(text.split("```python\n")[1].split("```")[0], "usage", "exec")
+
+
+CERTIFIED = {
+    "holds": True,
+    "headroom_bits": 0.2999,
+    "max_length": 512,
+    "splits": 8,
+    "train_mode": False,
+    "sites": [
+        {
+            "name": "encoder.block.0.layer.0:add",
+            "kind": "residual",
+            "bound": 53_200.1,
+            "partial": 53_200.1,
+            "limit": 65504.0,
+            "headroom_bits": 0.2999,
+            "observed": 20_000.0,
+            "holds": True,
+        }
+    ],
+}
+
+
+def test_a_certificate_says_what_it_covers_and_what_it_does_not(tmp_path: Path) -> None:
+    report = fakes.conversion() | {"certificate": CERTIFIED, "uncertified": [], "proof": "certified"}
+    text = card(tmp_path, report).text
+    proven, leaves = text.split("## What is proven")[1].split("They say nothing about")
+    assert "No input can make any operation overflow" in proven and "every input of up to 512 positions" in proven
+    assert "(`--target train`)" in leaves and "**0.2 bits**" in text
+    (tmp_path / "other").mkdir()
+    assert "## What is proven" not in card(tmp_path / "other", fakes.conversion()).text
+
+
+def test_what_is_not_certified_is_listed_in_the_card(tmp_path: Path) -> None:
+    unproven = [
+        {"name": f"place|{i}", "bound": 90_000.2, "limit": 65504.0, "excess_bits": 0.4583}
+        | {"reason": f"reason {i}", "remedy": f"remedy|{i}"}
+        for i in range(8)
+    ]
+    report = fakes.conversion() | {"certificate": CERTIFIED | {"holds": False}, "uncertified": unproven}
+    text = card(tmp_path, report).text
+    assert "8 of 1 bounds are over their limit" in text and "The other 2 are in `fp16_report.json`." in text
+    rows = re.findall(r"^\| `place.*$", text, re.MULTILINE)
+    assert len(rows) == 6 and rows[0] == "| `place\\|0` | 90,001 | 65,504 | 0.5 | reason 0 | remedy\\|0 |"
+    assert "No input can make any operation overflow" not in text
+
+
+def test_the_card_says_the_least_precision_rounded_down(tmp_path: Path) -> None:
+    precision = [{"module": "encoder.final_layer_norm", "bits": 11.0}, {"module": "a.layer_norm", "bits": 9.4999}]
+    assert (
+        "keeps at least 9.49 wherever a norm reads it"
+        in card(tmp_path, fakes.conversion() | {"precision": precision}).text
+    )
+
+
+def test_fidelity_is_given_as_eval_results(tmp_path: Path) -> None:
+    report = fakes.conversion() | {"inputs": {"seed": 0, "data": {"name": "mine.txt", "rows": 8}}}
+    results = card(tmp_path, report).data.get("eval_results")
+    assert results is not None
+    assert {r.metric_type: r.metric_value for r in results} == {
+        "kl_divergence": 6.0e-6,
+        "max_error": 0.083,
+        "top1_agreement": 0.998,
+    }
+    assert {r.dataset_name for r in results} == {"built-in probe of bf16_to_fp16 and mine.txt"}
+    assert {r.task_type for r in results} == {"text2text-generation"}
+
+
+def test_no_figure_is_given_where_none_was_measured(tmp_path: Path) -> None:
+    assert card(tmp_path, fakes.conversion() | {"fidelity": None}).data.to_dict().keys() == {"library_name", "tags"}
+    report = fakes.conversion()
+    report["fidelity"] |= {"kl_fp16": None, "max_logit_error_fp16": None}
+    (tmp_path / "other").mkdir()
+    results = card(tmp_path / "other", report).data.get("eval_results")
+    assert results is not None and [r.metric_type for r in results] == ["top1_agreement"]
+
+
+def test_an_encoders_figures_are_of_its_states(tmp_path: Path) -> None:
+    results = card(tmp_path, fakes.conversion(stacks=("encoder",))).data.get("eval_results")
+    assert results is not None
+    assert [(r.task_type, r.metric_type) for r in results] == [
+        ("feature-extraction", "relative_squared_error"),
+        ("feature-extraction", "max_error"),
+    ]
+
+
+def test_the_plan_stands_in_the_card_in_full(tmp_path: Path) -> None:
+    report = fakes.conversion()
+    shown = yaml.safe_load(card(tmp_path, report).text.split("```yaml\n")[1].split("```")[0])
+    back: dict[str, int | list[int]] = {}
+    for name, entry in shown["exponents"].items():
+        if isinstance(entry, int):
+            back[name] = entry
+            continue
+        channels_of = back[name] = [0] * entry.pop("channels")
+        for exponent, channels in entry.items():
+            for run in str(channels).split(", "):
+                first, _, last = run.partition("-")
+                for channel in range(int(first), int(last or first) + 1):
+                    channels_of[channel] = exponent
+    assert back == report["plan"]["exponents"]
+    assert shown["residual_exponent"] == -3 and shown["eps"] == 1.5625e-8
+
+
+def test_a_plan_too_long_for_a_card_is_left_to_the_report(tmp_path: Path) -> None:
+    report = fakes.conversion()
+    report["plan"]["exponents"]["a.value"] = [i % 2 for i in range(100_000)]
+    text = card(tmp_path, report).text
+    assert len(text) < 50_000 and "The plan is too long for a card." in text
+
+
+def test_a_finetunes_card_has_the_recipe_and_the_originals_name(tmp_path: Path) -> None:
+    report = fakes.conversion() | {"finetune": {"recipe": {"source": "someone/summariser-large", "steps": 5}}}
+    written = card(tmp_path, report)
+    assert written.data.get("base_model") == "someone/summariser-large"
+    recipe = written.text.split("```yaml\n")[2].split("```")[0]
+    assert yaml.safe_load(recipe) == report["finetune"]["recipe"]
+
+
+def test_a_finetunes_card_says_that_the_weights_were_trained_and_how_far_they_went(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = card(tmp_path / "plain", fakes.conversion()).text
+    kept = {"measure": "kl", "kl_bf16": 0.01, "kl_fp16": 2.5, "top1_bf16": 0.99, "top1_fp16": 0.321}
+    evaluations = [{"held_out_loss": 2.0}, {"step": 50}, {"held_out_loss": None}, {"held_out_loss": 2.125}]
+    run = {"recipe": {"steps": 140}, "steps": 140, "fidelity": kept, "evaluations": evaluations}
+    text = card(tmp_path, fakes.conversion() | {"finetune": run}).text
+    assert "finetuned so that its activations fit fp16" in text and "by a finetune of 140 steps" in text
+    assert "from 2 to 2.125" in text and "| 0.01 | 2.5 |" in text and "| 99.0% | 32.1% |" in text
+    of_the_source = ("against the fp32 source | source in bf16", "weights of the source", "source's weights again")
+    assert all(said in plain and said not in text for said in of_the_source)
+    assert "finetun" not in plain.partition("## What is proven")[0]
+    (tmp_path / "states").mkdir()
+    states = {"measure": "relative squared error", "kl_bf16": 1e-5, "kl_fp16": None}
+    text = card(tmp_path / "states", fakes.conversion() | {"finetune": {"fidelity": states}}).text
+    assert "| relative squared error of the last states | 1.00×10⁻⁵ | ∞ |" in text
+
+
+def test_the_front_matter_survives_a_finetune(tmp_path: Path) -> None:
+    (tmp_path / "SOURCE_README.md").write_text(SOURCE_CARD)
+    write_card(tmp_path / "README.md", checkpoint(tmp_path), fakes.conversion())
+    assert ModelCard.load(tmp_path / "README.md").data.license == "other"
+
+
+def test_a_warning_is_put_first_and_once(tmp_path: Path) -> None:
+    unsafe = fakes.conversion(safe=False)
+    (tmp_path / "source").mkdir()
+    write_card(tmp_path / "README.md", checkpoint(tmp_path / "source", readme=SOURCE_CARD), fakes.conversion())
+    before = (tmp_path / "README.md").read_text()
+    after = warned(before, unsafe)
+    assert ModelCard(after).data.to_dict() == ModelCard(before).data.to_dict()
+    assert ModelCard(after).text.lstrip().startswith("> **Unsafe in fp16.** up to 1,200 values are inf or NaN")
+    assert warned(after, unsafe) == after and warned("plain", unsafe).lstrip().startswith("> **Unsafe")

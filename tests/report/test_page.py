@@ -1,0 +1,986 @@
+"""The page says what the report says, whatever the report lacks and whatever names it has, and loads nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from html import unescape
+from html.parser import HTMLParser
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import browser, fakes
+
+from bf16_to_fp16.checkpoint.folder import finite
+from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
+from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
+from bf16_to_fp16.finetuning.recipe import parse_recipe
+from bf16_to_fp16.finetuning.run import Run, lineage_of
+from bf16_to_fp16.finetuning.trainer import Outcome
+from bf16_to_fp16.report import card, page, terminal
+from bf16_to_fp16.report import figures as pictures
+from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, dump, read
+from bf16_to_fp16.wording import (
+    bound_magnitude,
+    excess,
+    headroom,
+    magnitude,
+    percent,
+    significant_bits,
+    tightness,
+    times,
+)
+
+HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;{{ 7*7 }}"
+VOID = {"wbr", "meta", "link", "input", "br", "hr", "img", "path", "use"}
+LOADING = {"src", "href", "xlink:href", "action", "data", "poster", "srcset", "formaction"}
+
+
+def render(report: dict[str, Any]) -> str:
+    """Return the page of a report that is given as JSON data."""
+    return page.render(read(Report, report))
+
+
+def write_page(path: Path, report: dict[str, Any]) -> None:
+    """Write that page to a file."""
+    page.write_page(path, read(Report, report))
+
+
+def figures(report: dict[str, Any]) -> list[page.Figure]:
+    """Return the figures of its headline."""
+    return page.figures(read(Report, report))
+
+
+def verdict_sentence(report: dict[str, Any]) -> str:
+    """Return its verdict in a sentence."""
+    return page.verdict_sentence(read(Report, report))
+
+
+def print_conversion(report: dict[str, Any], out: Path) -> None:
+    """Print it as the command line does."""
+    terminal.print_conversion(read(Report, report), out)
+
+
+def brackets(sites: list[dict[str, Any]], stack: str, family: str) -> list[pictures.Bracket]:
+    """Return the brackets of a certificate's sites."""
+    return pictures.brackets([read(BoundEntry, site) for site in sites], stack, family)
+
+
+def bracket_pictures(made: dict[str, Any], family: str) -> list[pictures.Picture]:
+    """Return the pictures of a certificate."""
+    return pictures.bracket_pictures(read(CertificateEntry, made), family)
+
+
+def curve_pictures(run: dict[str, Any]) -> list[pictures.Picture]:
+    """Return the pictures of a finetune."""
+    return pictures.curve_pictures(read(FinetuneEntry, run))
+
+
+class Page(HTMLParser):
+    """A parsed page: its tags with attributes, its text, the ids of its sections, and whether its tags balance."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self.open and self.open[-1] == "script" else self.words).append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    @property
+    def sections(self) -> list[str | None]:
+        return [attrs.get("id") for tag, attrs in self.tags if tag == "section"]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        parsed: dict[str, Any] = json.loads(self.scripts[0])
+        return parsed
+
+
+def requests(html: str) -> list[str]:
+    """Return every address that a browser would load for the page."""
+    page = Page(html)
+    found = [v for _, attrs in page.tags for k, v in attrs.items() if k in LOADING and v and not v.startswith("#")]
+    found += [u for u in re.findall(r"url\(([^)]*)\)", html) if not u.strip("\"'").startswith("#")]
+    return [address for address in found if address != "data:,"] + re.findall(r"@import[^;]*", html)
+
+
+def test_a_whole_report_gives_every_section() -> None:
+    page = Page(render(fakes.conversion()))
+    assert page.open == []
+    assert page.sections == ["picture", "regimes", "plan", "fidelity", "sites", "provenance"]
+    assert "Safe in fp16: nothing overflowed or saturated in stock, amp and half" in page.text
+    assert "1.9 bits" in page.text and "40× closer" in page.text and "99.9999%" in page.text
+    assert sum(tag == "svg" for tag, _ in page.tags) == 2
+
+
+def test_the_page_loads_nothing_and_forbids_loading() -> None:
+    html = render(fakes.conversion(safe=False))
+    assert requests(html) == []
+    assert requests(html.replace("data:,", "https://example.org/icon.png")) == ["https://example.org/icon.png"]
+    policy = next(a["content"] for _, a in Page(html).tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none';")
+    addresses = set(re.findall(r"https?://[^\s\"'<>]+", html))
+    assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def hostile(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a report with a hostile name wherever a name from outside can stand."""
+    source = report["source"]
+    source |= {"path": HOSTILE, "revision": HOSTILE, "dtype": HOSTILE, "made": [HOSTILE], "carried_over": [HOSTILE]}
+    source |= {"sha256": {HOSTILE: HOSTILE}, "dropped": {HOSTILE: HOSTILE}, "left_out": [HOSTILE]}
+    source["config_changes"] = {HOSTILE: {"before": HOSTILE, "after": HOSTILE}}
+    report |= {
+        "family": HOSTILE,
+        "command": HOSTILE,
+        "unsafe": [{"signal": HOSTILE, "excess_bits": 1.0, "remedy": HOSTILE}],
+    }
+    report["plan"]["exponents"] = {HOSTILE: [1, 2], f"{HOSTILE}.value": 3}
+    report["environment"] = {"versions": {HOSTILE: HOSTILE}, HOSTILE: HOSTILE}
+    report["signals"].append({"module": HOSTILE, "side": HOSTILE, "kind": HOSTILE, "before": 1e9, "after": 1.0})
+    for name, entry in report["regimes"].items():
+        entry["sites"] = [
+            fakes.site(HOSTILE, 65536.0, nonfinite=1, benign=HOSTILE, dtype=HOSTILE, headroom_bits=-1e-3),
+            *entry["sites"],
+        ]
+        report["regimes"][name] = fakes.regime(entry["sites"])
+    report["regimes"][HOSTILE] = report["regimes"].pop("amp")
+    return report | {"verdict": "unsafe"}
+
+
+def test_hostile_names_stay_text() -> None:
+    html = render(hostile(fakes.conversion()))
+    page = Page(html)
+    assert page.open == []
+    assert sum(tag == "script" for tag, _ in page.tags) == 2 and not any(tag == "img" for tag, _ in page.tags)
+    assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
+    assert "alert(" not in page.scripts[1]
+    assert HOSTILE in page.data["strings"]
+    assert HOSTILE in "".join(page.words)
+
+
+def test_an_unsafe_report_names_the_site_its_regime_and_the_remedy() -> None:
+    report = fakes.conversion(safe=False)
+    page = Page(render(report))
+    sentence = (
+        "Unsafe in fp16: up to 1,200 values are inf or NaN and 34 values saturate in half, first at "
+        + fakes.BROKEN
+        + "."
+    )
+    # Joined without spaces: names may wrap behind their dots.
+    assert verdict_sentence(report) == sentence and sentence in "".join(page.words)
+    assert page.sections[0] == "unsafe"
+    assert "Nothing broke in stock and amp: use it that way" in page.text
+    assert "finetune it" in page.text
+    assert figures(report)[0].value == "none"
+
+
+def test_a_safe_report_with_a_thin_margin_is_not_called_unsafe() -> None:
+    report = fakes.conversion() | {"unsafe": [{"signal": "lm_head (output)", "excess_bits": 0.4, "remedy": "finetune"}]}
+    text = Page(render(report)).text
+    assert "What is close to its limit" in text and "What is unsafe" not in text
+
+
+def test_an_audit_has_a_page_without_plan_weights_and_fidelity() -> None:
+    page = Page(render(fakes.audit()))
+    assert page.sections == ["unsafe", "regimes", "sites", "provenance"]
+    assert "in training mode" in page.text and "bf16-to-fp16 convert SOURCE OUT" in page.text
+    assert [f.name for f in figures(fakes.audit())] == ["headroom in half", "values not finite", "values saturated"]
+
+
+@pytest.mark.parametrize(
+    "missing", ["signals", "fidelity", "weights", "plan", "environment", "source", "output", "regimes"]
+)
+def test_a_missing_part_leaves_the_rest(missing: str) -> None:
+    report = fakes.conversion()
+    del report[missing]
+    page = Page(render(report))
+    assert page.open == []
+    assert "provenance" in page.sections and "Safe in fp16" in page.text
+
+
+def test_an_encoder_has_one_picture_and_no_kl() -> None:
+    page = Page(render(fakes.conversion(stacks=("encoder",))))
+    assert [a.get("aria-label", "") for t, a in page.tags if t == "svg"] == [
+        "encoder: the largest value is 290,000 before and 36,250 after; the limit is 65504"
+    ]
+    assert "relative squared error to the fp32 source" in page.text
+    assert "KL" not in page.text and "same best token" not in page.text
+
+
+def test_drift_and_corrections_are_shown_where_there_are_some() -> None:
+    report = fakes.conversion()
+    drift: dict[str, float | None] = {"relative_error": 1e-4, "predicted_kl": 2e-7, "predicted_max_logit_error": 3e-3}
+    drift |= {"measured_kl": 2.5e-7, "measured_max_logit_error": None}
+    report["plan"] |= {"drift": drift, "eps": None, "gain_correction": {"a.weight": 1.01}, "untied_head": True}
+    text = Page(render(report)).text
+    assert "predicted 2.00×10⁻⁷, measured 2.50×10⁻⁷" in text and "1 norm weights" in text
+    assert "separated from the embedding" in text and "what is not exact is listed" in text
+
+
+def test_infinite_numbers_look_the_same_in_memory_and_from_json() -> None:
+    report = fakes.conversion(safe=False)
+    report["signals"][0] |= {"before": math.inf, "after": math.nan}
+    report["regimes"]["amp"]["sites"][0] |= {"amax": math.inf, "headroom_bits": -math.inf}
+    report["fidelity"] |= {"kl_fp16": math.inf, "max_logit_error_fp16": math.inf}
+    stored: Any = finite(report)
+    assert stored["signals"][0]["before"] == sys.float_info.max
+    assert Page(render(report)).text == Page(render(stored)).text
+    assert "broken" in Page(render(stored)).text
+
+
+def test_a_page_of_eighteen_thousand_sites_is_cut_to_two_megabytes(tmp_path: Path) -> None:
+    report = fakes.conversion(blocks=24)
+    for name in report["regimes"]:
+        found = [
+            fakes.site(
+                f"decoder.block.{i % 24}.layer.{i % 3}.EncDecAttention.relative_attention_bias:{name} {i}", 1.0 + i
+            )
+            for i in range(6000)
+        ]
+        report["regimes"][name] = fakes.regime(found[::-1])
+    write_page(tmp_path / "page.html", report)
+    assert (tmp_path / "page.html").stat().st_size < 2_000_000
+    page = Page((tmp_path / "page.html").read_text())
+    rows = len(page.data["rows"])
+    assert 9_000 < rows < 18_000 and f"{18_000 - rows:,} operations with more headroom" in page.text
+
+
+def test_every_site_is_in_the_data_of_the_table() -> None:
+    report = fakes.conversion()
+    data = Page(render(report)).data
+    shown = {(data["strings"][row[0]], data["strings"][row[1]]) for row in data["rows"]}
+    assert shown == {(s["name"], name) for name, r in report["regimes"].items() for s in r["sites"]}
+    assert len(shown) == 3 * (2 * 9 * 16 + 1)
+    assert data["shown"] == "half"
+
+
+def test_exponents_are_counted_by_kind() -> None:
+    text = Page(render(fakes.conversion())).text
+    assert "12 of 512 channels moved, by exponent −2 3 +1 9" in text
+    assert "24 of 1,024 channels moved, by exponent −4 4 −1 20" in text
+    assert "whole signals: 1 by 2⁻²" in text
+
+
+def test_numbers_never_flatter() -> None:
+    assert percent(1.0) == "100%" and percent(0.99999999) == "99.9999%" and percent(0.5) == "50%"
+    assert headroom(0.999) == "0.9" and headroom(math.log2(65504 / 65536)) == "none" and headroom(0.0) == "0.0"
+    assert headroom(None) == "–" and headroom(math.inf) == "all" and headroom(-math.inf) == "none"
+    assert magnitude(math.inf) == magnitude(sys.float_info.max) == "∞"
+
+
+# --- the certificate -------------------------------------------------------------------------------------------------
+
+GROWTH = {"SelfAttention:scores": 0.02, "SelfAttention.o": 0.2, "DenseReluDense:mul": 0.5, "DenseReluDense.wo": 0.7}
+KINDS = {"SelfAttention:scores": "scores", "DenseReluDense:mul": "product"}
+
+
+def bound(name: str, kind: str, value: float, found: float | None = None, **changes: Any) -> dict[str, Any]:
+    """Return one site of a certificate."""
+    entry: dict[str, Any] = {
+        "name": name,
+        "kind": kind,
+        "bound": value,
+        "partial": value,
+        "limit": 65504.0,
+        "observed": found,
+    }
+    entry |= changes
+    largest = max(entry["bound"], entry["partial"])
+    return entry | {"headroom_bits": math.log2(entry["limit"] / largest), "holds": largest <= entry["limit"]}
+
+
+def certificate(*, blocks: int = 3, top: float = 60_000.3, found: bool = True) -> dict[str, Any]:
+    """Return the certificate of a model of ``fakes``, whose last residual is bounded by ``top``."""
+    sites = []
+    for stack in ("encoder", "decoder"):
+        for i in range(blocks):
+            level = top * 2.0 ** (i + 1 - blocks)
+            for j, names in enumerate((("SelfAttention:scores", "SelfAttention.o"), tuple(GROWTH)[2:])):
+                for name in names:
+                    value = level * GROWTH[name]
+                    site = f"{stack}.block.{i}.layer.{j}.{name}"
+                    sites.append(bound(site, KINDS.get(name, "output"), value, value / 3 if found else None))
+                top_here = level if j else 0.9 * level
+                place = f"{stack}.block.{i}.layer.{j}:add"
+                sites.append(bound(place, "residual", top_here, top_here / 2 if found else None))
+    sites.append(bound("lm_head", "logits", 123.4, 61.7 if found else None))
+    return {
+        "holds": all(site["holds"] for site in sites),
+        "headroom_bits": min(site["headroom_bits"] for site in sites),
+        "max_length": 32768,
+        "splits": 8,
+        "train_mode": False,
+        "cost_bits": 0.0,
+        "sites": sites,
+    }
+
+
+def certified(**options: Any) -> dict[str, Any]:
+    """Return the report of a conversion with a certificate and its precision."""
+    made = certificate(**options)
+    precision = [
+        {"module": f"{stack}.{place}layer_norm", "bits": 10.999 - 0.25 * k}
+        for stack, norms in (("encoder", 2), ("decoder", 3))
+        for k, place in enumerate(["final_", *(f"block.{i}.layer.{j}." for i in range(2) for j in range(norms))])
+    ]
+    over = sorted((s for s in made["sites"] if not s["holds"]), key=lambda s: s["headroom_bits"])
+    uncertified = [
+        {"name": s["name"], "bound": s["bound"], "limit": s["limit"], "excess_bits": -s["headroom_bits"]}
+        | {"reason": f"reason {i}", "remedy": f"remedy {i}"}
+        for i, s in enumerate(over)
+    ]
+    proof = "certified" if made["holds"] else "observed"
+    report = fakes.conversion(blocks=options.get("blocks", 3)) | {"certificate": made, "proof": proof}
+    return report | {"precision": precision, "uncertified": uncertified, "signals": []}
+
+
+def attacked(*, broken: bool = False) -> dict[str, Any]:
+    """Return the report of an audit with an attack: nothing breaks in what was run, ``broken`` under the attack."""
+    report, made = fakes.conversion(blocks=3), certificate()
+    sites = [
+        {"name": s["name"], "worst": s["observed"], "random": s["observed"] / 2, "limit": s["limit"]}
+        | {"headroom_bits": math.log2(s["limit"] / s["observed"]), "gain": 2.0, "ids": None}
+        | dict.fromkeys(("tokens", "embeddings", "half", "covered"), s["observed"])
+        for s in made["sites"]
+    ]
+    if broken:
+        sites[0] |= {"worst": math.inf, "headroom_bits": -math.inf}
+    least = min(site["headroom_bits"] for site in sites)
+    attack = {"steps": 20, "seed": 0, "worst_headroom_bits": least, "median_gain": 2.0, "sites": sites}
+    for key in ("plan", "weights", "fidelity", "signals", "unsafe", "output", "command"):
+        del report[key]
+    return report | {"certificate": made, "attack": attack, "verdict": "unsafe" if broken else "safe"}
+
+
+def table(html: str, name: str) -> list[list[str]]:
+    """Return the text of the cells of a table by its id, or by a heading in it; the first row is the headings."""
+    found = [t for t in re.findall(r"<table.*?</table>", html, re.DOTALL) if name in t]
+    return [
+        [unescape(re.sub(r"<[^>]*>", "", c)) for c in re.findall(r"<t[hd][ >].*?</t[hd]>", row, re.DOTALL)]
+        for row in re.findall(r"<tr.*?</tr>", found[0], re.DOTALL)
+    ]
+
+
+def test_the_tightest_bounds_are_those_of_the_report() -> None:
+    report = certified()
+    shown = table(render(report), 'id="bounds"')
+    tightest = sorted(report["certificate"]["sites"], key=lambda s: s["headroom_bits"])[:8]
+    assert shown[0][:5] == ["operation", "what", "worst found", "bound", "bound / worst found"]
+    assert [row[0] for row in shown[1:]] == [s["name"] for s in tightest]
+    for row, site in zip(shown[1:], tightest, strict=True):
+        assert float(row[3].replace(",", "")) - site["bound"] == pytest.approx(0.5, abs=0.5)
+        assert float(row[4]) - site["bound"] / site["observed"] == pytest.approx(0.005, abs=0.005001)
+        assert row[2] == magnitude(site["observed"]) and row[7] == headroom(site["headroom_bits"])
+    assert shown[1][2:5] == ["30,000", "60,001", "2"]
+
+
+def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
+    report = certified()
+    found = brackets(report["certificate"]["sites"], "encoder", report["family"])
+    assert len(found) == 3 * 5
+    stream = {b.block: b for b in found if b.series.css == "stream"}
+    assert (stream[2].found, stream[2].bound) == (60_000.3 / 2, 60_000.3)
+    assert {b.series.css for b in found} == {"stream", "attention", "added", "product", "scores"}
+    logits = [b for b in brackets(report["certificate"]["sites"], "decoder", report["family"]) if b.block is None]
+    assert [(b.found, b.bound) for b in logits] == [(61.7, 123.4)]
+    labels = [a.get("aria-label") or "" for t, a in Page(render(report)).tags if t == "svg"]
+    assert labels[0] == (
+        "encoder: the largest value found is 30,000, the largest bound is 60,001; the limit is 65504"
+    ) and labels[1].startswith("decoder: the largest value found is 30,000")
+
+
+def test_pegasus_and_ungated_models_have_their_brackets() -> None:
+    sites = [
+        bound("model.encoder.layers.1:add", "residual", 8.0, 4.0),
+        bound("model.encoder.layers.1.self_attn.out_proj", "output", 5.0, 4.0, partial=7.0),
+        bound("model.encoder.layers.1.fc2", "output", 6.0, 4.0),
+        bound("model.encoder.layers.1.activation_fn:relu", "activation", 7.0, 4.0),
+        bound("model.encoder:add", "residual", 9.0, 4.0),
+    ]
+    found = {b.series.css: b for b in brackets(sites, "encoder", "pegasus")}
+    assert {css: (b.block, b.bound) for css, b in found.items()} == {
+        "stream": (1, 8.0),
+        "attention": (1, 5.0),
+        "added": (1, 6.0),
+        "product": (1, 7.0),
+    }
+    assert found["attention"].partial == 7.0 and brackets(sites, "decoder", "pegasus") == []
+
+
+def test_a_bracket_lies_between_the_worst_found_and_the_bound_on_a_log2_axis() -> None:
+    def heights(found: float, top: float) -> list[float]:
+        made = certificate(blocks=1) | {"sites": [bound("encoder.block.0.layer.0:add", "residual", top, found)]}
+        svg = str(bracket_pictures(made, "t5")[0].svg)
+        # Paths in the colour of the stream from one point to another are its brackets.
+        paths = re.findall(r'd="M [\d.]+ ([\d.]+) \nL [\d.]+ ([\d.]+) \n" clip-path="[^"]*" style="[^"]*--stream', svg)
+        assert len(paths) == 1
+        return sorted(float(y) for y in paths[0])
+
+    high, low = heights(16.0, 4096.0)
+    top = heights(1024.0, 4096.0)
+    assert top[0] == high and high < top[1] < low
+    assert (low - high) / (top[1] - high) == pytest.approx(8 / 2, rel=1e-3)
+
+
+def test_an_overflow_that_was_found_is_a_cross_where_the_bound_allows_it() -> None:
+    def crosses(top: float) -> int:
+        made = certificate(blocks=1) | {"sites": [bound("encoder.block.0.layer.0:add", "residual", top, 65536.0)]}
+        return str(bracket_pictures(made, "t5")[0].svg).count("stroke: var(--limit); stroke-width: 1.3")
+
+    assert crosses(1e6) > 0 and crosses(100.0) == 0
+    report = certified(top=1e6)
+    assert "crosses: an overflow" not in Page(render(certified())).text
+    report["certificate"]["sites"][0]["observed"] = math.inf
+    assert "crosses: an overflow" in Page(render(report)).text
+
+
+def test_the_site_table_has_bound_and_tightness_of_every_site_that_has_one() -> None:
+    report = certified()
+    html = render(report)
+    data = Page(html).data
+    bounds = {s["name"]: s for s in report["certificate"]["sites"]}
+    assert data["columns"] == [0, 1, 2, 3, 9, 10, 4, 5, 7]
+    for row in data["rows"]:
+        site = bounds.get(data["strings"][row[0]])
+        if site is None:
+            assert row[9:] == [None, None]
+        else:
+            assert 0 <= row[9] - site["bound"] <= max(1.0, site["bound"] / 1000) and row[9] >= site["bound"]
+            assert row[10] == pytest.approx(site["bound"] / site["observed"], rel=0.01)
+    shown = table(html, 'id="site-table"')
+    assert shown[0] == [
+        "operation",
+        "regime",
+        "max |x|",
+        "headroom, bits",
+        "bound",
+        "bound / worst found",
+        "non-finite",
+        "saturated",
+        "dtype",
+    ]
+    for row in shown[1:]:
+        site = bounds.get(row[0])
+        assert row[4:6] == (["–", "–"] if site is None else [bound_magnitude(site["bound"]), row[5]])
+    assert sum(row[0] in bounds for row in shown) > 20
+
+
+def test_a_fp32_value_needs_no_bound() -> None:
+    report = certified()
+    for site in report["regimes"]["amp"]["sites"]:
+        site |= {"limit": None, "headroom_bits": None}
+    data = Page(render(report)).data
+    amp = data["strings"].index("amp")
+    assert {(row[9], row[10]) for row in data["rows"] if row[1] == amp} == {(None, None)}
+    assert any(row[9] for row in data["rows"] if row[1] != amp)
+
+
+def test_what_is_not_certified_is_listed_with_reason_and_remedy() -> None:
+    report = certified(top=900_000.0)
+    assert not report["certificate"]["holds"]
+    html = render(report)
+    shown = table(html, 'id="unproven"')
+    assert shown[0] == ["operation", "bound", "limit", "bits over", "reason", "remedy"] and len(shown) == 13
+    for row, site in zip(shown[1:], report["uncertified"], strict=False):
+        assert row == [site["name"], bound_magnitude(site["bound"]), "65,504", row[3], site["reason"], site["remedy"]]
+        assert site["excess_bits"] <= float(row[3]) < site["excess_bits"] + 0.1001
+    words, rest = Page(html).text, len(report["uncertified"]) - 12
+    assert f"{rest} more" in words and all(site["remedy"] in words for site in report["uncertified"])
+    assert f"Not proven: {rest + 12} of 37 places" in words and "not certified" in words
+    assert (
+        figures(report)[1].value == f"{rest + 12} places"
+        and report["uncertified"][0]["name"] in figures(report)[1].note
+    )
+    assert "Not proven" not in Page(render(certified())).text
+
+
+def test_one_reason_for_all_is_said_once_and_very_many_sites_are_cut() -> None:
+    report = certified(top=900_000.0)
+    report["uncertified"] = [
+        report["uncertified"][0] | {"name": f"place {i}", "reason": "too wide", "remedy": "finetune"}
+        for i in range(450)
+    ]
+    text = Page(render(report)).text
+    assert text.count("too wide") == 1 and "Why: too wide. What helps: finetune." in text
+    assert "place 399" in text and "place 400" not in text and "50 more are in the JSON report only" in text
+
+
+def test_what_the_proof_covers_follows_its_arithmetic() -> None:
+    report = certified()
+    text = Page(render(report)).text
+    covers, leaves = text.split("It covers")[1].split("It does not cover")
+    assert "up to 32,768 positions" in covers and "up to 8 partial sums" in covers
+    assert "dropout (--target train)" not in covers and "with dropout ( --target train )" in leaves
+    assert "--target norm-safe" in leaves and "the backward pass" in leaves
+    report["certificate"] |= {"train_mode": True, "max_length": 512, "splits": 1}
+    report["certificate"]["sites"].append(bound("encoder.x (sum of squares)", "squares", 100.0))
+    covers, leaves = Page(render(report)).text.split("It covers")[1].split("It does not cover")
+    assert "up to 512 positions" in covers and "up to 1 partial sum " in covers
+    assert "dropout at the config's rates" in covers and "squares of the residual stream" in covers
+    assert "--target" not in leaves.split("The ways people run it")[0]
+
+
+def test_precision_is_shown_for_every_norm() -> None:
+    report = certified()
+    html = render(report)
+    for stack, norms in (("encoder", 2), ("decoder", 3)):
+        shown = table(html, f"<th>{stack} block</th>")
+        kept = {row["module"]: significant_bits(row["bits"]) for row in report["precision"]}
+        assert [row[0] for row in shown[1:]] == ["0", "1", "final norm"]
+        for i in range(2):
+            assert shown[1 + i][1:] == [kept[f"{stack}.block.{i}.layer.{j}.layer_norm"] for j in range(norms)]
+        assert shown[3][1] == "10.99"
+    text = Page(html).text
+    assert "at least 9.49 where each norm reads it, the fewest at decoder. block. 1. layer. 2. layer_norm" in text
+    for row in report["precision"]:
+        row["bits"] = 11 - 1e-12
+    assert "keeps all 11 where each norm reads it" in Page(render(report)).text
+
+
+def test_signals_under_the_normal_numbers_are_named() -> None:
+    report = fakes.conversion()
+    assert "smallest normal number" not in Page(render(report)).text
+    report["regimes"]["half"]["underflow"] = [{"name": "encoder.block.0.layer.0.SelfAttention.q", "amax": 2.0**-15}]
+    html = render(report)
+    assert table(html, "smallest normal number")[1:] == [
+        ["encoder.block.0.layer.0.SelfAttention.q", "half", "3.05×10⁻⁵"]
+    ]
+
+
+def test_an_attack_has_its_figure_and_what_it_found() -> None:
+    report = attacked()
+    page = Page(render(report))
+    assert page.sections == ["certificate", "regimes", "sites", "provenance"]
+    assert [f.name for f in figures(report)] == [
+        "headroom in half",
+        "headroom under attack",
+        "headroom for any input",
+        "values not finite",
+    ]
+    assert figures(report)[1].value == "1.1 bits" and "20 gradient steps" in figures(report)[1].note
+    assert "worst found by 20 steps of gradient search and the probe" in page.text
+    assert "other inputs may reach further" not in page.text
+
+
+def test_an_attack_that_breaks_what_ran_clean_says_where() -> None:
+    report = attacked(broken=True)
+    name = report["attack"]["sites"][0]["name"]
+    assert verdict_sentence(report) == f"Unsafe in fp16: 20 gradient steps found an input that overflows {name}."
+    assert figures(report)[1].value == "none" and "overflow" in figures(report)[1].note
+
+
+def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
+    report = certified(found=False) | {"regimes": {}, "fidelity": None, "signals": [], "precision": []}
+    page = Page(render(report))
+    assert page.open == [] and page.sections == ["certificate", "plan", "fidelity", "sites", "provenance"]
+    assert verdict_sentence(report) == "Safe in fp16 for every input, by bounds from the weights; nothing was run."
+    assert page.data["columns"] == [0, 3, 9, 6] and len(page.data["rows"]) == len(report["certificate"]["sites"])
+    shown = table(render(report), 'id="site-table"')
+    assert shown[1] == ["encoder.block.2.layer.1:add", "0.1", "60,001", "65,504"]
+    assert "worst found" not in page.text and "Nothing was run" in page.text
+    unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
+    assert verdict_sentence(unsafe) == (
+        f"Unsafe in fp16: nothing was run, but bounds pass the limit at {len(unsafe['uncertified'])} places."
+    )
+
+
+def test_a_deep_models_brackets_take_the_width_of_the_page() -> None:
+    sizes = {}
+    for blocks in (12, 24):
+        made = bracket_pictures(certificate(blocks=blocks), "t5")
+        assert [p.wide for p in made] == [blocks == 24] * 2
+        box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', str(made[0].svg))
+        assert box is not None
+        sizes[blocks] = (float(box[1]), float(box[2]))
+    assert sizes[24][0] == 2 * sizes[12][0] and sizes[24][1] == sizes[12][1]
+
+
+def test_hostile_names_in_a_certificate_stay_text() -> None:
+    report = certified(top=1e6)
+    report["certificate"]["sites"][0] |= {"name": HOSTILE, "kind": HOSTILE}
+    report["uncertified"][0] |= {"name": HOSTILE, "reason": HOSTILE, "remedy": HOSTILE}
+    report["precision"].append({"module": f"encoder.{HOSTILE}", "bits": 1.0})
+    report["regimes"]["half"]["underflow"] = [{"name": HOSTILE, "amax": 1e-5}]
+    html = render(report)
+    page = Page(html)
+    assert page.open == [] and sum(tag == "script" for tag, _ in page.tags) == 2
+    assert not any(tag == "img" for tag, _ in page.tags) and requests(html) == []
+
+
+def test_an_infinite_bound_looks_the_same_in_memory_and_from_json() -> None:
+    report = certified(top=1e6)
+    report["certificate"]["sites"][0] |= {"bound": math.inf, "partial": math.inf, "headroom_bits": -math.inf}
+    report["uncertified"][0] |= {"bound": math.inf, "excess_bits": math.inf}
+    stored: Any = finite(report)
+    assert Page(render(report)).text == Page(render(stored)).text and "∞" in Page(render(stored)).text
+
+
+# --- the finetune ----------------------------------------------------------------------------------------------------
+
+
+def finetuned(**changes: Any) -> dict[str, Any]:
+    """Return the report of a finetune of 200 steps: headroom comes, the loss scale falls, two steps are skipped."""
+    steps = list(range(10, 210, 10))
+    scale: list[float | None] = [None] * 5 + [64.0] * 5 + [16.0] * 10
+    run: dict[str, Any] = {
+        "recipe": {
+            "source": "summariser-large",
+            "precision": ["bf16", "fp16"],
+            "schedule": {"steps": 200, "learning_rate": 4e-3, "decay": "cosine"},
+            "penalty": {"form": "smooth-max", "headroom_bits": 1.5},
+        },
+        "data": {"path": "texts.jsonl", "objective": "span-corruption"},
+        "processes": 2,
+        "steps": 200,
+        "tokens": 376_000,
+        "skipped": [{"step": 101, "loss_scale": 32.0, "examples": []}, {"step": 102, "loss_scale": 16.0}],
+        "rewinds": [{"spike": 50, "noticed": 60, "back_to": 40, "steps_of_data_left_out": 30}],
+        "evaluations": [
+            {"step": 0, "held_out_loss": 2.0136, "held_out_divergence": 7.8e-5},
+            {"step": 200, "held_out_loss": 2.0078, "held_out_divergence": 0.0174, "rougeL": 31.25}
+            | {"worst_site": "decoder.block.1.layer.2.DenseReluDense.wi_0", "worst_headroom_bits": 1.6987},
+        ],
+        "curves": {
+            "step": steps,
+            "task_loss": [2.5 - 0.5 * k / len(steps) for k in range(len(steps))],
+            "headroom_bits": [-1.5 + 3.25 * k / len(steps) for k in range(len(steps))],
+            "loss_scale": scale,
+        },
+        "fidelity": {"measure": "kl", "kl_bf16": 1e-3, "kl_fp16": 5e-2, "top1_fp16": 0.95, "positions": 815}
+        | {"max_logit_error_bf16": 0.5, "max_logit_error_fp16": 4.0},
+    }
+    return certified(top=900_000.0) | {"finetune": run | changes}
+
+
+def test_a_finetune_has_its_curves_evaluations_and_what_became_of_the_original() -> None:
+    report = finetuned()
+    html = render(report)
+    page = Page(html)
+    assert page.open == [] and "finetune" in page.sections
+    assert [p.words for p in curve_pictures(report["finetune"])] == [
+        "task loss in nats per token: from 2.500 to 2.025 in training, from 2.014 to 2.008 on held-out data",
+        "headroom of the tightest layer: from -1.5 to 1.5 bits; asked for: 1.5",
+        "loss scale in fp16: from 64 to 16; 2 steps skipped",
+    ]
+    assert all(p.words in page.text for p in curve_pictures(report["finetune"]))
+    assert table(html, 'id="evaluations"') == [
+        ["step", "held-out loss", "divergence from the original", "headroom, bits", "rougeL", "tightest"],
+        ["0", "2.014", "7.80×10⁻⁵", "–", "–", "–"],
+        ["200", "2.008", "0.0174", "1.6", "31.25", "decoder.block.1.layer.2.DenseReluDense.wi_0"],
+    ]
+    assert "376,000" in page.text and "bf16, then fp16" in page.text and "texts.jsonl, span-corruption" in page.text
+    assert "smooth-max, for 1.5 bits of headroom" in page.text
+    assert table(html, "against the original in fp32")[1:][0][1:] == ["1.00×10⁻³", "0.05"]
+    # The figures of the headline are those of the weights that are shipped.
+    assert "KL to the same weights in fp32" in figures(report)[2].note and len(figures(report)) == 3
+    assert "against the finetuned model in fp32" in page.text and "finetuned fp32 weights" in page.text
+
+
+def test_a_curve_follows_its_values() -> None:
+    svg = str(curve_pictures(finetuned()["finetune"])[1].svg)
+    path = re.search(r'd="(M [^"]*)" clip-path="[^"]*" style="[^"]*--product', svg)
+    assert path is not None
+    points = [[float(x) for x in pair.split()] for pair in re.split(r"[ML]", path[1])[1:]]
+    # A straight line with even steps: across to the right and up, since SVG counts downwards.
+    assert points[0][0] < points[-1][0] and points[0][1] > points[-1][1]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
+    assert max(slopes) - min(slopes) < 1e-3
+
+
+def test_a_finetune_without_a_log_keeps_the_curves_of_its_evaluations() -> None:
+    run = finetuned(curves={})["finetune"]
+    found = [p.stack for p in curve_pictures(run)]
+    assert found == ["losses", "headroom"]
+    bare = {"steps": 3, "evaluations": []}
+    assert curve_pictures(bare) == [] and Page(render(finetuned() | {"finetune": bare})).open == []
+
+
+def test_a_finetune_that_is_not_safe_is_not_sent_back_to_where_it_came_from() -> None:
+    broken = fakes.conversion(safe=False)
+    assert "bf16-to-fp16 finetune RECIPE" in Page(render(broken)).text
+    again = broken | {"finetune": finetuned()["finetune"]}
+    text = Page(render(again)).text
+    assert "Finetune it further" in text and "bf16-to-fp16 finetune RECIPE" not in text
+
+
+def test_curves_come_from_the_log_and_are_thinned(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    assert curves(log) == {}
+    rows: list[dict[str, Any]] = [{"step": 0, "evaluation": {"step": 0, "held_out_loss": 1.0}}]
+    for step in range(1, 1001):
+        rows.append({"step": step, "task_loss": 1 / step, "penalty": 0.0, "loss_scale": None})
+        if step % 2 == 0:
+            rows[-1] |= {"headroom": {"encoder": 2.0, "decoder": step / 1000}}
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1001, "task_lo')
+    found = curves(log)
+    assert found["step"][-1] == 1000 and 0 < len(found["step"]) <= MOST_POINTS
+    assert {len(v) for v in found.values()} == {len(found["step"])}
+    for k, at in enumerate(found["step"]):
+        assert at is not None and found["task_loss"][k] == 1 / at
+        assert found["headroom_bits"][k] == (at / 1000 if at % 2 == 0 else None)
+
+
+def test_the_report_of_a_finetune_has_the_curves_of_its_log(tmp_path: Path) -> None:
+    source = Path(str(files("bf16_to_fp16") / "demo_data" / "t5-gated-bytes"))
+    recipe = parse_recipe({"source": str(source), "out": str(tmp_path / "out"), "data": {"path": "texts.jsonl"}})
+    (tmp_path / "log.jsonl").write_text('{"step": 10, "task_loss": 2.5, "loss_scale": 64.0}\n')
+    run = Run(tmp_path, Outcome(10, 100, (), (), ()), {}, 1, None)
+    found = dump(lineage_of(open_checkpoint(source), recipe, run).finetune)
+    assert found["curves"]["step"] == [10] and found["curves"]["loss_scale"] == [64.0]
+    assert [p.stack for p in curve_pictures(found)] == ["losses", "loss scale"]
+
+
+def test_every_exponent_of_the_plan_is_listed() -> None:
+    assert table(render(fakes.conversion()), 'id="exponents"')[1:] == [
+        ["encoder.block.0.layer.0.SelfAttention.value", "−2 to +1", "12 of 512"],
+        ["encoder.block.2.layer.1.DenseReluDense.neuron", "−4 to 0", "24 of 1,024"],
+        ["decoder.block.1.layer.0.layer_norm", "−2", "all"],
+    ]
+
+
+def test_the_headline_is_headroom_the_proof_and_the_error() -> None:
+    assert [f.name for f in figures(certified())] == ["headroom in half", "headroom for any input", "fp16 against bf16"]
+    assert figures(fakes.conversion())[2].name == "weights carried over bit for bit"
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+PAGES = {
+    "certified": lambda: certified(blocks=11),
+    "finetuned": finetuned,
+    "unsafe": lambda: hostile(fakes.conversion(safe=False)),
+    "audit": fakes.audit,
+}
+SPILLED = """(() => {
+  const wide = document.documentElement.clientWidth;
+  const scrolls = (e) => e && (getComputedStyle(e).overflowX === "auto" || scrolls(e.parentElement));
+  return [...document.querySelectorAll("main *")]
+    .filter((e) => !e.closest("svg") && !scrolls(e) && e.getClientRects().length)
+    .filter((e) => { const r = e.getBoundingClientRect(); return r.left < -0.5 || r.right > wide + 0.5; })
+    .map((e) => e.outerHTML.slice(0, 120));
+})()"""
+LABELS_CUT = """[...document.querySelectorAll("figure svg")].flatMap((svg) => {
+  const frame = svg.closest("section").getBoundingClientRect();
+  return [...svg.querySelectorAll("text")].map((t) => [t.textContent, t.getBoundingClientRect()])
+    .filter(([, r]) => r.left < frame.left + 6 || r.right > frame.right - 6 || r.bottom > frame.bottom)
+    .map(([text]) => text);
+})"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[browser.Browser]:
+    """Give a headless Chromium. Without one the tests of this section are skipped, or fail where
+    ``NEED_BROWSER`` is set."""
+    program = browser.executable()
+    if program is None:
+        (pytest.fail if os.environ.get("NEED_BROWSER") else pytest.skip)(browser.MISSING)
+    running = browser.Browser(program)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the pages as files."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name, made in PAGES.items():
+        write_page(folder / f"{name}.html", made())
+    return {name: folder / f"{name}.html" for name in PAGES}
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_holds_its_shape_and_says_nothing_to_the_console(
+    chromium: browser.Browser, written: dict[str, Path], name: str, width: int
+) -> None:
+    papers = []
+    for dark in (False, True):
+        chromium.open(written[name], width=width, dark=dark)
+        assert chromium.run("innerWidth") == width
+        assert chromium.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        assert chromium.run(SPILLED) == [] and chromium.run(LABELS_CUT) == []
+        assert chromium.problems() == [] and chromium.requests() == []
+        papers.append(chromium.run("getComputedStyle(document.body).backgroundColor"))
+    assert papers[0] != papers[1]
+
+
+def column(chromium: browser.Browser, number: int) -> list[str]:
+    """Return the text of a column of the site table's rows."""
+    rows = chromium.run(
+        f"[...document.querySelectorAll('#site-table tbody tr')].map((row) => row.cells[{number}].textContent)"
+    )
+    return [str(row) for row in rows]
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_a_press_on_a_heading_sorts_by_it_and_another_turns_it_round(
+    chromium: browser.Browser, written: dict[str, Path], width: int
+) -> None:
+    chromium.open(written["certified"], width=width)
+    chromium.click('#site-table th[data-column="0"] button')
+    names = column(chromium, 0)
+    assert len(names) > 60 and names == sorted(names, key=numbered)
+    chromium.click('#site-table th[data-column="0"] button')
+    backwards = column(chromium, 0)
+    assert backwards == sorted(backwards, key=numbered, reverse=True) and backwards[0] != names[0]
+    chromium.click('#site-table th[data-column="3"] button')
+    kept = [float(bits) for bits in column(chromium, 3) if bits != "–"]
+    assert kept == sorted(kept) and kept[0] < kept[-1]
+    sorted_by = (
+        "[...document.querySelectorAll('#site-table th[aria-sort]')].map((th) => [th.dataset.column, th.ariaSort])"
+    )
+    assert chromium.run(sorted_by) == [["3", "ascending"]]
+    assert chromium.problems() == []
+
+
+def numbered(name: str) -> list[tuple[int, int, str]]:
+    """Return a key that orders names as people do: block 10 behind block 9, marks before digits before letters."""
+    parts = re.findall(r"\d+|\D", name.lower())
+    return [(1, int(p), "") if p.isdigit() else (2, 0, p) if p.isalpha() else (0, "_:.".index(p), "") for p in parts]
+
+
+def test_the_filter_leaves_what_has_every_word_in_the_regime_that_is_chosen(
+    chromium: browser.Browser, written: dict[str, Path]
+) -> None:
+    chromium.open(written["certified"], width=1440)
+    everything = len(column(chromium, 0))
+    chromium.type("#filter", "decoder.block.1 WO")
+    found = column(chromium, 0)
+    assert 0 < len(found) < everything and all("decoder.block.1" in n and "wo" in n.lower() for n in found)
+    assert chromium.run("document.getElementById('count').textContent") == f"{len(found)} of {len(found)} shown"
+    assert set(column(chromium, 1)) == {"half"}
+    chromium.run("(s => { s.value = ''; s.dispatchEvent(new Event('input')); })(document.getElementById('regime'))")
+    assert set(column(chromium, 1)) == {"stock", "amp", "half"} and len(column(chromium, 0)) == 3 * len(found)
+    chromium.type("#filter", "no such place")
+    assert column(chromium, 0) == []
+
+
+def test_only_what_broke_is_left_where_that_is_asked(chromium: browser.Browser, written: dict[str, Path]) -> None:
+    chromium.open(written["audit"], width=1440)
+    chromium.click("#problems")
+    assert column(chromium, 0) == [fakes.BROKEN]
+    chromium.open(written["certified"], width=1440)
+    before = len(column(chromium, 0))
+    if chromium.run("!document.querySelector('.more').hidden"):
+        chromium.click("#more")
+        assert len(column(chromium, 0)) > before
+
+
+def test_without_scripts_the_tightest_sites_are_still_there(
+    chromium: browser.Browser, written: dict[str, Path]
+) -> None:
+    chromium.command("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        chromium.open(written["certified"], width=1440)
+        assert len(column(chromium, 0)) == 60
+        hidden = "getComputedStyle(document.querySelector('.controls')).display"
+        assert chromium.run(hidden) == "none"
+    finally:
+        chromium.command("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_it_prints_on_white_paper_without_controls(chromium: browser.Browser, written: dict[str, Path]) -> None:
+    chromium.open(written["finetuned"], width=1440, dark=True)
+    pdf = chromium.printed()
+    assert pdf.startswith(b"%PDF") and 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) < 30
+    chromium.open(written["finetuned"], width=718, dark=True)  # A4 less its margins
+    chromium.command("Emulation.setEmulatedMedia", media="print")
+    assert chromium.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert chromium.run("getComputedStyle(document.querySelector('.controls')).display") == "none"
+    assert chromium.run(SPILLED) == []
+
+
+# --- rounding --------------------------------------------------------------------------------------------------------
+
+
+def test_headroom_and_shares_are_rounded_down_bounds_up() -> None:
+    assert [headroom(x) for x in (1.79999999, 0.2508, 0.3, 0.0, -1e-9, 38.96)] == [
+        "1.7",
+        "0.2",
+        "0.3",
+        "0.0",
+        "none",
+        "38.9",
+    ]
+    assert all(percent(i / 100) == f"{i}%" for i in range(101))
+    assert percent(1 - 2**-53) == "99.9999%" and percent(0.99999871) == "99.9998%"
+    assert bound_magnitude(65503.2) == "65,504" and bound_magnitude(11.3191) == "11.32" and times(1.0301) == "1.04"
+    assert bound_magnitude(1.2341e9) == "1.24×10⁹" and bound_magnitude(0.00123456) == "1.24×10⁻³"
+    assert significant_bits(10.997) == "10.99" and significant_bits(11 - 1e-9) == "11"
+    assert excess(2.31) == "2.4" and excess(0.0, 2) == "0.00" and excess(1e-5, 2) == "0.01"
+    assert tightness(8.0, 2.0) == 4 and tightness(8.0, 65536.0) is None and tightness(8.0, None) is None
+
+
+def test_terminal_page_and_card_say_the_same_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = certified()
+    report["certificate"] |= {"headroom_bits": 0.2999}
+    for regime in report["regimes"].values():
+        regime["headroom_bits"] = 1.7999999
+    report["weights"]["lossless_fraction"] = 0.99999899
+    print_conversion(report, tmp_path)
+    terminal = " ".join(capsys.readouterr().out.split())
+    source = Checkpoint(
+        tmp_path, "someone/model", None, {"architectures": ["T5ForConditionalGeneration"]}, {}, (), None
+    )
+    for view in (terminal, Page(render(report)).text, card.card_text(source, read(Report, report), licensed=False)):
+        for right, wrong in (
+            ("1.7 bits", "1.8 bits"),
+            ("0.2 bits", "0.3 bits"),
+            ("99.9998%", "99.9999%"),
+            ("9.49", "9.5 "),
+        ):
+            assert right in view and wrong not in view
+
+
+def test_after_a_finetune_the_terminal_tells_the_original_from_the_finetuned_weights(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report = certified()
+    print_conversion(report, tmp_path)
+    plain = capsys.readouterr().out
+    assert "KL to fp32, source in bf16" in plain and "original" not in plain
+    print_conversion(report | {"finetune": {"fidelity": {"kl_fp16": 2.5}}}, tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "KL to fp32, finetuned weights in bf16" in said and "source in bf16" not in said
+    assert "KL to fp32 of the original, output in fp16 2.50e+00" in said
+
+
+def test_the_script_gets_numbers_that_it_cannot_round_otherwise_than_the_page() -> None:
+    report = fakes.conversion(blocks=3)
+    first, second = report["regimes"]["half"]["sites"][:2]
+    first |= {"headroom_bits": 1.9999999, "amax": 12_344.5}
+    second["amax"] = 369.25
+    html = render(report)
+    data = Page(html).data
+    rows = [row for row in data["rows"] if row[1] == data["strings"].index("half")]
+    assert rows[0][2:4] == [12_344, 1.9999] and rows[1][2] == 369.2
+    shown = table(html, 'id="site-table"')
+    assert shown[1][2:4] == ["12,344", "1.9"] and shown[2][2] == "369.2"

@@ -1,0 +1,89 @@
+"""An unsafe or uncertified place is named with the reason and the remedy, in what audit, certify and convert return."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from support import tiny
+
+import bf16_to_fp16
+from bf16_to_fp16 import audit, certify, cli, convert
+from bf16_to_fp16.report import remedies
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.build("t5-encoder", num_layers=2), tmp_path_factory.mktemp("source") / "theirs")
+
+
+def test_an_audit_names_every_site_that_broke(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = audit(source, regimes=("amp", "half"))
+    broken = {
+        site["name"]
+        for regime in report["regimes"].values()
+        for site in regime["sites"]
+        if site["nonfinite"] or site["saturated"]
+    }
+    assert {row["signal"] for row in report["unsafe"]} == broken and broken
+    for row in report["unsafe"]:
+        in_half = next((s for s in report["regimes"]["half"]["sites"] if s["name"] == row["signal"]), None)
+        assert row["reason"].startswith("values that are ") and "convert rescales" in row["remedy"]
+        assert "half" not in row["regimes"] or (in_half is not None and row["nonfinite"] >= in_half["nonfinite"])
+        assert row["excess_bits"] >= 0 and set(row["regimes"]) <= {"amp", "half"}
+    assert report["source"]["path"] == "theirs"
+    assert cli.main(["audit", str(source), "--regime", "half"]) == 1
+    assert "unsafe: " in (out := capsys.readouterr().out) and "; bf16-to-fp16 convert rescales" in out
+
+
+def test_a_safe_audit_names_nothing(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out", run_model=False)
+    report = audit(tmp_path / "out", regimes=("half",))
+    assert report["verdict"] == "safe" and report["unsafe"] == []
+
+
+def test_a_certificate_that_does_not_hold_names_every_place(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = certify(source)
+    over = {site["name"] for site in report["certificate"]["sites"] if not site["holds"]}
+    assert {row["name"] for row in report["uncertified"]} == over and over
+    assert all(row["reason"] and row["remedy"] and row["excess_bits"] > 0 for row in report["uncertified"])
+    assert cli.main(["certify", str(source)]) == 1
+    assert "not certified: " in capsys.readouterr().out
+
+
+def test_what_no_rescaling_moves_is_told_from_what_it_does(source: Path) -> None:
+    report = certify(source, max_length=64)
+    kinds = {site["name"]: site["kind"] for site in report["certificate"]["sites"]}
+    for row in report["uncertified"]:
+        fixed = kinds[row["name"]] in ("scores", "gate", "activation", "logits", "position bias")
+        assert ("finetune" in row["remedy"]) is fixed and ("convert" in row["remedy"]) is not fixed
+
+
+def test_a_conversion_that_stays_unsafe_names_what_broke_when_run(tmp_path: Path) -> None:
+    model = tiny.build("t5-encoder", num_layers=2)
+    for name, weight in model.named_parameters():
+        if name.endswith("wi_0.weight"):
+            weight.data.mul_(1e5)
+    report = convert(tiny.save(model, tmp_path / "theirs"), tmp_path / "out").report
+    assert report["verdict"] == "unsafe" and all(row["reason"] and row["remedy"] for row in report["unsafe"])
+    broken = [row for row in report["unsafe"] if "regimes" in row]
+    assert any(row["signal"].endswith("wi_0") and "finetune" in row["remedy"] for row in broken)
+    # A regime is offered as a way out only if nothing broke in it.
+    regimes = {regime for row in broken for regime in row["regimes"]}
+    for row in broken:
+        offered = row["remedy"].partition(", or use ")[2]
+        assert all((name in offered) is (name not in regimes) for name in ("stock", "amp", "half"))
+
+
+def test_each_reason_and_remedy_is_worded_in_one_place() -> None:
+    worded = {value for value in vars(remedies).values() if isinstance(value, str) and " " in value}
+    worded -= {remedies.__doc__}
+    assert len(worded) > 10
+    for path in Path(bf16_to_fp16.__file__).parent.rglob("*.py"):
+        if path == Path(remedies.__file__):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        said = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        again = [text for text in said for words in worded if words in text]
+        assert again == [], path.name

@@ -1,0 +1,259 @@
+"""The report's types: what is written is what they declare, what is read stays as it was, and the published schema is
+theirs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel, ValidationError
+from support import tiny
+
+from bf16_to_fp16 import UserError, audit, certify, convert, undo, verify
+from bf16_to_fp16.auditing.regimes import RegimeResult, SiteResult
+from bf16_to_fp16.checkpoint.folder import finite
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.finetuning.recipe import parse_recipe
+from bf16_to_fp16.finetuning.run import Run, lineage_of
+from bf16_to_fp16.finetuning.trainer import Outcome
+from bf16_to_fp16.report.build import descended
+from bf16_to_fp16.report.schema import (
+    REPORT,
+    FidelityEntry,
+    FinetuneEntry,
+    Inputs,
+    Lineage,
+    RegimeEntry,
+    Report,
+    ReportObject,
+    SunkSignal,
+    Text,
+    Verification,
+    dump,
+    json_schema,
+    read,
+    read_report,
+)
+from bf16_to_fp16.run.probe import batches, describe_batches
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "bf16_to_fp16"
+
+
+def as_text(data: object) -> str:
+    """Return JSON data as the files have it."""
+    return json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.build("t5-encoder", num_layers=2), tmp_path_factory.mktemp("source") / "theirs")
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path) -> Path:
+    assert convert(source, source.parent / "out").safe
+    return source.parent / "out"
+
+
+@pytest.fixture(scope="module")
+def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ReportObject]:
+    """A report of every command as it was made, with everything that it can hold; checked as what is written is."""
+    attacked = audit(source, regimes=("half",), attention=("eager",), attack_steps=1)
+    recipe = parse_recipe({"source": str(source), "out": "out", "data": {"path": "texts.jsonl"}})
+    folder = tmp_path_factory.mktemp("run")
+    changed = Path(shutil.copytree(converted, folder / "changed"))
+    (changed / "README.md").write_text("# Mine\n")
+    (folder / "log.jsonl").write_text('{"step": 10, "task_loss": 2.5}\n')
+    lineage = lineage_of(open_checkpoint(source), recipe, Run(folder, Outcome(10, 100, (), (), ()), {}, 1, None))
+    report = Report.model_validate(json.loads((converted / REPORT).read_text()))
+    sunk = SiteResult("a", 1e-5, 65504.0, 32.6, 0, 0, None, "float16")
+    regime = RegimeResult("half", 0, 0, 1e-5, 32.6, 0, (sunk,), (sunk,))
+    model = tiny.build("t5-encoder", num_layers=2)
+    return {
+        "convert": report,
+        "finetune": descended(report, lineage, FidelityEntry(kl_fp16=1.0)),
+        "lineage": lineage,
+        "audit": Report.model_validate(attacked),
+        "certify": Report.model_validate(certify(source)),
+        "verify": Verification.model_validate(verify(converted)),
+        "verify what was changed": Verification.model_validate(verify(changed)),
+        "regime": RegimeEntry.model_validate(regime.to_json()),
+        "inputs": Inputs.model_validate(describe_batches(batches(model.config, None, None), seed=0, data="texts.txt")),
+    }
+
+
+def parts_of(part: ReportObject) -> Iterator[ReportObject]:
+    """Yield a part and all that are in it."""
+    yield part
+    waiting: list[Any] = list(part.given().values())
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, ReportObject):
+            yield from parts_of(value)
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+
+
+def keys_of(model: type[BaseModel]) -> dict[str, str]:
+    """Return the attribute behind each key that a type declares."""
+    return {field.alias or name: name for name, field in model.model_fields.items()}
+
+
+# --- the published schema --------------------------------------------------------------------------------------------
+
+
+def test_the_published_schema_is_current() -> None:
+    """``python -m bf16_to_fp16.report.schema > docs/report.schema.json`` makes it so."""
+    assert (ROOT / "docs" / "report.schema.json").read_text(encoding="utf-8") == json_schema()
+
+
+def test_the_schema_describes_every_part_and_takes_keys_to_come() -> None:
+    schema = json.loads(json_schema())
+    parts = {"Report": schema, **schema["$defs"]}
+    for name, part in parts.items():
+        assert part["description"], name
+        if name not in ("Plan", "Drift"):
+            assert part["additionalProperties"] is True, name
+    assert set(schema["properties"]) == set(keys_of(Report))
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_has_the_keys_that_are_declared_and_no_other(written: dict[str, ReportObject]) -> None:
+    for name, part in written.items():
+        assert not any(each.model_extra for each in parts_of(part)), name
+        with pytest.raises(ValidationError, match="has no oddity"):
+            type(part).model_validate({**dump(part), "oddity": 1})
+
+
+def test_every_field_is_one_that_something_writes(written: dict[str, ReportObject]) -> None:
+    found: dict[type[ReportObject], set[str]] = {}
+    for part in written.values():
+        for each in parts_of(part):
+            found.setdefault(type(each), set()).update(each.model_fields_set)
+    declared = set(ReportObject.__subclasses__())
+    assert declared - set(found) == set()
+    unwritten = {f"{kind.__name__}.{name}" for kind in found for name in set(kind.model_fields) - found[kind]}
+    assert unwritten == set()
+
+
+def test_every_field_is_read_here_or_told_to_readers() -> None:
+    used: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "schema.py":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            used |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    for path in PACKAGE.rglob("*.jinja"):
+        used |= set(re.findall(r"\.(\w+)", path.read_text(encoding="utf-8")))
+    told = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "report.md").read_text(encoding="utf-8")))
+    for kind in ReportObject.__subclasses__():
+        for key, name in keys_of(kind).items():
+            assert name in used or key in told, f"{kind.__name__}.{name} is neither read nor in docs/report.md"
+    assert set(keys_of(Report)) <= told
+
+
+# --- what is read ----------------------------------------------------------------------------------------------------
+
+
+def test_a_report_that_is_read_and_written_again_is_the_same_to_the_byte(converted: Path) -> None:
+    text = (converted / REPORT).read_text(encoding="utf-8")
+    assert as_text(dump(read(Report, json.loads(text)))) == text
+
+
+def test_keys_of_another_version_stay_in_their_place(converted: Path) -> None:
+    data = json.loads((converted / REPORT).read_text())
+    del data["precision"], data["regimes"]["half"]["underflow"]
+    data["source"]["certificate"] = data["regimes"]["half"]["sites"][0]["oddity"] = {"b": 1, "a": [None, 2]}
+    data = {"later": 1, **{key: data[key] for key in sorted(data, reverse=True)}}
+    report = read(Report, data)
+    assert report.precision == [] and report.regimes["half"].underflow == []
+    assert as_text(dump(report)) == as_text(data)
+
+
+def test_nan_is_null_in_json_and_nan_again_when_read() -> None:
+    signal = {"module": "a", "side": "input", "kind": "residual", "before": torch.nan, "after": 1.0}
+    data = json.loads(as_text({"signals": [signal]}))
+    assert data["signals"][0]["before"] is None
+    report = read(Report, data)
+    assert report.signals[0].before != report.signals[0].before and as_text(dump(report)) == as_text(data)
+
+
+def test_a_whole_number_of_a_curve_stays_one() -> None:
+    run = {"steps": 20, "curves": {"step": [10, 20], "task_loss": [2.5, None], "penalty": [0, 0.5]}}
+    assert as_text(dump(read(FinetuneEntry, run))) == as_text(run)
+
+
+def test_a_changed_part_keeps_its_place_and_a_new_one_comes_last(written: dict[str, ReportObject]) -> None:
+    before, after = written["convert"], written["finetune"]
+    assert list(dump(after)) == [*dump(before), "finetune"]
+    lineage = written["lineage"]
+    assert isinstance(lineage, Lineage) and list(dump(lineage.source)) == ["path", "revision", "sha256", "other_sha256"]
+
+
+def test_parts_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        SunkSignal(name="a", amax=1.0).name = "b"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"plan": None}, "no plan"),
+        ({"plan": 3}, "no plan"),
+        ({"output": {"files": [{"nbytes": 1}]}}, "something else"),
+        ({"target": 3}, "an odd target"),
+        ({"output": {"files": [{"name": "a", "nbytes": True}]}}, "something else"),
+    ],
+)
+def test_what_is_missing_or_of_another_type_is_said_in_one_line(
+    tmp_path: Path, converted: Path, change: dict[str, Any], said: str
+) -> None:
+    data = json.loads((converted / REPORT).read_text()) | change
+    (tmp_path / REPORT).write_text(json.dumps(data))
+    needed = {"plan": "no plan", "output.files": "no files"}
+    with pytest.raises(UserError) as caught:
+        read_report(tmp_path / REPORT, needed, "something else", also=("target",), wrong={"target": "an odd target"})
+    assert str(caught.value).endswith(f"{REPORT}: {said}")
+    # What is not asked for may be anything.
+    (tmp_path / REPORT).write_text(json.dumps(data | {"signals": 3, "family": 3}))
+    assert read_report(tmp_path / REPORT, {"source.path": "no path"}, "something else").source.path == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("plan", {"family": "t5", "residual_exponent": "much"}, "holds no plan of this program; give an"),
+        ("source", {"dtype": "BF16"}, "does not say what the source was; take the one that convert wrote"),
+        ("source.dtype", "F8_E4M3", "does not say what the source was; take the one that convert wrote"),
+        ("source.made", "all", "does not say what the source was; take the one that convert wrote"),
+        ("output", {}, "does not say what was written; convert again"),
+        ("output.files", [{"name": "model.safetensors"}], "does not say what was written; convert again"),
+        ("output.files", [], "is not what convert wrote (SHA-256); fetch or convert it again"),
+    ],
+)
+def test_undo_says_what_of_its_report_it_needs(
+    tmp_path: Path, converted: Path, place: str, value: object, said: str
+) -> None:
+    folder = Path(shutil.copytree(converted, tmp_path / "folder"))
+    data = json.loads((folder / REPORT).read_text())
+    *above, key = place.split(".")
+    (data[above[0]] if above else data)[key] = value
+    (folder / REPORT).write_text(json.dumps(data))
+    with pytest.raises(UserError) as caught:
+        undo(folder, tmp_path / "out")
+    assert said in str(caught.value) and "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_text_needs_no_rows_to_be_read() -> None:
+    assert read(Text, {"name": "mine"}).rows is None

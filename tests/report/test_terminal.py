@@ -1,0 +1,97 @@
+"""On a terminal tables, colours and bars with the time left; elsewhere plain lines; ``NO_COLOR`` is respected."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import fakes
+
+from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.report.terminal import print_audit
+
+SCRIPT = """
+import time
+from bf16_to_fp16.report.schema import Report
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.screen import console, print_families
+from bf16_to_fp16.report.terminal import print_verdict
+with Progress().step("Working") as advance:
+    for done in range(12):
+        advance(done, 40)
+        time.sleep(0.12)
+print_verdict(console(), Report(verdict="safe", regimes={}))
+print_families([{"name": "t5", "model_type": "t5", "architectures": ["A"], "title": "T5"}])
+"""
+COLOUR = re.compile(r"\x1b\[[\d;]*\b(?:3[0-7]|9[0-7]|38;[\d;]+)m")
+FRAME = re.compile("[\u2500-\u257f]")
+
+
+def on_a_terminal(**variables: str) -> str:
+    """Return what ``SCRIPT`` shows on a terminal of 100 columns, control sequences included."""
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE")}
+    env |= {"TERM": "xterm-256color", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"} | variables
+    ours, theirs = pty.openpty()
+    running = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            read = os.read(ours, 65536)
+        except OSError:  # how Linux says that the other side has closed
+            break
+        if not read:
+            break
+        shown += read
+    os.close(ours)
+    assert running.wait(60) == 0, shown.decode()
+    return shown.decode()
+
+
+def test_a_terminal_has_frames_colours_and_a_bar_with_the_time_left() -> None:
+    shown = on_a_terminal()
+    assert COLOUR.search(shown) and FRAME.search(shown)
+    assert "11/40" in shown and re.search(r"m0:00:0[1-9]\x1b", shown)
+    assert "certificate; nothing was run" in shown
+
+
+def test_no_color_leaves_frames_and_bars_without_colours() -> None:
+    shown = on_a_terminal(NO_COLOR="1")
+    assert not COLOUR.search(shown) and FRAME.search(shown) and "11/40" in shown
+
+
+def test_a_dumb_terminal_gets_no_control_sequences_that_move_about() -> None:
+    shown = on_a_terminal(TERM="dumb")
+    assert not re.search(r"\x1b\[\d*[A-JKhl?]", shown) and "Working" in shown
+
+
+def test_elsewhere_a_step_is_a_line_and_a_row_is_a_line(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr == "Working\n"
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0] == ["safe:", "by", "its", "certificate;", "nothing", "was", "run"]
+    assert lines[1:] == [["family", "model_type", "architectures", "covers"], ["t5", "t5", "A", "T5"]]
+
+
+def test_a_long_name_is_neither_cut_nor_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    report, name = fakes.audit(), "decoder." + "very_long_module_name." * 12 + "wo"
+    report["regimes"]["half"]["sites"][0]["name"] = name
+    report["unsafe"] = [{"signal": name, "regimes": ["half"], "reason": "it broke", "remedy": "convert it"}]
+    print_audit(read(Report, report))
+    shown = capsys.readouterr().out
+    assert not FRAME.search(shown) and "\x1b" not in shown
+    assert sum(name in line for line in shown.splitlines()) == 3  # among the regimes, its sites, and what is unsafe
+    first = next(line for line in shown.splitlines() if line.startswith("half "))
+    assert first.split()[-1] == name
+
+
+def test_names_are_not_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    report, name = fakes.audit(), "encoder[/].block[red].wo"
+    report["regimes"]["half"]["sites"][0]["name"] = name
+    print_audit(read(Report, report))
+    assert capsys.readouterr().out.count(name) == 2

@@ -1,0 +1,451 @@
+"""What a plan keeps and what it minimises."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import (
+    RESIDUAL,
+    Axis,
+    Kind,
+    Layout,
+    ObservationPoint,
+    ResolvedSignal,
+    ResolvedTensor,
+    TensorReader,
+    divided_by,
+    input_of,
+    multiplied_by,
+    output_of,
+)
+from bf16_to_fp16.numerics import FP16_MAX, NORM_SAFE_LIMIT
+from bf16_to_fp16.observe.meter import observe_ranges
+from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
+from bf16_to_fp16.report.remedies import passed_limit
+from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.plan import Plan, exponents_of
+from bf16_to_fp16.rescaling.planner import (
+    CHANNEL_RANGE,
+    EXCESS,
+    INDIFFERENCE,
+    PROOF_WORTH,
+    RESIDUAL_RANGE,
+    RESTRAINT,
+    ROUNDING,
+    _PlanSearch,
+    make_plan,
+    whole_log2,
+)
+from bf16_to_fp16.rescaling.rounding_loss import GRID, STEP_NOISE, loss_table
+from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+from bf16_to_fp16.run.probe import batches
+
+
+def observed(kind: str, **changes: Any) -> tuple[Any, ModelTensors, Layout, dict[str, ModuleRange]]:
+    """Return a tiny model, its tensors, layout and ranges."""
+    model = tiny.build(kind, **changes)
+    source = ModelTensors(model)
+    inputs = [b for b in batches(model.config, None, None) if not b.generate]
+    return model, source, resolve(source), dict(observe_ranges(model, inputs))
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_every_signal_and_weight_is_under_its_limit_with_the_margin(kind: str) -> None:
+    model, source, layout, ranges = observed(kind)
+    planned = make_plan(layout, source_weights(source, layout), ranges, margin_bits=1.25)
+    assert planned.violations == ()
+    assert planned.plan.residual_exponent < 0
+    apply(model, layout, planned.plan)
+    after = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    peak = max(float(r.output.amax.max()) for r in after.values())
+    assert peak <= FP16_MAX / 2**1.25
+    assert all(float(t.abs().max()) <= FP16_MAX for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize("kind", ["gated", "pegasus"])
+def test_the_residual_is_shrunk_no_more_than_its_limit_asks(kind: str) -> None:
+    _, source, layout, ranges = observed(kind)
+    r = make_plan(layout, source_weights(source, layout), ranges).plan.residual_exponent
+    seen = [s for s in layout.signals[RESIDUAL].seen if s.sign > 0]
+    peak = max(float((getattr(ranges[s.module], s.side)).amax.max()) for s in seen)
+    assert peak * 2.0**r <= FP16_MAX / 2**1.25 < peak * 2.0 ** (r + 1)
+
+
+def test_a_model_that_fits_is_left_alone() -> None:
+    _, source, layout, ranges = observed("gated", factor=1.0)
+    scaled = {path: r for path, r in ranges.items() if float(r.output.amax.max()) < FP16_MAX / 4}
+    assert scaled.keys() == ranges.keys()
+    assert make_plan(layout, source_weights(source, layout), ranges).plan.residual_exponent == 0
+
+
+def test_norm_safe_keeps_the_norm_of_the_stream_under_256() -> None:
+    model, source, layout, ranges = observed("gated")
+    planned = make_plan(layout, source_weights(source, layout), ranges, target="norm-safe")
+    apply(model, layout, planned.plan)
+    after = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    assert all(r.norm.norm_max <= NORM_SAFE_LIMIT / 2**1.25 for r in after.values() if r.norm is not None)
+    half = make_plan(layout, source_weights(source, layout), ranges)
+    assert planned.plan.residual_exponent < half.plan.residual_exponent
+
+
+def test_what_no_exponent_can_lower_is_named_with_a_remedy() -> None:
+    model = tiny.build("gated")
+    with torch.no_grad():
+        model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.mul_(1e5)
+    source = ModelTensors(model)
+    layout = resolve(source)
+    ranges = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    planned = make_plan(layout, source_weights(source, layout), ranges)
+    assert any("wi_0" in v.signal and "finetune" in passed_limit(v).remedy for v in planned.violations)
+
+
+def test_given_r_the_channels_are_an_exact_optimum() -> None:
+    """Against exhaustive search over every combination of the first three value channels of one attention."""
+    _, source, layout, ranges = observed("gated")
+    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    signal = next(s for s in layout.signals.values() if s.kind is Kind.VALUE)
+    costs = search.channel_costs(signal, -5)[:3]
+    best = min(
+        (sum(float(costs[j, e]) for j, e in enumerate(combination)), combination)
+        for combination in itertools.product(range(costs.shape[1]), repeat=3)
+    )
+    search.settle(signal, -5)
+    chosen = tuple(int(e) + 24 for e in search.chosen[signal.name][:3])
+    assert sum(float(costs[j, e]) for j, e in enumerate(chosen)) == pytest.approx(best[0], rel=1e-12)
+
+
+def test_the_loss_table_counts_what_fp16_loses() -> None:
+    """Every exponent's count of inexact elements, and the energy of the errors within a factor, against casting to
+    fp16."""
+    torch.manual_seed(0)
+    weight = (torch.randn(7, 400) * 2.0 ** torch.randint(-20, 4, (7, 400))).bfloat16()
+    weight[0, :5] = torch.tensor([0.0, 2.0**-24, 2.0**-30, 1.0, -3.0])
+    table = loss_table(weight, 0)
+    assert torch.equal(table.energy, weight.double().square().sum(1))
+    for exponent in range(-GRID, 11):
+        exact = weight.double() * 2.0**exponent
+        if float(exact.abs().max()) > FP16_MAX:
+            continue
+        error = exact.half().double() - exact
+        assert torch.equal(table.lossy[:, exponent + GRID].long(), (error != 0).sum(1))
+        energy = error.square().sum() / 4.0**exponent
+        # The table takes errors as uniform in a step; with one dropped bit they are all half a step, 3 times the
+        # energy.
+        assert float(energy) / 3 <= float(table.error[:, exponent + GRID].sum()) <= 2 * float(energy) + 1e-30
+
+
+def test_a_loss_table_sees_what_the_other_axis_does() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(6, 50).bfloat16()
+    other = torch.randint(-18, 3, (50,), dtype=torch.int32)
+    scaled = torch.ldexp(weight.double(), other).to(torch.bfloat16)
+    assert torch.equal(loss_table(weight, 0, other).lossy, loss_table(scaled, 0).lossy)
+    assert torch.equal(loss_table(weight.t(), 1, other).lossy, loss_table(scaled, 0).lossy)
+
+
+def test_shrinking_spares_small_weights_by_sharing_the_factor_between_o_and_v() -> None:
+    """With o already near fp16's last bits, the shrinking that the stream asks for goes to v instead."""
+    model = tiny.build("gated")
+    attention = model.encoder.block[1].layer[0].SelfAttention
+    with torch.no_grad():
+        attention.o.weight.mul_(2.0**-19)
+        attention.v.weight.mul_(2.0**10)
+    source = ModelTensors(model)
+    layout = resolve(source)
+    ranges = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    plan = make_plan(layout, source_weights(source, layout), ranges).plan
+    moved = plan.exponent("encoder.block.1.layer.0.SelfAttention.value")
+    assert torch.as_tensor(moved, dtype=torch.float64).mean() < -2
+
+
+def test_a_gain_moves_only_where_a_reader_would_lose() -> None:
+    model = tiny.build("gated")
+    norm = model.encoder.block[1].layer[1]
+    with torch.no_grad():
+        norm.layer_norm.weight.mul_(2.0**14)
+        norm.DenseReluDense.wi_0.weight.mul_(2.0**-14)
+        norm.DenseReluDense.wi_1.weight.mul_(2.0**-14)
+    source = ModelTensors(model)
+    layout = resolve(source)
+    ranges = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    plan = make_plan(layout, source_weights(source, layout), ranges).plan
+    moved = {name for name in plan.exponents if layout.signals[name].kind is Kind.NORM}
+    assert "encoder.block.1.layer.1.layer_norm" in moved
+    assert torch.as_tensor(plan.exponent("encoder.block.1.layer.1.layer_norm")).float().mean() < -4
+    assert len(moved) <= 3
+
+
+def test_pegasus_drift_grows_fourfold_with_each_halving_and_weighs_in_the_choice() -> None:
+    _, source, layout, ranges = observed("pegasus")
+    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    drifts = [math.sqrt(search.drift(r, corrected=False)) for r in (-3, -4, -5)]
+    assert drifts[1] / drifts[0] == pytest.approx((4**4 - 1) / (4**3 - 1), rel=0.05)
+    assert drifts[2] / drifts[1] == pytest.approx((4**5 - 1) / (4**4 - 1), rel=0.05)
+    assert search.residual_cost(-12) > search.drift(-12, corrected=True) > 0
+    assert search.drift(-5, corrected=True) < search.drift(-5, corrected=False)
+
+
+def test_a_config_with_an_eps_has_no_drift() -> None:
+    _, source, layout, ranges = observed("gated")
+    plan = make_plan(layout, source_weights(source, layout), ranges).plan
+    assert plan.drift is None and plan.gain_correction == {}
+    assert plan.eps == 1e-6 * 4.0**plan.residual_exponent
+
+
+def test_the_tied_heads_norm_bounds_the_shrinking_from_the_other_side() -> None:
+    """Where the final norm times 1/s would overflow, the limits cannot all hold with the head tied, and can with it
+    apart."""
+    model = tiny.build("t5", factor=30000.0)
+    with torch.no_grad():
+        model.decoder.final_layer_norm.weight.mul_(2.0**19)
+    source = ModelTensors(model)
+    ranges = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    tied, apart = resolve(source), resolve(source, untie=True)
+    assert make_plan(tied, source_weights(source, tied), ranges).violations != ()
+    planned = make_plan(apart, source_weights(source, apart), ranges)
+    assert [v for v in planned.violations if "lm_head" not in v.signal] == []
+    assert planned.plan.untied_head
+
+
+def test_the_exponents_of_a_tensor_are_the_sum_over_its_axes() -> None:
+    layout = resolve(ModelTensors(tiny.build("gated")))
+    m = "encoder.block.0.layer.0"
+    plan = Plan(
+        family="t5",
+        residual_exponent=-3,
+        exponents={f"{m}.SelfAttention.value": list(range(15)), f"{m}.layer_norm": [2] * 24},
+    )
+    o = exponents_of(layout.tensors[f"{m}.SelfAttention.o.weight"], plan)
+    assert o.scalar == -3 and o.rows is None and o.columns is not None
+    assert o.columns.tolist() == [-c for c in range(15)]
+    v = exponents_of(layout.tensors[f"{m}.SelfAttention.v.weight"], plan)
+    assert v.full((15, 24))[4].tolist() == [4 - 2] * 24
+
+
+# -- two channels by hand ---------------------------------------------------------------------------------------------
+
+SIGNALS: dict[str, tuple[Kind, tuple[ObservationPoint, ...]]] = {
+    RESIDUAL: (Kind.RESIDUAL, (output_of("embed"), input_of("norm"), output_of("o"))),
+    "norm": (Kind.NORM, (output_of("norm"),)),
+    "value": (Kind.VALUE, (output_of("v"), input_of("o"))),
+    "query_key": (Kind.QUERY_KEY, (output_of("q"), output_of("k", -1))),
+}
+AXES: dict[str, tuple[Axis | None, ...]] = {
+    "embed": (None, multiplied_by(RESIDUAL)),
+    "norm": (multiplied_by("norm"),),
+    "v": (multiplied_by("value"), divided_by("norm")),
+    "o": (multiplied_by(RESIDUAL), divided_by("value")),
+    "q": (multiplied_by("query_key"), divided_by("norm")),
+    "k": (divided_by("query_key"), divided_by("norm")),
+    "gate": (None, divided_by("norm")),
+}
+ONES = [[1.0, 1.0], [1.0, 1.0]]
+LIMIT = FP16_MAX / 2**1.25
+
+
+def by_hand(
+    weights: Mapping[str, list[Any]],
+    amax: dict[str, float] | None = None,
+    squares: dict[str, list[float]] | None = None,
+    norm_max: float = 1.0,
+) -> tuple[Layout, TensorReader, dict[str, ModuleRange]]:
+    """Return the layout of the named weights, their values, and ranges.
+
+    amax, squares: largest value and mean squares by ``module:side``, 1 where not given; norm_max: largest ‖h‖₂.
+    """
+
+    def reached(place: str) -> ChannelRange:
+        largest = torch.full((2,), (amax or {}).get(place, 1.0))
+        return ChannelRange(largest, torch.tensor((squares or {}).get(place, [1.0, 1.0])), rows=1)
+
+    values = {name: torch.tensor(weight) for name, weight in weights.items()}
+    signals = {name: ResolvedSignal(name, kind, 2, seen) for name, (kind, seen) in SIGNALS.items()}
+    norm = NormRange(norm_max, torch.tensor([[1.0, 1.0]], dtype=torch.float64))
+    ranges = {
+        name: ModuleRange(reached(f"{name}:input"), reached(f"{name}:output"), norm if name == "norm" else None)
+        for name in values
+    }
+    tensors = {name: ResolvedTensor(name, name, tuple(value.shape), AXES[name]) for name, value in values.items()}
+    layout = replace(resolve(ModelTensors(tiny.build("gated"))), tensors=tensors, signals=signals)
+    return layout, values.__getitem__, ranges
+
+
+def price(search: _PlanSearch) -> float:
+    """Return what one inexact weight costs: a thousandth of them all as much as one rounding in the one sublayer."""
+    return 1000 * ROUNDING / sum(math.prod(t.shape) for t in search.layout.tensors.values())
+
+
+def test_a_channel_weighs_what_its_readers_make_of_it() -> None:
+    """Mean square times the energy of the weights that read it, all readers alike; for queries and keys the product of
+    the mean squares; where nothing was seen, all channels alike."""
+    weights: dict[str, list[Any]] = {
+        "norm": [1.0, 1.0],
+        "v": [[3.0, 1.0], [0.0, 0.0]],
+        "o": [[1.0, 2.0], [1.0, 0.0]],
+        "gate": [[1.0, 1.0]],
+    }
+    squares = {"o:input": [4.0, 1.0], "norm:output": [1.0, 9.0], "q:output": [1.0, 2.0], "k:output": [3.0, 4.0]}
+    search = _PlanSearch(*by_hand(weights, squares=squares), "half", 1.25)
+    signals = search.layout.signals
+    assert search.importance(signals["value"]).tolist() == pytest.approx([8 / 12, 4 / 12], rel=1e-12, abs=0)
+    assert search.importance(signals["norm"]).tolist() == pytest.approx(
+        [(0.5 + 0.1) / 2, (0.5 + 0.9) / 2], rel=1e-12, abs=0
+    )
+    assert search.importance(signals["query_key"]).tolist() == [0.5, 0.5]
+    search = _PlanSearch(*by_hand(weights | {"q": ONES, "k": ONES}, squares=squares), "half", 1.25)
+    assert search.importance(signals["query_key"]).tolist() == pytest.approx([3 / 11, 8 / 11], rel=1e-12, abs=0)
+
+
+def test_a_channel_costs_lost_energy_and_noise_by_its_share_and_each_inexact_weight() -> None:
+    weights: dict[str, list[Any]] = {
+        "norm": [1.0, 1.0],
+        "v": [[1.0, 2.0**-10], [0.5, 0.5]],
+        "o": [[1.0, 2.0], [1.0, 0.0]],
+    }
+    squares = {"v:output": [4.0, 1.0], "o:input": [4.0, 1.0]}
+    search = _PlanSearch(*by_hand(weights, squares=squares), "half", 1.25)
+    costs = search.channel_costs(search.layout.signals["value"], -3)
+    # At −16 v's 2⁻¹⁰ vanishes, o is exact, and the signal, seen at both ends, stands 2¹⁶ times nearer to the last step.
+    lost, noise = 2.0**-20 / (1 + 2.0**-20), 2 * STEP_NOISE * 4.0**16 / 4
+    expected = 8 / 12 * (lost + noise) + price(search) + RESTRAINT * 16 / 2
+    assert float(costs[0, CHANNEL_RANGE - 16]) == pytest.approx(expected, rel=1e-9, abs=0)
+    # At 15 both ends of the signal reach 2¹⁵ and the weights fit; at −18 o's 2 becomes 2·2¹⁸⁻³ and the signal fits.
+    assert float(costs[1, CHANNEL_RANGE + 15]) == pytest.approx(2 * EXCESS * math.log2(2**15 / LIMIT), rel=1e-9, abs=0)
+    assert float(costs[1, CHANNEL_RANGE - 18]) == pytest.approx(EXCESS * math.log2(2**16 / LIMIT), rel=1e-9, abs=0)
+
+
+def test_the_residual_exponent_costs_the_streams_noise_and_what_the_weights_it_alone_scales_lose() -> None:
+    weights: dict[str, list[Any]] = {
+        "embed": [[1.0, 1.0], [1.0, 2.0**-16]],
+        "norm": [1.0, 1.0],
+        "v": [[1.0, 2.0], [0.0, 0.0]],
+        "o": ONES,
+    }
+    search = _PlanSearch(*by_hand(weights, squares={"norm:input": [2.0**-16, 1.0]}), "half", 1.25)
+    # At −10 the embedding's 2⁻¹⁶ vanishes; channels weigh 1 : 4, as v reads them.
+    lost = 2.0**-32 / (3 + 2.0**-32)
+    noise = STEP_NOISE * 4.0**10 * (0.2 * 2.0**16 + 0.8)
+    expected = noise + lost + price(search) + RESTRAINT * 10
+    assert search.residual_cost(-10) == pytest.approx(expected, rel=1e-9, abs=0)
+
+
+def test_a_stream_whose_norm_no_exponent_brings_under_256_is_named() -> None:
+    """‖h‖₂ of 2³⁵ at the smallest exponent, −24, is 2¹¹: over 2⁸ with its margin by 4.25 bits."""
+    model = by_hand({"embed": ONES, "norm": [1.0, 1.0], "v": ONES, "o": ONES}, norm_max=2.0**35)
+    planned = make_plan(*model, target="norm-safe")
+    assert planned.plan.residual_exponent == -24
+    assert {v.signal: v.excess_bits for v in planned.violations} == {"norm (input)": pytest.approx(4.25, abs=1e-6)}
+    assert make_plan(*model).violations == ()
+
+
+def test_once_a_signal_is_settled_the_tables_of_its_weights_other_axes_are_of_the_scaled_weights() -> None:
+    weights: dict[str, list[Any]] = {
+        "norm": [1.0, 1.0],
+        "v": [[1.0, 2.0**-20], [1.0, 1.0]],
+        "o": [[1.0, 2.0], [3.0, 4.0]],
+    }
+    search = _PlanSearch(*by_hand(weights, amax={"v:output": 2.0**20, "o:input": 2.0**20}), "half", 1.25)
+    v, o = search.layout.tensors["v"], search.layout.tensors["o"]
+    assert search.table(v, 1).amax.tolist() == [1.0, 1.0] and search.table(o, 0).amax.tolist() == [2.0, 4.0]
+    search.settle(search.layout.signals["value"], 0)
+    moved = search.chosen["value"]
+    assert moved.tolist() == [-6, -6]
+    for tensor, axis, shift in ((v, 1, moved), (o, 0, -moved)):
+        table, fresh = search.table(tensor, axis), loss_table(search.weights(tensor.name), axis, shift)
+        assert torch.equal(table.amax, fresh.amax) and torch.equal(table.lossy, fresh.lossy)
+
+
+def test_what_a_moved_gain_makes_needless_moves_back() -> None:
+    """Values and gate both have bits at 2⁻²⁷; values alone could move up by 3, but the gain must for the gate, and then
+    serves both."""
+    small = [[2.0**-20 * (1 + 2.0**-7)] * 2] * 2
+    layout, weights, ranges = by_hand({"embed": ONES, "norm": [1.0, 1.0], "v": small, "o": ONES, "gate": small})
+    assert make_plan(layout, weights, ranges).plan.exponents == {"norm": -3}
+    without = {name: tensor for name, tensor in layout.tensors.items() if name != "gate"}
+    assert make_plan(replace(layout, tensors=without), weights, ranges).plan.exponents == {"value": 3}
+
+
+# -- proofs -----------------------------------------------------------------------------------------------------------
+
+
+MOVES = (Kind.RESIDUAL, Kind.VALUE, Kind.NEURON)
+
+
+def reachable(factor: float, ranges: dict[str, ModuleRange]) -> dict[str, ModuleRange]:
+    """Return ranges ``factor`` times as large, as bounds would be."""
+
+    def times(channel: ChannelRange) -> ChannelRange:
+        return ChannelRange(channel.amax * factor, channel.mean_square, channel.rows)
+
+    return {
+        path: replace(
+            r,
+            input=times(r.input),
+            output=times(r.output),
+            norm=r.norm and replace(r.norm, norm_max=r.norm.norm_max * factor),
+        )
+        for path, r in ranges.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["gated", "t5", "pegasus"])
+@pytest.mark.parametrize("factor", [1.0, 6.0])
+def test_the_plan_is_the_best_of_all_exponents_found_by_exhaustive_search(kind: str, factor: float) -> None:
+    """Given r, each channel's exponent is the best of all 49, bounds and their price included; and so is r."""
+    _, source, layout, ranges = observed(kind)
+    bounds = reachable(factor, dict(ranges))
+    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25, bounds)
+    movable = [s for s in layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
+
+    def total(r: int) -> float:
+        cost = search.residual_cost(r)
+        if search.residual_excess(r) > 0:
+            cost += PROOF_WORTH * len(layout.signals[RESIDUAL].seen)
+        for signal in movable:
+            free, held = search.channel_costs(signal, r), search.channel_costs(signal, r) + search.proof_costs(signal)
+            alone = sum(min(float(free[c, e]) for e in range(free.shape[1])) for c in range(signal.size))
+            proven = sum(min(float(held[c, e]) for e in range(held.shape[1])) for c in range(signal.size))
+            cost += min(proven, alone + PROOF_WORTH * len(signal.seen))
+        return cost
+
+    every = {r: total(r) for r in range(-24, 25)}
+    planned = make_plan(layout, source_weights(source, layout), ranges, bounds=bounds)
+    assert planned.cost == pytest.approx(every[planned.plan.residual_exponent], rel=1e-9)
+    assert planned.cost <= min(every.values()) + INDIFFERENCE * (1 + 1e-9)
+    certain = [f.signal for f in planned.fallbacks]
+    for name, r in bounds.items():
+        for side, channel in (("input", r.input), ("output", r.output)):
+            for signal in layout.signals.values():
+                for seen in signal.seen:
+                    if (seen.module, seen.side) == (name, side) and signal.name not in certain and signal.kind in MOVES:
+                        e = torch.as_tensor(planned.plan.exponent(signal.name), dtype=torch.float64)
+                        assert bool((channel.amax.double() * 2.0 ** (seen.sign * e) <= 65504).all())
+
+
+def test_a_bound_that_no_exponent_holds_or_that_is_too_dear_is_given_up_by_name() -> None:
+    _, source, layout, ranges = observed("gated")
+    weights = source_weights(source, layout)
+    free = make_plan(layout, weights, ranges)
+    assert free.fallbacks == () and free.cost_of_proof == 0
+    # What flows through a neuron cannot be brought from 2⁶⁰ under 65504 and leave the weights in fp16.
+    huge = make_plan(layout, weights, ranges, bounds=reachable(2.0**60, dict(ranges)))
+    given_up = {f.signal: f for f in huge.fallbacks}
+    assert RESIDUAL in given_up and any(name.endswith(".neuron") for name in given_up)
+    assert all(f.cost_certified > f.cost_observed for f in huge.fallbacks)
+    assert huge.plan.exponents == free.plan.exponents
+    assert huge.plan.residual_exponent == free.plan.residual_exponent
+    assert not huge.violations
+
+
+def test_the_exponent_of_no_number_is_the_end_on_its_side() -> None:
+    assert [whole_log2(x) for x in (1.0, 1.99, 0.75, 3e-5)] == [0, 0, -1, -16]
+    assert whole_log2(math.inf) == RESIDUAL_RANGE and whole_log2(0.0) == whole_log2(math.nan) == -RESIDUAL_RANGE

@@ -1,0 +1,185 @@
+"""What a config.json says beyond the keys that the bounds are made from is refused, unless it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support import tiny
+
+from bf16_to_fp16 import cli
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Attention, FeedForward
+from bf16_to_fp16.run.agreement import agreed_layout, check_agreement
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One small certified folder of each kind."""
+    root = tmp_path_factory.mktemp("folders")
+    return {kind: tiny.save(tiny.build(kind, factor=1.0), root / kind) for kind in tiny.KINDS}
+
+
+def edited(folder: Path, to: Path, **changes: Any) -> Path:
+    """Copy a folder, with other keys in its config; ... removes one."""
+    shutil.copytree(folder, to)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (to / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return to
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_what_stock_code_saves_is_certified(
+    kind: str, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["certify", str(folders[kind])]) == 0
+    assert "error" not in capsys.readouterr().err
+
+
+EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("t5", {"dense_act_fn": "relu2"}, "'dense_act_fn' is 'relu2'"),
+    ("umt5", {"dense_act_fn": "relu"}, "'dense_act_fn' is 'relu'"),
+    ("gelu", {"dense_act_fn": "gelu_pytorch_tanh"}, "'dense_act_fn' is"),
+    ("t5", {"is_gated_act": True}, "'is_gated_act' is True"),
+    ("gated", {"is_gated_act": False}, "'is_gated_act' is False"),
+    ("t5-encoder", {"is_decoder": True}, "'is_decoder' is True"),
+    ("t5", {"is_encoder_decoder": False}, "'is_encoder_decoder' is False"),
+    ("t5", {"num_hidden_layers": 4}, "'num_hidden_layers' is 4"),
+    ("t5", {"num_hidden_layers": 2}, "'num_hidden_layers' is 2"),
+    ("t5", {"hidden_size": 48}, "'hidden_size' is 48"),
+    ("t5", {"head_dim": 3, "num_attention_heads": 5}, "'head_dim' is 3"),
+    ("mt5", {"num_attention_heads": 1}, "'num_attention_heads' is 1"),
+    ("pegasus", {"num_attention_heads": 1}, "'num_attention_heads' is 1"),
+    ("pegasus", {"hidden_size": 12}, "'hidden_size' is 12"),
+    ("t5", {"num_heads": True}, "'num_heads' is True"),
+    ("pegasus", {"encoder_attention_heads": True}, "encoder_attention_heads"),
+    ("pegasus", {"decoder_attention_heads": 5}, "divisible by num_heads"),
+    ("t5", {"layer_norm_epsilon": True}, "layer_norm_epsilon"),
+    ("t5", {"relative_attention_max_distance": 4}, "'relative_attention_max_distance' are 9 and 4"),
+    ("pegasus", {"tie_word_embeddings": False}, "lm_head.weight is missing"),
+    ("pegasus", {"scale_embedding": 1}, "scale_embedding"),
+    ("t5", {"transformers_weights": "other.safetensors"}, "'transformers_weights' is 'other.safetensors'"),
+    ("pegasus", {"transformers_weights": "other.safetensors"}, "'transformers_weights' is 'other.safetensors'"),
+    ("t5", {"per_layer_config": {"0": {"num_heads": 1}}}, "per-layer"),
+    ("t5", {"fusion_config": {"x": True}}, "fusion"),
+    ("t5", {"fusion_config": {}}, "'fusion_config' is {}"),
+    ("t5", {"text_config": {"model_type": "t5"}}, "cannot be loaded"),
+    ("t5", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
+    ("pegasus", {"is_causal": False}, "'is_causal' is False"),
+    ("pegasus", {"is_causal": None}, "'is_causal' is None"),
+    ("pegasus", {"sliding_window": 1}, "'sliding_window' is 1"),
+    ("t5", {"layer_types": ["full_attention"] * 3}, "'layer_types' is"),
+    ("t5", {"return_dict": False}, "cannot run the model"),
+    ("t5", {"to_dict": 1}, "config.json"),
+    ("t5", {"sub_configs": "x"}, "config.json"),
+    ("t5", {"attribute_map": {"d_ff": "d_kv"}}, "'attribute_map' is"),
+)
+"""A kind, what its config says besides, and what the message must name."""
+
+
+@pytest.mark.parametrize(("kind", "changes", "named"), EDITS)
+def test_a_key_by_which_stock_code_runs_another_model_is_one_line(
+    kind: str,
+    changes: dict[str, Any],
+    named: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = edited(folders[kind], tmp_path / "edited", **changes)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in weights.items()}, tmp_path / "edited" / "other.safetensors")
+    capsys.readouterr()
+    assert cli.main(["certify", str(folder)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and printed.out == ""
+    assert named in printed.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["certify", "{0}"],
+        ["audit", "{0}"],
+        ["convert", "{0}", "{1}"],
+        ["convert", "{0}", "{1}", "--no-audit"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_goes_through_the_same_door(
+    arguments: list[str], folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = edited(folders["t5"], tmp_path / "edited", dense_act_fn="relu2")
+    capsys.readouterr()
+    assert cli.main([argument.format(folder, tmp_path / "out") for argument in arguments]) == 2
+    printed = capsys.readouterr()
+    assert "'dense_act_fn'" in printed.err and printed.err.startswith("error: ") and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("t5", {"num_attention_heads": 3, "hidden_size": 24, "dense_act_fn": "relu", "is_gated_act": False}),
+        ("t5", {"n_positions": 512, "output_past": True, "task_specific_params": {"a": {"num_beams": 4}}}),
+        ("t5", {"use_cache": False, "output_attentions": True, "gradient_checkpointing": True}),
+        ("t5-encoder", {"is_encoder_decoder": True}),
+        ("gated", {"tie_word_embeddings": True, "classifier_dropout": 0.5, "dropout_rate": 0.0}),
+        ("pegasus", {"num_hidden_layers": 3, "num_attention_heads": 3, "normalize_before": True, "classif_dropout": 0}),
+        ("pegasus", {"encoder_layerdrop": 0.5, "static_position_embeddings": True, "extra_pos_embeddings": 1}),
+        ("umt5", {"dense_act_fn": "gelu_new", "is_gated_act": True, "attn_implementation": "sdpa"}),
+    ],
+)
+def test_a_key_that_changes_nothing_is_taken(
+    kind: str, changes: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    agreed_layout(open_checkpoint(edited(folders[kind], tmp_path / "edited", **changes)))
+
+
+def test_an_untied_embedding_needs_its_copies_and_its_head(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = edited(folders["pegasus"], tmp_path / "edited", tie_word_embeddings=False)
+    weights = load_file(folder / "model.safetensors")
+    shared = weights["model.shared.weight"]
+    names = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
+    for count in range(3):
+        stored = weights | {name: shared.clone() for name in names[:count]}
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match="random numbers"):
+            agreed_layout(open_checkpoint(folder))
+    save_file(weights | {name: shared.clone() for name in names}, folder / "model.safetensors", {"format": "pt"})
+    agreed_layout(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "pegasus"])
+def test_a_layout_that_scales_the_head_otherwise_is_refused(kind: str, folders: dict[str, Path]) -> None:
+    """The factor before the head is what stock code of the installed version applies."""
+    checkpoint = open_checkpoint(folders[kind])
+    layout = resolve(checkpoint)
+    check_agreement(checkpoint, layout)
+    with pytest.raises(UserError, match="before the head"):
+        check_agreement(checkpoint, replace(layout, head_scale=1.0 if layout.head_scale != 1.0 else 0.25))
+
+
+def test_a_layout_whose_modules_do_otherwise_is_refused(folders: dict[str, Path]) -> None:
+    """The control of what keys alone do not show: numbers and functions of the modules as they are built."""
+    for kind in ("t5", "pegasus"):
+        checkpoint = open_checkpoint(folders[kind])
+        layout = resolve(checkpoint)
+        attention = next(w for w in layout.topology if isinstance(w, Attention))
+        feed_forward = next(w for w in layout.topology if isinstance(w, FeedForward))
+        for whole, part, named in (
+            (feed_forward, {"activation": "gelu"}, "'gelu'"),
+            (attention, {"scaled": not attention.scaled}, "scaling"),
+        ):
+            other = tuple(replace(w, **part) if w is whole else w for w in layout.topology)
+            with pytest.raises(UserError, match=named):
+                check_agreement(checkpoint, replace(layout, topology=other))
+        family = replace(layout.family, eps=3e-4, eps_key=None)
+        with pytest.raises(UserError, match=r"eps\w* is"):
+            check_agreement(checkpoint, replace(layout, family=family))

@@ -1,0 +1,32 @@
+"""Every key that stock code knows, and some that nobody does, edited: refused, not certified, or under every bound.
+
+``benchmarks/fuzz.py --config-edits 50000`` goes on with other values and pairs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import config_edits
+
+from bf16_to_fp16.run import agreement
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "pegasus"])
+def test_an_edited_config_is_refused_or_not_certified_or_agrees(kind: str, tmp_path: Path) -> None:
+    case = config_edits.original(kind, tmp_path)
+    assert config_edits.judge(case, {}) == "agrees"
+    # mT5 and UMT5 share their declaration with T5, of which every key is edited.
+    number = len({next(iter(edit)) for edit in case.edits()}) if kind in ("t5", "pegasus") else 40
+    outcomes = config_edits.run(case, number)
+    assert not outcomes.failures, outcomes.failures
+    assert min(outcomes.counts["refused"], outcomes.counts["agrees"]) > number / 10
+
+
+def test_without_the_door_an_edit_passes_its_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what the door keeps out is found by the run."""
+    case = config_edits.original("t5", tmp_path)
+    monkeypatch.setattr(agreement, "check_agreement", lambda *_: None)
+    with pytest.raises(AssertionError, match="DenseReluDense"):
+        config_edits.judge(case, {"dense_act_fn": "relu2"})

@@ -1,0 +1,148 @@
+"""An adversary that moves what every norm reads freely: the strongest input that the bounds of a sublayer allow.
+
+The certificate claims nothing about which vectors can reach a norm, so any may: here those that the weights behind it
+like most. Stock modules compute everything else, in fp32 or in real fp16 arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from support import tiny
+from torch import Tensor
+
+from bf16_to_fp16.families.types import Attention, FeedForward, Layout
+from bf16_to_fp16.families.walk import walk
+from bf16_to_fp16.observe.observer import SiteObserver
+
+DECODER, ENCODER = 7, 9
+"""Positions of the two sides."""
+
+
+def liked(state: Mapping[str, Tensor], topology: Any, gain: Tensor, memory: list[Attention]) -> Tensor:
+    """Return directions of a norm's input that the weights behind it answer to most: [n, d], fp32."""
+
+    def rows(path: str) -> Tensor:
+        return state[f"{path}.weight"] * gain
+
+    found = [torch.randn(8, gain.numel()), torch.eye(gain.numel())]
+    if isinstance(topology, FeedForward):
+        out = state[f"{topology.output}.weight"]
+        linear = rows(topology.linear)
+        found.append(linear)
+        tallest = out.norm(dim=1).argsort(descending=True)[:3]
+        if topology.gate:
+            gate = rows(topology.gate)
+            u, w = (torch.nn.functional.normalize(x, dim=1) for x in (gate, linear))
+            found += [gate, u + w, u - w]
+            size = gate.norm(dim=1) * linear.norm(dim=1)
+            for sign in (1, -1):
+                for r in tallest:
+                    z = u + sign * out[r].sign()[:, None] * w
+                    found.append(top(z * (out[r].abs() * size).sqrt()[:, None]))
+        else:
+            found += [
+                linear.clamp(min=0).sum(0, keepdim=True),
+                out[tallest] @ linear,
+                out[tallest].clamp(min=0) @ linear,
+            ]
+    if isinstance(topology, Attention):
+        paths = [topology.query] if topology.memory else [topology.query, topology.key, topology.value]
+        found += [rows(p) for p in paths]
+        if not topology.memory:
+            found.append(state[f"{topology.output}.weight"] @ rows(topology.value))
+    for cross in memory:
+        found += [rows(cross.key), rows(cross.value), state[f"{cross.output}.weight"] @ rows(cross.value)]
+    return torch.cat([f for f in found if f.numel()])
+
+
+def top(matrix: Tensor) -> Tensor:
+    """Return the leading right singular vector as a row."""
+    return torch.linalg.svd(matrix, full_matrices=False).Vh[:1]
+
+
+@contextmanager
+def free_norms(model: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let every norm read ``inputs``, [batch, positions, d], instead of the residual stream."""
+    # Cast here: inside, the cast would be an operation of the norm.
+    ready = {path: x.to(model.get_submodule(path).weight.dtype) for path, x in inputs.items()}
+
+    def replace(path: str) -> Any:
+        return lambda module, args: (ready[path],)
+
+    with ExitStack() as stack:
+        for path in inputs:
+            stack.callback(model.get_submodule(path).register_forward_pre_hook(replace(path)).remove)
+        yield
+
+
+def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: float = 300.0) -> dict[str, Tensor]:
+    """Return for every norm what it shall read: fp32 [batch, positions, d], directions that the weights like."""
+    generator = torch.Generator().manual_seed(seed)
+    state = model.state_dict()
+    cross = [w for w in layout.topology if isinstance(w, Attention) and w.memory]
+    inputs = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for reader in walk(layout):
+            path, encoder = reader.norm, reader.stack.is_encoder
+            last = reader.sublayer is None and encoder
+            gain = state[f"{path}.weight"].float()
+            choices = liked(state, reader.sublayer, gain, cross if last else [])
+            if reader.sublayer is None and not encoder:
+                head = state.get("lm_head.weight")
+                choices = torch.cat([choices, (head if head is not None else state["shared.weight"]) * gain])
+            length = ENCODER if encoder else DECODER
+            chosen = choices[torch.randint(len(choices), (batch, length), generator=generator)].clone()
+            chosen *= torch.randint(0, 2, (batch, length, 1), generator=generator) * 2 - 1
+            inputs[path] = size * torch.nn.functional.normalize(chosen, dim=-1)
+    return inputs
+
+
+def observe(model: Any, layout: Layout, inputs: Mapping[str, Tensor], *, attention: str = "eager") -> dict[str, float]:
+    """Return the largest |x| at every site of a model whose norms read ``inputs``."""
+    batch = next(iter(inputs.values())).shape[0]
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(vocabulary, (batch, ENCODER), generator=generator)
+    model.set_attn_implementation(attention)
+    observer = SiteObserver(model)
+    with torch.no_grad(), free_norms(model, inputs), observer:
+        if layout.encoder_only:
+            model(input_ids=ids)
+        else:
+            decoder = torch.randint(vocabulary, (batch, DECODER), generator=generator)
+            model(input_ids=ids, decoder_input_ids=decoder, use_cache=False)
+    return {site.name: site.amax for site in observer.sites() if "constant" not in site.name}
+
+
+def scaled(model: Any, seed: int, spread: int) -> Any:
+    """Multiply rows of every linear by random powers of two, so that some signals are subnormal and some large."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module is not getattr(model, "lm_head", None):
+                powers = torch.randint(-spread, spread // 4 + 1, (module.out_features, 1), generator=generator)
+                module.weight.mul_(2.0**powers)
+    return model
+
+
+def cancelling() -> Any:
+    """Return a T5 whose first encoder attention sums large values that cancel to nothing but their roundings."""
+    model = tiny.build("t5", 3, factor=1.0, num_layers=1, num_decoder_layers=1)
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    with torch.no_grad():
+        values, out = attention.v.weight, attention.o.weight
+        values.zero_()
+        # Pairs within a head: heads may look at different positions.
+        for head in range(model.config.num_heads):
+            j = head * model.config.d_kv
+            values[j] = torch.randn(values.shape[1]) * 30
+            values[j + 1] = values[j]
+            values[j + 1, 0] *= 1 + 2.0**-10
+            out[:, j] = torch.randn(out.shape[0]).half().float() * 20
+            out[:, j + 1] = -out[:, j]
+    return model.half()

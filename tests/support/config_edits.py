@@ -1,0 +1,186 @@
+"""Edits of every key that stock code knows in a config.json, and of keys that nobody knows, to every kind of value.
+
+What must come of each: a refusal in one line, no certificate, or a stock model, loaded from the very folder, that stays
+under every bound on a run that hits them hard.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from support import tiny
+from support.adversary import adverse_inputs, observe
+from support.contract import FREE, broken
+from transformers.generation import GenerationConfig
+
+from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
+from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.known import stock_class
+from bf16_to_fp16.families.types import Layout
+from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.run import agreement
+from bf16_to_fp16.run.stock import load
+
+LOADER = (
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_heterogeneity_spec",
+    "_name_or_path",
+    "attention_chunk_size",
+    "attn_implementation",
+    "attribute_map",
+    "auto_map",
+    "base_model_tp_plan",
+    "compression_config",
+    "decoder",
+    "dense_act_fn",
+    "device_map",
+    "distributed_config",
+    "dtype",
+    "encoder",
+    "experts_implementation",
+    "extra_files",
+    "fusion_config",
+    "generator",
+    "get_text_config",
+    "gradient_checkpointing",
+    "is_causal",
+    "is_gated_act",
+    "kv_sharing_modes",
+    "layer_types",
+    "layerdrop",
+    "name_or_path",
+    "num_kv_shared_layers",
+    "per_layer_config",
+    "quantization_config",
+    "scale_decoder_outputs",
+    "sliding_window",
+    "sub_configs",
+    "text_config",
+    "tie_encoder_decoder",
+    "tie_word_embeddings",
+    "to_dict",
+    "torch_dtype",
+    "transformers_weights",
+    "use_bidirectional_attention",
+    "weight_mapping",
+)
+"""Names that the loader, masks, caches and classes look for besides the fields of the config class."""
+
+UNKNOWN = ("n_positions", "output_past", "x", "", "__class__", "__dict__", "model", "classif_dropout", "état")
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 37, 97, 128, -1, 10**12, 2**70),
+    *(0.0, 0.5, 1.0, 1e-6, 1e-5, 1e-3, 30.0, -0.5, 1e300),
+    *("", "x", "relu", "relu2", "gelu", "gelu_new", "silu", "tanh", "gated-gelu", "gated-relu", "eager", "sdpa"),
+    *("flash_attention_2", "float16", "bfloat16", "other.safetensors", "../model.safetensors", "model.safetensors"),
+    *([], [0], [1, 2], ["full_attention"], ["sliding_attention", "sliding_attention"], {}, {"a": 1}, {"0": {}}),
+    *({"0": {"d_ff": 5}}, {"0": {"encoder_attention_heads": 1}}, {"model_type": "t5"}, {"quant_method": "gptq"}),
+)
+
+
+@dataclass(frozen=True)
+class Original:
+    """A small certified folder of one kind, and what its config may be edited to."""
+
+    kind: str
+    folder: Path
+    config: dict[str, Any]
+
+    def edits(self) -> list[dict[str, Any]]:
+        """Return every edit of one key, in order: each known and unknown key with each value, and removed (...)."""
+        kind = transformers.CONFIG_MAPPING[self.config["model_type"]]
+        fields = {*vars(kind()), *kind.attribute_map, *GenerationConfig().to_dict()}
+        keys = sorted({*fields, *self.config, *LOADER, *UNKNOWN})
+        return [{key: value} for key in keys for value in (..., *VALUES)]
+
+    def drawn(self, number: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield so many edits: first each key once, then any; one in four has a second key."""
+        generator = random.Random(seed)
+        every = self.edits()
+        by_key: dict[str, list[dict[str, Any]]] = {}
+        for edit in every:
+            by_key.setdefault(next(iter(edit)), []).append(edit)
+        keys = list(by_key)
+        for i in range(number):
+            edit = generator.choice(by_key[keys[i % len(keys)]])
+            yield edit | generator.choice(every) if generator.random() < 0.25 else edit
+
+
+def original(kind: str, root: Path) -> Original:
+    """Make a certified folder of one layer a stack."""
+    layers = {"num_layers": 1, "num_decoder_layers": 1, "encoder_layers": 1, "decoder_layers": 1}
+    shape = tiny.PEGASUS_SHAPE if kind == "pegasus" else tiny.T5_SHAPE
+    changes: dict[str, Any] = {key: value for key, value in layers.items() if key in shape}
+    if kind == "pegasus":
+        changes |= {"max_position_embeddings": 16}
+    folder = tiny.save(tiny.build(kind, 1, factor=1.0, **changes), root / kind)
+    other = (folder / "model.safetensors").read_bytes()
+    (folder / "other.safetensors").write_bytes(other)
+    return Original(kind, folder, json.loads((folder / "config.json").read_text()))
+
+
+@dataclass
+class Outcomes:
+    """What came of the edits, and those that should not have ended so."""
+
+    counts: Counter[str]
+    failures: list[str]
+
+
+def passed(checkpoint: Checkpoint, layout: Layout, certificate: Certificate) -> list[str]:
+    """Return the sites of a folder's stock model, as ``.half()`` runs it, that pass their bounds: those that a free
+    norm's output reaches on adverse inputs, and all of them on token ids."""
+    half = load(checkpoint.folder, torch.float16, half=True)
+    seen = observe(half, layout, adverse_inputs(copy.deepcopy(half).float(), layout, 4, 0))
+    wrong = list(broken(certificate, seen, FREE))
+    ids = torch.arange(32).reshape(2, 16) * 3 % half.config.vocab_size
+    with torch.no_grad(), SiteObserver(half) as observer:
+        half(input_ids=ids) if layout.encoder_only else half(input_ids=ids, decoder_input_ids=ids.flip(0)[:, :7])
+    plain = {site.name: site.amax for site in observer.sites() if "constant" not in site.name}
+    assert seen and plain
+    return [str(site) for site in [*wrong, *broken(certificate, plain, ())]]
+
+
+def judge(case: Original, edit: dict[str, Any]) -> str:
+    """Return what comes of one edit: "refused", "uncertified" or "agrees"; raise AssertionError for anything else."""
+    config = {key: value for key, value in (case.config | edit).items() if value is not ...}
+    (case.folder / "config.json").write_text(json.dumps(config))
+    try:
+        checkpoint = open_checkpoint(case.folder)
+        layout = agreement.agreed_layout(checkpoint)
+        certificate = bound(layout, fp16_weights(checkpoint, layout))
+    except UserError as error:
+        assert "\n" not in str(error) and 0 < len(str(error)) < 2000, str(error)[:3000]
+        return "refused"
+    if not certificate.holds:
+        return "uncertified"
+    assert stock_class(config) in {*layout.family.seq2seq, *layout.family.encoder_only}
+    wrong = passed(checkpoint, layout, certificate)
+    assert not wrong, wrong[:3]
+    return "agrees"
+
+
+def run(case: Original, number: int, seed: int = 0) -> Outcomes:
+    """Judge so many edits of a folder."""
+    outcomes = Outcomes(Counter(), [])
+    with agreement.quiet():
+        for edit in case.drawn(number, seed):
+            try:
+                outcomes.counts[judge(case, edit)] += 1
+            except Exception as error:
+                outcomes.counts["failed"] += 1
+                said = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:300]
+                outcomes.failures.append(f"{case.kind} {edit}: {said}")
+    return outcomes

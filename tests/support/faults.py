@@ -1,0 +1,311 @@
+"""Commands that are killed, interrupted or failed by the disk at a chosen moment, each in a child of this process.
+
+A moment is counted: the n-th time that the command opens, makes, renames, writes or flushes something at its place.
+Python's audit events announce the first three, and the calls that have none are wrapped. A child of a process that has
+its imports already starts at once, so that many moments can be tried.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub import constants
+from support import forked, tiny
+from support.hub_server import WRITER, HubServer
+from transformers import ByT5Tokenizer
+
+from bf16_to_fp16 import cli
+
+WRAPPED = ("pwrite", "fsync", "fdatasync", "posix_fallocate")
+"""Calls of the os module that no audit event announces."""
+
+AUDITED = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.copyfile")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command: its words, where ``{root}`` is the folder that it works in; the files there that it begins with are
+    ``inputs``, and ``kept`` those besides ``out`` that it may leave."""
+
+    name: str
+    arguments: Sequence[str]
+    inputs: tuple[str, ...] = ("source",)
+    kept: tuple[str, ...] = ()
+    prepare: Callable[[Path], None] | None = None
+
+    def words(self, root: Path) -> list[str]:
+        """Return the command's words in a folder."""
+        return [word.format(root=root) for word in self.arguments]
+
+
+def replaced(root: Path) -> None:
+    """Put an older output in the way."""
+    (root / "out").mkdir()
+    (root / "out" / "older").write_text("older")
+
+
+JOBS = {
+    job.name: job
+    for job in (
+        Job("convert", ("convert", "{root}/source", "{root}/out", "--no-audit")),
+        Job("convert --force", ("convert", "{root}/source", "{root}/out", "--no-audit", "--force"), prepare=replaced),
+        Job("convert, audited", ("convert", "{root}/source", "{root}/out")),
+        Job("undo", ("undo", "{root}/converted", "{root}/out"), ("converted",)),
+        Job(
+            "finetune",
+            ("finetune", "{root}/recipe.yaml", "--set", "source={root}/source", "--set", "out={root}/out"),
+            ("source", "recipe.yaml", "text.txt"),
+            ("out.run",),
+        ),
+    )
+}
+"""Every command that writes a folder at a place of the user's."""
+
+
+def make_inputs(root: Path) -> Path:
+    """Make what the jobs begin with in ``root`` and return it."""
+    small: dict[str, Any] = {"num_layers": 1, "num_decoder_layers": 1, "vocab_size": 384, "dropout_rate": 0.0}
+    tiny.save(tiny.build("t5", factor=4.0, **small), root / "source", max_shard_size="20KB")
+    ByT5Tokenizer(extra_ids=125).save_pretrained(root / "source")
+    assert run(JOBS["convert"], root, out="converted") in (0, 1)
+    (root / "text.txt").write_text("".join(f"some text of line {i}, long enough to mask\n" for i in range(40)))
+    recipe = {
+        "source": "given",
+        "out": "given",
+        "precision": "fp32",
+        "device": "cpu",
+        "data": {
+            "path": str(root / "text.txt"),
+            "first_sentinel": 383,
+            "input_length": 24,
+            "target_length": 12,
+            "batch_size": 2,
+        },
+        "schedule": {"steps": 4, "learning_rate": 1e-3, "warmup": 1},
+        "penalty": {"form": "none"},
+        "checkpointing": {"every": 1},
+        "evaluation": {"every": 100, "generate": False},
+    }
+    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return root
+
+
+def place(job: Job, inputs: Path) -> Path:
+    """Make a folder with a copy of what a job begins with."""
+    root = Path(tempfile.mkdtemp(dir=inputs))
+    for name in job.inputs:
+        copy: Callable[[Path, Path], object] = shutil.copytree if (inputs / name).is_dir() else shutil.copyfile
+        copy(inputs / name, root / name)
+    return root
+
+
+def run(job: Job, root: Path, *, out: str = "out", log: Path | None = None) -> int:
+    """Run a job undisturbed in a child and return its exit status."""
+    words = [w.replace(f"{root}/out", f"{root}/{out}") for w in job.words(root)]
+    return forked.in_a_fork(lambda: main(words), log)[0]
+
+
+def main(words: list[str]) -> int:
+    """Run the command line with one thread a kind."""
+    torch.set_num_threads(1)
+    return cli.main(words)
+
+
+# --- moments ---------------------------------------------------------------------------------------------------------
+
+
+def watch(root: Path, act: Callable[[int, str], None]) -> None:
+    """Call ``act`` with the number and the name of every moment from now on; for a child only, as it cannot be undone.
+
+    An exception that ``act`` raises comes out of the call.
+    """
+    count = 0
+    inside = f"{root}/"
+
+    def moment(name: str) -> None:
+        nonlocal count
+        count += 1
+        act(count, name)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in AUDITED:
+            return
+        path = arguments[0]
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path).startswith(inside):
+            return
+        if event == "open" and not (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return
+        moment(event)
+
+    def wrapped(name: str) -> None:
+        call = getattr(os, name)
+
+        def announced(*given: Any) -> Any:
+            moment(name)
+            return call(*given)
+
+        setattr(os, name, announced)
+
+    for name in WRAPPED:
+        wrapped(name)
+    sys.addaudithook(hook)
+
+
+def moments(job: Job, inputs: Path) -> list[str]:
+    """Return the names of all moments of an undisturbed run, in order."""
+    root = place(job, inputs)
+    prepare(job, root)
+    read, write = os.pipe()
+
+    def tell(_: int, name: str) -> None:
+        os.write(write, f"{name}\n".encode())
+
+    def counted() -> int:
+        watch(root, tell)
+        return main(job.words(root))
+
+    number = forked.child(counted)
+    os.close(write)
+    with os.fdopen(read) as names:
+        found = names.read().split("\n")[:-1]
+    os.waitpid(number, 0)
+    shutil.rmtree(root)
+    return found
+
+
+def prepare(job: Job, root: Path) -> None:
+    """Put in the way what the job is to replace, unless it is there."""
+    if job.prepare is not None and not (root / "out").exists():
+        job.prepare(root)
+
+
+def disturbed(job: Job, root: Path, at: int, what: Callable[[], None], log: Path | None = None) -> int:
+    """Run a job in a child that does ``what`` at its moment ``at``; return its exit status, −9 where it was killed."""
+
+    def spoilt() -> int:
+        watch(root, lambda number, _: what() if number == at else None)
+        return main(job.words(root))
+
+    return forked.in_a_fork(spoilt, log)[0]
+
+
+def kill() -> None:
+    """End this process as ``kill -9`` does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt(number: int) -> Callable[[], None]:
+    """Return what sends a signal to this process."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def fail(number: int) -> Callable[[], None]:
+    """Return what raises an error of the disk."""
+
+    def raising() -> None:
+        raise OSError(number, os.strerror(number))
+
+    return raising
+
+
+DISK = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
+
+
+def killed_after(job: Job, root: Path, seconds: float) -> int:
+    """Run a job in a child, kill it after some seconds, and return its exit status."""
+    number = forked.child(lambda: main(job.words(root)))
+    time.sleep(seconds)
+    os.kill(number, signal.SIGKILL)  # still ours, even where it has ended
+    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+
+# --- publishing ------------------------------------------------------------------------------------------------------
+
+PUBLISHED = "me/out"
+
+
+def published(server: HubServer, root: Path, *, at: int = 0, seconds: float | None = None) -> int:
+    """Publish ``root``/converted in a child and return its exit status.
+
+    at: the count of the request on which it is killed, before the server carries it out, or negative: after. seconds:
+    after which it is killed instead. What it had sent beside that request (files go up side by side) does not arrive.
+    """
+
+    def act() -> int:
+        os.environ["HF_TOKEN"] = WRITER
+        constants.HF_HUB_CACHE = str(root / "cache")
+        return main(["publish", f"{root}/converted", PUBLISHED, "-y", "--endpoint", server.endpoint])
+
+    server.seen.clear()
+    began, dead = threading.Event(), threading.Event()
+
+    def struck(count: int) -> bool:
+        if count == at:
+            began.wait(60)
+            os.kill(number, signal.SIGKILL)
+            dead.set()
+        return dead.is_set()
+
+    server.struck = struck
+    number = forked.child(act, root / "log")
+    began.set()
+    if seconds is not None:
+        time.sleep(seconds)
+        with server.turn:
+            os.kill(number, signal.SIGKILL)  # still ours, even where it has ended
+            dead.set()
+    status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+    server.settle()
+    server.struck = lambda count: False
+    return status
+
+
+def wrong_on_hub(server: HubServer, root: Path, before: dict[str, str], wanted: dict[str, bytes]) -> str:
+    """Return what is wrong after a publication that was killed: a repository that holds some files and not all, a
+    folder that changed, or anything beside it; "" for nothing."""
+    if PUBLISHED in server.repos and server.files(PUBLISHED) not in ({}, wanted):
+        return f"half a repository: {sorted(server.files(PUBLISHED))}"
+    if content(root / "converted") != before:
+        return "the folder is no longer what it was"
+    names = {path.name for path in root.iterdir()} - {"converted", "cache", "log"}
+    return f"strays: {sorted(names)}" if names else ""
+
+
+# --- what must be so afterwards --------------------------------------------------------------------------------------
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file below a folder, of the report and what is made from it only the name: they hold
+    times and the command."""
+    made = ("fp16_report.json", "fp16_report.html", "README.md")
+    return {
+        path.relative_to(folder).as_posix(): "" if path.name in made else hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def wrong_after(job: Job, root: Path, whole: dict[str, str], *, strays: bool) -> str:
+    """Return what is wrong in a folder: an output that is neither whole nor absent (nor the one to be replaced), and,
+    unless ``strays`` are allowed, anything else that the job left there; "" for nothing."""
+    out = root / "out"
+    if out.exists() and content(out) != whole and not (job.prepare and (out / "older").exists()):
+        return f"half an output: {sorted(content(out))}"
+    names = {path.name for path in root.iterdir()} - {*job.inputs, *job.kept, "out", "log"}
+    if names and not strays:
+        return f"strays: {sorted(names)}"
+    return ""

@@ -1,0 +1,53 @@
+"""Starting a finetune in as many processes as a user would, on the CPU, and ending all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+# CPU only, whatever the machine has, and one thread a process.
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def command(config: str, processes: int, recipe: Path, out: Path, *options: str, settings: tuple[str, ...] = ()) -> Any:
+    """The command line of a user; options are accelerate's, settings the recipe's."""
+    head = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", f"launch/accelerate/{config}.yaml"]
+    number = ["--num_processes", processes, "--main_process_port", 0]
+    run = ["-m", "bf16_to_fp16", "finetune", recipe, "--set", f"out={out}"]
+    return [str(part) for part in (*head, *number, *options, *run, *(x for s in settings for x in ("--set", s)))]
+
+
+def run(arguments: list[str], environment: Mapping[str, str] = ON_CPU, status: int = 0) -> str:
+    """Run a command in the repository's folder and return what it said."""
+    process = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=400)
+    except BaseException:
+        kill(process)
+        raise
+    assert process.returncode == status, said
+    return said
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """kill -9 for a launcher and what it launched, whose sessions are their own."""
+    every = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for each in every:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()

@@ -1,0 +1,228 @@
+"""Tiny models of every family with odd shapes, whose activations pass fp16's range, and their folders as published
+ones are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Attention, FeedForward, StackEnds
+from bf16_to_fp16.rescaling.weights import ModelTensors
+
+transformers.logging.set_verbosity_error()
+
+T5_SHAPE = {
+    "d_model": 24,
+    "d_kv": 5,
+    "d_ff": 37,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 3,
+    "vocab_size": 97,
+    "relative_attention_num_buckets": 9,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 0,
+}
+PEGASUS_SHAPE = {
+    "d_model": 24,
+    "vocab_size": 97,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 37,
+    "decoder_ffn_dim": 29,
+    "max_position_embeddings": 64,
+    "activation_function": "relu",
+    "scale_embedding": True,
+    "decoder_start_token_id": 0,
+}
+
+
+def t5(**changes: Any) -> Any:
+    """Return a T5 v1.0: ReLU, tied head."""
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_SHAPE | changes))
+
+
+def gated(projection: str = "gated-gelu", **changes: Any) -> Any:
+    """Return a T5 v1.1: gated, untied, unscaled head."""
+    config = transformers.T5Config(
+        **T5_SHAPE | {"feed_forward_proj": projection, "tie_word_embeddings": False} | changes
+    )
+    return untied(transformers.T5ForConditionalGeneration(config))
+
+
+def mt5(**changes: Any) -> Any:
+    """Return an mT5."""
+    return untied(transformers.MT5ForConditionalGeneration(transformers.MT5Config(**T5_SHAPE | changes)))
+
+
+def umt5(**changes: Any) -> Any:
+    """Return a UMT5."""
+    return untied(transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**T5_SHAPE | changes)))
+
+
+def pegasus(**changes: Any) -> Any:
+    """Return a Pegasus."""
+    return transformers.PegasusForConditionalGeneration(transformers.PegasusConfig(**PEGASUS_SHAPE | changes))
+
+
+def t5_encoder(**changes: Any) -> Any:
+    """Return a T5 encoder."""
+    shape = T5_SHAPE | {"feed_forward_proj": "gated-gelu"} | changes
+    return transformers.T5EncoderModel(transformers.T5Config(**shape))
+
+
+def mt5_encoder(**changes: Any) -> Any:
+    """Return an mT5 encoder."""
+    return transformers.MT5EncoderModel(transformers.MT5Config(**T5_SHAPE | changes))
+
+
+def umt5_encoder(**changes: Any) -> Any:
+    """Return a UMT5 encoder."""
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**T5_SHAPE | changes))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one family enters the tests with.
+
+    ``kinds``: its models by name, each made from changes to a config of its own. ``shape``: config keys and the values
+    that the contract draws for each. ``outliers``: how much larger than its others the outlier channels of a kind are,
+    where it is not 8. ``wide``: how much larger the weights into the stream are than they are drawn.
+    """
+
+    kinds: Mapping[str, Callable[..., Any]]
+    shape: Mapping[str, Sequence[Any]]
+    outliers: Mapping[str, float] = field(default_factory=dict)
+    wide: float = 1.0
+
+
+T5_DRAWN = {
+    "d_model": range(3, 41),
+    "d_kv": range(1, 10),
+    "num_heads": range(1, 5),
+    "d_ff": range(1, 51),
+    "num_layers": (1, 2),
+    "num_decoder_layers": (1, 2),
+}
+ENTRIES = (
+    Entry(
+        kinds={
+            "t5": t5,
+            "gated": gated,
+            "gelu": lambda **changes: gated("gelu", **changes),
+            "silu": lambda **changes: gated("gated-silu", **changes),
+            "t5-encoder": t5_encoder,
+        },
+        shape=T5_DRAWN,
+        # Plain feed-forwards give smaller products than gated ones.
+        outliers={"t5": 100.0, "gelu": 100.0},
+    ),
+    Entry(kinds={"mt5": mt5, "mt5-encoder": mt5_encoder}, shape=T5_DRAWN),
+    Entry(kinds={"umt5": umt5, "umt5-encoder": umt5_encoder}, shape=T5_DRAWN),
+    Entry(
+        kinds={"pegasus": pegasus},
+        shape={
+            "d_model": (12, 24, 36),
+            "encoder_attention_heads": range(1, 5),
+            "decoder_attention_heads": (1, 2, 3),
+            "encoder_ffn_dim": range(1, 51),
+            "decoder_ffn_dim": range(1, 51),
+            "encoder_layers": (1, 2),
+            "decoder_layers": (1, 2),
+            "activation_function": ("relu", "relu", "gelu", "gelu_new", "silu"),
+            "scale_embedding": (False, True),
+        },
+        outliers={"pegasus": 150.0},
+        wide=20.0,
+    ),
+)
+"""One for each family; a new one adds its own here."""
+
+KINDS = {kind: make for entry in ENTRIES for kind, make in entry.kinds.items()}
+
+
+def untied(model: Any) -> Any:
+    """Give a model that stock code ties a head of its own."""
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(model.config.vocab_size, model.config.d_model))
+    return model
+
+
+def build(
+    kind: str, seed: int = 0, *, factor: float = 900.0, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Any:
+    """Return a random fp32 model in eval mode whose values are ``dtype``'s and whose residual stream passes 65504.
+
+    factor: how much larger than usual the residual stream is; a few of its channels in the later half of each stack
+    are larger still, and with them a few neurons, as in published checkpoints.
+    """
+    torch.manual_seed(seed)
+    entry = next(entry for entry in ENTRIES if kind in entry.kinds)
+    model = KINDS[kind](**changes).eval()
+    layout = resolve(ModelTensors(model))
+    feed_forwards = [w for w in layout.topology if isinstance(w, FeedForward)]
+    sums = {w.output for w in feed_forwards}
+    outputs = sums | {w.output for w in layout.topology if isinstance(w, Attention)}
+    gated = {w.linear for w in feed_forwards if w.gate}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            module, _, what = name.rpartition(".")
+            if name == layout.family.embedding:
+                weight.mul_(factor)
+            elif module in outputs and what == "weight":
+                weight.mul_(factor * entry.wide)
+                if module in sums and any(f".{i}." in name for i in (1, 2)):
+                    weight[:2].mul_(entry.outliers.get(kind, 8.0))
+            if name == layout.family.head:
+                weight.mul_(0.1)
+            if what == "bias":
+                weight.normal_(0, 0.3 * (factor if module in outputs else 1))
+            if "norm" in name and what == "weight":
+                weight.mul_(torch.rand_like(weight) + 0.5)
+            if module in gated:
+                weight[:2].mul_(20)
+        if layout.tied:
+            # A tied head sees the large embedding; small gains keep its logits sane, as training does.
+            final = [w.norm for w in layout.topology if isinstance(w, StackEnds)][-1]
+            for parameter in model.get_submodule(final).parameters():
+                parameter.mul_(8.0 / factor)
+        for tensor in model.state_dict().values():
+            tensor.copy_(tensor.to(dtype).to(tensor.dtype))
+    return model
+
+
+def save(model: Any, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
+    """Save a model as its publisher would: ``dtype`` safetensors, and a config that says whether the head is tied."""
+    folder.mkdir(parents=True, exist_ok=True)
+    deepcopy(model).to(dtype).save_pretrained(folder, **options)
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("scale_decoder_outputs", "tie_word_embeddings", "transformers_version"):
+        config.pop(key, None)
+    tied = not hasattr(model, "lm_head") or model.lm_head.weight is model.get_input_embeddings().weight
+    config["tie_word_embeddings"] = tied
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
+@contextmanager
+def no_models() -> Iterator[None]:
+    """Let no stock model be loaded with its values: to load one fails the test."""
+    load = transformers.PreTrainedModel.from_pretrained.__func__
+
+    def without_values(kind: Any, *arguments: Any, **options: Any) -> Any:
+        return load(kind, *arguments, **options) if options.get("device_map") == {"": "meta"} else pytest.fail("loaded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(without_values))
+        yield
