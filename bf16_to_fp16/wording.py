@@ -47,26 +47,34 @@ def rounded_up(value: float, digits: int) -> float:
 
 
 def headroom(value: float | None) -> str:
-    """Return headroom in bits with one decimal, rounded down; "none" past the limit, "–" where there is no limit."""
+    """Return headroom as a factor and in bits, rounded down: "3.2 × (1.7 bits)"; "none" past the limit, "all" for more
+    than fp16 has, "–" where there is no limit."""
     if value is None or math.isnan(value):
         return "–"
     if value < 0:
         return "none"
-    return "all" if value > FULL_HEADROOM_BITS else f"{rounded_down(value, 1):.1f}"
+    return "all" if value > FULL_HEADROOM_BITS else f"{factor(value)} × ({rounded_down(value, 1):.1f} bits)"
 
 
-def headroom_in_words(value: float | None) -> str:
-    """Return headroom with its unit where it is a number: "1.7 bits", "none", "all"."""
-    said = headroom(value)
-    return f"{said} bits" if said[0].isdigit() else said
-
-
-def headroom_left(value: float | None) -> str:
-    """Return headroom as the end of a sentence: "1.7 bits of headroom", "no headroom"."""
+def below_limit(value: float | None) -> str:
+    """Return headroom as the end of a sentence: "3.2 × below the limit (1.7 bits)", "past the limit"."""
     said = headroom(value)
     if said[0].isdigit():
-        return f"{said} bits of headroom"
-    return "all of fp16 as headroom" if said == "all" else "no headroom"
+        return said.replace("×", "× below the limit")
+    return "all of fp16's range below the limit" if said == "all" else "past the limit"
+
+
+def over_limit(value: float) -> str:
+    """Return how far a magnitude is past fp16's limit, "5.5 × over", rounded to the nearest."""
+    return f"{value / FP16_MAX:.2g} × over" if value < 100 * FP16_MAX else f"{value / FP16_MAX:,.0f} × over"
+
+
+def factor(bits: float) -> str:
+    """Return 2 to the power of some bits of headroom, rounded down: to two decimals under 2, to whole numbers from a
+    hundred on, else to one decimal."""
+    ratio = 2.0 ** rounded_down(bits, 4)  # what the script of a page gets
+    decimals = 2 if ratio < 2 else 1 if ratio < 100 else 0
+    return f"{rounded_down(ratio, decimals):,.{decimals}f}"
 
 
 def excess(value: float | None, decimals: int = 1) -> str:

@@ -26,12 +26,11 @@ from markupsafe import Markup, escape
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..wording import (
+    below_limit,
     bound_magnitude,
     counted,
     excess,
     headroom,
-    headroom_in_words,
-    headroom_left,
     infinite,
     known,
     listed,
@@ -218,7 +217,7 @@ def verdict_sentence(report: Report) -> str:
         kept = min(regime.headroom_bits for regime in regimes.values())
         return (
             f"{beginning}: nothing overflowed or saturated in {listed(list(regimes))},"
-            f" and the tightest place keeps {headroom_left(kept)}."
+            f" and the tightest site is {below_limit(kept)}."
         )
     if not broken:
         if report.attack is not None and (site := attack_breaks(report)) is not None:
@@ -246,21 +245,20 @@ def figures(report: Report) -> list[Figure]:
     if regimes:
         name = "half" if "half" in regimes else min(regimes, key=lambda n: regimes[n].headroom_bits)
         regime = regimes[name]
-        kept = headroom(regime.headroom_bits)
+        value = headroom(regime.headroom_bits)
         place = first_broken(regime) or regime.tightest
-        reached = "overflow" if kept == "none" else f"max |x| {magnitude(regime.amax)} of 65504"
-        value = headroom_in_words(regime.headroom_bits)
+        reached = "overflow" if value == "none" else f"max |x| {magnitude(regime.amax)} of 65504"
         result.append(Figure(f"headroom in {name}", value, f"{reached} at {place}" if place else reached))
     attack, certificate = report.attack, report.certificate
     if attack is not None and attack.sites:
         most = min(attack.sites, key=lambda site: site.headroom_bits)
         reached = f"max |x| {site_magnitude(most.worst)} at {most.name}"
         note = f"{reached}, the worst of {counted(attack.steps, 'gradient step')}"
-        result.append(Figure("headroom under attack", headroom_in_words(attack.worst_headroom_bits), note))
+        result.append(Figure("headroom under attack", headroom(attack.worst_headroom_bits), note))
     if certificate is not None and certificate.holds:
         places = counted(len(certificate.sites), "place")
         note = f"of up to {counted(certificate.max_length, 'position')}, by bounds at {places}"
-        result.append(Figure("headroom for any input", headroom_in_words(certificate.headroom_bits), note))
+        result.append(Figure("headroom for any input", headroom(certificate.headroom_bits), note))
     elif certificate is not None:
         unproven = uncertified_rows(report)
         note = f"of {len(certificate.sites):,}, the furthest over its limit: {unproven[0].name}" if unproven else ""
@@ -475,7 +473,7 @@ _EVALUATED = {
     "step": "step",
     "held_out_loss": "held-out loss",
     "held_out_divergence": "divergence from the original",
-    "worst_headroom_bits": "headroom, bits",
+    "worst_headroom_bits": "headroom",
     "worst_site": "tightest",
 }
 
@@ -553,7 +551,7 @@ COLUMNS = (
     ("operation", ""),
     ("regime", ""),
     ("max |x|", "n"),
-    ("headroom, bits", "n"),
+    ("headroom", "n"),
     ("non-finite", "n"),
     ("saturated", "n"),
     ("limit", "n"),

@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.table import Column, Table
 from rich.text import Text
 
 PLAIN_WIDTH = 1000
 """More than any row needs, so that none is folded."""
+
+
+class Name:
+    """The dotted name of a site, folded after its dots and colons where its column is narrow, so that none of it is
+    lost."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.parts = re.findall(r"[^.:]*[.:]?", name)[:-1] or [""]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Yield the lines."""
+        line = ""
+        for part in self.parts:
+            if line and len(line) + len(part) > options.max_width:
+                yield Text(line)
+                line = ""
+            line += part
+        yield Text(line, overflow="fold")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Return the length of the longest part and of the whole name."""
+        return Measurement(max(map(len, self.parts)), len(self.name)).with_maximum(options.max_width)
+
+
+class Screen(Console):
+    """A console for a terminal, in whose tables no number is cut: where they do not fit, each row is a list."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does."""
+        for each in objects:
+            super().print(self.fitted(each) if isinstance(each, Table) else each, **options)
+
+    def fitted(self, table: Table) -> Table:
+        """Return a table without empty columns, in which those of numbers keep their width, or where the others would have
+        no room beside them, one of each row's cells below one another."""
+        table.columns = [column for column in table.columns if any(cell != "" for cell in column.cells)]
+        for column in table.columns:
+            number = column.justify == "right"
+            sizes = [self.measure(cell) for cell in (column.header, *column.cells)]
+            column.no_wrap = number
+            column.min_width = max(size.maximum if number else size.minimum for size in sizes)
+        if Measurement.get(self, self.options.update_width(PLAIN_WIDTH), table).minimum <= self.width:
+            return table
+        below = Table(
+            Column(),
+            Column(ratio=1),
+            title=table.title,
+            title_justify=table.title_justify,
+            show_header=False,
+            box=table.box,
+            pad_edge=table.pad_edge,
+        )
+        for cells in zip(*(column.cells for column in table.columns), strict=True):
+            for column, cell in zip(table.columns, cells, strict=True):
+                below.add_row(column.header, cell)
+            below.add_section()
+        return below
 
 
 class Plain(Console):
@@ -28,7 +88,7 @@ class Plain(Console):
 def console(*, stderr: bool = False) -> Console:
     """Return a console on standard output or error, as wide as the terminal, and plain where there is none."""
     # What is printed has names of other people's files in it, which are not markup.
-    screen = Console(stderr=stderr, highlight=False, markup=False)
+    screen = Screen(stderr=stderr, highlight=False, markup=False)
     return screen if screen.is_terminal else Plain(stderr=stderr, highlight=False, markup=False, width=PLAIN_WIDTH)
 
 

@@ -15,11 +15,11 @@ from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..wording import (
+    below_limit,
     bytes_in_words,
     counted,
     excess,
-    headroom_in_words,
-    headroom_left,
+    headroom,
     infinite,
     percent,
     rounded_down,
@@ -41,7 +41,7 @@ from .schema import (
     Verification,
     read_report,
 )
-from .screen import bad, console, good
+from .screen import Name, bad, console, good
 
 WORST_SITES = 6
 
@@ -106,8 +106,8 @@ def print_attack(screen: Console, attack: AttackEntry, certificate: CertificateE
     """Print how near the adversary came to each limit, between random inputs and the bound."""
     bounds = {site.name: site.bound for site in certificate.sites}
     screen.print(
-        f"the worst input that {counted(attack.steps, 'gradient step')} found leaves"
-        f" {headroom_left(attack.worst_headroom_bits)}"
+        f"the worst input that {counted(attack.steps, 'gradient step')} found is"
+        f" {below_limit(attack.worst_headroom_bits)}"
     )
     table = Table(
         "site", "random", "found", "bound", "limit", "bound / found", title="worst found", title_justify="left"
@@ -117,7 +117,7 @@ def print_attack(screen: Console, attack: AttackEntry, certificate: CertificateE
     for site in [s for s in attack.sites if s.name in bounds][:WORST_SITES]:
         top = bounds[site.name]
         table.add_row(
-            site.name,
+            Name(site.name),
             magnitude_or_overflow(site.random),
             magnitude_or_overflow(site.worst),
             bound_of(top),
@@ -144,7 +144,7 @@ def print_certificate(report: Report) -> None:
         column.justify = "right"
     for site in shown:
         table.add_row(
-            site.name,
+            Name(site.name),
             site.kind,
             bound_of(site.bound),
             bound_of(site.partial),
@@ -169,14 +169,14 @@ def plain(value: float) -> str:
 
 def over_or_left(bits: float) -> str:
     """Return headroom by a bound; how far a bound is over its limit is said as well, with a minus."""
-    return headroom_in_words(bits) if bits >= 0 or infinite(bits) else f"{rounded_down(bits, 1):.1f} bits"
+    return headroom(bits) if bits >= 0 or infinite(bits) else f"{rounded_down(bits, 1):.1f} bits"
 
 
 def certificate_sentence(certificate: CertificateEntry) -> str:
     """Return what a certificate that holds says."""
     return (
         f"no input of up to {certificate.max_length:,} positions can overflow;"
-        f" {headroom_left(certificate.headroom_bits)} at the tightest of {len(certificate.sites)} bounds"
+        f" the tightest of {len(certificate.sites)} bounds is {below_limit(certificate.headroom_bits)}"
     )
 
 
@@ -220,9 +220,7 @@ def print_verdict(screen: Console, report: Report) -> None:
         screen.print(good("safe", "by its certificate; nothing was run"))
     elif report.safe:
         kept = min((regime.headroom_bits for regime in report.regimes.values()), default=math.inf)
-        screen.print(
-            good("safe", f"no overflow and no saturation observed; {headroom_left(kept)} at the tightest site")
-        )
+        screen.print(good("safe", f"no overflow and no saturation observed; the tightest site is {below_limit(kept)}"))
     else:
         broken = report.broken_regimes
         why = f"values overflow or saturate in {', '.join(broken)}" if broken else "see what passes its limit below"
@@ -240,8 +238,8 @@ def regime_table(regimes: Mapping[str, RegimeEntry]) -> Table:
             f"{regime.nonfinite:,}",
             f"{regime.saturated:,}",
             magnitude_or_overflow(regime.amax),
-            headroom_in_words(regime.headroom_bits),
-            regime.tightest or "-",
+            headroom(regime.headroom_bits),
+            Name(regime.tightest or "-"),
         )
     return table
 
@@ -262,9 +260,9 @@ def site_table(title: str, sites: Sequence[SiteEntry]) -> Table:
         column.justify = "right"
     for site in sites:
         table.add_row(
-            site.name,
+            Name(site.name),
             magnitude_or_overflow(site.amax),
-            "-" if site.headroom_bits is None else headroom_in_words(site.headroom_bits),
+            "-" if site.headroom_bits is None else headroom(site.headroom_bits),
             f"{site.nonfinite:,}",
             f"{site.saturated:,}",
             site.benign or "",
@@ -429,7 +427,7 @@ def print_verification(result: Verification) -> None:
         )
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
-        ran = "nothing was run" if kept is None else f"{headroom_left(kept)} at the tightest site"
+        ran = "nothing was run" if kept is None else f"the tightest site is {below_limit(kept)}"
         proof = "certified for every input" if result.certificate.holds else "safe on what was run"
         screen.print(good("verified", f"{counted(result.files, 'file')} as recorded, {proof}; {ran}"))
     else:

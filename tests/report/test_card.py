@@ -117,7 +117,7 @@ def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
     text = card(tmp_path, fakes.conversion()).text
     assert text.lstrip().startswith("# `summariser-large` in fp16")
     assert "**Safe in fp16: nothing overflowed" in text and "Unsafe" not in text
-    for figure in ("**1.9 bits**", "**40× closer**", "**99.9999%**", "times 2⁻³", "12 of 512 channels moved"):
+    for figure in ("**3.9 × (1.9 bits)**", "**40× closer**", "**99.9999%**", "times 2⁻³", "12 of 512 channels moved"):
         assert figure in text
     assert "bf16-to-fp16 convert someone/summariser-large out\nbf16-to-fp16 undo DIR OUT" in text
     assert "Licence as" not in text and "bf16-to-fp16 verify DIR" in text
@@ -205,7 +205,7 @@ def test_a_certificate_says_what_it_covers_and_what_it_does_not(tmp_path: Path) 
     text = card(tmp_path, report).text
     proven, leaves = text.split("## What is proven")[1].split("They say nothing about")
     assert "No input can make any operation overflow" in proven and "every input of up to 512 positions" in proven
-    assert "(`--target train`)" in leaves and "**0.2 bits**" in text
+    assert "(`--target train`)" in leaves and "(0.2 bits)**" in text
     (tmp_path / "other").mkdir()
     assert "## What is proven" not in card(tmp_path / "other", fakes.conversion()).text
 

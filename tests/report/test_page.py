@@ -291,7 +291,8 @@ def test_exponents_are_counted_by_kind() -> None:
 
 def test_numbers_never_flatter() -> None:
     assert percent(1.0) == "100%" and percent(0.99999999) == "99.9999%" and percent(0.5) == "50%"
-    assert headroom(0.999) == "0.9" and headroom(math.log2(65504 / 65536)) == "none" and headroom(0.0) == "0.0"
+    assert headroom(0.999) == "1.99 × (0.9 bits)" and headroom(math.log2(65504 / 65536)) == "none"
+    assert headroom(0.0) == "1.00 × (0.0 bits)"
     assert headroom(None) == "–" and headroom(math.inf) == "all" and headroom(-math.inf) == "none"
     assert magnitude(math.inf) == magnitude(sys.float_info.max) == "∞"
 
@@ -480,7 +481,7 @@ def test_the_site_table_has_bound_and_tightness_of_every_site_that_has_one() -> 
         "operation",
         "regime",
         "max |x|",
-        "headroom, bits",
+        "headroom",
         "bound",
         "bound / worst found",
         "non-finite",
@@ -585,7 +586,10 @@ def test_an_attack_has_its_figure_and_what_it_found() -> None:
         "headroom for any input",
         "values not finite",
     ]
-    assert figures(report)[1].value == "1.1 bits" and "20 gradient steps" in figures(report)[1].note
+    assert (
+        figures(report)[1].value == headroom(report["attack"]["worst_headroom_bits"])
+        and "20 gradient steps" in figures(report)[1].note
+    )
     assert "worst found by 20 steps of gradient search and the probe" in page.text
     assert "other inputs may reach further" not in page.text
 
@@ -604,7 +608,7 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     assert verdict_sentence(report) == "Safe in fp16 for every input, by bounds from the weights; nothing was run."
     assert page.data["columns"] == [0, 3, 9, 6] and len(page.data["rows"]) == len(report["certificate"]["sites"])
     shown = table(render(report), 'id="site-table"')
-    assert shown[1] == ["encoder.block.2.layer.1:add", "0.1", "60,001", "65,504"]
+    assert shown[1] == ["encoder.block.2.layer.1:add", "1.09 × (0.1 bits)", "60,001", "65,504"]
     assert "worst found" not in page.text and "Nothing was run" in page.text
     unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
     assert verdict_sentence(unsafe) == (
@@ -692,9 +696,9 @@ def test_a_finetune_has_its_curves_evaluations_and_what_became_of_the_original()
     ]
     assert all(p.words in page.text for p in curve_pictures(report["finetune"]))
     assert table(html, 'id="evaluations"') == [
-        ["step", "held-out loss", "divergence from the original", "headroom, bits", "rougeL", "tightest"],
+        ["step", "held-out loss", "divergence from the original", "headroom", "rougeL", "tightest"],
         ["0", "2.014", "7.80×10⁻⁵", "–", "–", "–"],
-        ["200", "2.008", "0.0174", "1.6", "31.25", "decoder.block.1.layer.2.DenseReluDense.wi_0"],
+        ["200", "2.008", "0.0174", "3.2 × (1.6 bits)", "31.25", "decoder.block.1.layer.2.DenseReluDense.wi_0"],
     ]
     assert "376,000" in page.text and "bf16, then fp16" in page.text and "texts.jsonl, span-corruption" in page.text
     assert "smooth-max, for 1.5 bits of headroom" in page.text
@@ -852,7 +856,7 @@ def test_a_press_on_a_heading_sorts_by_it_and_another_turns_it_round(
     backwards = column(chromium, 0)
     assert backwards == sorted(backwards, key=numbered, reverse=True) and backwards[0] != names[0]
     chromium.click('#site-table th[data-column="3"] button')
-    kept = [float(bits) for bits in column(chromium, 3) if bits != "–"]
+    kept = [float(bits.partition(" ")[0]) for bits in column(chromium, 3) if bits != "–"]
     assert kept == sorted(kept) and kept[0] < kept[-1]
     sorted_by = (
         "[...document.querySelectorAll('#site-table th[aria-sort]')].map((th) => [th.dataset.column, th.ariaSort])"
@@ -923,12 +927,12 @@ def test_it_prints_on_white_paper_without_controls(chromium: browser.Browser, wr
 
 def test_headroom_and_shares_are_rounded_down_bounds_up() -> None:
     assert [headroom(x) for x in (1.79999999, 0.2508, 0.3, 0.0, -1e-9, 38.96)] == [
-        "1.7",
-        "0.2",
-        "0.3",
-        "0.0",
+        "3.4 × (1.7 bits)",
+        "1.18 × (0.2 bits)",
+        "1.23 × (0.3 bits)",
+        "1.00 × (0.0 bits)",
         "none",
-        "38.9",
+        "534,722,712,246 × (38.9 bits)",
     ]
     assert all(percent(i / 100) == f"{i}%" for i in range(101))
     assert percent(1 - 2**-53) == "99.9999%" and percent(0.99999871) == "99.9998%"
@@ -953,9 +957,9 @@ def test_terminal_page_and_card_say_the_same_numbers(capsys: pytest.CaptureFixtu
     for view in (terminal, Page(render(report)).text, card.card_text(source, read(Report, report), licensed=False)):
         for right, wrong in (
             ("1.7 bits", "1.8 bits"),
-            ("0.2 bits", "0.3 bits"),
+            ("1.23 × ", "1.24 × "),
             ("99.9998%", "99.9999%"),
-            ("9.49", "9.5 "),
+            ("9.49", "9.50"),
         ):
             assert right in view and wrong not in view
 
@@ -983,4 +987,4 @@ def test_the_script_gets_numbers_that_it_cannot_round_otherwise_than_the_page() 
     rows = [row for row in data["rows"] if row[1] == data["strings"].index("half")]
     assert rows[0][2:4] == [12_344, 1.9999] and rows[1][2] == 369.2
     shown = table(html, 'id="site-table"')
-    assert shown[1][2:4] == ["12,344", "1.9"] and shown[2][2] == "369.2"
+    assert shown[1][2:4] == ["12,344", "3.9 × (1.9 bits)"] and shown[2][2] == "369.2"

@@ -7,13 +7,17 @@ import pty
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support import fakes
 
 from bf16_to_fp16.report.schema import Report, read
-from bf16_to_fp16.report.terminal import print_audit
+from bf16_to_fp16.report.terminal import magnitude_or_overflow, print_audit
+from bf16_to_fp16.wording import headroom
 
 SCRIPT = """
 import time
@@ -95,3 +99,40 @@ def test_names_are_not_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> N
     report["regimes"]["half"]["sites"][0]["name"] = name
     print_audit(read(Report, report))
     assert capsys.readouterr().out.count(name) == 2
+
+
+def in_columns(width: int, show: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the lines that ``show`` prints on a terminal of some columns, without control sequences."""
+    ours, theirs = pty.openpty()
+    shown = bytearray()
+
+    def read() -> None:
+        with suppress(OSError):  # how Linux says that the other side has closed
+            while part := os.read(ours, 65536):
+                shown.extend(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with monkeypatch.context() as patch, os.fdopen(theirs, "w", encoding="utf-8") as terminal:
+        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+            patch.delenv(name, raising=False)
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("COLUMNS", str(width))
+        patch.setattr(sys, "stdout", terminal)
+        show()
+    reader.join(60)
+    os.close(ours)
+    return re.sub(r"\x1b\[[\d;]*m", "", shown.decode()).splitlines()
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_a_narrow_terminal_cuts_neither_a_number_nor_a_name(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = read(Report, fakes.audit())
+    lines = in_columns(width, lambda: print_audit(report), monkeypatch)
+    assert max(map(len, lines)) <= width and "…" not in "".join(lines)
+    text = "\n".join(lines)
+    for site in report.regimes["half"].sites[:6]:
+        assert all(part in text for part in re.findall(r"[^.:]+[.:]?", site.name))
+        assert magnitude_or_overflow(site.amax) in text and headroom(site.headroom_bits) in text
+    if width == 120:
+        assert any(report.regimes["half"].sites[1].name in line for line in lines)

@@ -24,7 +24,12 @@
     if (row[LIMIT] !== null && (x === null || x > FP16_MAX)) return "overflow";
     return x === null ? "NaN" : magnitude(x);
   };
-  const bits = (b) => (b === null ? "–" : b < 0 ? "none" : b > 39 ? "all" : (Math.floor(b * 10) / 10).toFixed(1));
+  const floored = (x, decimals) => (Math.floor(x * 10 ** decimals) / 10 ** decimals).toFixed(decimals);
+  const factor = (x) => (x >= 100 ? integer(Math.floor(x)) : floored(x, x < 2 ? 2 : 1));
+  const bits = (b) => {
+    if (b === null || b < 0 || b > 39) return b === null ? "–" : b < 0 ? "none" : "all";
+    return factor(2 ** b) + " × (" + floored(b, 1) + " bits)";
+  };
 
   // Numbers come rounded as in the tables; text stays as short as in the table that stands without scripts.
   const show = (row, column) => {
