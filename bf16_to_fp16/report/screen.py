@@ -47,8 +47,10 @@ class Screen(Console):
             super().print(self.fitted(each) if isinstance(each, Table) else each, **options)
 
     def fitted(self, table: Table) -> Table:
-        """Return a table without empty columns, in which those of numbers keep their width, or where the others would have
-        no room beside them, one of each row's cells below one another."""
+        """Return a table without empty columns, in which those of numbers keep their width.
+
+        Where the others would have no room beside them, the cells of a row stand below one another.
+        """
         table.columns = [column for column in table.columns if any(cell != "" for cell in column.cells)]
         for column in table.columns:
             number = column.justify == "right"
