@@ -381,7 +381,7 @@ def advice_for(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         needed = rounded_up(needed, 3)
         factor = needed / result["learning_rate"]
         batch = result["batch_size"] and math.ceil(result["batch_size"] * factor)
-        bigger = f"a batch size of {batch:,}" if batch else "the batch size times as much as well"
+        bigger = f"the batch size to {batch:,}" if batch else "the batch size by the same factor"
         found.append(
             {
                 "what": "learning-rate",
@@ -389,7 +389,7 @@ def advice_for(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "factor": factor,
                 "batch_size": batch,
                 "why": f"a learning rate of {needed:.3g} ({factor:.3g} times as much) moves {share:.0%} of the weights;"
-                f" it wants {bigger}, and may be too high to train with",
+                f" scale {bigger}; it may still be too high to train with",
             }
         )
     return found

@@ -31,7 +31,7 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     write_json(work / "config.json", edited_config(layout, decided.plan))
     carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, options.subfolder))
     if not probe.has_tokenizer(work):
-        progress.say(f"{checkpoint.name} has no tokenizer, so the output has none; put the original's there to use it")
+        progress.say(f"{checkpoint.name} has no tokenizer, so the output has none; copy a tokenizer into it to use it")
     return Rewritten(written, carried, left_out)
 
 

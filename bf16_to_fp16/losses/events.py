@@ -83,8 +83,8 @@ class ScaleCollapse(Event):
     """A loss scale that falls and falls; ``size`` is in halvings, infinite where it reached 0."""
 
     cause: ClassVar[str] = (
-        "every step overflows, mostly in the forward pass, which no loss scale mends; audit the checkpoint, rescale it,"
-        " or train in bf16"
+        "every step overflows, mostly in the forward pass: no loss scale can fix that;"
+        " audit the checkpoint, rescale it, or train in bf16"
     )
 
 

@@ -154,6 +154,8 @@ def render(report: Report) -> str:
         site_data=data,
         hidden_sites=all_sites(report) - len(data["rows"]),
         machine=[(key, value) for key, value in dump(report.environment).items() if key != "versions"],
+        replaced=[name for name in report.source.left_out if not name.endswith("/")],
+        folders=[name for name in report.source.left_out if name.endswith("/")],
         hashes=hash_rows(report),
     )
 
@@ -267,7 +269,7 @@ def figures(report: Report) -> list[Figure]:
     if close is not None:
         result.append(Figure("fp16 against bf16", *closeness(close, finetuned=report.finetune is not None)))
     if weights is not None and len(result) < MAIN_FIGURES:
-        note = f"of {weights.elements:,}; {weights.flushed_to_zero:,} became 0"
+        note = f"of {weights.elements:,}; {rounded_to_zero(weights)}"
         result.append(Figure("weights carried over bit for bit", percent(weights.lossless_fraction), note))
     if not close and not weights and regimes:
         # Beside an attack's figures there is room for one of these.
@@ -278,6 +280,11 @@ def figures(report: Report) -> list[Figure]:
             note = f"most in {worst}; what is so by design is not counted" if count else f"in {listed(list(regimes))}"
             result.append(Figure(f"values {name}", f"{count:,}", note))
     return result
+
+
+def rounded_to_zero(weights: WeightsEntry) -> str:
+    """Return how many weights are too small for fp16, in words."""
+    return f"{weights.flushed_to_zero:,} rounded to zero" if weights.flushed_to_zero else "none rounded to zero"
 
 
 def closeness(close: FidelityEntry, *, finetuned: bool = False) -> tuple[str, str]:
@@ -541,7 +548,7 @@ def weight_rows(weights: WeightsEntry | None, whose: str = "source") -> list[tup
         ("finetuned fp32 weights" if whose == "finetuned" else f"weights of the {whose}", f"{weights.elements:,}"),
         ("carried over bit for bit", percent(weights.lossless_fraction)),
         ("normal in fp16 (of those not 0)", percent(weights.normal_fraction)),
-        ("became 0", f"{weights.flushed_to_zero:,}"),
+        ("rounded to zero", f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"),
         ("not finite", f"{weights.nonfinite:,}"),
         ("largest |w|", f"{magnitude(weights.amax)} of 65504"),
     ]

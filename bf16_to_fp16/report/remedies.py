@@ -89,8 +89,8 @@ def unsafe_sites(regimes: Mapping[str, RegimeEntry], *, converted: bool = False)
     for signal in dict.fromkeys(signal for sites in broken.values() for signal in sites):
         found = {name: sites[signal] for name, sites in broken.items() if signal in sites}
         nonfinite, saturated = (max(getattr(s, key) for s in found.values()) for key in ("nonfinite", "saturated"))
-        counts = " and ".join(
-            f"{count:,} {kind}" for count, kind in ((nonfinite, "inf or NaN"), (saturated, "saturated")) if count
+        counts = ", ".join(
+            f"{count:,} {kind}" for count, kind in ((nonfinite, "inf/NaN"), (saturated, "saturated")) if count
         )
         # What overflowed was at least 65536.
         excess = [
@@ -104,7 +104,7 @@ def unsafe_sites(regimes: Mapping[str, RegimeEntry], *, converted: bool = False)
                 nonfinite=nonfinite,
                 saturated=saturated,
                 excess_bits=max(0.0, *excess),
-                reason=f"values that are {counts} in {', '.join(found)}",
+                reason=f"{counts} in {', '.join(found)}",
                 remedy=remedy,
             )
         )

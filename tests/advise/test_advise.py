@@ -510,7 +510,7 @@ def advise(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = advise(capsys, T5, "--updates", "--lr", "5e-7", "--batch-size", 32)
-    assert "encoder.block.3" in out and "1,616,512" in out and "a batch size of 15,680" in " ".join(out.split())
+    assert "encoder.block.3" in out and "1,616,512" in out and "the batch size to 15,680" in " ".join(out.split())
     assert re.search(r"1\. bf16_to_fp16\.AdamW.*2\. an fp32 copy.*3\. a learning rate of 0\.000245", out, re.S)
     assert "nothing to do" in advise(capsys, T5, "--updates", "--lr", "0.01")
     out = advise(capsys, T5, "--init")

@@ -373,8 +373,8 @@ def test_a_site_that_broke_has_the_counts_of_its_worst_regime() -> None:
     wo, wi = unsafe_sites(regimes_of(results))
     assert (wo.signal, wo.regimes, wo.nonfinite, wo.saturated) == ("wo", ["amp", "half"], 7, 4)
     assert (wi.signal, wi.regimes, wi.nonfinite, wi.saturated) == ("wi", ["half"], 0, 3)
-    assert wo.reason == "values that are 7 inf or NaN and 4 saturated in amp, half"
-    assert wi.reason == "values that are 3 saturated in half"
+    assert wo.reason == "7 inf/NaN, 4 saturated in amp, half"
+    assert wi.reason == "3 saturated in half"
     # An inf was at least 65536.
     assert wo.excess_bits == pytest.approx(math.log2(65536 / FP16_MAX)) and wi.excess_bits == 0
 
