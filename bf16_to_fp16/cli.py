@@ -52,6 +52,9 @@ json_file = click.option(
 )
 
 
+verbose = click.option("-v", "--verbose", is_flag=True, help="Print the tables of the report as well.")
+
+
 force = click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 
 
@@ -177,6 +180,7 @@ def app(context: click.Context) -> None:
 @seed
 @sweep
 @force
+@verbose
 @json_file
 def convert_command(
     source: str,
@@ -199,6 +203,7 @@ def convert_command(
     seed: int,
     sweep: bool,
     force: bool,
+    verbose: bool,
     json_file: str | None,
 ) -> int:
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
@@ -251,11 +256,11 @@ def convert_command(
         )
     write_result(json_file, result.report if published is None else {**result.report, "published": published})
     if json_file != "-":
-        show_conversion(result, published)
+        show_conversion(result, published, verbose=verbose)
     return SAFE if dry_run or result.safe else UNSAFE
 
 
-def show_conversion(result: Conversion, published: Mapping[str, Any] | None) -> None:
+def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:
     """Print what was done, or for a dry run what would be."""
     from .report import terminal
     from .report.schema import Report, read
@@ -264,7 +269,7 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None) -> 
     if result.out is None:
         terminal.print_plan(report.plan or result.plan, result.planned)
         return
-    terminal.print_conversion(report, result.out)
+    terminal.print_conversion(report, result.out, verbose=verbose)
     if published is not None:
         terminal.print_published(published)
 
@@ -517,8 +522,11 @@ def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) ->
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
 @force
+@verbose
 @json_file
-def finetune_command(recipe: Path, overrides: tuple[str, ...], force: bool, json_file: str | None) -> int:
+def finetune_command(
+    recipe: Path, overrides: tuple[str, ...], force: bool, verbose: bool, json_file: str | None
+) -> int:
     """Finetune by RECIPE (YAML) with the activation-magnitude penalty, then convert what was trained.
 
     Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
@@ -533,7 +541,7 @@ def finetune_command(recipe: Path, overrides: tuple[str, ...], force: bool, json
         return SAFE
     write_result(json_file, result.report)
     if json_file != "-" and result.out is not None:
-        terminal.print_conversion(read(Report, result.report), result.out)
+        terminal.print_conversion(read(Report, result.report), result.out, verbose=verbose)
     return SAFE if result.safe else UNSAFE
 
 

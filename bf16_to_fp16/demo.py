@@ -46,6 +46,6 @@ def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, 
             result = convert(data / name, out / name, data=str(data / TEXT), force=True, progress=progress)
             if show:
                 terminal.print_title(f"{name}, converted")
-                terminal.print_conversion(read(Report, result.report), out / name)
+                terminal.print_conversion(read(Report, result.report), out / name, verbose=True)
             reports.append(dict(result.report) | {"name": name, "before": before})
     return reports

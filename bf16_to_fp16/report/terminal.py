@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..families.known import is_encoder_class
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
@@ -21,6 +23,7 @@ from ..wording import (
     excess,
     headroom,
     infinite,
+    over_limit,
     percent,
     rounded_down,
     rounded_up,
@@ -28,7 +31,7 @@ from ..wording import (
     tightness,
     times,
 )
-from .remedies import CONVERT, passed_limit
+from .remedies import CONVERT, FINETUNE, after_breaking, passed_limit
 from .rows import least_precise
 from .schema import (
     REPORT,
@@ -36,6 +39,7 @@ from .schema import (
     CertificateEntry,
     RegimeEntry,
     Report,
+    SignalEntry,
     SiteEntry,
     UnsafeEntry,
     Verification,
@@ -58,18 +62,85 @@ CHECK_NAMES = {
 }
 
 
-def print_conversion(report: Report, out: Path) -> None:
-    """Print a conversion's verdict and figures, and where it lies."""
+def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> None:
+    """Print what the source did in fp16, whether the output is safe, what to do where it is not, and how to load it.
+
+    verbose: print the tables of the report before that.
+    """
     screen = console()
-    print_verdict(screen, report)
-    print_certified(screen, report)
-    if report.regimes:
-        screen.print(regime_table(report.regimes))
-        print_underflow(screen, report.regimes)
-    screen.print(figure_table(report))
-    print_unsafe(screen, report.unsafe)
-    print_uncertified(screen, report)
-    screen.print(f"{out} holds the checkpoint; {out / 'fp16_report.html'} shows the whole report", markup=False)
+    if verbose:
+        print_certified(screen, report)
+        if report.regimes:
+            screen.print(regime_table(report.regimes))
+            print_underflow(screen, report.regimes)
+        screen.print(figure_table(report))
+        print_unsafe(screen, report.unsafe)
+        print_uncertified(screen, report)
+    if report.signals:
+        screen.print(source_line(report.signals))
+    screen.print(output_line(report))
+    if not report.safe:
+        screen.print(Text(next_step(report)))
+    screen.print(Text(load_line(report, out)), soft_wrap=True)
+
+
+def source_line(signals: Sequence[SignalEntry]) -> Text:
+    """Return what the source reached in fp32 on what was run, against fp16's limit."""
+    largest = max(signals, key=lambda signal: signal.before)
+    over = sum(signal.before > FP16_MAX for signal in signals)
+    if not over:
+        kept = below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
+        return good(
+            "source", f"never overflowed on what was run; its largest value, {plain(largest.before)}, is {kept}"
+        )
+    places = counted(over, "place")
+    return bad(
+        "source",
+        f"overflows fp16 at {places}, at worst {plain(largest.before)} at {largest.module},"
+        f" {over_limit(largest.before)}",
+    )
+
+
+def output_line(report: Report) -> Text:
+    """Return whether an output is safe, what that rests on, and how near the limit it came."""
+    certificate, regimes = report.certificate, report.regimes
+    if not report.safe:
+        first = next((site for regime in regimes.values() for site in regime.broken_sites), None)
+        where = f"overflows in {', '.join(report.broken_regimes)}, first at {first.name}" if first else "see the report"
+        return bad("output: unsafe", where)
+    said = "nothing overflowed on what was run"
+    if certificate is not None and certificate.holds:
+        said = f"proven for every input of up to {certificate.max_length:,} positions"
+    elif certificate is not None:
+        said += f"; not proven at {len(certificate.over)} of {counted(len(certificate.sites), 'site')}"
+    if not regimes:
+        return good("output: safe", f"{said}; nothing was run")
+    tightest = min(regimes.values(), key=lambda regime: regime.headroom_bits)
+    return good(
+        "output: safe",
+        f"{said}; the largest value run, {magnitude_or_overflow(tightest.amax)}, is"
+        f" {below_limit(tightest.headroom_bits)}",
+    )
+
+
+def next_step(report: Report) -> str:
+    """Return the command that helps where a conversion ended unsafe, and what else there is."""
+    clean = [name for name in report.regimes if name not in report.broken_regimes]
+    if any(entry.regimes is not None for entry in report.unsafe):
+        return f"next: {after_breaking(report, clean)}"
+    return f"next: {report.unsafe[0].remedy}" if report.unsafe else f"next: {FINETUNE} (bf16-to-fp16 finetune RECIPE)"
+
+
+def load_line(report: Report, out: Path) -> str:
+    """Return how an output is loaded in fp16, and where its report lies."""
+    try:
+        architecture = json.loads((out / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    except (OSError, ValueError, LookupError, TypeError):
+        architecture = ""
+    kind = architecture if is_encoder_class(architecture) else "AutoModelForSeq2SeqLM"
+    half = "" if "half" in report.broken_regimes else ".half()"
+    load = f'{kind}.from_pretrained("{out}", dtype=torch.float16){half}'
+    return f"load: {load}\nreport: {out / 'fp16_report.html'}"
 
 
 def print_title(title: str) -> None:

@@ -65,7 +65,7 @@ def verdict_sentence(report: dict[str, Any]) -> str:
 
 def print_conversion(report: dict[str, Any], out: Path) -> None:
     """Print it as the command line does."""
-    terminal.print_conversion(read(Report, report), out)
+    terminal.print_conversion(read(Report, report), out, verbose=True)
 
 
 def brackets(sites: list[dict[str, Any]], stack: str, family: str) -> list[pictures.Bracket]:

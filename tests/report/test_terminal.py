@@ -16,7 +16,7 @@ import pytest
 from support import fakes
 
 from bf16_to_fp16.report.schema import Report, read
-from bf16_to_fp16.report.terminal import magnitude_or_overflow, print_audit
+from bf16_to_fp16.report.terminal import magnitude_or_overflow, print_audit, print_conversion
 from bf16_to_fp16.wording import headroom
 
 SCRIPT = """
@@ -136,3 +136,26 @@ def test_a_narrow_terminal_cuts_neither_a_number_nor_a_name(width: int, monkeypa
         assert magnitude_or_overflow(site.amax) in text and headroom(site.headroom_bits) in text
     if width == 120:
         assert any(report.regimes["half"].sites[1].name in line for line in lines)
+
+
+def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_and_how_to_load_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = fakes.conversion()
+    largest = max(made["signals"], key=lambda signal: signal["before"])
+    print_conversion(read(Report, made), tmp_path)
+    source, output, load, page = capsys.readouterr().out.splitlines()
+    assert source.startswith("source: overflows fp16 at ") and largest["module"] in source and " × over" in source
+    assert output.startswith("output: safe: nothing overflowed on what was run; ") and " × below the limit (" in output
+    assert load == f'load: AutoModelForSeq2SeqLM.from_pretrained("{tmp_path}", dtype=torch.float16).half()'
+    assert page == f"report: {tmp_path / 'fp16_report.html'}"
+    calm = [signal | {"before": signal["before"] / largest["before"]} for signal in made["signals"]]
+    print_conversion(read(Report, made | {"signals": calm}), tmp_path)
+    assert capsys.readouterr().out.startswith(
+        "source: never overflowed on what was run; its largest value, 1, is 65,499 ×"
+    )
+    broken = fakes.audit()["regimes"]
+    print_conversion(read(Report, made | {"verdict": "unsafe", "regimes": broken}), tmp_path)
+    source, output, remedy, load, page = capsys.readouterr().out.splitlines()
+    assert output == "output: unsafe: overflows in half, first at encoder.block.2.layer.1.DenseReluDense.wo"
+    assert remedy.startswith("next: ") and "bf16-to-fp16 finetune" in remedy and load.endswith("dtype=torch.float16)")
