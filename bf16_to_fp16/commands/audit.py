@@ -51,7 +51,8 @@ def audit(
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     checkpoint = open_checkpoint(source, subfolder)
     layout = agreed_layout(checkpoint)
-    inputs = probe.audit_batches(load_config(checkpoint.folder), checkpoint.folder, data, seed=seed, sweep=sweep)
+    config, opened = load_config(checkpoint.folder), (checkpoint, layout)
+    inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, sweep=sweep, opened=opened)
     shown = ["SDPA" if name == "sdpa" else name for name in attention]
     with progress.step(f"Auditing {', '.join(regimes)}, {listed(shown)}") as advance:
         results = audit_folder(

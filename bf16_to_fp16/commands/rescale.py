@@ -30,7 +30,7 @@ def rescale(
     if narrow:
         raise UserError(f"{source.source} holds {narrow[0]} parameters; load it with dtype=torch.float32 to rescale it")
     if inputs is None:
-        inputs = batches(model.config, None, None, chosen=chosen_ids(model.config, source))
+        inputs = batches(model.config, None, None, chosen=chosen_ids(model.config, source, layout))
     ranges = observe_ranges(model, inputs)
     planned = make_plan(layout, source_weights(source, layout), ranges, target=target, margin_bits=margin_bits)
     apply(model, layout, planned.plan)

@@ -51,7 +51,7 @@ def open_source(source: str | Path, options: Options, place: Destination, endpoi
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:
-        inputs = checkpoint_batches(checkpoint, options.data, options.seed, sweep=options.sweep)
+        inputs = checkpoint_batches(checkpoint, layout, options.data, options.seed, sweep=options.sweep)
     return Opened(checkpoint, layout, inputs)
 
 
@@ -74,11 +74,13 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     return Decided(layout, planned.plan, planned, grounds.ranges)
 
 
-def checkpoint_batches(checkpoint: Checkpoint, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
+def checkpoint_batches(
+    checkpoint: Checkpoint, layout: Layout, data: str | None, seed: int, *, sweep: bool = False
+) -> list[Batch]:
     """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
     given."""
-    config = load_config(checkpoint.folder)
-    return probe.audit_batches(config, checkpoint.folder, data, seed=seed, sweep=sweep)
+    config, opened = load_config(checkpoint.folder), (checkpoint, layout)
+    return probe.audit_batches(config, checkpoint.folder, data, seed=seed, sweep=sweep, opened=opened)
 
 
 Bounds = Callable[[Layout, int], Mapping[str, ModuleRange]]

@@ -336,7 +336,7 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
     layout = resolve(checkpoint)
     plan = Plan(family=layout.family.name)
     if recipe.rescale:
-        opened = Opened(checkpoint, layout, checkpoint_batches(checkpoint, None, recipe.seed))
+        opened = Opened(checkpoint, layout, checkpoint_batches(checkpoint, layout, None, recipe.seed))
         decided = decide(opened, Options(recipe.target, max_length=recipe.data.input_length), progress)
         layout, plan = decided.layout, decided.plan
     with staged(start, force=True) as work:

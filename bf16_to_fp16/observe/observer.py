@@ -10,8 +10,7 @@ large are elements counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +68,7 @@ class _Frame:
     path: str
     linear: bool
     sites: dict[tuple[str, int, torch.dtype], Site]
+    measured: bool = True
     counts: dict[str, int] = field(default_factory=dict)
     after_softmax: bool = False
 
@@ -81,12 +81,14 @@ class SiteObserver(TorchDispatchMode):
     ``<path>:add#2`` for the second in one call, ``<path>:scores`` and ``<path>:context`` for the two products of an
     attention, ``<site>:grad`` for the backward of a site. May be entered again; the sites accumulate.
 
-    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does.
+    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure what the modules at
+    these paths do themselves, and nothing else.
     """
 
-    def __init__(self, model: nn.Module, *, fast_products: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()
         self.model = model
+        self.only = only
         self.fast_products = fast_products
         self.outputs = 0
         """Floating-point op outputs seen in the model, without views."""
@@ -127,10 +129,11 @@ class SiteObserver(TorchDispatchMode):
     def _hook(self, path: str, module: nn.Module) -> None:
         sites = self._sites.setdefault(path, {})
         linear = isinstance(module, nn.Linear)
+        measured = self.only is None or path in self.only
         stack = self._stack
 
         def enter(module: nn.Module, args: Any) -> None:
-            self._frame = _Frame(path, linear, sites)
+            self._frame = _Frame(path, linear, sites, measured)
             stack.append(self._frame)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -152,15 +155,6 @@ class SiteObserver(TorchDispatchMode):
             site.nonfinite += site.pending_nonfinite
             site.saturated += site.pending_saturated
             site.pending_nonfinite = site.pending_saturated = 0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let a hook compute something of its own unmeasured, while the observer is active."""
-        frame, self._frame = self._frame, None
-        try:
-            yield
-        finally:
-            self._frame = frame
 
     def sites(self) -> list[Site]:
         """Return the sites in the order of their modules."""
@@ -247,7 +241,7 @@ class SiteObserver(TorchDispatchMode):
             return
         node: Any = torch._C._current_autograd_node()
         frame = self._frame if node is None else self._backward_frame(node)
-        if frame is None:
+        if frame is None or not frame.measured:
             return
         self.outputs += 1
         site = self._site(operator, frame, out.dtype, index, constant, node is not None)

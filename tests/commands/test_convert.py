@@ -810,8 +810,9 @@ def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, m
     source = tiny.save(tiny.build("t5-encoder", num_layers=1), tmp_path / "source")
     checkpoint = open_checkpoint(source)
     progress = Progress(quiet=True)
-    ranges = observe_source(checkpoint, checkpoint_batches(checkpoint, None, 0), progress)
-    opened = Opened(checkpoint, resolve(checkpoint), [])
+    layout = resolve(checkpoint)
+    ranges = observe_source(checkpoint, checkpoint_batches(checkpoint, layout, None, 0), progress)
+    opened = Opened(checkpoint, layout, [])
     layout, planned = best_plan(opened, Grounds(ranges), Options(margin_bits=margin), progress)
     assert not planned.violations and planned.plan.margin_bits == margin
     reached = float(ranges[layout.norms[-1]].input.amax.max()) * 2.0**planned.plan.residual_exponent
