@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .arithmetic import COMPUTED, Arithmetic
-from .linear import LinearBound, Projection, balanced, matrix_vector, outer_scaled, quadratic, row_norms, square_root
-from .spectral import largest_eigenvalue, working_dtype
+from .linear import LinearBound, Projection, balanced, magnitudes, outer_scaled, quadratic, row_norms, square_root
+from .spectral import largest_eigenvalue
 
 
 def score_bounds(query: LinearBound, key: LinearBound, heads: int, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,7 @@ def score_bounds(query: LinearBound, key: LinearBound, heads: int, arithmetic: A
     error = torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
         part = slice(h * size, (h + 1) * size)
-        q, k = query.matrix[part].double(), key.matrix[part].double()
+        q, k = query.matrix[part], key.matrix[part]
         cq, ck = query.centre[part], key.centre[part]
         eq, ek = query.error[part], key.error[part]
         gq, gk = q @ q.t(), k @ k.t()
@@ -84,15 +84,13 @@ def attention_output(
     """
     a = arithmetic
     values, total, gamma = context.values, context.total, context.gamma
-    dtype = working_dtype(weight.numel())
-    out = weight.to(dtype)
     size = weight.shape[1] // heads
     rows = weight.shape[0]
     exact, lengths = torch.zeros(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64)
     longest_all = 0.0
     for h in range(heads):
         part = slice(h * size, (h + 1) * size)
-        v, o = values.matrix[part].double(), out[:, part].double()
+        v, o = values.matrix[part], weight[:, part].double()
         g = v @ v.t()
         g.diagonal().add_(g.trace() * (size + v.shape[1]) * 2.0**-50)
         root = square_root(g)
@@ -105,14 +103,13 @@ def attention_output(
         moved = o @ root
         longest_all += total * values.radius * math.sqrt(largest_eigenvalue(moved.t() @ moved))
         longest_all += total * float((o @ values.centre[part]).norm())
-    magnitude = out.abs()
-    sums = matrix_vector(magnitude, context.bound)
-    added = torch.zeros_like(sums) if bias is None else bias.double().abs()
-    partial = torch.minimum(sums, lengths) * COMPUTED + added
     # What each context value is off by: the value's own error, then the sum over positions and its rounding.
     rounding = (1 + gamma) * (1 + a.unit) ** 2 - 1
     off = total * values.error + total * rounding * values.bound + a.floor
-    error = matrix_vector(magnitude, off) * COMPUTED + a.gamma(weight.shape[1]) * partial
+    sums, error = magnitudes(weight, torch.stack([context.bound, off], 1)).unbind(1)
+    added = torch.zeros_like(sums) if bias is None else bias.double().abs()
+    partial = torch.minimum(sums, lengths) * COMPUTED + added
+    error = error * COMPUTED + a.gamma(weight.shape[1]) * partial
     signed = torch.zeros_like(sums) if bias is None else bias.double()
     bound = exact * COMPUTED + signed.abs() + error
     partial = partial + a.gamma(weight.shape[1]) * partial

@@ -38,18 +38,19 @@ from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
 from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, largest
 from .attention import attention_output, gathered, score_bounds
+from .factored import chunks
 from .feed_forward import LOWEST, GatedNeurons, Neurons, PlainNeurons, feed_forward_output
 from .linear import (
     LinearBound,
     NormOutput,
     Projection,
     bound_linear,
-    chunks,
     layer_normalised,
     rms_normalised,
     squared_matrix_vector,
     table_of,
 )
+from .spectral import Spectra
 
 REFINED_ROWS = 4
 """Rows of one feed-forward output that get an eigenvalue of their own."""
@@ -239,10 +240,12 @@ class _Walk(_Findings):
         limits: Mapping[str, float],
         refine: int,
         squares: bool,
+        spectra: Spectra,
     ) -> None:
         super().__init__(layout, weights, arithmetic, limits)
-        self.refine, self.squares = refine, squares
+        self.refine, self.squares, self.spectra = refine, squares, spectra
         self.rounded = arithmetic.rounded
+        self.tables: dict[str, tuple[Tensor, Tensor, float]] = {}
         self.stream = torch.zeros(0)
         self.stream_square = torch.zeros(0)
         self.stream_norm = 0.0
@@ -266,25 +269,29 @@ class _Walk(_Findings):
                 advance(done, total)
         return self.certificate()
 
+    def table(self, name: str) -> tuple[Tensor, Tensor, float]:
+        """Return what ``table_of`` finds in an embedding, which both stacks may begin with."""
+        if name not in self.tables:
+            table = self.tensor(name)
+            assert table is not None
+            self.tables[name] = table_of(table)
+        return self.tables[name]
+
     # -- a stack ----------------------------------------------------------------------------------------------------
 
     def begin(self, ends: StackEnds) -> None:
         """Start the residual stream from the embedding: per channel its largest entry over the vocabulary."""
         family, config, a = self.layout.family, self.layout.config, self.arithmetic
-        table = self.tensor(family.embedding)
-        assert table is not None
-        amax, square, length = table_of(table)
+        amax, square, length = self.table(family.embedding)
         self.note(f"{ends.embedding}:embedding", "embedding", amax)
-        width = table.shape[1]
+        width = amax.numel()
         if ends.scale and config_value(family, config, ends.scale):
             amax, square = self.rounded(amax * math.sqrt(width)), square * width
             length = a.rounded_length(length * math.sqrt(width), width)
             self.note(f"{ends.at}:mul", "embedding", amax)
         self.outputs[ends.embedding] = (amax, square)
         if ends.positions:
-            positions = self.tensor(ends.positions)
-            assert positions is not None
-            extra, extra_square, extra_length = table_of(positions)
+            extra, extra_square, extra_length = self.table(ends.positions)
             path = ends.positions.removesuffix(".weight")
             self.note(f"{path}:embedding", "embedding", extra)
             self.outputs[path] = (extra, extra_square)
@@ -361,7 +368,7 @@ class _Walk(_Findings):
     def linear(self, path: str, kind: str, source: NormOutput, square: Tensor) -> tuple[LinearBound, Tensor]:
         """Bound a linear on a norm's output; return it and the expected mean square of each of its outputs."""
         weight, bias = self.weight(path)
-        made = bound_linear(source, weight, bias, self.arithmetic)
+        made = bound_linear(source, weight, bias, self.arithmetic, f"{path}.weight")
         expected = (made.norms / made.radius).square() + made.centre.square()
         self.note(path, kind, made.bound, made.partial)
         self.inner[f"{path}:input"] = largest(source.bound)
@@ -429,14 +436,14 @@ class _Walk(_Findings):
             gate, gate_square = self.linear(w.gate, "gate", source, square)
             other, other_square = self.linear(w.linear, "neuron", source, square)
             self.activation(w, gate)
-            gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"))
+            gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"), self.spectra)
             neurons: Neurons = gated
             self.note(f"{w.at}:mul", "product", neurons.undropped)
             mean_square = (gate_square * other_square + 2 * gated.products.square()) / 2
         else:
             plain, plain_square = self.linear(w.linear, "neuron", source, square)
             self.activation(w, plain)
-            neurons = PlainNeurons(plain, w.activation, self.arithmetic, self.kept("neurons"))
+            neurons = PlainNeurons(plain, w.activation, self.arithmetic, self.kept("neurons"), self.spectra)
             mean_square = plain_square / 2
         if self.kept("neurons") != 1.0 and w.dropouts:
             self.note(f"{w.dropouts[0]}:mul", "product", neurons.bound)
@@ -527,14 +534,15 @@ def bound(
     *,
     target: str = "half",
     refine: int = REFINED_ROWS,
+    spectra: Spectra | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> Certificate:
     """Return the certificate of a layout's model with the given weights, read sublayer by sublayer.
 
     weights: gives a tensor by name with the values to bound for. target: ``train`` holds gate pre-activations
     under 147.8, where the derivative of gelu_new's cube overflows. refine: rows of each feed-forward output that
-    get an eigenvalue of their own. advance: called with sublayers done and their number. Raises UserError for an
-    activation without a bound.
+    may get an eigenvalue of their own. spectra: eigenvalues that have been computed of weights that are nearly the
+    same. advance: called with sublayers done and their number. Raises UserError for an activation without a bound.
     """
     arithmetic = arithmetic or Arithmetic()
     if layout.eps < 2.0**-126:
@@ -547,7 +555,9 @@ def bound(
         if any(isinstance(w, FeedForward) and w.activation == "gelu_new" for w in layout.topology):
             limits["gate"] = GELU_CUBE_BACKWARD_LIMIT
     with torch.no_grad():
-        return _Walk(layout, weights, arithmetic, limits, refine, target == "norm-safe").run(advance)
+        return _Walk(
+            layout, weights, arithmetic, limits, refine, target == "norm-safe", spectra or Spectra(weights)
+        ).run(advance)
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:

@@ -22,6 +22,7 @@ import torch
 from ..auditing.regimes import REGIMES, RegimeResult, audit_folder
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..bounds.spectral import CARRIED
 from ..checkpoint.folder import sha256_of
 from ..checkpoint.hub import reading_from
 from ..checkpoint.reader import Checkpoint, bytes_of, contained, looks_like_repo_id, open_checkpoint, own_name
@@ -424,7 +425,8 @@ def check_certificate(certificate: Certificate, report: Report) -> list[Problem]
 
 
 def agree(claim: BoundEntry, bound: float, partial: float) -> bool:
-    """Return whether recorded bounds are the recomputed ones, up to another machine's arithmetic."""
+    """Return whether recorded bounds are the recomputed ones, up to another machine's arithmetic and what carrying
+    eigenvalues over from the source may add."""
     for said, found in ((claim.bound, bound), (claim.partial, partial)):
         if math.isnan(said):
             return False
@@ -432,7 +434,7 @@ def agree(claim: BoundEntry, bound: float, partial: float) -> bool:
         if math.isinf(found) or abs(said) > 1e300:
             if not (math.isinf(found) and abs(said) > 1e300):
                 return False
-        elif abs(said - found) > BOUND_TOLERANCE * max(abs(found), abs(said)):
+        elif not found * (1 - BOUND_TOLERANCE) <= said <= found * (1 + 2 * CARRIED + BOUND_TOLERANCE):
             return False
     return True
 

@@ -6,6 +6,7 @@ All three read the files as anyone would, so that nothing that is still in memor
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..auditing.fidelity import Fidelity, fidelity
 from ..auditing.regimes import REGIMES, audit_folder
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..bounds.spectral import Spectra
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..families.types import Layout
 from ..progress import Progress
@@ -30,7 +32,7 @@ from .planning import Opened, simulate_drift
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
     """Bound what was written and, unless nothing is to be run, audit it and compare it with the source."""
-    certificate = certificate_of(work, options.target, options.max_length, progress)
+    certificate = certificate_of(work, options, opened.spectra, progress)
     if not options.run_model:
         return Measured(certificate, decided.plan)
     regimes = audit_regimes(work, opened.inputs, options.seed, progress, train_mode=options.target == "train")
@@ -47,12 +49,20 @@ def audit_regimes(
         return audit_folder(folder, inputs=inputs, seed=seed, advance=advance, train_mode=train_mode)
 
 
-def certificate_of(folder: Path, target: str, max_length: int, progress: Progress) -> Certificate:
-    """Return the certificate of what was written."""
+def certificate_of(folder: Path, options: Options, spectra: Spectra, progress: Progress) -> Certificate:
+    """Return the certificate of what was written; spectra: eigenvalues of the source's products, each of which is taken
+    over as far as the written weights, read beside the source's, are proved to be near enough to them."""
     checkpoint = open_checkpoint(folder)
     layout = agreed_layout(checkpoint)
     with progress.step("Bounding every signal of the output") as advance:
-        return bound(layout, fp16_weights(checkpoint, layout), Arithmetic(max_length), target=target, advance=advance)
+        return bound(
+            layout,
+            fp16_weights(checkpoint, layout),
+            Arithmetic(options.max_length),
+            target=options.target,
+            spectra=replace(spectra, fixed=True),
+            advance=advance,
+        )
 
 
 def compare(

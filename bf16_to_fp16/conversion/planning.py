@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from ..auditing.fidelity import fidelity
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound
+from ..bounds.spectral import Spectra
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
 from ..families.resolve import check_norms, resolve
@@ -42,6 +44,11 @@ class Opened:
     layout: Layout
     inputs: list[Batch]
 
+    @cached_property
+    def spectra(self) -> Spectra:
+        """The eigenvalues of the source's products, as far as they have been computed."""
+        return Spectra(source_weights(self.checkpoint, self.layout))
+
 
 def open_source(source: str | Path, options: Options, place: Destination, endpoint: str | None) -> Opened:
     """Open a source (folder or Hub id), classify its tensors, and gather what to run it on."""
@@ -66,7 +73,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     """Bound the source's signals, observe them unless nothing is to be run, and choose the plan."""
     checkpoint, inputs = opened.checkpoint, opened.inputs
     grounds = Grounds(
-        bounds=bound_source(checkpoint, options.target, options.max_length, progress),
+        bounds=bound_source(checkpoint, options.target, options.max_length, progress, opened.spectra),
         ranges=observe_source(checkpoint, inputs, progress) if options.run_model else None,
         acceptable=drift_is_acceptable(checkpoint, inputs, progress) if options.run_model else None,
     )
@@ -100,13 +107,19 @@ class Grounds:
     acceptable: Callable[[Layout, Plan], bool] | None = None
 
 
-def bound_source(checkpoint: TensorSource, target: str, max_length: int, progress: Progress) -> Bounds:
-    """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals."""
+def bound_source(
+    checkpoint: TensorSource, target: str, max_length: int, progress: Progress, spectra: Spectra | None = None
+) -> Bounds:
+    """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals.
+
+    spectra: where the eigenvalues that it computes are kept.
+    """
 
     def of(layout: Layout, residual_exponent: int) -> Mapping[str, ModuleRange]:
         with progress.step("Bounding every signal of the source") as advance:
             arithmetic = Arithmetic(max_length, planned=residual_exponent)
-            found = bound(layout, source_weights(checkpoint, layout), arithmetic, target=target, advance=advance)
+            weights = source_weights(checkpoint, layout)
+            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
         return found.ranges
 
     return of

@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.auditing.regimes import audit_model
-from bf16_to_fp16.bounds import spectral
+from bf16_to_fp16.bounds import factored, spectral
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, Arithmetic
 from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
+from bf16_to_fp16.bounds.factored import chunks
 from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, GatedNeurons, PlainNeurons
 from bf16_to_fp16.bounds.linear import (
     NORM_ERROR,
     NormOutput,
     bound_linear,
-    chunks,
     column_norms,
     in_ball,
     knapsack,
@@ -39,7 +39,7 @@ from bf16_to_fp16.bounds.linear import (
     row_norms,
     squared_matrix_vector,
 )
-from bf16_to_fp16.bounds.spectral import gram, largest_eigenvalue
+from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.certify import certify
@@ -355,15 +355,19 @@ def test_a_guess_that_is_too_low_is_not_believed(monkeypatch: pytest.MonkeyPatch
         assert true <= largest_eigenvalue(gram(rows)) <= 4 * true
 
 
+def nothing_kept() -> Spectra:
+    return Spectra(lambda name: torch.zeros(0))
+
+
 def test_a_negative_weight_behind_a_gate_takes_the_other_sign() -> None:
     one = torch.ones(2, dtype=torch.float64)
     exact = Arithmetic(exact=True)
     source = NormOutput(one, None, math.sqrt(2), 0.0, 0 * one)
     gate = bound_linear(source, torch.tensor([[1.0, 0], [1, 0]]), None, exact)
     other = bound_linear(source, torch.tensor([[1.0, 0], [-1, 0]]), None, exact)
-    neurons = GatedNeurons(gate, other, exact, 1.0)
+    neurons = GatedNeurons(gate, other, exact, 1.0, nothing_kept())
     # n = (√2, 0) gives 2 and −2, so 2 − (−2).
-    assert 4 <= neurons.row(torch.tensor([1.0, -1.0], dtype=torch.float64)) <= 4.001
+    assert 4 <= neurons.row(torch.tensor([1.0, -1.0], dtype=torch.float64), 0) <= 4.001
 
 
 def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts() -> None:
@@ -372,7 +376,8 @@ def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts() -> None:
     assert len(list(chunks(out))) > 1
     one = torch.ones(24, dtype=torch.float64)
     source = NormOutput(one, None, math.sqrt(24), 0.0, 0 * one)
-    neurons = PlainNeurons(bound_linear(source, weight, None, Arithmetic()), "relu", Arithmetic(), 1.0)
+    made = bound_linear(source, weight, None, Arithmetic())
+    neurons = PlainNeurons(made, "relu", Arithmetic(), 1.0, nothing_kept())
     apart = torch.cat([neurons.side(rows) for rows in out.split(1000)])
     assert torch.allclose(neurons.side(out), apart, rtol=1e-12)
     assert torch.allclose(column_norms(out), out.norm(dim=0))
@@ -381,11 +386,11 @@ def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts() -> None:
 
 
 @pytest.mark.parametrize("size", [10.0, 100.0, 300.0])
-@pytest.mark.parametrize("wide", [0, spectral.WIDE])
+@pytest.mark.parametrize("wide", [0, factored.WIDE])
 def test_weights_far_too_large_for_a_layer_norm_get_a_verdict(
     size: float, wide: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spectral, "WIDE", wide)  # both ways of finding an eigenvalue, without a large matrix
+    monkeypatch.setattr(factored, "WIDE", wide)  # both ways of finding an eigenvalue, without a large matrix
     model = tiny.build("pegasus", encoder_layers=16, decoder_layers=16)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -976,7 +981,7 @@ def test_the_steps_of_gelu_new_before_its_tanh_have_bounds_which_may_be_inf(kind
 
 
 def test_the_callers_precision_changes_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spectral, "WIDE", 1)  # everything in fp32, of which autocast and TF32 take hold
+    monkeypatch.setattr(factored, "WIDE", 1)  # everything in fp32, of which autocast and TF32 take hold
     model = ModelTensors(tiny.build("gated", factor=1.0))
     layout = resolve(model)
     before = torch.get_float32_matmul_precision()
