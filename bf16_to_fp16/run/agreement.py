@@ -11,12 +11,14 @@ refused.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -181,7 +183,7 @@ class _Stock:
     scales: bool | Exception
 
 
-_known: deque[_Stock] = deque(maxlen=8)
+known: deque[_Stock] = deque(maxlen=8)
 """What has been built last: stock code does the same wherever what it asks for is the same. A conversion looks at the
 source and at what it wrote, with one config."""
 
@@ -196,18 +198,19 @@ def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> 
 
     kind: Any = getattr(transformers, stock_class(checkpoint.config))
     shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
-    for stock in _known:
+    if kind.can_generate():
+        with loading(checkpoint, written):
+            # Made of all that the config holds, whatever is asked for by name.
+            transformers.GenerationConfig.from_model_config(written.config)
+    for stock in reversed(known):
         if stock.kind is kind and stock.shapes == shapes and written.same(stock.answers):
-            _known.remove(stock)
-            _known.append(stock)
+            written.asked.update(stock.answers)
+            written.check(derived=True)
+            known.remove(stock)
+            known.append(stock)
             return stock
-    try:
+    with loading(checkpoint, written):
         model, info = built(kind, shapes, written.noting())
-    except Exception as error:  # every field has its own way to fail
-        written.check(derived=False)
-        raise UserError(
-            f"{checkpoint.folder}: cannot be loaded ({first_line(error)}); check its files, config.json first of all"
-        ) from error
     scales: bool | Exception
     try:
         scales = run_short(model, layout)
@@ -216,8 +219,20 @@ def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> 
     written.check(derived=True)
     stock = _Stock(kind, shapes, written.answers(), model, info, scales)
     if not isinstance(scales, Exception):
-        _known.append(stock)
+        known.append(stock)
     return stock
+
+
+@contextmanager
+def loading(checkpoint: Checkpoint, written: _Written) -> Iterator[None]:
+    """Turn whatever stock code raises into a UserError: every field has its own way to fail."""
+    try:
+        yield
+    except Exception as error:
+        written.check(derived=False)
+        raise UserError(
+            f"{checkpoint.folder}: cannot be loaded ({first_line(error)}); check its files, config.json first of all"
+        ) from error
 
 
 def built(kind: Any, shapes: Mapping[str, tuple[int, ...]], config: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -348,7 +363,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
     free |= {known.initialisation.factor for known in FAMILIES}
     if layout.encoder_only:
         free.add("is_encoder_decoder")  # published encoders have either
-    expected = vars(kind(**understood(family, layout.config)))
+    expected = following(kind, json.dumps(understood(family, layout.config)))
     attention = "_attn_implementation_internal"
     found: dict[str, str] = {}
     for name in {*written, *expected} - free - {attention}:
@@ -367,6 +382,12 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
             " remove the key"
         )
     return found
+
+
+@cache
+def following(kind: Any, keys: str) -> Mapping[str, object]:
+    """Return the attributes of a stock config that has these keys, JSON, and no others."""
+    return dict(vars(kind(**json.loads(keys))))
 
 
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
