@@ -22,7 +22,7 @@ def load_config(folder: Path) -> Any:
     except Exception as error:  # each field has its own validation, with exceptions of its own
         raise UserError(f"{folder}/config.json: {' '.join(str(error).split())}; mend the file") from error
     try:
-        stock_class(config.to_dict())
+        stock_class({"model_type": config.model_type, "architectures": config.architectures})
     except UserError as error:
         raise UserError(f"{folder}/{error}") from None
     for key in ("decoder_start_token_id", "pad_token_id"):

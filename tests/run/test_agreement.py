@@ -70,7 +70,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("t5", {"per_layer_config": {"0": {"num_heads": 1}}}, "per-layer"),
     ("t5", {"fusion_config": {"x": True}}, "fusion"),
     ("t5", {"fusion_config": {}}, "'fusion_config' is {}"),
-    ("t5", {"text_config": {"model_type": "t5"}}, "cannot be loaded"),
+    ("t5", {"text_config": {"model_type": "t5"}}, "'text_config' is"),
     ("t5", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
     ("pegasus", {"is_causal": False}, "'is_causal' is False"),
     ("pegasus", {"is_causal": None}, "'is_causal' is None"),
