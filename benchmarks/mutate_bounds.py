@@ -32,7 +32,7 @@ from support import contract, tiny
 from support.adversary import adverse_inputs, cancelling, observe, scaled
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.attention import attention_output, gathered, score_bounds
+from bf16_to_fp16.bounds.attention import attention_output, gathered, masked_span, score_bounds
 from bf16_to_fp16.bounds.certificate import _Walk
 from bf16_to_fp16.bounds.feed_forward import GatedNeurons, PlainNeurons, output_bound
 from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, layer_normalised, lengthened, rms_normalised
@@ -118,6 +118,7 @@ QUICK = (
 """Tests of the certificate, which a mutant meets first."""
 
 SLOW = (
+    "test_no_masked_position_of_a_certified_model_has_weight[gated]",
     "test_dropout_multiplies_the_bounds_in_train_mode",
     "test_no_model_input_passes_a_bound_and_every_audited_site_has_one[t5]",
     "test_no_model_input_passes_a_bound_and_every_audited_site_has_one[pegasus]",
@@ -144,6 +145,8 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the embedding's √d left out", W.begin, "amax * math.sqrt(width)), square", "amax), square"),
     ("a head left out of the scores", score_bounds, "for h in range(heads)", "for h in range(heads - 1)"),
     ("the position bias left out of the scores", W.score, "self.rounded(scaled + offset)", "self.rounded(scaled)"),
+    ("the span between two keys halved", score_bounds, "2 * crossed", "crossed"),
+    ("the position bias left out of the span", masked_span, "(high - low)", "0"),
     ("the context a tenth smaller", gathered, "a.summed(values.bound *", "a.summed(0.9 * values.bound *"),
     (
         "a head left out of the attention's output",

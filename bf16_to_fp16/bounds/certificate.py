@@ -37,7 +37,7 @@ from ..families.walk import walk
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
 from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, largest
-from .attention import attention_output, gathered, score_bounds
+from .attention import attention_output, gathered, masked_span, score_bounds
 from .factored import chunks
 from .feed_forward import LOWEST, GatedNeurons, Neurons, PlainNeurons, feed_forward_output
 from .linear import (
@@ -409,10 +409,11 @@ class _Walk(_Findings):
         self.project(w, weight, made, context.bound, mean_square / 4)
 
     def score(self, w: Attention, heads: int, query: LinearBound, key: LinearBound) -> None:
-        """Bound the scores of every head: the bare product, the scaled one, and with the position bias."""
-        bound, partial = score_bounds(query, key, heads, self.arithmetic)
-        self.note(f"{w.at}:scores", "scores", bound, partial)
-        scaled = self.rounded(bound * (query.norms.numel() // heads) ** -0.5) if w.scaled else bound
+        """Bound the scores of every head: the bare product, the scaled one, with the position bias, and their span."""
+        scale = (query.norms.numel() // heads) ** -0.5 if w.scaled else 1.0
+        made = score_bounds(query, key, heads, self.arithmetic, scale)
+        self.note(f"{w.at}:scores", "scores", made.product, made.partial)
+        scaled = self.rounded(made.product * scale) if w.scaled else made.product
         self.note(f"{w.at}:mul", "scores", scaled)
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
         self.inner[f"{w.at}:mul"] = self.inner[f"{w.at}:mul#2"] = max(largest(query.bound), largest(key.bound))
@@ -422,8 +423,10 @@ class _Walk(_Findings):
         if bias is not None:
             self.note(f"{w.bias.removesuffix('.weight')}:embedding", "position bias", offset)
         self.note(f"{w.at}:add", "scores", biased)
+        self.note(f"{w.at}:masked", "masked scores", masked_span(made.span, scaled, bias, self.arithmetic))
         self.note(f"{w.at}:softmax", "weights", 1.0)
-        self.scores[w.at] = ScoreRange(largest(torch.maximum(bound, partial)), largest(torch.maximum(biased, scaled)))
+        product = torch.maximum(made.product, made.partial)
+        self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, scaled)))
 
     def feed_forward(self, w: FeedForward) -> None:
         """Bound one feed-forward sublayer and add it to the stream."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
+from ..numerics import FP16_MAX, FP16_STEP, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
 from ..run.products import is_cpu_half, is_matrix_product, product_in_fp32
 from .origins import (
     FACTORIES,
@@ -28,6 +28,7 @@ from .origins import (
     Origin,
     forget_origin,
     masked_positions,
+    masked_span,
     only_constants,
     origin_of,
     set_origin,
@@ -72,6 +73,11 @@ class _Frame:
     counts: dict[str, int] = field(default_factory=dict)
     after_softmax: bool = False
 
+    @property
+    def before_softmax(self) -> bool:
+        """Whether this is an attention that has its scores, but not yet its weights."""
+        return "scores" in self.counts and not self.after_softmax
+
 
 class SiteObserver(TorchDispatchMode):
     """Context manager under which every floating-point output inside ``model``'s forward, and its backward, is
@@ -79,7 +85,8 @@ class SiteObserver(TorchDispatchMode):
 
     Sites are named by module path and operation: ``<path>`` for the output of a linear module, else ``<path>:add``,
     ``<path>:add#2`` for the second in one call, ``<path>:scores`` and ``<path>:context`` for the two products of an
-    attention, ``<site>:grad`` for the backward of a site. May be entered again; the sites accumulate.
+    attention, ``<path>:masked`` for what its mask must add at least, ``<site>:grad`` for the backward of a site. May be
+    entered again; the sites accumulate.
 
     fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure what the modules at
     these paths do themselves, and nothing else.
@@ -253,7 +260,16 @@ class SiteObserver(TorchDispatchMode):
         low_tensor, high_tensor = torch.aminmax(out)
         low, high = float(low_tensor), float(high_tensor)
         cube = not constant and node is None and self._cube(operator.cube, args, out, site)
-        if low > MASK_FROM and high < -MASK_FROM:
+        masked = None
+        if operator.masking is not None and not constant and (low <= MASK_FROM or frame.before_softmax):
+            masked = masked_positions(operator.masking, args, kwargs)
+            if masked is not None and not bool(masked.any()):
+                masked = None
+            elif masked is not None and frame.before_softmax and operator.name == "add" and not operator.inplace:
+                self._see_masked(frame, args, out.dtype, masked)
+        if operator.softmax:
+            _count_masked(frame, args, out)
+        if masked is None and low > MASK_FROM and high < -MASK_FROM:
             amax = max(high, -low)
             if amax > site.amax:
                 site.amax = amax
@@ -261,9 +277,6 @@ class SiteObserver(TorchDispatchMode):
                 site.reason, site.limit = CONSTANT_REASON, None
             return
         whole = site.nonfinite == 0
-        masked = None
-        if low <= MASK_FROM and operator.masking is not None and not constant:
-            masked = masked_positions(operator.masking, args, kwargs)
         if constant:
             _note_constant(site, out)
         elif masked is not None:
@@ -309,6 +322,16 @@ class SiteObserver(TorchDispatchMode):
                 path = f"{forward}:grad"
                 self._node_frame = _Frame(path, True, self._sites.setdefault(path, {}))
         return self._node_frame
+
+    def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
+        """Measure what the mask that is added to scores, for a sum of this dtype, must add at least."""
+        scores = args[0] if origin_of(args[1]) is not None else args[1]
+        key = ("masked", 1, dtype)
+        site = frame.sites.get(key)
+        if site is None:
+            site = frame.sites[key] = _new_site(frame, "masked", 1, dtype, self.outputs)
+        site.calls += 1
+        site.amax = max(site.amax, float(masked_span(scores, masked).amax()))
 
     def _cube(self, kind: str | None, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
         """Follow x**3 to the tanh that makes its infinity harmless; true while on the way."""
@@ -407,7 +430,17 @@ def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = Fals
         site.saturated += saturated
 
 
+def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
+    """Count the masked positions of rows that see others and have a weight all the same."""
+    site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
+    origin = origin_of(args[0])
+    if site is not None and origin is not None and origin.masked is not None:
+        masked = origin.masked & ~origin.masked.all(-1, keepdim=True)
+        site.saturated += int((weights.masked_fill(~masked, 0.0) > FP16_STEP).sum())
+
+
 def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
+    set_origin(out, Origin(masked=masked.expand(out.shape)))
     # A positive value or a NaN where a mask was added does not come from the mask.
     if not high < -MASK_FROM:
         masked = masked & (out < 0)
@@ -416,7 +449,6 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
     _note(site, kept, low, high)
     site.benign += int(masked.sum()) * (out.numel() // masked.numel())
     site.reason = MASK_REASON
-    set_origin(out, Origin(masked=masked.expand(out.shape)))
 
 
 def _note_constant(site: Site, out: Tensor) -> None:

@@ -55,7 +55,7 @@ FEED_FORWARD = Series(f"feed-forward's output ({', '.join(_FEED_FORWARDS)})", "a
 PRODUCT = Series(f"its neurons or gated product, into {' or '.join(_FEED_FORWARDS)}", "product", "^", "#000006")
 
 
-SCORES = Series("attention scores; last in the decoder: logits", "scores", "v", "#000009")
+SCORES = Series("attention scores and their span; last in the decoder: logits", "scores", "v", "#000009")
 
 
 SERIES = (STREAM, ATTENTION, FEED_FORWARD, PRODUCT)
@@ -283,7 +283,7 @@ def series_of(site: BoundEntry, gated: bool, feed_forwards: Sequence[str]) -> Se
         return BRACKETS[2] if last(name) in feed_forwards else BRACKETS[1]
     if kind == ("product" if gated else "activation"):
         return BRACKETS[3]
-    return {"residual": BRACKETS[0], "scores": SCORES, "logits": SCORES}.get(kind)
+    return {"residual": BRACKETS[0], "scores": SCORES, "masked scores": SCORES, "logits": SCORES}.get(kind)
 
 
 def bracket_pictures(certificate: CertificateEntry, family: str | None) -> list[Picture]:

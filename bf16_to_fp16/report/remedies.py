@@ -10,8 +10,12 @@ from ..rescaling.planner import Fallback, Violation
 from ..wording import listed
 from .schema import CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
 
-IMMOVABLE = ("scores", "gate", "activation", "logits", "position bias")
+IMMOVABLE = ("scores", "masked scores", "gate", "activation", "logits", "position bias")
 """Kinds of site that no coupling reaches."""
+
+
+MASKED = ":masked"
+"""How the sites end that say what a mask must add at least."""
 
 
 OUTPUT = "the output, against bf16's error"
@@ -92,6 +96,8 @@ def unsafe_sites(regimes: Mapping[str, RegimeEntry], *, converted: bool = False)
         counts = ", ".join(
             f"{count:,} {kind}" for count, kind in ((nonfinite, "inf/NaN"), (saturated, "saturated")) if count
         )
+        # Of a mask's own site it counts the masked positions that have a weight.
+        reason = f"{saturated:,} masked positions that count" if signal.endswith(MASKED) else counts
         # What overflowed was at least 65536.
         excess = [
             -math.log2(FP16_MAX / OVERFLOWED) if s.headroom_bits is None or s.amax == OVERFLOWED else -s.headroom_bits
@@ -104,7 +110,7 @@ def unsafe_sites(regimes: Mapping[str, RegimeEntry], *, converted: bool = False)
                 nonfinite=nonfinite,
                 saturated=saturated,
                 excess_bits=max(0.0, *excess),
-                reason=f"{counts} in {', '.join(found)}",
+                reason=f"{reason} in {', '.join(found)}",
                 remedy=remedy,
             )
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support import masks, tiny
 
 from bf16_to_fp16.auditing.regimes import (
     REGIMES,
@@ -34,7 +34,7 @@ from bf16_to_fp16.report.schema import (
     Report,
     regimes_of,
 )
-from bf16_to_fp16.run.probe import audit_batches, batches, describe_batches
+from bf16_to_fp16.run.probe import Batch, audit_batches, batches, describe_batches
 from bf16_to_fp16.run.stock import load, load_config
 
 WO = "encoder.block.1.layer.1.DenseReluDense.wo"
@@ -115,6 +115,24 @@ def test_eager_shows_scores_that_sdpa_keeps_to_itself(tmp_path: Path) -> None:
     )
     assert any(s.name.endswith(":scores") for s in eager.sites)
     assert not any(s.name.endswith(":scores") for s in sdpa.sites)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_masked_position_that_counts_is_unsafe_where_the_mask_is_finite_alone(share: float) -> None:
+    model = masks.spanning("gated", 48000.0 * share)
+    ids = torch.tensor([[5, 6, 7, 8, masks.LOUD, masks.LOUD], [1, 2, 3, 4, 5, 6]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+    batch = Batch("padded", ids, mask, ids, mask)
+    half = regimes_of({"half": audit_model(model.half(), [batch], regime="half")})
+    amp = audit_model(model.float(), [batch], regime="amp")
+    wins = share == 1.0
+    names = {f"{stack}.block.0.layer.0.SelfAttention:masked" for stack in ("encoder", "decoder")}
+    rows = unsafe_sites(half)
+    assert amp.safe and {row.signal for row in rows} == (names if wins else set())
+    assert all("masked positions that count in half" in row.reason and row.excess_bits > 0.5 for row in rows)
+    widest = next(s for s in half["half"].sites if s.name in names)
+    assert widest.amax == pytest.approx(2 * 48000 * share, rel=0.02)
+    assert half["half"].saturated == sum(row.saturated or 0 for row in rows)
 
 
 def test_totals_are_those_of_the_sites_and_the_tightest_comes_first(tmp_path: Path) -> None:
