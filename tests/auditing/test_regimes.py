@@ -438,7 +438,7 @@ def test_progress_counts_every_step_once(tmp_path: Path) -> None:
     audit_folder(saved("t5", tmp_path), advance=lambda done, total: steps.append((done, total)))
     total = steps[0][1]
     assert steps == [(i, total) for i in range(1, total + 1)]
-    assert total == 3 * 2 * 6  # regimes, attentions, batches
+    assert total == 3 * 2 * 8  # regimes, attentions, batches
 
 
 def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
