@@ -63,7 +63,7 @@ _RANKS = 4
 
 
 _PRODUCTS = 1 << 24
-"""Most products of a row of the table with a row of a weight: five hundred rows of weights at a vocabulary of 32,128."""
+"""Most products of rows of the table and of weights: those of 500 rows of weights at a vocabulary of 32,128."""
 
 
 _DIRECTIONS = 512

@@ -384,8 +384,8 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
 
 
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
-    """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, in pairs, and each
-    alone, with no other to be averaged with."""
+    """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, in pairs, and
+    each alone, with no other to be averaged with."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
     decodes = has_decoder(config)
     made: list[Batch] = []
