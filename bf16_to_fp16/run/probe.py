@@ -148,7 +148,7 @@ def audit_batches(
 
 def is_small(config: Any) -> bool:
     """Return whether a vocabulary is so small that the probe runs every id."""
-    return int(config.vocab_size) <= choice.CHOSEN
+    return int(config.vocab_size) <= choice.WHOLE
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
@@ -384,24 +384,24 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
 
 
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
-    """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, and each alone,
-    with no other to be averaged with."""
+    """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, in pairs, and
+    each alone, with no other to be averaged with."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
     decodes = has_decoder(config)
-    columns = min(length, len(ids))
-    full = len(ids) // columns * columns
     made: list[Batch] = []
-    for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1), ids.view(-1, 1)):
-        if not rows.numel():
-            continue
-        mask = torch.ones_like(rows)
-        name = f"chosen ids in rows of {rows.shape[1]}"
-        reasons = by_reason if not made else {}
-        made.append(
-            Batch(name, rows, mask, rows.flip(1), mask, kind=CHOSEN, chosen=reasons)
-            if decodes
-            else Batch(name, rows, mask, head=False, kind=CHOSEN, chosen=reasons)
-        )
+    for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
+        full = len(ids) // columns * columns
+        for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1)):
+            if not rows.numel():
+                continue
+            mask = torch.ones_like(rows)
+            name = f"chosen ids in rows of {rows.shape[1]}"
+            reasons = by_reason if not made else {}
+            made.append(
+                Batch(name, rows, mask, rows.flip(1), mask, kind=CHOSEN, chosen=reasons)
+                if decodes
+                else Batch(name, rows, mask, head=False, kind=CHOSEN, chosen=reasons)
+            )
     return made
 
 

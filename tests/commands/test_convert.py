@@ -922,6 +922,7 @@ def test_the_report_lists_the_inputs_from_which_the_audit_can_be_repeated(tmp_pa
         "long",
         "repeated",
         "padded",
+        "short",
         "vocabulary sweep",
         "data",
     ]
