@@ -199,7 +199,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the length of a sum in fp32 left out", A.gamma, "(terms + 2) * UNIT32 +", ""),
     ("one of a norm's two roundings left out", rms_normalised, "2 * a.unit + a.unit**2", "a.unit"),
     ("subnormals left out of a norm", rms_normalised, "a.tiny * (gain.abs() * (1 + a.unit) + 1)", "0 * gain"),
-    ("fp32's deviations left out of a LayerNorm", lengthened, "4 * off * off", "0 * off"),
+    ("fp32's deviations left out of a LayerNorm", lengthened, "norm_units(width)", "0"),
     ("the roundings of what attention gathers left out", A.summed, "return values *", "return values + 0 * values *"),
     (
         "one of a result's two roundings left out",

@@ -69,10 +69,10 @@ class Arithmetic:
     """What a certificate holds for.
 
     Every operation's output is rounded to fp16 at most once; matrix products accumulate in fp32 in any order, or in up
-    to ``splits`` partial sums that are rounded to fp16 and added in fp16; norms and softmax compute in fp32,
-    LayerNorm from deviations (not E[x²] − E[x]²);
-    sequences have at most ``max_length`` positions, of which each row of attention sees at least one. ``train``:
-    dropout at the config's rates multiplies by 1/(1−p); neither the loss nor the backward pass is covered.
+    to ``splits`` partial sums that are rounded to fp16 and added in fp16; norms and softmax compute in fp32, LayerNorm
+    as ``norm_units`` says (not by E[x²] − E[x]²); sequences have at most ``max_length`` positions, of which each row of
+    attention sees at least one. ``train``: dropout at the config's rates multiplies by 1/(1−p); neither the loss nor
+    the backward pass is covered.
     ``planned``: leaves subnormals out and takes the residual stream as multiplied by 2 to this power, for weights that
     are still to be scaled by it. ``exact``: real arithmetic without any rounding.
     """
@@ -120,6 +120,44 @@ class Arithmetic:
     def summed(self, values: Tensor) -> Tensor:
         """Return a bound of a matrix product's result from that of the sum: at most two roundings, and the floor."""
         return values * (1 + self.unit) ** 2 + self.floor
+
+
+def norm_units(width: int) -> float:
+    """Return by how many units of 2⁻²⁴·mean|x| a LayerNorm's mean and standard deviation may be off in fp32.
+
+    For kernels that sum the squares of the deviations that they divide, nothing has to be allowed: an error of the mean
+    is in both. Torch's merge groups' means m and sums of squares by Welford's and Chan's updates (``moments_utils.h``,
+    ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit, besides what is relative to a
+    deviation (``NORM_ERROR``):
+
+    - in a run of n values, or n groups of one size, the k-th rounding comes out with weight k/n: (n + 1)/2 units;
+    - a merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
+
+    The sum of squares has, in exact arithmetic, as its root the length of a vector: of what the true means would
+    give and of their errors, those within the runs orthogonal to those between them. The errors of a run's means have
+    an rms of at most √((n² − 1)/12); the k-th term of a run is D²·(k − 1)/k − D·r, r the rounding, which takes off at
+    most √2 units more; an error of a group's mean counts once, as its merges compare it with others.
+
+    On the CPU runs are 16 vectors of 4, 8 or 16 lanes, merged in a tree (twice its depth, once more for fp16's two
+    halves and for what fills no vector), then lane by lane. On CUDA each of 128 threads runs over its vectors of 4, and
+    7 merges follow.
+    """
+    cuda = 7 * (1 if width & (width - 1) == 0 else 4)
+    kernels = [(4 * math.ceil(width / 512), cuda, 1)]
+    for lanes in (4, 8, 16):
+        vectors = math.ceil(width / lanes)
+        depth = math.ceil(math.log2(math.ceil(vectors / 16)))
+        kernels.append((min(vectors, 16), 2 * depth + 1 + bool(width % lanes), lanes))
+
+    def spread(n: int) -> float:
+        return math.sqrt((n * n - 1) / 12)
+
+    def off(run: int, merges: int, lanes: int) -> float:
+        groups = (run + 1) / 2 + merges
+        mean = groups + (lanes + 1) / 2 if lanes > 1 else groups
+        return max(mean, math.hypot(spread(run) + math.sqrt(2), groups + spread(lanes)))
+
+    return max(off(*kernel) for kernel in kernels)
 
 
 @dataclass(frozen=True)
