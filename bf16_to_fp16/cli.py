@@ -492,6 +492,33 @@ def verify_command(
     return SAFE if result["verified"] else UNSAFE
 
 
+@app.command("check")
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--runtime",
+    type=click.Choice(["openvino", "onnxruntime", "ctranslate2", "onnx-reference"]),
+    required=True,
+    help="onnx-reference: numpy, every operation in fp16, norms included.",
+)
+@click.option("--source", metavar="SOURCE", help="What OUT was converted from (folder or Hub id), to run beside it.")
+@seed
+@json_file
+def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
+    """Run OUT in another runtime in fp16, compare it with stock code in fp32, and say which arithmetic was used.
+
+    The runtimes are an extra: pip install 'bf16_to_fp16[runtimes]'.
+    """
+    from .commands.check import check
+    from .report import terminal
+    from .report.schema import RuntimeCheck, read
+
+    result = check(out, runtime, source=source, seed=seed, progress=make_progress())
+    write_result(json_file, result)
+    if json_file != "-":
+        terminal.print_check(read(RuntimeCheck, result))
+    return UNSAFE if result["verdict"] == "unsafe" else SAFE
+
+
 @app.command("undo")
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("out", type=FOLDER)

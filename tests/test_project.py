@@ -80,7 +80,7 @@ def test_every_version_is_pinned_exactly_and_torch_for_every_build(name: str) ->
 def test_every_direct_requirement_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["train"], *extras["dev"]]
+    wanted = [*project["dependencies"], *(want for extra in extras.values() for want in extra)]
     pinned = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
     names = {re.split(r"[<>=\[ ]", want)[0].lower().replace("_", "-") for want in wanted}
     assert {name for name in names if f"\n{name}==" not in pinned} == set()

@@ -27,6 +27,7 @@ from ..wording import (
     percent,
     rounded_down,
     rounded_up,
+    scientific,
     significant_bits,
     tightness,
     times,
@@ -39,6 +40,7 @@ from .schema import (
     CertificateEntry,
     RegimeEntry,
     Report,
+    RuntimeCheck,
     SignalEntry,
     SiteEntry,
     UnsafeEntry,
@@ -481,6 +483,41 @@ def print_published(result: Mapping[str, Any]) -> None:
         kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
         files = counted(len(result["uploaded"]), "file")
         screen.print(f"{result['url']} ({kind}): {files} in {result['commit']}", markup=False, soft_wrap=True)
+
+
+def counts(numbers: Mapping[str, int | None]) -> list[str]:
+    """Return numbers of operations by format, each with its format."""
+    return [f"{'all' if number is None else f'{number:,}'} in {kind}" for kind, number in sorted(numbers.items())]
+
+
+def print_check(result: RuntimeCheck) -> None:
+    """Print what a runtime made of source and output, side by side with bf16, in which arithmetic, and the verdict."""
+    screen = console()
+    screen.print(f"{result.runtime} {result.runtime_version} on {result.device}")
+    arithmetic = result.arithmetic
+    for title, numbers in (("matrix products", arithmetic.products), ("operations", arithmetic.operations)):
+        screen.print(f"{title}: " + ", ".join(counts(numbers)))
+    screen.print(f"how that is known: {arithmetic.how}")
+    table = Table(result.compared, "not finite", "zeros", "error", "largest")
+    rows = {"source": result.source, "output": result.output, "in torch, bf16": result.bf16}
+    for title, entry in rows.items():
+        if entry is not None:
+            table.add_row(
+                title,
+                f"{entry.nonfinite:,} of {entry.elements:,}",
+                f"{entry.zeros:,}",
+                scientific(entry.error),
+                scientific(entry.largest),
+            )
+    screen.print(table)
+    screen.print("error: Σ(x − fp32)² / Σ fp32², fp32 being stock code in torch; largest: max |x − fp32| / max |fp32|")
+    if result.verdict == "unsafe":
+        wrong = "gives inf or NaN" if result.output.nonfinite else "is further from fp32 than bf16 is"
+        screen.print(bad("unsafe", f"the output {wrong} in {result.runtime}"))
+    elif result.verdict == "safe":
+        screen.print(good("safe", f"finite, and nearer to fp32 than bf16, in fp16 arithmetic in {result.runtime}"))
+    else:
+        screen.print(f"no evidence: {result.runtime} did not compute in fp16 on this device")
 
 
 def print_verification(result: Verification) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import random
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,33 @@ def audit_batches(
         chosen = chosen_ids(config, *opened, seed=seed)
     inputs = batches(config, None, None, seed=seed, sweep=sweep, chosen=chosen)
     return inputs if data is None else inputs + batches(config, folder, data, seed=seed)
+
+
+def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
+    """Return rows of every batch but one that generates as a single batch of one shape, for what is built for a shape.
+
+    Rows are taken from each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length``
+    positions and filled up with padding; the decoder's begin with the start token.
+    """
+    each = [list(_rows(batch)) for batch in inputs if not batch.generate]
+    turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
+    count = max(4, min(16, _PROBE_LOGITS // (int(config.vocab_size) * decoder_length)))
+    encoder, decoder = zip(*turns[:count], strict=True)
+    ids, mask = stack([row[:length] for row in encoder], _pad(config))
+    if not has_decoder(config):
+        return Batch("rows of every kind", ids, mask, head=False)
+    decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], _pad(config))
+    decoder_ids[:, 0] = _start(config)
+    return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
+
+
+def _rows(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of a batch without padding, for the encoder and for the decoder; of an encoder alone twice the same."""
+    decoder, decoder_mask = batch.decoder_input_ids, batch.decoder_attention_mask
+    if decoder is None or decoder_mask is None:
+        decoder, decoder_mask = batch.input_ids, batch.attention_mask
+    for ids, mask, other, other_mask in zip(batch.input_ids, batch.attention_mask, decoder, decoder_mask, strict=True):
+        yield ids[mask.bool()], other[other_mask.bool()]
 
 
 def is_small(config: Any) -> bool:
