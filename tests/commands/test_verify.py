@@ -16,6 +16,7 @@ from bf16_to_fp16 import UserError, certify, cli, convert, verify
 from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.commands.verify import repeat_audit
+from bf16_to_fp16.devices import Device
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.run import probe
@@ -261,7 +262,7 @@ def test_the_audit_is_repeated_with_the_reports_seed_target_and_on_more_data(
     report |= {"inputs": {"seed": 7}, "target": "train"}
     config = load_config(folder)
     wanted = audit_folder(folder, inputs=probe.audit_batches(config, folder, None, seed=7), seed=7, train_mode=True)
-    assert repeat_audit(folder, read(Report, report), Progress(quiet=True)) == wanted
+    assert repeat_audit(folder, read(Report, report), Progress(quiet=True), Device("cpu")) == wanted
     with pytest.raises(UserError, match=r"none\.txt: no such file"):
         verify(folder, data=str(folder / "none.txt"))
 
