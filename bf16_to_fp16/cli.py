@@ -493,6 +493,7 @@ def publish_command(
 )
 @data
 @click.option("--no-audit", is_flag=True, help="Run nothing: hashes, plan and certificate only.")
+@subfolder
 @device
 @endpoint
 @json_file
@@ -501,6 +502,7 @@ def verify_command(
     original: str | None,
     data: str | None,
     no_audit: bool,
+    subfolder: str | None,
     device: str,
     endpoint: str | None,
     json_file: str | None,
@@ -517,6 +519,7 @@ def verify_command(
         original=original,
         data=data,
         run_model=not no_audit,
+        subfolder=subfolder,
         device=device,
         endpoint=endpoint,
         progress=make_progress(),

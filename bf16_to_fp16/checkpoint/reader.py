@@ -351,9 +351,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.exists():
         if (folder / "model_index.json").exists():
-            raise UserError(
-                f"{folder} is a pipeline of several models; name one with --subfolder, for example text_encoder"
-            )
+            models = sorted(path.parent.name for path in folder.glob("*/config.json"))
+            names = " or ".join([name for name in models if "text_encoder" in name] or models) or "its folder"
+            raise UserError(f"{folder} is a pipeline of several models; name one with --subfolder: {names}")
         raise UserError(f"{folder}: no config.json; give the folder of a checkpoint, or --subfolder for one below it")
     config = read_json(contained(folder, "config.json"), "config")
     if config.get("quantization_config"):

@@ -26,7 +26,7 @@ from ..bounds.spectral import CARRIED
 from ..checkpoint.folder import sha256_of
 from ..checkpoint.hub import reading_from
 from ..checkpoint.places import CONVERTED, local_folder
-from ..checkpoint.reader import Checkpoint, bytes_of, contained, open_checkpoint, own_name
+from ..checkpoint.reader import Checkpoint, bytes_of, contained, open_checkpoint, own_name, subfolder_of
 from ..checkpoint.writer import write_fp16
 from ..devices import Device, products_on
 from ..environment import SCHEMA
@@ -106,6 +106,7 @@ def verify(
     original: str | Path | None = None,
     data: str | None = None,
     run_model: bool = True,
+    subfolder: str | None = None,
     endpoint: str | None = None,
     device: str | torch.device = "auto",
     progress: Progress | None = None,
@@ -113,7 +114,8 @@ def verify(
     """Check a converted checkpoint (folder or Hub id) against its report and return what was found.
 
     original: the source (folder or Hub id) that the recorded plan is replayed on. data: text to audit on besides the
-    built-in probe. run_model: False leaves the audit out. endpoint: the Hub's address. device: auto, cpu, cuda, cuda:N
+    built-in probe. run_model: False leaves the audit out. subfolder: of the checkpoint in
+    the source. endpoint: the Hub's address. device: auto, cpu, cuda, cuda:N
     or mps. ``verdict`` is "safe" where
     every check holds and the report itself says so; ``problems`` names the others. Raises UserError for a source that
     is not a converted checkpoint.
@@ -122,7 +124,7 @@ def verify(
     if data is not None and not run_model:
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
     on = Device(device, progress)
-    folder, revision, extra = locate(source, endpoint, progress)
+    folder, revision, extra = locate(source, subfolder, endpoint, progress)
     report = read_recorded(folder)
     if original is not None and report.finetune is not None:
         raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
@@ -173,14 +175,28 @@ def tried(outcome: dict[str, str], check: str, problems: list[Problem]) -> list[
 # --- where it lies ---------------------------------------------------------------------------------------------------
 
 
-def locate(source: str | Path, endpoint: str | None, progress: Progress) -> tuple[Path, str | None, list[str]]:
+def locate(
+    source: str | Path, subfolder: str | None, endpoint: str | None, progress: Progress
+) -> tuple[Path, str | None, list[str]]:
     """Return the folder of a converted checkpoint, the commit that a Hub id stood for (else None), and the files of
     its repository that its report does not know."""
     folder = local_folder(source, CONVERTED)
-    return (folder, None, []) if folder is not None else fetch(str(source), endpoint, progress)
+    if folder is None:
+        return fetch(str(source), subfolder, endpoint, progress)
+    folder = folder if subfolder is None else subfolder_of(folder, subfolder)
+    if not (folder / REPORT).exists():
+        check_below(folder, [str(path.relative_to(folder)) for path in folder.glob(f"*/{REPORT}")])
+    return folder, None, []
 
 
-def fetch(source: str, endpoint: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
+def check_below(source: str | Path, reports: Sequence[str]) -> None:
+    """Raise UserError for a source without a report that has some in folders below it."""
+    if reports:
+        names = " or ".join(sorted(name.removesuffix(f"/{REPORT}") for name in reports))
+        raise UserError(f"{source} has no {REPORT} of its own; give --subfolder {names}")
+
+
+def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
     """Download what a repository's report lists and nothing else; return the folder, the commit, and the names of the
     repository's other files.
 
@@ -190,26 +206,29 @@ def fetch(source: str, endpoint: str | None, progress: Progress) -> tuple[Path, 
     from huggingface_hub.hf_api import RepoFile
 
     repo, _, asked = source.partition("@")
+    inside = "" if subfolder is None else subfolder.strip("/") + "/"
     api = HfApi(endpoint=endpoint)
 
     def tree() -> tuple[str, dict[str, int]]:
         commit = str(api.repo_info(repo, revision=asked or None).sha)
         entries = api.list_repo_tree(repo, revision=commit, recursive=True)
-        return commit, {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
+        files = [entry for entry in entries if isinstance(entry, RepoFile) and entry.path.startswith(inside)]
+        return commit, {entry.path.removeprefix(inside): entry.size for entry in files}
 
     def download(*names: str) -> Path:
-        patterns = [glob.escape(name) for name in names]
+        patterns = [glob.escape(inside + name) for name in names]
         return reading_from(
             repo,
             asked,
-            lambda: Path(snapshot_download(repo, revision=commit, allow_patterns=patterns, endpoint=endpoint)),
+            lambda: Path(snapshot_download(repo, revision=commit, allow_patterns=patterns, endpoint=endpoint), inside),
             endpoint,
         )
 
     commit, sizes = reading_from(repo, asked, tree, endpoint)
     if REPORT not in sizes:
+        check_below(repo, [name for name in sizes if name.endswith(f"/{REPORT}")])
         raise UserError(
-            f"{repo} has no {REPORT}, so this program did not convert it; audit and certify take any source"
+            f"{repo} has no {inside}{REPORT}, so this program did not convert it; audit and certify take any source"
         )
     folder = download(REPORT)
     listed = [entry.name for entry in read_recorded(folder).output.files]

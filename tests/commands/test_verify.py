@@ -82,6 +82,17 @@ def test_an_untouched_folder_is_verified_in_every_check(converted: Path, source:
     assert result["certificate"]["holds"] and set(result["regimes"]) == {"stock", "amp", "half"}
 
 
+def test_a_converted_folder_inside_another_is_verified_by_its_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    below = folder.rename(folder.with_name("text_encoder_2"))
+    assert verify(below.parent, subfolder="text_encoder_2", run_model=False)["verified"]
+    assert cli.main(["verify", str(below.parent), "--subfolder", "text_encoder_2", "--no-audit"]) == 0
+    capsys.readouterr()
+    assert cli.main(["verify", str(below.parent)]) == 2
+    assert "has no fp16_report.json of its own; give --subfolder text_encoder_2" in capsys.readouterr().err
+
+
 def test_exit_status_and_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", str(folder), "--no-audit"]) == 0
     out = capsys.readouterr().out
