@@ -139,15 +139,14 @@ def audit_folder(
     regimes: Sequence[str] = REGIMES,
     inputs: Sequence[Batch] | None = None,
     train_mode: bool = False,
-    device: str | None = None,
+    device: torch.device | None = None,
     advance: Advance | None = None,
     attention: Sequence[str] = ATTENTIONS,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
     """Return what each regime shows on the checkpoint in ``folder``, on ``inputs``, by default the built-in probe.
 
-    device: a torch device name, by default the GPU where there is one. Raises ``UserError`` for a folder that cannot be
-    used.
+    device: by default the CPU. Raises ``UserError`` for a folder that cannot be used.
     """
     unknown = [regime for regime in regimes if regime not in REGIMES]
     if unknown:
@@ -158,7 +157,7 @@ def audit_folder(
         raise UserError(f"{named}: no such attention; choose from {', '.join((*ATTENTIONS, SCALED))}")
     if SCALED in attention:
         register()
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device or torch.device("cpu")
     config = load_config(folder)
     if inputs is None:
         inputs = probe.audit_batches(config, folder, None, seed=seed)

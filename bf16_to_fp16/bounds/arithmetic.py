@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,23 +46,25 @@ def full_precision() -> Iterator[None]:
     """Compute in the dtypes that are written down, whatever the caller has allowed, and restore that afterwards.
 
     ``set_float32_matmul_precision`` and autocast make matrix products round their factors to bf16 or TF32, of which no
-    bound knows. Bounds are computed on the CPU.
+    bound knows.
     """
-    # torch before 2.9 has only the one setting.
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    before = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
-    with torch.autocast("cpu", enabled=False):
-        if matmul is None:
+    # torch before 2.9 has only the one setting, for every device.
+    mkldnn = getattr(torch.backends.mkldnn, "matmul", None)
+    backends: list[Any] = [] if mkldnn is None else [mkldnn, torch.backends.cuda.matmul]
+    single = None if backends else torch.get_float32_matmul_precision()
+    before = [backend.fp32_precision for backend in backends]
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        if single is not None:
             torch.set_float32_matmul_precision("highest")
-        else:
-            matmul.fp32_precision = "ieee"
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         try:
             yield
         finally:
-            if matmul is None:
-                torch.set_float32_matmul_precision(before)
-            else:
-                matmul.fp32_precision = before
+            if single is not None:
+                torch.set_float32_matmul_precision(single)
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import pickle
-import re
 import stat
 import sys
 import zipfile
@@ -29,6 +28,7 @@ import torch
 
 from ..errors import UserError
 from .hub import reading_from
+from .places import local_folder
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -83,9 +83,6 @@ SINGLE_OR_SHARDED = (
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")
 """Patterns of what a Hub repository has besides weights."""
-
-
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 LONGEST_SHOWN = 120
@@ -177,12 +174,9 @@ def open_checkpoint(source: str | Path, subfolder: str | None = None, *, endpoin
     subfolder: the model's folder below it, as in diffusers layouts. endpoint: the Hub's address, by default the
     environment's. Raises UserError for anything that is not a complete checkpoint with plain weights.
     """
-    folder, revision = Path(source).expanduser(), None
-    if not folder.exists() and looks_like_repo_id(str(source)):
+    folder, revision = local_folder(source), None
+    if folder is None:
         folder, revision = download(str(source), subfolder, endpoint)
-    elif not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {problem}; give the folder of a checkpoint or a Hub id like org/name")
     if subfolder is not None:
         folder = subfolder_of(folder, subfolder)
     config = read_config(folder)
@@ -357,9 +351,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.exists():
         if (folder / "model_index.json").exists():
-            raise UserError(
-                f"{folder} is a pipeline of several models; name one with --subfolder, for example text_encoder"
-            )
+            models = sorted(path.parent.name for path in folder.glob("*/config.json"))
+            names = " or ".join([name for name in models if "text_encoder" in name] or models) or "its folder"
+            raise UserError(f"{folder} is a pipeline of several models; name one with --subfolder: {names}")
         raise UserError(f"{folder}: no config.json; give the folder of a checkpoint, or --subfolder for one below it")
     config = read_json(contained(folder, "config.json"), "config")
     if config.get("quantization_config"):
@@ -622,11 +616,6 @@ def zip_records(file: Path) -> dict[int, int]:
 
 
 # --- Hub -----------------------------------------------------------------------------------------------------------
-
-
-def looks_like_repo_id(source: str) -> bool:
-    """Return whether ``source`` is spelled like ``name[@revision]`` or ``org/name[@revision]``."""
-    return REPO_ID.fullmatch(source.partition("@")[0]) is not None
 
 
 def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:

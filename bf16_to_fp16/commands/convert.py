@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import records, write_json
@@ -31,6 +31,9 @@ from ..report.stored import read_plan
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import MARGIN_BITS, Planned
 from ..run import probe
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def convert(
     workers: int = 1,
     seed: int = 0,
     sweep: bool = False,
+    device: str | torch.device = "auto",
     endpoint: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
@@ -76,7 +80,7 @@ def convert(
     Raises UserError for input that cannot be used; ``out`` then does not exist.
     """
     options = Options(
-        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep
+        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep, device
     )
     place = Destination(Path(out), force=force, dry_run=dry_run)
     return convert_by(options, source, place, endpoint=endpoint, progress=progress)
@@ -96,7 +100,7 @@ def convert_by(
     options.check()
     place.check(Path(source) if Path(source).is_dir() else None)
     stored = None if options.plan is None else read_plan(Path(options.plan), options.target)
-    opened = open_source(source, options, place, endpoint)
+    opened = open_source(source, options, place, endpoint, progress)
     decided = replayed(opened, stored) if stored is not None else decide(opened, options, progress)
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))

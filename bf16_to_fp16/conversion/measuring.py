@@ -18,6 +18,7 @@ from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
 from ..bounds.spectral import Spectra
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..devices import Device, products_on
 from ..families.types import Layout
 from ..progress import Progress
 from ..report.evidence import Decided, Measured
@@ -32,21 +33,28 @@ from .planning import Opened, simulate_drift
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
     """Bound what was written and, unless nothing is to be run, audit it and compare it with the source."""
-    certificate = certificate_of(work, options, opened.spectra, progress)
+    device = opened.device
+    with products_on(device, "certificate"):
+        certificate = certificate_of(work, options, opened.spectra, progress)
     if not options.run_model:
-        return Measured(certificate, decided.plan)
-    regimes = audit_regimes(work, opened.inputs, options.seed, progress, train_mode=options.target == "train")
+        return Measured(certificate, decided.plan, environment=device.environment())
+    regimes = audit_regimes(work, opened.inputs, options.seed, progress, device, train_mode=options.target == "train")
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, work, opened.inputs)
-    return Measured(certificate, plan, regimes, closeness)
+    return Measured(certificate, plan, regimes, closeness, device.environment())
 
 
 def audit_regimes(
-    folder: Path, inputs: list[Batch], seed: int, progress: Progress, *, train_mode: bool = False
+    folder: Path, inputs: list[Batch], seed: int, progress: Progress, device: Device, *, train_mode: bool = False
 ) -> Mapping[str, Any]:
     """Audit a folder in every regime, with progress."""
     with progress.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
-        return audit_folder(folder, inputs=inputs, seed=seed, advance=advance, train_mode=train_mode)
+        return device.run(
+            "audit",
+            lambda place: audit_folder(
+                folder, inputs=inputs, seed=seed, device=place, advance=advance, train_mode=train_mode
+            ),
+        )
 
 
 def certificate_of(folder: Path, options: Options, spectra: Spectra, progress: Progress) -> Certificate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from ..auditing.fidelity import fidelity
-from ..bounds.arithmetic import Arithmetic
+from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound
 from ..bounds.spectral import Spectra
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.resolve import check_norms, resolve
 from ..families.types import RESIDUAL, Layout, TensorSource
 from ..observe.meter import observe_ranges
-from ..progress import Progress
+from ..progress import Advance, Progress
 from ..ranges import ModuleRange
 from ..report.evidence import Decided
 from ..rescaling.plan import Plan, check_plan_fits
@@ -37,12 +38,13 @@ ACCEPTABLE_DRIFT = 1 / 128
 
 @dataclass(frozen=True)
 class Opened:
-    """A source that can be converted: its tensors, what each of them is, and what to run it on (nothing, where the
-    certificate alone decides)."""
+    """A source that can be converted: its tensors, what each of them is, what to run it on (nothing, where the
+    certificate alone decides), and where."""
 
     checkpoint: Checkpoint
     layout: Layout
     inputs: list[Batch]
+    device: Device = field(default_factory=Device)
 
     @cached_property
     def spectra(self) -> Spectra:
@@ -50,8 +52,11 @@ class Opened:
         return Spectra(source_weights(self.checkpoint, self.layout))
 
 
-def open_source(source: str | Path, options: Options, place: Destination, endpoint: str | None) -> Opened:
+def open_source(
+    source: str | Path, options: Options, place: Destination, endpoint: str | None, progress: Progress
+) -> Opened:
     """Open a source (folder or Hub id), classify its tensors, and gather what to run it on."""
+    device = Device(options.device, progress)
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
     place.check(checkpoint.folder)
     layout = agreed_layout(checkpoint)
@@ -59,7 +64,7 @@ def open_source(source: str | Path, options: Options, place: Destination, endpoi
     inputs: list[Batch] = []
     if options.run_model:
         inputs = checkpoint_batches(checkpoint, layout, options.data, options.seed, sweep=options.sweep)
-    return Opened(checkpoint, layout, inputs)
+    return Opened(checkpoint, layout, inputs, device)
 
 
 def replayed(opened: Opened, plan: Plan) -> Decided:
@@ -71,13 +76,14 @@ def replayed(opened: Opened, plan: Plan) -> Decided:
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     """Bound the source's signals, observe them unless nothing is to be run, and choose the plan."""
-    checkpoint, inputs = opened.checkpoint, opened.inputs
+    checkpoint, inputs, device = opened.checkpoint, opened.inputs, opened.device
     grounds = Grounds(
         bounds=bound_source(checkpoint, options.target, options.max_length, progress, opened.spectra),
-        ranges=observe_source(checkpoint, inputs, progress) if options.run_model else None,
+        ranges=observe_source(checkpoint, inputs, progress, device) if options.run_model else None,
         acceptable=drift_is_acceptable(checkpoint, inputs, progress) if options.run_model else None,
     )
-    layout, planned = best_plan(opened, grounds, options, progress)
+    with products_on(device, "certificate"):
+        layout, planned = best_plan(opened, grounds, options, progress)
     return Decided(layout, planned.plan, planned, grounds.ranges)
 
 
@@ -125,10 +131,16 @@ def bound_source(
     return of
 
 
-def observe_source(checkpoint: Checkpoint, inputs: list[Batch], progress: Progress) -> Mapping[str, ModuleRange]:
+def observe_source(
+    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device
+) -> Mapping[str, ModuleRange]:
     """Run the source in fp32 on ``inputs`` and return what every module's input and output reach."""
-    with progress.step("Observing the source in fp32"):
-        ranges = observe_ranges(load(checkpoint.folder, torch.float32), inputs)
+
+    def observed(place: torch.device) -> Mapping[str, ModuleRange]:
+        return observe_ranges(load(checkpoint.folder, torch.float32).to(place), inputs, advance=advance)
+
+    with full_precision(), progress.step("Observing the source in fp32") as advance:
+        ranges = device.run("observation", observed, wide=True)
     for path, seen in ranges.items():
         if not bool(torch.isfinite(seen.output.amax).all()):
             bad = [n for n in sorted(checkpoint.tensors) if not all_finite(checkpoint, n)]
@@ -151,11 +163,18 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
     checkpoint, layout, ranges, bounds = opened.checkpoint, opened.layout, grounds.ranges, grounds.bounds
     acceptable = grounds.acceptable
 
-    def plan_at(layout: Layout, possible: Mapping[str, ModuleRange] | None, exponent: int | None = None) -> Planned:
+    def plan_at(
+        layout: Layout,
+        possible: Mapping[str, ModuleRange] | None,
+        exponent: int | None = None,
+        advance: Advance | None = None,
+    ) -> Planned:
         weights = source_weights(checkpoint, layout)
         if ranges is None:
             assert possible is not None
-            return make_plan(layout, weights, possible, target=options.target, margin_bits=PROOF_MARGIN_BITS)
+            return make_plan(
+                layout, weights, possible, target=options.target, margin_bits=PROOF_MARGIN_BITS, advance=advance
+            )
         return make_plan(
             layout,
             weights,
@@ -164,14 +183,15 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
             margin_bits=options.margin_bits,
             bounds=possible,
             residual_exponent=exponent,
+            advance=advance,
         )
 
     def plan_for(layout: Layout) -> Planned:
         exponent = -RESIDUAL_RANGE
         while True:
             possible = bounds(layout, exponent) if bounds is not None else None
-            with progress.step("Planning the exponents"):
-                planned = plan_at(layout, possible)
+            with progress.step("Planning the exponents") as advance:
+                planned = plan_at(layout, possible, advance=advance)
             if acceptable is not None and layout.family.eps_key is None:
                 stream = next((f for f in planned.fallbacks if f.signal == RESIDUAL), None)
                 if stream is not None and stream.exponent is not None:

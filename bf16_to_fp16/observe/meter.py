@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..families.known import of_model_type, roles_of
+from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange, NormRange, Ranges, ScoreRange
 from ..run.probe import Batch, run_batch
 from .observer import SiteObserver
@@ -17,7 +18,7 @@ from .observer import SiteObserver
 _STEPS_IN_A_BINADE = 8
 
 
-def observe_ranges(model: nn.Module, batches: Iterable[Batch]) -> Ranges:
+def observe_ranges(model: nn.Module, batches: Sequence[Batch], *, advance: Advance | None = None) -> Ranges:
     """Return what every linear, embedding, norm and attention module of an fp32 ``model`` took in and gave out.
 
     Every position counts, padding too: the network computes them, and fp16 must hold them. Scores are seen only under
@@ -35,8 +36,10 @@ def observe_ranges(model: nn.Module, batches: Iterable[Batch]) -> Ranges:
             handles.append(module.register_forward_hook(meter, with_kwargs=True))
     try:
         with torch.no_grad(), observer:
-            for batch in batches:
+            for done, batch in enumerate(batches, 1):
                 run_batch(model, batch)
+                if advance is not None:
+                    advance(done, len(batches))
     finally:
         for handle in handles:
             handle.remove()

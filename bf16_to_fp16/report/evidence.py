@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..auditing.fidelity import Fidelity
 from ..auditing.regimes import RegimeResult
@@ -41,10 +42,11 @@ class Rewritten:
 class Measured:
     """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
 
-    plan: with the drift's predicted and measured figures.
+    plan: with the drift's predicted and measured figures. environment: what it was all made with.
     """
 
     certificate: Certificate
     plan: Plan
     regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
     fidelity: Fidelity | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)

@@ -153,11 +153,19 @@ def render(report: Report) -> str:
         columns=[(i, *COLUMNS[i]) for i in data["columns"]],
         site_data=data,
         hidden_sites=all_sites(report) - len(data["rows"]),
-        machine=[(key, value) for key, value in dump(report.environment).items() if key != "versions"],
+        machine=machine_rows(report),
         replaced=[name for name in report.source.left_out if not name.endswith("/")],
         folders=[name for name in report.source.left_out if name.endswith("/")],
         hashes=hash_rows(report),
     )
+
+
+def machine_rows(report: Report) -> list[tuple[str, object]]:
+    """Return what is known of the machine but for versions, with the devices of each part of the work in words."""
+    given = dump(report.environment)
+    devices = given.pop("devices", {})
+    rows = [(key, value) for key, value in given.items() if key != "versions"]
+    return rows + [(f"device of the {part}", ", then ".join(names)) for part, names in devices.items()]
 
 
 def jinja_environment() -> Environment:

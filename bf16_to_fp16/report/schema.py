@@ -174,11 +174,16 @@ class Inputs(ReportObject):
 
 
 class Environment(ReportObject):
-    """The versions, machine and dtype that the figures were made with; None for a package that is not installed."""
+    """The versions, machine and dtype that the figures were made with; None for a package that is not installed.
+
+    ``device``: that was asked for. ``devices``: those that each part of the work ran on, the CPU last where another ran
+    out of memory.
+    """
 
     versions: dict[str, str | None] = {}
     python: str | None = None
     device: str | None = None
+    devices: dict[str, list[str]] = {}
     dtype: str | None = None
 
 
@@ -404,14 +409,15 @@ class UnsafeEntry(ReportObject):
 class FinetuneEntry(ReportObject):
     """What a finetune did.
 
-    ``skipped``: steps whose gradient was not finite. ``rewinds``: after a spike of the loss. ``evaluations``: losses
-    and headroom on held-out data, by step. ``curves``: by name, a value for each of ``step``. ``fidelity``: of the
-    output to the original.
+    ``devices``: it ran on, one after the other. ``skipped``: steps whose gradient was not finite. ``rewinds``: after a
+    spike of the loss. ``evaluations``: losses and headroom on held-out data, by step. ``curves``: by
+    name, a value for each of ``step``. ``fidelity``: of the output to the original.
     """
 
     recipe: dict[str, Any] = {}
     data: dict[str, Any] = {}
     processes: Count = 1
+    devices: list[str] = []
     steps: Count = 0
     tokens: Count = 0
     skipped: list[dict[str, Any]] = []

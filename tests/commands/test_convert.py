@@ -34,6 +34,7 @@ from bf16_to_fp16.conversion.planning import (
     observe_source,
     simulate_drift,
 )
+from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.progress import Progress
@@ -572,7 +573,7 @@ def test_a_source_that_is_not_finite_in_fp32_is_refused_where_it_breaks(
     checkpoint = open_checkpoint(tiny.save(model, tmp_path / "source", torch.float32))
     inputs = batches(model.config, None, None)[:1]
     with pytest.raises(UserError, match=r"encoder\.block\.2\.layer\.1\.DenseReluDense\.wo gives inf or NaN in fp32"):
-        observe_source(checkpoint, inputs, Progress(quiet=True))
+        observe_source(checkpoint, inputs, Progress(quiet=True), Device("cpu"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -811,7 +812,7 @@ def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, m
     checkpoint = open_checkpoint(source)
     progress = Progress(quiet=True)
     layout = resolve(checkpoint)
-    ranges = observe_source(checkpoint, checkpoint_batches(checkpoint, layout, None, 0), progress)
+    ranges = observe_source(checkpoint, checkpoint_batches(checkpoint, layout, None, 0), progress, Device("cpu"))
     opened = Opened(checkpoint, layout, [])
     layout, planned = best_plan(opened, Grounds(ranges), Options(margin_bits=margin), progress)
     assert not planned.violations and planned.plan.margin_bits == margin
@@ -834,7 +835,7 @@ def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(tmp
     layout = resolve(checkpoint)
     inputs = batches(load(source, torch.float32).config, None, None)
     progress = Progress(quiet=True)
-    ranges = observe_source(checkpoint, inputs, progress)
+    ranges = observe_source(checkpoint, inputs, progress, Device("cpu"))
     bounds = bound_source(checkpoint, "half", 512, progress)
     opened, options = Opened(checkpoint, layout, inputs), Options(margin_bits=1.25)
     _, refused = best_plan(opened, Grounds(ranges, bounds, lambda *_: False), options, progress)
