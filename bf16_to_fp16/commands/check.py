@@ -49,7 +49,8 @@ def check(
     if origin is not None and not alike(layout, origin[1]):
         raise UserError(f"{source} and {out} are models of different shapes; give what {out} was converted from")
     config = load_config(checkpoint.folder)
-    batch = probe.one_batch(config, probe.audit_batches(config, checkpoint.folder, None, seed=seed))
+    inputs = probe.audit_batches(config, checkpoint.folder, None, seed=seed, opened=(checkpoint, layout))
+    batch = probe.one_batch(config, inputs)
     with progress.step(f"{checkpoint.name} in {chosen.name}"):
         outcome = chosen.run(checkpoint.folder, layout, batch)
         reference = expected(chosen, checkpoint.folder, torch.float32, batch)

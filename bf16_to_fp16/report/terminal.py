@@ -498,7 +498,9 @@ def print_check(result: RuntimeCheck) -> None:
     for title, numbers in (("matrix products", arithmetic.products), ("operations", arithmetic.operations)):
         screen.print(f"{title}: " + ", ".join(counts(numbers)))
     screen.print(f"how that is known: {arithmetic.how}")
-    table = Table(result.compared, "not finite", "zeros", "error", "largest")
+    table = Table(result.compared, "non-finite", "zeros", "error", "largest")
+    for column in table.columns[1:]:
+        column.justify = "right"
     rows = {"source": result.source, "output": result.output, "in torch, bf16": result.bf16}
     for title, entry in rows.items():
         if entry is not None:
