@@ -53,6 +53,10 @@ def full_precision() -> Iterator[None]:
     backends: list[Any] = [] if mkldnn is None else [mkldnn, torch.backends.cuda.matmul]
     single = None if backends else torch.get_float32_matmul_precision()
     before = [backend.fp32_precision for backend in backends]
+    plain = all(precision == "ieee" for precision in before) if backends else single == "highest"
+    if plain and not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        yield
+        return
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         if single is not None:
             torch.set_float32_matmul_precision("highest")
