@@ -77,7 +77,7 @@ def check(
         output=output,
         source=beside,
         bf16=bf16,
-        environment=Environment.model_validate(environment()),
+        environment=Environment.model_validate(environment("cpu", {})),
     )
     return dump(found)
 

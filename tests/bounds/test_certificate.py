@@ -249,7 +249,8 @@ def nasty(width: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_layer_norms_are_no_further_off_than_their_units(dtype: torch.dtype) -> None:
     """Mean, standard deviation and length of the output against fp64, on the kernel of this machine."""
-    shares, most = [], {}
+    shares: list[float] = []
+    most: dict[int, float] = {}
     for width in (5, 24, 64, 128, 257, 768, 1024, 4096):
         x = nasty(width, dtype)
         exact, magnitude = x.double(), x.double().abs().mean(1)
