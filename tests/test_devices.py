@@ -136,3 +136,12 @@ def test_a_conversion_on_a_device_that_is_full_says_what_ran_where(source: Path,
     }
     assert "device of the audit" in (tmp_path / "out" / "fp16_report.html").read_text()
     assert result.safe
+
+
+@pytest.mark.gpu
+def test_bounds_and_audit_on_a_gpu_are_those_of_the_cpu(source: Path) -> None:
+    ours, theirs = (certify(source, device=name) for name in ("cpu", "cuda"))
+    for here, there in zip(ours["certificate"]["sites"], theirs["certificate"]["sites"], strict=True):
+        assert there["bound"] == pytest.approx(here["bound"], rel=1e-6)
+    assert "cuda" in theirs["environment"]["devices"]["certificate"][0]
+    assert audit(source, device="cuda")["verdict"] == audit(source, device="cpu")["verdict"]
