@@ -199,7 +199,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the floor of subnormals left out of a linear", bound_linear, "+ arithmetic.floor", ""),
     ("partial sums without their bias and rounding", bound_linear, "spread + added + error)", "0.5 * spread)"),
     ("the splits of a sum left out", A.gamma, "+ self.splits * UNIT", ""),
-    ("the length of a sum in fp32 left out", A.gamma, "(terms + 2) * UNIT32 +", ""),
+    ("the length of a sum in fp32 left out", A.gamma, "(3 * terms + 12) * UNIT32 +", ""),
     ("one of a norm's two roundings left out", rms_normalised, "2 * a.unit + a.unit**2", "a.unit"),
     ("subnormals left out of a norm", rms_normalised, "a.tiny * (gain.abs() * (1 + a.unit) + 1)", "0 * gain"),
     ("fp32's deviations left out of a LayerNorm", lengthened, "norm_units(width)", "0"),

@@ -106,8 +106,14 @@ class Arithmetic:
         return (self.splits + 2) * self.tiny
 
     def gamma(self, terms: int) -> float:
-        """Return the error of a sum of ``terms`` products relative to the sum of their absolute values."""
-        return 0.0 if self.exact else (terms + 2) * UNIT32 + self.splits * UNIT
+        """Return the error of a sum of ``terms`` products relative to the sum of their absolute values.
+
+        Tensor cores add k ≥ 4 products and the sum so far at once, each cut off at 2⁻²³ of the largest of them, as is
+        the result (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021): with the
+        result's cut (k + 2)·2⁻²³ for each k products, at most 3 units of 2⁻²⁴ a product. Rounding each addition costs
+        one.
+        """
+        return 0.0 if self.exact else (3 * terms + 12) * UNIT32 + self.splits * UNIT
 
     @property
     def attention_sum(self) -> float:

@@ -638,6 +638,7 @@ def download(source: str, subfolder: str | None, endpoint: str | None = None) ->
             repo,
             revision,
             lambda: Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns), endpoint=endpoint)),
+            endpoint,
         )
 
     folder = fetch(revision or None, *SMALL_FILES)

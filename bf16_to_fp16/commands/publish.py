@@ -129,6 +129,7 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     problems = [problem for problem in problems if problem.name != CARD or not upload.card_edited]
     if problems:
         raise UserError(f"{folder} is not what its report says: {first_of(problems)}")
+    agreed_layout(open_checkpoint(folder))
     try:
         text = upload.card
     except (OSError, UnicodeDecodeError) as error:

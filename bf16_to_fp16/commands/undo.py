@@ -23,7 +23,8 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     ``out``.
 
     Bit for bit where the conversion was lossless. Tensors that the conversion made (positions, a separated head)
-    are left out; those that it dropped as copies are not restored. Raises UserError where the folder has no plan.
+    are left out; those that it dropped as copies are not restored. Nothing is claimed of what the weights compute, so
+    whether stock code of the installed version agrees is not asked. Raises UserError where the folder has no plan.
     """
     progress = progress or Progress(quiet=True)
     folder, out = written_folder(folder), Path(out)

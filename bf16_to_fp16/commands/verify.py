@@ -384,6 +384,7 @@ def replay(
         name = str(file.relative_to(original.folder))
         if source.sha256.get(name) != original.sha256(file):
             return [Problem("replay", name, "is not the file that was converted", RIGHT_REVISION)]
+    agreed_layout(original)
     layout = resolve(original, untie=plan.untied_head)
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
         with progress.step("Replaying the plan on the original") as advance:

@@ -71,7 +71,8 @@ def test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16(kind: str) -> None:
             # That says something: nearly every bound has a value beside it, which for most comes close.
             bounds = {s.name: s.bound for s in certificate.sites if s.kind not in FREE}
             shares = sorted(seen[name] / limit for name, limit in bounds.items() if name in seen)
-            assert len(shares) > 0.8 * len(bounds) and shares[len(shares) // 2] > 0.8
+            # A LayerNorm is allowed what fp32 may lose of its mean.
+            assert len(shares) > 0.8 * len(bounds) and shares[len(shares) // 2] > (0.7 if kind == "pegasus" else 0.8)
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -273,6 +274,37 @@ def test_layer_norms_are_no_further_off_than_their_units(dtype: torch.dtype) -> 
     assert max(shares) <= 1
     # The control: four units, which were taken once, are too few.
     assert dtype == torch.float16 or max(most.values()) > 4
+
+
+def truncated_sums(products: np.ndarray, at_once: int) -> np.ndarray:
+    """Return the sums of the rows as tensor cores add them: some at a time, all cut off at 2⁻²³ of the largest."""
+
+    def cut(values: np.ndarray, largest: np.ndarray) -> np.ndarray:
+        unit = np.exp2(np.floor(np.log2(np.maximum(largest, 1e-300))) - 23)
+        return np.trunc(values / unit) * unit
+
+    total = np.zeros(len(products))
+    for start in range(0, products.shape[1], at_once):
+        parts = np.column_stack([total, products[:, start : start + at_once]])
+        total = cut(parts, np.abs(parts).max(1, keepdims=True)).sum(1)
+        total = cut(total, np.abs(total))
+    return total
+
+
+@pytest.mark.parametrize("at_once", [4, 8, 16])
+def test_truncated_accumulation_is_within_the_error_of_a_sum(at_once: int) -> None:
+    """Where every cut goes the same way: small products behind a large one, of one sign and of both."""
+    generator = np.random.default_rng(0)
+    a, b = (generator.uniform(1, 2, (32, 4096)).astype(np.float16).astype(np.float64) for _ in range(2))
+    products = a * b
+    products[:16, :at_once] *= 4096
+    products[8:24] *= generator.choice([-1, 1], (16, 4096))
+    products[4:8, -at_once:] *= -4096
+    off = np.abs(truncated_sums(products, at_once) - products.sum(1)) / np.abs(products).sum(1)
+    allowed = Arithmetic(splits=0).gamma(4096)
+    assert off.max() <= allowed
+    # The control: one rounding a product would not be enough at 4 at once.
+    assert at_once > 4 or off.max() > 0.1 * allowed
 
 
 def test_rms_norms_stay_in_their_ball() -> None:
@@ -836,7 +868,7 @@ def test_roundings_that_all_go_up_stay_under_the_bounds_and_come_close(kind: str
     close = [seen[s.name] / s.bound for s in checked if s.kind not in (*UNREACHED, "activation")]
     # A LayerNorm is also allowed what fp32 may lose of deviations that are small beside the stream.
     assert len(close) > 50
-    assert subnormal or min(close) > 1 - (128 if kind == "pegasus" else 16) * UNIT
+    assert subnormal or min(close) > (0.5 if kind == "pegasus" else 1 - 16 * UNIT)
 
 
 @pytest.mark.parametrize("kind", ["t5", "pegasus"])
