@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.runtimes import torch_in
 
 from bf16_to_fp16 import UserError, check, cli, convert
 from bf16_to_fp16.demo import CHECKPOINTS
@@ -21,21 +22,11 @@ from bf16_to_fp16.families.types import Layout
 from bf16_to_fp16.report.schema import RuntimeCheck
 from bf16_to_fp16.run.probe import Batch
 from bf16_to_fp16.run.runtimes import known
-from bf16_to_fp16.run.runtimes.types import Arithmetic, Outcome, Runtime, in_torch
+from bf16_to_fp16.run.runtimes.types import Outcome, Runtime
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "bf16_to_fp16" / "demo_data" / CHECKPOINTS[0]
 PYTHON = ROOT / ".venv-runtimes" / "bin" / "python"
-
-
-def torch_in(dtype: torch.dtype) -> Runtime:
-    """Stock code with every parameter in one format, as a runtime."""
-
-    def run(folder: Path, layout: Layout, batch: Batch) -> Outcome:
-        kind = str(dtype).removeprefix("torch.")
-        return Outcome(in_torch(folder, dtype, batch), "CPU", Arithmetic({kind: 2}, {kind: 3}, "told so"))
-
-    return Runtime("onnxruntime", "torch", ("torch",), run)
 
 
 @pytest.fixture
