@@ -18,6 +18,7 @@ from bf16_to_fp16.run.probe import (
     audit_batches,
     batches,
     describe_batches,
+    one_batch,
     run_batch,
 )
 
@@ -344,3 +345,18 @@ def test_a_tokenizer_of_another_checkpoint_is_found_out(source: Path, tmp_path: 
     (tmp_path / "a.txt").write_text("\n".join(TEXTS))
     with pytest.raises(UserError, match="past the vocabulary of 5"):
         batches(config_of("t5", vocab_size=5), source, str(tmp_path / "a.txt"))
+
+
+def test_rows_of_every_batch_fit_into_one_of_one_shape() -> None:
+    config = config_of("t5")
+    inputs = batches(config, None, None)
+    one = one_batch(config, inputs, length=24, decoder_length=8)
+    assert one.decoder_input_ids is not None and one.decoder_attention_mask is not None
+    assert one.input_ids.shape[1] == 24 and one.decoder_input_ids.shape[1] == 8
+    assert (one.decoder_input_ids[:, 0] == config.decoder_start_token_id).all()
+    firsts = [batch.input_ids[0][batch.attention_mask[0].bool()][:24] for batch in inputs if not batch.generate]
+    rows = [ids[mask.bool()] for ids, mask in zip(one.input_ids, one.attention_mask, strict=True)]
+    assert all(any(torch.equal(first, row) for row in rows) for first in firsts)
+    assert len(set(map(len, rows))) > 1
+    config.vocab_size = 250_000
+    assert len(one_batch(config, inputs).input_ids) == 4
