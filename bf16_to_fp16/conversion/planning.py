@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..auditing.fidelity import fidelity
+from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound
 from ..bounds.spectral import Spectra
@@ -18,8 +18,8 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
 from ..families.resolve import check_norms, resolve
 from ..families.types import RESIDUAL, Layout, TensorSource
-from ..observe.meter import observe_ranges
-from ..progress import Progress
+from ..observe.meter import RangeObserver
+from ..progress import Advance, Progress
 from ..ranges import ModuleRange
 from ..report.evidence import Decided
 from ..rescaling.plan import Plan, check_plan_fits
@@ -27,8 +27,9 @@ from ..rescaling.planner import PROOF_MARGIN_BITS, RESIDUAL_RANGE, Planned, make
 from ..rescaling.weights import source_weights
 from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.probe import Batch
-from ..run.stock import eps_attribute, load, load_config
+from ..run.lanes import Walk
+from ..run.probe import Batch, run_batch
+from ..run.stock import eps_attribute, load_config
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128
@@ -71,14 +72,15 @@ def replayed(opened: Opened, plan: Plan) -> Decided:
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     """Bound the source's signals, observe them unless nothing is to be run, and choose the plan."""
-    checkpoint, inputs = opened.checkpoint, opened.inputs
-    grounds = Grounds(
-        bounds=bound_source(checkpoint, options.target, options.max_length, progress, opened.spectra),
-        ranges=observe_source(checkpoint, inputs, progress) if options.run_model else None,
-        acceptable=drift_is_acceptable(checkpoint, inputs, progress) if options.run_model else None,
-    )
+    checkpoint = opened.checkpoint
+    bounds = bound_source(checkpoint, options.target, options.max_length, progress, opened.spectra)
+    if not options.run_model:
+        layout, planned = best_plan(opened, Grounds(None, bounds), options, progress)
+        return Decided(layout, planned.plan, planned)
+    ranges, reference = observe_source(checkpoint, opened.inputs, progress)
+    grounds = Grounds(ranges, bounds, drift_is_acceptable(opened, reference, progress))
     layout, planned = best_plan(opened, grounds, options, progress)
-    return Decided(layout, planned.plan, planned, grounds.ranges)
+    return Decided(layout, planned.plan, planned, ranges, reference)
 
 
 def checkpoint_batches(
@@ -125,10 +127,43 @@ def bound_source(
     return of
 
 
-def observe_source(checkpoint: Checkpoint, inputs: list[Batch], progress: Progress) -> Mapping[str, ModuleRange]:
-    """Run the source in fp32 on ``inputs`` and return what every module's input and output reach."""
-    with progress.step("Observing the source in fp32"):
-        ranges = observe_ranges(load(checkpoint.folder, torch.float32), inputs)
+def observe_source(
+    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress
+) -> tuple[Mapping[str, ModuleRange], Reference]:
+    """Run the source in one walk, in fp32 on all of ``inputs`` and in bf16 where outputs are compared, and return what
+    every module's input and output reach in fp32, and the outputs of both."""
+    walk = Walk(checkpoint)
+    observers: list[RangeObserver] = []
+
+    def running(batch: Batch) -> Any:
+        def run(model: Any) -> torch.Tensor | None:
+            observers.append(RangeObserver(model, observers[-1] if observers else None))
+            with observers[-1]:
+                output = run_batch(model, batch)
+            return output_on(batch, output) if compared([batch]) else None
+
+        return run
+
+    fp32 = [walk.add(running(batch), torch.float32, again=batch.generate) for batch in inputs]
+    bf16 = add_outputs(walk, inputs, torch.bfloat16)
+    with progress.step("Observing the source in fp32") as advance:
+        walk.run(advance)
+    ranges = observers[0].ranges()
+    check_finite(checkpoint, ranges)
+    kept = [lane.result for lane in fp32 if lane.result is not None]
+    return ranges, Reference(kept, [lane.result for lane in bf16])
+
+
+def reference_of(checkpoint: Checkpoint, inputs: list[Batch]) -> Reference:
+    """Return the outputs of a source in fp32 and in bf16."""
+    walk = Walk(checkpoint)
+    fp32, bf16 = (add_outputs(walk, inputs, dtype) for dtype in (torch.float32, torch.bfloat16))
+    walk.run()
+    return Reference([lane.result for lane in fp32], [lane.result for lane in bf16])
+
+
+def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> None:
+    """Raise UserError for a source that gives inf or NaN in fp32."""
     for path, seen in ranges.items():
         if not bool(torch.isfinite(seen.output.amax).all()):
             bad = [n for n in sorted(checkpoint.tensors) if not all_finite(checkpoint, n)]
@@ -137,7 +172,6 @@ def observe_source(checkpoint: Checkpoint, inputs: list[Batch], progress: Progre
                 f"{checkpoint.folder}: {because} gives inf or NaN in fp32 on the source; the checkpoint is damaged,"
                 " use another revision of it or repair the tensor"
             )
-    return ranges
 
 
 def all_finite(checkpoint: Checkpoint, name: str) -> bool:
@@ -196,32 +230,37 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
     return layout, planned
 
 
-def drift_is_acceptable(
-    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress
-) -> Callable[[Layout, Plan], bool]:
+def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:
     """Return a function that runs the source with the eps that a plan amounts to, and says whether the drift's
     divergence stays under 1/128 of bf16's: half of what fp16's own rounding may take."""
 
     def of(layout: Layout, plan: Plan) -> bool:
-        with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}"):
-            source, bf16, drifted = (
-                load(checkpoint.folder, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)
-            )
-            simulate_drift(drifted, layout, plan)
-            found = fidelity(source, bf16, drifted, inputs)
+        with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}") as advance:
+            drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs, advance)
+            found = fidelity(reference.fp32, reference.bf16, drifted, probabilities=not layout.encoder_only)
         return found.kl_bf16 is not None and found.kl_fp16 <= found.kl_bf16 * ACCEPTABLE_DRIFT
 
     return of
 
 
-def simulate_drift(model: torch.nn.Module, layout: Layout, plan: Plan) -> None:
-    """Give an fp32 source model the norm eps that its rescaled weights will meet: eps·4^-r, which is the same function.
+def drifted_outputs(
+    checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
+) -> Outputs:
+    """Return the outputs of the fp32 source with the norm eps that its rescaled weights will meet: eps·4^-r, which is
+    the same function.
 
     Corrected gains are rounded to fp16, as they will be stored.
     """
-    for path in layout.norms:
-        norm: Any = model.get_submodule(path)
-        setattr(norm, eps_attribute(norm), layout.eps * 4.0**-plan.residual_exponent)
-        correction = plan.gain_correction.get(f"{path}.weight")
-        if correction is not None:
-            norm.weight.data.copy_((norm.weight.data * correction).half())
+
+    def corrected(name: str, weight: torch.Tensor) -> torch.Tensor:
+        correction = plan.gain_correction.get(name)
+        return weight if correction is None else (weight * correction).half().float()
+
+    walk = Walk(checkpoint)
+    lanes = add_outputs(walk, inputs, torch.float32, change=corrected)
+    for lane in lanes:
+        for path in layout.norms:
+            norm: Any = lane.model.get_submodule(path)
+            setattr(norm, eps_attribute(norm), layout.eps * 4.0**-plan.residual_exponent)
+    walk.run(advance)
+    return [lane.result for lane in lanes]

@@ -156,10 +156,7 @@ class Walk:
         whether it comes back to a place. change: applied to each weight, ``Lane``s with the same one share their
         weights. Raises ``UserError`` as ``load`` does.
         """
-        key = (dtype, half, change)
-        weights = self._models.get(key)
-        if weights is None:
-            weights = self._models[key] = _Model(self.checkpoint, self.device, dtype, half, change)
+        weights = self._weights(dtype, half, change)
         lane = Lane(run, weights.copy(attention), weights, again)
         for path, module in lane.model.named_modules():
             if path in weights.places:
@@ -170,13 +167,16 @@ class Walk:
         self.lanes.append(lane)
         return lane
 
-    def same(self, one: Lane[Any], other: Lane[Any]) -> bool:
-        """Return whether two lanes have weights of the same dtypes, and so compute the same under one attention."""
-        first, second = (
-            [(t.dtype, t.shape) for t in (*m.module.parameters(), *m.module.buffers())]
-            for m in (one.weights, other.weights)
-        )
-        return first == second and one.weights.change is other.weights.change
+    def _weights(self, dtype: torch.dtype, half: bool, change: Change | None = None) -> _Model:
+        key = (dtype, half, change)
+        if key not in self._models:
+            self._models[key] = _Model(self.checkpoint, self.device, *key)
+        return self._models[key]
+
+    def alike(self, one: tuple[torch.dtype, bool], other: tuple[torch.dtype, bool]) -> bool:
+        """Return whether all weights have the same dtypes under two values of (``dtype``, ``half``)."""
+        first, second = ([p.dtype for p in self._weights(*key).module.parameters()] for key in (one, other))
+        return first == second
 
     def run(self, advance: Advance | None = None) -> None:
         """Run all lanes to their ends; then each has its result.
@@ -303,14 +303,14 @@ class Walk:
             return (places,)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            module.weight.data = module._whole  # type: ignore[union-attr,assignment]
+            module.weight.data = module._whole
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
     def _look_up(self, lane: Lane[Any], module: nn.Embedding, ids: Tensor) -> None:
         """Give an embedding the rows of some ids, and put in the ids' place where the rows are."""
-        weight = module.weight
+        weight: Any = module.weight
         wanted, places = ids.unique(return_inverse=True)
         name = lane.weights.names[weight]
         rows = self.checkpoint.read_some_rows(name, wanted.tolist()).to(self.device, weight.dtype)
@@ -318,11 +318,10 @@ class Walk:
             rows = lane.weights.change(name, rows)
         if module.padding_idx is not None and len(rows) <= module.padding_idx:  # it must be a row, and is one of none
             rows = torch.cat([rows, rows.new_zeros(module.padding_idx + 1 - len(rows), rows.shape[1])])
-        module._whole = weight.data  # type: ignore[assignment]
+        module._whole = weight.data
         weight.data = rows
         lane.asks = (module, places)
 
 
 def _is_lookup(module: nn.Module) -> bool:
     return type(module) is nn.Embedding
-

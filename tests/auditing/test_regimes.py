@@ -145,6 +145,7 @@ def test_totals_are_those_of_the_sites_and_the_tightest_comes_first(tmp_path: Pa
     assert len({s.name for s in half.sites}) == len(half.sites)
 
 
+PROBE = ("random ids", "long", "repeated", "padded", "vocabulary sweep", "generate")
 FEED_FORWARD = "encoder.block.1.layer.1.DenseReluDense"
 
 
@@ -433,12 +434,12 @@ def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path) -> None:
     assert report["attack"]["worst_headroom_bits"] < 0 and report["verdict"] == "unsafe"
 
 
-def test_progress_counts_every_step_once(tmp_path: Path) -> None:
+def test_progress_rises_to_its_total(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
-    audit_folder(saved("t5", tmp_path), advance=lambda done, total: steps.append((done, total)))
+    audit_folder(saved("t5", tmp_path), regimes=("half",), advance=lambda done, total: steps.append((done, total)))
     total = steps[0][1]
-    assert steps == [(i, total) for i in range(1, total + 1)]
-    assert total == 3 * 2 * 6  # regimes, attentions, batches
+    assert steps == sorted(steps) and steps[-1] == (total, total)
+    assert total == 2 * (3 + 1 + 2 + 1 + 1 + 3)  # blocks, final norms, head, embeddings; once more for generate
 
 
 def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
@@ -447,11 +448,12 @@ def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
     folder = saved("t5", tmp_path / "model")
     ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
     (tmp_path / "data.txt").write_text("!!\n!\n")  # byte 33 is id 36, within the vocabulary
-    steps: list[int] = []
     inputs = audit_batches(load_config(folder), folder, str(tmp_path / "data.txt"), seed=0)
-    result = audit_folder(folder, regimes=("half",), inputs=inputs, advance=lambda done, total: steps.append(total))
-    assert result["half"].safe
-    assert steps == [2 * (6 + 2)] * 16  # attentions, batches of the probe and of the data
+    half = audit_folder(folder, regimes=("half",), inputs=inputs)["half"]
+    assert half.safe
+    eager, sdpa = half.runs
+    assert (eager.attention, eager.batches, eager.kinds) == ("eager", 8, (*PROBE, "data"))
+    assert (sdpa.attention, sdpa.batches, sdpa.kinds) == ("sdpa", 4, ("padded", "generate", "data"))
 
 
 def broken_config(folder: Path, **changes: Any) -> None:
@@ -475,8 +477,8 @@ def without_tensor(folder: Path) -> None:
         (lambda f: (f / "config.json").write_text("{"), "config.json"),
         (lambda f: broken_config(f, architectures=["BartForConditionalGeneration"]), "the known ones are t5: T5For"),
         (lambda f: broken_config(f, model_type="nonsense"), "config.json"),
-        (lambda f: (f / "model.safetensors").unlink(), "cannot be loaded"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"123"), "cannot be loaded"),
+        (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"123"), "3 bytes are too few for a safetensors file"),
         (without_tensor, "tensor encoder.block.0.layer.0.SelfAttention.q.weight is missing"),
     ],
 )
