@@ -15,6 +15,7 @@ import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,9 +169,10 @@ def audit_folder(
 ) -> dict[str, RegimeResult]:
     """Return what each regime shows on the checkpoint in ``folder``, on ``inputs``, by default the built-in probe.
 
-    The first attention runs on all of them; another differs from it in one function, and runs where that matters, on
-    padding and a cache (``RegimeResult.runs`` says what ran). A forward runs as a walk over the files, in the memory of
-    a block; ``train_mode`` loads the model and runs all inputs under every attention. device: a torch device name, by
+    ``half`` runs on all of them under the first attention. What it need not show again runs on fewer: another attention
+    differs in one function, and in ``stock`` and ``amp`` less is fp16; but where ``half`` breaks, those run on all as
+    well. ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a block;
+    ``train_mode`` loads the model and runs all inputs in every way. device: a torch device name, by
     default the GPU where there is one. Raises ``UserError`` for a folder that cannot be used.
     """
     _check_names(regimes, attention)
@@ -229,26 +231,32 @@ def run_regimes(
     walk = Walk(checkpoint, device)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
     ran = [regime for regime in regimes if regime != "stock" or not alike]
-    lanes = {(r, name): _lanes(walk, r, name, _share(inputs, name == attention[0])) for r in ran for name in attention}
+    seen = {(regime, name): _Seen(regime, name) for regime in ran for name in attention}
+    for (regime, name), shown in seen.items():
+        shown.add(walk, _share(inputs, regime == "half" or "half" not in ran, name == attention[0]))
     plain = add_outputs(walk, inputs, torch.float32) if fp32 else []
     walk.run(advance)
+    if "half" in ran and any(site.nonfinite or site.saturated for n in attention for site in seen["half", n].sites()):
+        # What half has shown to fit is no reason any more to run the others on less.
+        rest = Walk(checkpoint, device)
+        for (_, name), shown in seen.items():
+            shown.add(rest, [b for b in _share(inputs, True, name == attention[0]) if b not in shown.inputs])
+        rest.run(advance)
     results: dict[str, RegimeResult] = {}
+    insides = insides_of(load_config(checkpoint.folder))
     for regime in ran:
         merged: dict[str, tuple[int, SiteResult]] = {}
-        logits, runs = 0, []
-        for name in attention:
-            share, shown = lanes[regime, name]
-            _merge(merged, shown[0].sites())
-            logits += sum(lane.result[0] for lane in share)
-            runs.append(Run.of(name, _share(inputs, name == attention[0])))
-        results[regime] = _result(regime, merged, logits, insides_of(load_config(checkpoint.folder)), tuple(runs))
+        shares = [seen[regime, name] for name in attention]
+        for shown in shares:
+            _merge(merged, shown.sites())
+        logits = sum(lane.result[0] for shown in shares for lane in shown.lanes)
+        results[regime] = _result(regime, merged, logits, insides, tuple(Run.of(s.attention, s.inputs) for s in shares))
     for regime in regimes:
         if regime not in results:
             results[regime] = replace(results["half"], regime=regime, same_as="half")
-    results = {regime: results[regime] for regime in regimes}
-    half = [lane.result[1] for lane in lanes["half", attention[0]][0]] if "half" in ran else []
+    half = [lane.result[1] for lane in seen["half", attention[0]].lanes] if "half" in ran else []
     return Audited(
-        _with_silent(checkpoint, inputs, results, device),
+        _with_silent(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device),
         [output for output in half if output is not None],
         [lane.result for lane in plain],
     )
@@ -273,35 +281,50 @@ def _check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
         register()
 
 
-def _share(inputs: Sequence[Batch], first: bool) -> Sequence[Batch]:
-    """The inputs that an attention runs on: the first on all, another on those that reach what it has of its own, masks
-    and a cache."""
+def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
+    """What a regime runs on under an attention. Where it need not run on all: the first batch, those with padding and
+    those that use a cache.
+
+    all_regimes: whether it stands for the others. Everything that is fp16 in stock or amp is so in half as well, with
+    the same values but for rounding; and a second attention differs from the first in one function.
+    """
     own = [batch for batch in inputs if batch.generate or not bool(batch.attention_mask.all())]
-    return inputs if first else own or inputs[:1]
+    if first:
+        return inputs if all_regimes else [batch for batch in inputs if batch is inputs[0] or batch in own]
+    return (own if all_regimes else own[:1]) or inputs[:1]
 
 
-def _lanes(
-    walk: Walk, regime: str, attention: str, inputs: Sequence[Batch]
-) -> tuple[list[Lane[tuple[int, Tensor | None]]], list[SiteObserver]]:
-    """Add a run of each input to a walk; with the observers, which have all their sites in common."""
-    observers: list[SiteObserver] = []
+class _Seen:
+    """What a regime shows under one attention: its lanes, which have all their sites in common."""
 
-    def running(batch: Batch) -> Any:
-        def run(model: Any) -> tuple[int, Tensor | None]:
-            observers.append(observers[-1].beside(model) if observers else SiteObserver(model))
-            with observers[-1]:
-                output = _forward(model, batch, regime)
-            if regime == "amp":
-                _check_autocast(model, observers[-1])
-            if output is None:
-                return 0, None
-            return _nonfinite(output), output_on(batch, output) if compared([batch]) else None
+    def __init__(self, regime: str, attention: str) -> None:
+        self.regime, self.attention = regime, attention
+        self.inputs: list[Batch] = []
+        self.lanes: list[Lane[tuple[int, Tensor | None]]] = []
+        self._observer: SiteObserver | None = None
 
-        return run
+    def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
+        """Add a run of each input to a walk."""
+        dtype, half = _weights(self.regime)
+        for batch in inputs:
+            lane = walk.add(partial(self._run, batch), dtype, half=half, attention=self.attention, again=batch.generate)
+            self.lanes.append(lane)
+            self.inputs.append(batch)
 
-    dtype, half = _weights(regime)
-    lanes = [walk.add(running(b), dtype, half=half, attention=attention, again=b.generate) for b in inputs]
-    return lanes, observers
+    def _run(self, batch: Batch, model: nn.Module) -> tuple[int, Tensor | None]:
+        observer = SiteObserver(model) if self._observer is None else self._observer.beside(model)
+        self._observer = observer
+        with observer:
+            output = _forward(model, batch, self.regime)
+        if self.regime == "amp":
+            _check_autocast(model, observer)
+        if output is None:
+            return 0, None
+        return _nonfinite(output), output_on(batch, output) if compared([batch]) else None
+
+    def sites(self) -> list[Site]:
+        """The sites, once the walk is over."""
+        return [] if self._observer is None else self._observer.sites()
 
 
 def _with_silent(
@@ -500,10 +523,10 @@ def _signals(sites: Iterable[SiteResult], insides: Collection[str]) -> list[Site
 
 def _nonzero(checkpoint: Checkpoint, batches: Sequence[Batch], device: torch.device | str) -> set[str]:
     """The sites that are not zero throughout in fp32."""
-    walk = Walk(checkpoint, device)
-    _, observers = _lanes(walk, "fp32", "eager", batches)
+    walk, seen = Walk(checkpoint, device), _Seen("fp32", "eager")
+    seen.add(walk, batches)
     walk.run()
-    return {site.name for site in observers[0].sites() if site.amax > 0}
+    return {site.name for site in seen.sites() if site.amax > 0}
 
 
 def _plain_amax(amax: float) -> float:

@@ -145,7 +145,6 @@ def test_totals_are_those_of_the_sites_and_the_tightest_comes_first(tmp_path: Pa
     assert len({s.name for s in half.sites}) == len(half.sites)
 
 
-PROBE = ("random ids", "long", "repeated", "padded", "vocabulary sweep", "generate")
 FEED_FORWARD = "encoder.block.1.layer.1.DenseReluDense"
 
 
@@ -442,6 +441,19 @@ def test_progress_rises_to_its_total(tmp_path: Path) -> None:
     assert total == 2 * (3 + 1 + 2 + 1 + 1 + 3)  # blocks, final norms, head, embeddings; once more for generate
 
 
+def test_what_half_shows_to_fit_runs_on_less_in_stock_and_amp_and_else_on_all(tmp_path: Path) -> None:
+    fits, breaks = audit_folder(saved("t5", tmp_path / "a")), audit_folder(saved("t5", tmp_path / "b", overflow))
+    ran = {name: [run.batches for run in result.runs] for name, result in fits.items()}
+    assert ran["stock"] == ran["amp"] == [3, 1] and ran["half"][0] > 4 and ran["half"][1] == 2
+    assert fits["amp"].runs[0].kinds == ("random ids", "padded", "generate")
+    assert {name: [run.batches for run in result.runs] for name, result in breaks.items()} == dict.fromkeys(
+        ran, ran["half"]
+    )
+    assert {name: result.same_as for name, result in fits.items()} == dict.fromkeys(ran)
+    pegasus = audit_folder(saved("pegasus", tmp_path / "c"))
+    assert pegasus["stock"].same_as == "half" and pegasus["stock"].sites == pegasus["half"].sites
+
+
 def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
@@ -452,7 +464,7 @@ def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
     half = audit_folder(folder, regimes=("half",), inputs=inputs)["half"]
     assert half.safe
     eager, sdpa = half.runs
-    assert (eager.attention, eager.batches, eager.kinds) == ("eager", 8, (*PROBE, "data"))
+    assert (eager.attention, eager.batches, eager.kinds[-1]) == ("eager", len(inputs), "data")
     assert (sdpa.attention, sdpa.batches, sdpa.kinds) == ("sdpa", 4, ("padded", "generate", "data"))
 
 
