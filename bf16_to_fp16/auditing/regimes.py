@@ -240,7 +240,8 @@ def run_regimes(
         # What half has shown to fit is no reason any more to run the others on less.
         rest = Walk(checkpoint, device)
         for (_, name), shown in seen.items():
-            shown.add(rest, [b for b in _share(inputs, True, name == attention[0]) if b not in shown.inputs])
+            ran_on = {id(batch) for batch in shown.inputs}
+            shown.add(rest, [b for b in _share(inputs, True, name == attention[0]) if id(b) not in ran_on])
         rest.run(advance)
     results: dict[str, RegimeResult] = {}
     insides = insides_of(load_config(checkpoint.folder))
@@ -288,10 +289,13 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
     all_regimes: whether it stands for the others. Everything that is fp16 in stock or amp is so in half as well, with
     the same values but for rounding; and a second attention differs from the first in one function.
     """
-    own = [batch for batch in inputs if batch.generate or not bool(batch.attention_mask.all())]
+
+    def own(batch: Batch) -> bool:
+        return batch.generate or (batch.kind != probe.SHORT and not bool(batch.attention_mask.all()))
+
     if first:
-        return inputs if all_regimes else [batch for batch in inputs if batch is inputs[0] or batch in own]
-    return (own if all_regimes else own[:1]) or inputs[:1]
+        return inputs if all_regimes else [*inputs[:1], *filter(own, inputs[1:])]
+    return list(filter(own, inputs))[: None if all_regimes else 1] or inputs[:1]
 
 
 class _Seen:

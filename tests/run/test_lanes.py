@@ -1,5 +1,7 @@
 """A walk over the files gives what whole models give, to the last bit, in the memory of a block."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -179,3 +181,45 @@ def test_a_weight_is_in_memory_only_while_a_lane_is_at_its_place(folders: dict[s
     rest = len({id(p) for p in model.parameters()})  # one element of each weight that is not loaded
     for place, seen in zip(places, largest, strict=True):
         assert 0 <= seen - 4 * sum(p.numel() for p in place.parameters()) <= 4 * rest
+
+
+CHILD = """
+import resource, sys
+import torch, transformers
+from bf16_to_fp16.auditing.regimes import run_regimes
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.conversion.planning import observe_source
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.run.probe import batches
+from bf16_to_fp16.run.stock import load, load_config
+
+def all_of(folder):
+    inputs = batches(load_config(folder), None, None)[:1]
+    observe_source(open_checkpoint(folder), inputs, Progress(quiet=True))
+    run_regimes(open_checkpoint(folder), inputs)
+
+small, large, megabytes, way = sys.argv[1:]
+all_of(small)
+used = int(open("/proc/self/status").read().split("VmData:")[1].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + int(megabytes) * 2**20,) * 2)
+load(large, torch.float32) if way == "whole" else all_of(large)
+print("done")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit does not count all memory")
+def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_and_audited(tmp_path: Path) -> None:
+    """24 blocks of 17 MB in fp32, of which 15 would fit."""
+    torch.manual_seed(0)
+    shape = {"d_model": 512, "d_kv": 64, "num_heads": 8, "d_ff": 2048, "num_layers": 24}
+    folders = [
+        str(tiny.save(tiny.t5_encoder(**kind), tmp_path / name)) for name, kind in (("small", {}), ("large", shape))
+    ]
+
+    def child(way: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", CHILD, *folders, "250", way]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    whole, walked = child("whole"), child("walk")
+    assert whole.returncode != 0 and "allocate" in whole.stderr, whole.stderr[-2000:]
+    assert walked.returncode == 0 and walked.stdout == "done\n", walked.stderr[-2000:]
