@@ -9,8 +9,10 @@ without changing what a network computes.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 FP16_MAX = 65504.0
 """Largest finite fp16 value, (2 − 2⁻¹⁰)·2¹⁵."""
@@ -65,6 +67,8 @@ def lowest_bit_exponent(x: torch.Tensor) -> torch.Tensor:
     lose); non-finite elements give -1000 (no fp16 holds them). A value is on fp16's grid after scaling by 2ˢ iff e
     + s ≥ −24, its significand has at most 11 bits and |x|·2ˢ ≤ 65504.
     """
+    import torch  # the limits are asked for by much that needs no torch
+
     bits = x.detach().to(torch.float32).contiguous().view(torch.int32)
     exponent = (bits >> 23) & 0xFF
     mantissa = bits & 0x7FFFFF

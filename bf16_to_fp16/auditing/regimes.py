@@ -162,7 +162,7 @@ def audit_folder(
     regimes: Sequence[str] = REGIMES,
     inputs: Sequence[Batch] | None = None,
     train_mode: bool = False,
-    device: str | None = None,
+    device: torch.device | None = None,
     advance: Advance | None = None,
     attention: Sequence[str] = ATTENTIONS,
     seed: int = 0,
@@ -172,11 +172,11 @@ def audit_folder(
     ``half`` runs on all of them under the first attention. What it need not show again runs on fewer: another attention
     differs in one function, and in ``stock`` and ``amp`` less is fp16; but where ``half`` breaks, those run on all as
     well. ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a block;
-    ``train_mode`` loads the model and runs all inputs in every way. device: a torch device name, by
-    default the GPU where there is one. Raises ``UserError`` for a folder that cannot be used.
+    ``train_mode`` loads the model and runs all inputs in every way. device: by default the
+    CPU. Raises ``UserError`` for a folder that cannot be used.
     """
     _check_names(regimes, attention)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device or torch.device("cpu")
     config = load_config(folder)
     if inputs is None:
         inputs = probe.audit_batches(config, folder, None, seed=seed)

@@ -138,13 +138,13 @@ def attention_output(
         g = v @ v.t()
         g.diagonal().add_(g.trace() * (size + v.shape[1]) * 2.0**-50)
         root = square_root(g)
-        exact += total * (values.radius * row_norms(o @ root) + (o @ values.centre[part]).abs())
+        moved = o @ root
+        exact += total * (values.radius * row_norms(moved) + (o @ values.centre[part]).abs())
         balance = balanced(row_norms(o.t()), values.partial[part])
         longest = values.radius * math.sqrt(largest_eigenvalue(outer_scaled(g, balance)))
         longest += float(((values.centre[part].abs() + values.error[part]) * balance).norm())
         longest = longest * total * (1 + gamma) * (1 + a.unit) ** 2 + a.floor * float(balance.norm())
         lengths += row_norms(o / balance) * longest
-        moved = o @ root
         longest_all += total * values.radius * math.sqrt(largest_eigenvalue(moved.t() @ moved))
         longest_all += total * float((o @ values.centre[part]).norm())
     # What each context value is off by: the value's own error, then the sum over positions and its rounding.

@@ -27,7 +27,7 @@ from .linear import (
     row_norms,
     row_products,
 )
-from .spectral import Spectra
+from .spectral import Spectra, product
 
 LOWEST = {"relu": 0.0, "gelu": 0.17, "gelu_new": 0.1701, "silu": 0.2785, "swish": 0.2785}
 """How far below zero an activation goes, rounded up; all are x·Φ(x) with 0 ≤ Φ ≤ 1."""
@@ -168,7 +168,7 @@ class PlainNeurons(Neurons):
         matrix = self.made.matrix.whole().to(dtype)
         total = []
         for many in chunks(out, 1 << 21):  # as many rows as make a good matrix product
-            straight = row_norms((many.to(dtype).clamp_(min=0) / self.keep) @ matrix) * self.made.radius
+            straight = row_norms(product(many.to(dtype).clamp_(min=0) / self.keep, matrix)) * self.made.radius
             at = 0
             for narrow in chunks(many):
                 part = narrow.to(dtype)

@@ -13,17 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .arithmetic import COMPUTED, UNIT32, Arithmetic, full_precision
+from .arithmetic import COMPUTED, UNIT32, Arithmetic, full_precision, norm_units
 from .factored import Factored, chunks, working_dtype
 
 NORM_ERROR = 2.0**-10
 """Relative error allowed to what a LayerNorm computes in fp32, on inputs that vary."""
-
-
-NORM_ULPS = 4
-"""Units of 2⁻²⁴ of the mean magnitude that a LayerNorm's deviations from the mean, and its standard deviation, may be
-off by; the latter may be as small as √eps: inputs almost the same in every channel. Kernels measured here stay under
-2."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +110,28 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
     a = arithmetic
     radius = math.sqrt(gain.numel())
     if not a.exact:
-        radius *= lengthened(mean, eps) * (1 + NORM_ERROR)
+        radius *= lengthened(mean, eps, gain.numel()) * (1 + NORM_ERROR)
     # It rounds once, after gain and shift.
     absolute = torch.full_like(gain, 2 * a.tiny)
     return NormOutput(gain, shift, radius, a.unit * (1 + 2.0**-9), absolute)
 
 
-def lengthened(mean: float, eps: float) -> float:
-    """Return how much longer than √d a LayerNorm's output may be, its deviations being off by NORM_ULPS of ``mean``.
+def lengthened(mean: float, eps: float, width: int) -> float:
+    """Return how much longer than √d a LayerNorm's output may be, its fp32 mean and standard deviation being off by
+    ``norm_units`` of ``mean``.
 
-    Let them be off by e, with rms a. They are divided by √(s² + eps) with s ≥ a − e and s ≥ 0, so with t = a − e the
-    quotient's rms is at most (t + 2e)/√(t² + eps), whose maximum over t ≥ 0 is √(1 + 4e²/eps); for t < 0 it is less
-    than 2e/√eps. Nothing is added for e itself: the quotient is the vector that the bounds are about.
+    Let the deviations have rms s. All are off by the same e, the mean's error, to which they are orthogonal, and are
+    divided by √(v + eps) with v ≥ (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the square of the
+    quotient's rms is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q + 2q)/(τ² + 1), whose maximum is the larger eigenvalue
+    of ((1, √q), (√q, 2q)); for s < e it is at most 2q. A sum of products of which some are negative may come out as
+    −(2⁻²⁴·mean)²/2, which is taken off eps.
     """
-    off = NORM_ULPS * UNIT32 * mean
-    return math.sqrt(1 + 4 * off * off / eps)
+    unit = UNIT32 * mean
+    eps -= unit * unit / 2
+    if eps <= 0:
+        return math.inf
+    q = (norm_units(width) * unit) ** 2 / eps
+    return math.sqrt((1 + 2 * q + math.sqrt(1 + 4 * q * q)) / 2)
 
 
 @full_precision()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..devices import on_device
 from ..families.types import TensorReader
 from .arithmetic import COMPUTED, full_precision
 from .factored import IN_CACHE, Tall
@@ -44,6 +45,17 @@ _STEPS = 32
 _GUESS = 1 + 2.0**-9
 
 
+@on_device
+@full_precision()
+def transposed_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return leftᵀ·right: fp64 [a, b]; fp32 factors are multiplied ``FP32_ROWS`` rows at a time."""
+    step = AT_A_TIME if left.dtype == torch.float64 else FP32_ROWS
+    total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
+    for start in range(0, len(left), step):
+        total += left[start : start + step].t() @ right[start : start + step]
+    return total
+
+
 @full_precision()
 def gram(rows: Tensor | Tall) -> Tensor:
     """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
@@ -54,14 +66,11 @@ def gram(rows: Tensor | Tall) -> Tensor:
     """
     count, size = rows.shape
     exact = rows.dtype == torch.float64
-    step = max(1, AT_A_TIME if exact else FP32_ROWS)
     total = torch.zeros(size, size, dtype=torch.float64)
     for part in (rows,) if isinstance(rows, Tensor) else rows.parts(AT_A_TIME):
         for i in range(0, size, TILE):
             for j in range(0, i + 1, TILE):
-                left, right, tile = part[:, i : i + TILE], part[:, j : j + TILE], total[i : i + TILE, j : j + TILE]
-                for start in range(0, len(part), step):
-                    tile += left[start : start + step].t() @ right[start : start + step]
+                total[i : i + TILE, j : j + TILE] += transposed_product(part[:, i : i + TILE], part[:, j : j + TILE])
     for i in range(0, size, TILE):
         total[:i, i : i + TILE] = total[i : i + TILE, :i].t()
     unit = (count + 8) * 2.0**-52 if exact else (FP32_ROWS + 8) * 2.0**-24
@@ -126,6 +135,13 @@ def without_weights(matrix: Tall) -> Tall:
     """Return a tall matrix that keeps the factors and names of its weights, not their values."""
     nothing = torch.zeros(0)
     return replace(matrix, blocks=tuple(tuple(replace(p, weight=nothing) for p in block) for block in matrix.blocks))
+
+
+@on_device
+@full_precision()
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of two matrices in their own dtype, fp32 or fp64."""
+    return left @ right
 
 
 @full_precision()

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import pickle
-import re
 import stat
 import sys
 import zipfile
@@ -29,6 +28,7 @@ import torch
 
 from ..errors import UserError
 from .hub import reading_from
+from .places import local_folder
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -85,9 +85,6 @@ SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")
 """Patterns of what a Hub repository has besides weights."""
 
 
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
-
 LONGEST_SHOWN = 120
 """Characters of a name or value of a stranger's file that an error message repeats."""
 
@@ -113,6 +110,7 @@ class Checkpoint:
 
     ``source``: what the user typed. ``revision``: the commit that a Hub id stood for, else None. ``tensors``: by
     name, sorted. ``weight_files``: in shard order. ``index``: the parsed index file, None for a single file.
+    ``subfolder``: the folder below the source that was asked for.
     """
 
     folder: Path
@@ -123,6 +121,7 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     index: dict[str, Any] | None
     states: Mapping[Path, FileState] = field(default_factory=dict)
+    subfolder: str | None = None
 
     def check_unchanged(self) -> None:
         """Raise UserError for a weight file that is not as it was when the checkpoint was opened.
@@ -137,7 +136,9 @@ class Checkpoint:
     @property
     def name(self) -> str:
         """The source as a report may name it: a Hub id as typed, of a local folder only its own name."""
-        return self.source if self.revision is not None else own_name(self.source)
+        if self.revision is not None:
+            return self.source
+        return "/".join(filter(None, (own_name(self.source), self.subfolder)))
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor in its own dtype and in memory of its own.
@@ -192,12 +193,9 @@ def open_checkpoint(source: str | Path, subfolder: str | None = None, *, endpoin
     subfolder: the model's folder below it, as in diffusers layouts. endpoint: the Hub's address, by default the
     environment's. Raises UserError for anything that is not a complete checkpoint with plain weights.
     """
-    folder, revision = Path(source).expanduser(), None
-    if not folder.exists() and looks_like_repo_id(str(source)):
+    folder, revision = local_folder(source), None
+    if folder is None:
         folder, revision = download(str(source), subfolder, endpoint)
-    elif not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {problem}; give the folder of a checkpoint or a Hub id like org/name")
     if subfolder is not None:
         folder = subfolder_of(folder, subfolder)
     config = read_config(folder)
@@ -206,7 +204,7 @@ def open_checkpoint(source: str | Path, subfolder: str | None = None, *, endpoin
     tensors = collect(files, index, folder)
     for info in tensors.values():
         check_not_quantised(info.dtype, info.name, info.file)
-    return Checkpoint(folder, str(source), revision, config, tensors, files, index, states)
+    return Checkpoint(folder, str(source), revision, config, tensors, files, index, states, subfolder)
 
 
 FileState = tuple[int, int, int, int, int]
@@ -372,9 +370,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.exists():
         if (folder / "model_index.json").exists():
-            raise UserError(
-                f"{folder} is a pipeline of several models; name one with --subfolder, for example text_encoder"
-            )
+            models = sorted(path.parent.name for path in folder.glob("*/config.json"))
+            names = " or ".join([name for name in models if "text_encoder" in name] or models) or "its folder"
+            raise UserError(f"{folder} is a pipeline of several models; name one with --subfolder: {names}")
         raise UserError(f"{folder}: no config.json; give the folder of a checkpoint, or --subfolder for one below it")
     config = read_json(contained(folder, "config.json"), "config")
     if config.get("quantization_config"):
@@ -639,11 +637,6 @@ def zip_records(file: Path) -> dict[int, int]:
 # --- Hub -----------------------------------------------------------------------------------------------------------
 
 
-def looks_like_repo_id(source: str) -> bool:
-    """Return whether ``source`` is spelled like ``name[@revision]`` or ``org/name[@revision]``."""
-    return REPO_ID.fullmatch(source.partition("@")[0]) is not None
-
-
 def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:
     """Fetch a Hub repository's small files and the weights that stock code would use; return the snapshot's folder
     and its commit.
@@ -660,6 +653,7 @@ def download(source: str, subfolder: str | None, endpoint: str | None = None) ->
             repo,
             revision,
             lambda: Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns), endpoint=endpoint)),
+            endpoint,
         )
 
     folder = fetch(revision or None, *SMALL_FILES)

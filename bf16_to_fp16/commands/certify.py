@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import bound, fp16_weights
 from ..checkpoint.reader import open_checkpoint
-from ..environment import SCHEMA, environment
+from ..devices import Device, products_on
+from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
 from ..report.remedies import over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..run.agreement import agreed_layout
+
+if TYPE_CHECKING:
+    import torch
 
 
 def certify(
@@ -22,6 +26,7 @@ def certify(
     max_length: int = MAX_LENGTH,
     target: str = "half",
     subfolder: str | None = None,
+    device: str | torch.device = "auto",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Bound every signal of ``source`` (folder or Hub id) for every input, from its weights rounded to fp16, and return
@@ -30,14 +35,16 @@ def certify(
     Nothing is run: stock code only builds the model, without its values, to show that it is the one that is bounded.
     max_length: positions of a sequence for which it holds. target: ``half``, ``norm-safe`` (also the
     squares of the residual stream summed by a norm) or ``train`` (dropout, and the limit of the cube's derivative).
-    Raises UserError for a source that cannot be used.
+    device: auto, cpu, cuda, cuda:N or mps, for the products of large matrices. Raises UserError for a source or device
+    that cannot be used.
     """
     progress = progress or Progress(quiet=True)
     if max_length < 1:
         raise UserError(f"a maximum length of {max_length} is not a number of positions; give 1 or more")
+    on = Device(device, progress)
     checkpoint = open_checkpoint(source, subfolder)
     layout = agreed_layout(checkpoint)
-    with progress.step("Bounding every signal") as advance:
+    with products_on(on, "certificate"), progress.step("Bounding every signal") as advance:
         found = bound(layout, fp16_weights(checkpoint, layout), Arithmetic(max_length), target=target, advance=advance)
     described = CertificateEntry.model_validate(found.to_json())
     report = Report(
@@ -49,6 +56,6 @@ def certify(
         target=target,
         certificate=described,
         uncertified=over_limits(described),
-        environment=Environment.model_validate(environment()),
+        environment=Environment.model_validate(on.environment()),
     )
     return dump(report)

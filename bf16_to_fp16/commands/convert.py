@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import records, write_json
@@ -32,6 +32,9 @@ from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import MARGIN_BITS, Planned
 from ..run import probe
 
+if TYPE_CHECKING:
+    import torch
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -47,6 +50,11 @@ class Conversion:
     def safe(self) -> bool:
         """Whether the verdict is safe."""
         return self.report.get("verdict") == "safe"
+
+    def __repr__(self) -> str:
+        """Return the verdict and the folder; the report alone would fill screens."""
+        verdict, proof = self.report.get("verdict", "planned"), self.report.get("proof", "nothing written")
+        return f"<Conversion: {verdict}, {proof}, out={str(self.out)!r}>"
 
 
 def convert(
@@ -66,6 +74,7 @@ def convert(
     workers: int = 1,
     seed: int = 0,
     sweep: bool = False,
+    device: str | torch.device = "auto",
     endpoint: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
@@ -76,7 +85,7 @@ def convert(
     Raises UserError for input that cannot be used; ``out`` then does not exist.
     """
     options = Options(
-        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep
+        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep, device
     )
     place = Destination(Path(out), force=force, dry_run=dry_run)
     return convert_by(options, source, place, endpoint=endpoint, progress=progress)
@@ -96,11 +105,12 @@ def convert_by(
     options.check()
     place.check(Path(source) if Path(source).is_dir() else None)
     stored = None if options.plan is None else read_plan(Path(options.plan), options.target)
-    opened = open_source(source, options, place, endpoint)
+    opened = open_source(source, options, place, endpoint, progress)
     decided = replayed(opened, stored) if stored is not None else decide(opened, options, progress)
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
-        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan)
+        signals = reports.signals_of(decided.layout, decided.plan, decided.ranges) if decided.ranges else []
+        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals)
         return Conversion(dump(summary), None, decided.planned, decided.plan)
     inputs = probe.describe_batches(opened.inputs, seed=options.seed, data=options.data) if options.run_model else None
     with staged(place.out, force=place.force) as work:

@@ -16,6 +16,7 @@ from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
 from ..bounds.spectral import Spectra
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..devices import products_on
 from ..progress import Progress
 from ..report.evidence import Decided, Measured
 from ..report.schema import FidelityEntry
@@ -28,24 +29,33 @@ from .planning import Opened, drifted_outputs, reference_of
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
     """Bound what was written and, unless nothing is to be run, audit it and compare it with the source."""
-    certificate = certificate_of(work, options, opened.spectra, progress)
+    device = opened.device
+    with products_on(device, "certificate"):
+        certificate = certificate_of(work, options, opened.spectra, progress)
     if not options.run_model:
-        return Measured(certificate, decided.plan)
+        return Measured(certificate, decided.plan, environment=device.environment())
     written, inputs, drifts = open_checkpoint(work), opened.inputs, decided.plan.drift is not None
     with progress.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
         if options.target == "train":
-            regimes = audit_folder(work, inputs=inputs, seed=options.seed, advance=advance, train_mode=True)
+            regimes = device.run(
+                "audit",
+                lambda place: audit_folder(
+                    work, inputs=inputs, seed=options.seed, device=place, advance=advance, train_mode=True
+                ),
+            )
             half = outputs(written, inputs, torch.float16, half=True)
             fp32 = outputs(written, inputs, torch.float32) if drifts else []
         else:
-            audited = run_regimes(written, inputs, fp32=drifts, advance=advance)
+            audited = device.run(
+                "audit", lambda place: run_regimes(written, inputs, device=place, fp32=drifts, advance=advance)
+            )
             regimes, half, fp32 = audited.regimes, audited.half, audited.fp32
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         reference = decided.reference or reference_of(opened.checkpoint, inputs)
         probabilities = not decided.layout.encoder_only
         closeness = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
         plan = with_drift(opened, decided, reference, fp32) if drifts else decided.plan
-    return Measured(certificate, plan, regimes, closeness, half)
+    return Measured(certificate, plan, regimes, closeness, half, device.environment())
 
 
 def with_drift(opened: Opened, decided: Decided, reference: Reference, written: Outputs) -> Plan:

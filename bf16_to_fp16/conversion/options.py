@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.reader import Checkpoint, own_name
@@ -12,6 +13,9 @@ from ..checkpoint.staging import check_out
 from ..errors import UserError
 from ..report.schema import Lineage
 from ..rescaling.planner import MARGIN_BITS, TARGETS
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_MARGIN = 12
 """Bits of margin that leave a signal any room: 65504·2⁻¹² is 16."""
@@ -25,7 +29,8 @@ class Options:
     run_model: False plans from the bounds and lets the certificate alone decide; the model is never in memory. plan: a
     report whose plan is replayed instead of observing. margin_bits: kept between what is observed and each limit.
     max_length: positions for which the certificate holds. max_shard_size: bytes, else sharded like the source.
-    workers: processes that write shards. sweep: have the probe run every id of the vocabulary.
+    workers: processes that write shards. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda,
+    cuda:N or mps.
     """
 
     target: str = "half"
@@ -39,6 +44,7 @@ class Options:
     workers: int = 1
     seed: int = 0
     sweep: bool = False
+    device: str | torch.device = "auto"
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""

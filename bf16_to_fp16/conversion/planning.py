@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
-from ..bounds.arithmetic import Arithmetic
+from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound
 from ..bounds.spectral import Spectra
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.resolve import check_norms, resolve
 from ..families.types import RESIDUAL, Layout, TensorSource
@@ -38,12 +39,13 @@ ACCEPTABLE_DRIFT = 1 / 128
 
 @dataclass(frozen=True)
 class Opened:
-    """A source that can be converted: its tensors, what each of them is, and what to run it on (nothing, where the
-    certificate alone decides)."""
+    """A source that can be converted: its tensors, what each of them is, what to run it on (nothing, where the
+    certificate alone decides), and where."""
 
     checkpoint: Checkpoint
     layout: Layout
     inputs: list[Batch]
+    device: Device = field(default_factory=Device)
 
     @cached_property
     def spectra(self) -> Spectra:
@@ -51,8 +53,11 @@ class Opened:
         return Spectra(source_weights(self.checkpoint, self.layout))
 
 
-def open_source(source: str | Path, options: Options, place: Destination, endpoint: str | None) -> Opened:
+def open_source(
+    source: str | Path, options: Options, place: Destination, endpoint: str | None, progress: Progress
+) -> Opened:
     """Open a source (folder or Hub id), classify its tensors, and gather what to run it on."""
+    device = Device(options.device, progress)
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
     place.check(checkpoint.folder)
     layout = agreed_layout(checkpoint)
@@ -60,7 +65,7 @@ def open_source(source: str | Path, options: Options, place: Destination, endpoi
     inputs: list[Batch] = []
     if options.run_model:
         inputs = checkpoint_batches(checkpoint, layout, options.data, options.seed, sweep=options.sweep)
-    return Opened(checkpoint, layout, inputs)
+    return Opened(checkpoint, layout, inputs, device)
 
 
 def replayed(opened: Opened, plan: Plan) -> Decided:
@@ -72,15 +77,15 @@ def replayed(opened: Opened, plan: Plan) -> Decided:
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     """Bound the source's signals, observe them unless nothing is to be run, and choose the plan."""
-    checkpoint = opened.checkpoint
+    checkpoint, device = opened.checkpoint, opened.device
     bounds = bound_source(checkpoint, options.target, options.max_length, progress, opened.spectra)
-    if not options.run_model:
-        layout, planned = best_plan(opened, Grounds(None, bounds), options, progress)
-        return Decided(layout, planned.plan, planned)
-    ranges, reference = observe_source(checkpoint, opened.inputs, progress)
-    grounds = Grounds(ranges, bounds, drift_is_acceptable(opened, reference, progress))
-    layout, planned = best_plan(opened, grounds, options, progress)
-    return Decided(layout, planned.plan, planned, ranges, reference)
+    grounds, reference = Grounds(None, bounds), None
+    if options.run_model:
+        ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
+        grounds = Grounds(ranges, bounds, drift_is_acceptable(opened, reference, progress))
+    with products_on(device, "certificate"):
+        layout, planned = best_plan(opened, grounds, options, progress)
+    return Decided(layout, planned.plan, planned, grounds.ranges, reference)
 
 
 def checkpoint_batches(
@@ -128,30 +133,31 @@ def bound_source(
 
 
 def observe_source(
-    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress
+    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device
 ) -> tuple[Mapping[str, ModuleRange], Reference]:
     """Run the source in one walk, in fp32 on all of ``inputs`` and in bf16 where outputs are compared, and return what
     every module's input and output reach in fp32, and the outputs of both."""
-    walk = Walk(checkpoint)
-    observers: list[RangeObserver] = []
 
-    def running(batch: Batch) -> Any:
-        def run(model: Any) -> torch.Tensor | None:
+    def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
+        walk = Walk(checkpoint, place)
+        observers: list[RangeObserver] = []
+
+        def run(batch: Batch, model: Any) -> torch.Tensor | None:
             observers.append(RangeObserver(model, observers[-1] if observers else None))
             with observers[-1]:
                 output = run_batch(model, batch)
             return output_on(batch, output) if compared([batch]) else None
 
-        return run
-
-    fp32 = [walk.add(running(batch), torch.float32, again=batch.generate) for batch in inputs]
-    bf16 = add_outputs(walk, inputs, torch.bfloat16)
-    with progress.step("Observing the source in fp32") as advance:
+        fp32 = [walk.add(partial(run, batch), torch.float32, again=batch.generate) for batch in inputs]
+        bf16 = add_outputs(walk, inputs, torch.bfloat16)
         walk.run(advance)
-    ranges = observers[0].ranges()
+        kept = [lane.result for lane in fp32 if lane.result is not None]
+        return observers[0].ranges(), Reference(kept, [lane.result for lane in bf16])
+
+    with full_precision(), progress.step("Observing the source in fp32") as advance:
+        ranges, reference = device.run("observation", observed, wide=True)
     check_finite(checkpoint, ranges)
-    kept = [lane.result for lane in fp32 if lane.result is not None]
-    return ranges, Reference(kept, [lane.result for lane in bf16])
+    return ranges, reference
 
 
 def reference_of(checkpoint: Checkpoint, inputs: list[Batch]) -> Reference:
@@ -185,11 +191,18 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
     checkpoint, layout, ranges, bounds = opened.checkpoint, opened.layout, grounds.ranges, grounds.bounds
     acceptable = grounds.acceptable
 
-    def plan_at(layout: Layout, possible: Mapping[str, ModuleRange] | None, exponent: int | None = None) -> Planned:
+    def plan_at(
+        layout: Layout,
+        possible: Mapping[str, ModuleRange] | None,
+        exponent: int | None = None,
+        advance: Advance | None = None,
+    ) -> Planned:
         weights = source_weights(checkpoint, layout)
         if ranges is None:
             assert possible is not None
-            return make_plan(layout, weights, possible, target=options.target, margin_bits=PROOF_MARGIN_BITS)
+            return make_plan(
+                layout, weights, possible, target=options.target, margin_bits=PROOF_MARGIN_BITS, advance=advance
+            )
         return make_plan(
             layout,
             weights,
@@ -198,14 +211,15 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
             margin_bits=options.margin_bits,
             bounds=possible,
             residual_exponent=exponent,
+            advance=advance,
         )
 
     def plan_for(layout: Layout) -> Planned:
         exponent = -RESIDUAL_RANGE
         while True:
             possible = bounds(layout, exponent) if bounds is not None else None
-            with progress.step("Planning the exponents"):
-                planned = plan_at(layout, possible)
+            with progress.step("Planning the exponents") as advance:
+                planned = plan_at(layout, possible, advance=advance)
             if acceptable is not None and layout.family.eps_key is None:
                 stream = next((f for f in planned.fallbacks if f.signal == RESIDUAL), None)
                 if stream is not None and stream.exponent is not None:

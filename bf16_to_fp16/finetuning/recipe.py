@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ..devices import DEVICE_NAMES, is_device_name
 from ..errors import UserError
 
 Precision = Literal["fp16", "bf16", "fp32"]
@@ -275,7 +276,7 @@ class Recipe(Section):
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
     compile: bool = Field(default=False, description="torch.compile the model")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = Field(default="auto", description="auto (CUDA where there is one), cpu, cuda, cuda:N or mps")
     seed: Seed = Field(default=0, description="seed of dropout, stochastic rounding and, by default, data")
     data: Data = Field(description="the section that says what to train on")
     optimizer: Optimizer = Optimizer()
@@ -286,6 +287,13 @@ class Recipe(Section):
     logging: Logging = Logging()
     checkpointing: Checkpointing = Checkpointing()
     stability: Stability = Stability()
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if not is_device_name(value):
+            raise ValueError(f"is {value!r}; use {DEVICE_NAMES}")
+        return value
 
     @field_validator("precision", mode="before")
     @classmethod

@@ -28,6 +28,7 @@ from ..checkpoint.writer import write_fp16
 from ..commands.convert import Conversion, convert_by
 from ..conversion.options import Destination, Options, Provenance
 from ..conversion.planning import Opened, checkpoint_batches, decide
+from ..devices import Device, find_device
 from ..errors import UserError
 from ..families.known import is_encoder_class
 from ..families.resolve import resolve
@@ -83,14 +84,14 @@ def finetune(
     check_out(out, force=force)  # before a download
     checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
     check_out(out, checkpoint.folder, force=force)
-    run = train(recipe, checkpoint, progress=progress)
+    run = train_on_device(recipe, checkpoint, progress)
     if run.weights is None:
         return None
     progress = progress or Progress(quiet=True)
     trained = run.folder / TRAINED_FOLDER
     write_trained(run.folder / START_FOLDER, run.weights, trained)
     result = convert_by(
-        Options(target=recipe.target),
+        Options(target=recipe.target, device=recipe.device),
         trained,
         Destination(out, force=force),
         provenance=Provenance(f"bf16-to-fp16 finetune {name}", lineage_of(checkpoint, recipe, run), checkpoint),
@@ -102,20 +103,50 @@ def finetune(
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its folder, what it did, on which data and how many processes, and the trained fp32
-    weights (None on every process but the first)."""
+    """A run that has ended: its folder, what it did, on which data, how many processes and which devices, and the
+    trained fp32 weights (None on every process but the first)."""
 
     folder: Path
     outcome: Outcome
     data: Mapping[str, Any]
     processes: int
+    devices: Sequence[str]
     weights: Mapping[str, torch.Tensor] | None
 
 
-def train(recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | None = None) -> Run:
+def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | None) -> Run:
+    """Train on the recipe's device; where that runs out of memory, go on from the run's last state on the CPU.
+
+    Several processes cannot, of which one alone would wait for the others: they end with a UserError. Raises UserError
+    as ``finetune`` does.
+    """
+    first = int(os.environ.get("RANK", "0")) == 0
+    device = Device(recipe.device, progress if first else None)
+
+    def trained(place: torch.device) -> Run:
+        from accelerate.state import AcceleratorState
+
+        if place != device.asked:
+            AcceleratorState._reset_state(reset_partial_state=True)  # which would keep the device that is full
+        return train(recipe, checkpoint, place, progress=progress)
+
+    try:
+        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+        run = device.run("training", trained) if alone else trained(device.asked)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{device.name} is out of memory; give a smaller data.batch_size and more data.gradient_accumulation, or"
+            " gradient_checkpointing: true; the same command then goes on with the run"
+        ) from error
+    return replace(run, devices=device.used.get("training", [device.name]))
+
+
+def train(
+    recipe: Recipe, checkpoint: Checkpoint, place: torch.device | None = None, *, progress: Progress | None = None
+) -> Run:
     """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
 
-    Raises UserError as ``finetune`` does.
+    place: the device, by default the recipe's. Raises UserError as ``finetune`` does.
     """
     agreed_layout(checkpoint)
     folder = run_folder(recipe)
@@ -127,7 +158,7 @@ def train(recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | None =
         load_config(checkpoint.folder),
         seed=recipe.data_seed,
     )
-    accelerator = make_accelerator(recipe)
+    accelerator = make_accelerator(recipe, place)
     corpus.check_processes(accelerator.num_processes)
     main = accelerator.is_main_process
     progress = (progress or Progress(quiet=True)) if main else Progress(quiet=True)
@@ -157,7 +188,7 @@ def train(recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | None =
     # All are done with each other: a process that ends with its group's threads running may be aborted.
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, weights if main else None)
+    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), weights if main else None)
 
 
 def convert_or_finetune(
@@ -205,12 +236,13 @@ def check_recipe(recipe: Recipe) -> None:
         raise UserError(
             "compile hides the operations that the penalty looks at; set compile: false, or penalty.form: none"
         )
-    if recipe.compile and "fp32" not in recipe.precision and (recipe.device == "cpu" or not torch.cuda.is_available()):
+    device = find_device(recipe.device)
+    if device.index is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"device {device} is one for all processes; set device: cuda, and each takes its own")
+    if recipe.compile and "fp32" not in recipe.precision and device.type == "cpu":
         raise UserError("compile on a CPU goes with precision: fp32 alone; set that, or compile: false")
     if recipe.penalty.form != "none" and recipe.attention == "sdpa":
         raise UserError("attention sdpa hides its scores from the penalty; set attention: eager, or penalty.form: none")
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda and there is none here; set device: auto, or cpu")
 
 
 def run_folder(recipe: Recipe) -> Path:
@@ -241,11 +273,14 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
             raise UserError(f"{folder} holds other files; give an empty or new checkpointing.folder")
 
 
-def make_accelerator(recipe: Recipe) -> Any:
+def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
     """Return the accelerator of this process: its precision is "no", since autocast and loss scale are ours."""
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-    on_cpu = recipe.device == "cpu" or not torch.cuda.is_available()
+    place = place or find_device(recipe.device)
+    on_cpu = place.type == "cpu"
+    if place.index is not None:
+        torch.cuda.set_device(place)  # which is then the one that "cuda" means
     engine = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true")
     wanted = int(os.environ.get("WORLD_SIZE", "1"))
     # Given to a single process it would look for a group that nobody made.
@@ -336,7 +371,8 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
     layout = resolve(checkpoint)
     plan = Plan(family=layout.family.name)
     if recipe.rescale:
-        opened = Opened(checkpoint, layout, checkpoint_batches(checkpoint, layout, None, recipe.seed))
+        inputs = checkpoint_batches(checkpoint, layout, None, recipe.seed)
+        opened = Opened(checkpoint, layout, inputs, Device(recipe.device))
         decided = decide(opened, Options(recipe.target, max_length=recipe.data.input_length), progress)
         layout, plan = decided.layout, decided.plan
     with staged(start, force=True) as work:
@@ -393,14 +429,15 @@ def overflowing(
     """Return the first site that is not finite in a precision, or None."""
     mixed_precision = MixedPrecision(precision, device, loss_scale=1.0, window=1)
     with (
-        progress.step(f"Checking that the start is finite in {precision}"),
+        progress.step(f"Checking that the start is finite in {precision}") as advance,
         torch.no_grad(),
         mixed_precision.whole_step(),
     ):
         observer = SiteObserver(student)
-        for each in given:
+        for done, each in enumerate(given, 1):
             with observer, mixed_precision.forward():
                 student(**each)
+            advance(done, len(given))
     linears = {path for path, module in student.named_modules() if isinstance(module, torch.nn.Linear)}
     if not any(site.dtype == mixed_precision.dtype for site in observer.sites() if site.name in linears):
         raise RuntimeError(f"the linears do not compute in {precision}")
@@ -443,6 +480,7 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:
             recipe=settings,
             data=shown,
             processes=run.processes,
+            devices=list(run.devices),
             **run.outcome.to_json(),
             curves=curves(run.folder / "log.jsonl"),
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class RangeObserver:
         return {path: meter.result(scores.get(path)) for path, meter in self.meters.items() if meter.output.rows}
 
 
-def observe_ranges(model: nn.Module, batches: Iterable[Batch]) -> Ranges:
+def observe_ranges(model: nn.Module, batches: Sequence[Batch]) -> Ranges:
     """Return what a ``RangeObserver`` sees of an fp32 ``model`` on ``batches``."""
     with torch.no_grad(), RangeObserver(model) as observer:
         for batch in batches:

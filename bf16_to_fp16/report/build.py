@@ -19,7 +19,7 @@ from ..bounds.certificate import Certificate
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
-from ..environment import SCHEMA, environment
+from ..environment import SCHEMA
 from ..families.types import RESIDUAL, Layout
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
@@ -85,7 +85,7 @@ def build(
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
         unsafe=[*short, *unsafe_sites(described, converted=True)],
         command=command,
-        environment=schema.Environment.model_validate(environment()),
+        environment=schema.Environment.model_validate(measured.environment),
     )
 
 

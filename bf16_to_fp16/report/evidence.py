@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..auditing.fidelity import Fidelity, Outputs, Reference
 from ..auditing.regimes import RegimeResult
@@ -43,7 +44,8 @@ class Rewritten:
 class Measured:
     """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
 
-    plan: with the drift's predicted and measured figures. half: the outputs of the written model in fp16.
+    plan: with the drift's predicted and measured figures. half: the outputs of the written model in fp16. environment:
+    what it was all made with.
     """
 
     certificate: Certificate
@@ -51,3 +53,4 @@ class Measured:
     regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
     fidelity: Fidelity | None = None
     half: Outputs = ()
+    environment: Mapping[str, Any] = field(default_factory=dict)

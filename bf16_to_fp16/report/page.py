@@ -55,6 +55,7 @@ from .rows import (
     attack_breaks,
     bound_rows,
     bounds_by_name,
+    carried_over,
     coverage,
     found_by,
     kept_bits_tables,
@@ -121,6 +122,7 @@ def render(report: Report) -> str:
         certificate=certificate,
         brackets=bracket_pictures(certificate, report.family) if certificate else (),
         bracket_series=BRACKETS,
+        partial_sums=certificate is not None and any(site.partial > 1.1 * site.bound for site in certificate.sites),
         bounds=bound_rows(certificate) if certificate else (),
         found_by=found_by(report),
         overflowed=any(is_overflow(site.observed) for site in certificate.sites) if certificate else False,
@@ -148,16 +150,24 @@ def render(report: Report) -> str:
         evaluations=evaluation_table(run.evaluations) if run else None,
         kept=fidelity_rows(run.fidelity) if run else None,
         fidelity=fidelity_rows(report.fidelity, "finetuned model in fp32" if run else None),
-        weights=weight_rows(report.weights, "finetuned" if run else "source"),
+        weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
         sites=site_rows(report, ROWS_WITHOUT_SCRIPT),
         columns=[(i, *COLUMNS[i]) for i in data["columns"]],
         site_data=data,
         hidden_sites=all_sites(report) - len(data["rows"]),
-        machine=[(key, value) for key, value in dump(report.environment).items() if key != "versions"],
+        machine=machine_rows(report),
         replaced=[name for name in report.source.left_out if not name.endswith("/")],
         folders=[name for name in report.source.left_out if name.endswith("/")],
         hashes=hash_rows(report),
     )
+
+
+def machine_rows(report: Report) -> list[tuple[str, object]]:
+    """Return what is known of the machine but for versions, with the devices of each part of the work in words."""
+    given = dump(report.environment)
+    devices = given.pop("devices", {})
+    rows = [(key, value) for key, value in given.items() if key != "versions"]
+    return rows + [(f"device of the {part}", ", then ".join(names)) for part, names in devices.items()]
 
 
 def jinja_environment() -> Environment:
@@ -399,7 +409,8 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
             if parts:
                 rows.append((f"eps drift, {what}", ", ".join(parts)))
     if plan.margin_bits is not None:
-        rows.append(("margin kept to every limit", f"{plan.margin_bits:g} bits"))
+        kept = "what was observed" if report.regimes else "bounds"
+        rows.append((f"margin kept between {kept} and limits", f"{plan.margin_bits:g} bits"))
     return rows
 
 
@@ -540,13 +551,13 @@ def fidelity_rows(close: FidelityEntry | None, reference: str | None = None) -> 
     return {"rows": table, "positions": close.positions, "reference": reference or close.reference}
 
 
-def weight_rows(weights: WeightsEntry | None, whose: str = "source") -> list[tuple[str, str]]:
-    """Return how the weights came through, as pairs of what and how much."""
+def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str | None = None) -> list[tuple[str, str]]:
+    """Return how the weights came through, as pairs of what and how much; ``dtype`` as for ``carried_over``."""
     if weights is None:
         return []
     return [
         ("finetuned fp32 weights" if whose == "finetuned" else f"weights of the {whose}", f"{weights.elements:,}"),
-        ("carried over bit for bit", percent(weights.lossless_fraction)),
+        ("carried over bit for bit", carried_over(weights, dtype)),
         ("normal in fp16 (of those not 0)", percent(weights.normal_fraction)),
         ("rounded to zero", f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"),
         ("not finite", f"{weights.nonfinite:,}"),

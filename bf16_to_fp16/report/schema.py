@@ -174,11 +174,16 @@ class Inputs(ReportObject):
 
 
 class Environment(ReportObject):
-    """The versions, machine and dtype that the figures were made with; None for a package that is not installed."""
+    """The versions, machine and dtype that the figures were made with; None for a package that is not installed.
+
+    ``device``: that was asked for. ``devices``: those that each part of the work ran on, the CPU last where another ran
+    out of memory.
+    """
 
     versions: dict[str, str | None] = {}
     python: str | None = None
     device: str | None = None
+    devices: dict[str, list[str]] = {}
     dtype: str | None = None
 
 
@@ -416,14 +421,15 @@ class UnsafeEntry(ReportObject):
 class FinetuneEntry(ReportObject):
     """What a finetune did.
 
-    ``skipped``: steps whose gradient was not finite. ``rewinds``: after a spike of the loss. ``evaluations``: losses
-    and headroom on held-out data, by step. ``curves``: by name, a value for each of ``step``. ``fidelity``: of the
-    output to the original.
+    ``devices``: it ran on, one after the other. ``skipped``: steps whose gradient was not finite. ``rewinds``: after a
+    spike of the loss. ``evaluations``: losses and headroom on held-out data, by step. ``curves``: by
+    name, a value for each of ``step``. ``fidelity``: of the output to the original.
     """
 
     recipe: dict[str, Any] = {}
     data: dict[str, Any] = {}
     processes: Count = 1
+    devices: list[str] = []
     steps: Count = 0
     tokens: Count = 0
     skipped: list[dict[str, Any]] = []
@@ -520,6 +526,52 @@ class Verification(ReportObject):
     files: Count
     certificate: CertificateEntry | None
     regimes: dict[str, RegimeEntry]
+    environment: Environment
+
+
+class ArithmeticEntry(ReportObject):
+    """In which format a runtime computed: matrix products and all floating-point operations by format (None for their
+    number where it has one format for all), and how that was found out. ``native``: every product in fp16."""
+
+    native: Flag
+    products: dict[str, Count | None]
+    operations: dict[str, Count | None]
+    how: str
+
+
+class ComparisonEntry(ReportObject):
+    """How far what was computed is from stock code in fp32 on the same weights.
+
+    ``elements``, and how many of them are ``nonfinite`` or ``zeros``. ``error``: Σ(x − fp32)² / Σ fp32². ``largest``:
+    the largest |x − fp32| over the largest |fp32|. Both are null where a value is not finite.
+    """
+
+    path: str
+    elements: Count
+    nonfinite: Count
+    zeros: Count
+    error: NumberOrNaN
+    largest: NumberOrNaN
+
+
+class RuntimeCheck(ReportObject):
+    """What ``check`` found: a checkpoint in another runtime, beside the source there and stock code in bf16.
+
+    ``verdict``: "unsafe" where a value is not finite or the error is above that of bf16; else "safe" where the runtime
+    computed in fp16; else None, since nothing is shown.
+    """
+
+    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
+    verdict: Literal["safe", "unsafe"] | None
+    runtime: str
+    runtime_version: str
+    device: str
+    arithmetic: ArithmeticEntry
+    compared: str
+    rows: Count
+    output: ComparisonEntry
+    source: ComparisonEntry | None
+    bf16: ComparisonEntry
     environment: Environment
 
 

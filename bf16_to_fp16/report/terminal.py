@@ -24,21 +24,22 @@ from ..wording import (
     headroom,
     infinite,
     over_limit,
-    percent,
     rounded_down,
     rounded_up,
+    scientific,
     significant_bits,
     tightness,
     times,
 )
 from .remedies import CONVERT, FINETUNE, after_breaking, passed_limit
-from .rows import least_precise
+from .rows import carried_over, least_precise
 from .schema import (
     REPORT,
     AttackEntry,
     CertificateEntry,
     RegimeEntry,
     Report,
+    RuntimeCheck,
     SignalEntry,
     SiteEntry,
     UnsafeEntry,
@@ -355,7 +356,7 @@ def figure_table(report: Report) -> Table:
         if finetune is not None and finetune.fidelity is not None:
             table.add_row(f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16))
     if weights is not None:
-        table.add_row("weights carried over exactly", percent(weights.lossless_fraction))
+        table.add_row("weights carried over exactly", carried_over(weights, report.source.dtype))
         table.add_row("weights flushed to zero", f"{weights.flushed_to_zero:,}")
     if (worst := least_precise(report)) is not None:
         kept = significant_bits(worst.bits)
@@ -416,6 +417,27 @@ def print_unsafe(screen: Console, entries: Sequence[UnsafeEntry]) -> None:
             f"over its limit with margin: {limit.signal} by {excess(limit.excess_bits)} bits; {limit.remedy}",
             markup=False,
         )
+
+
+def print_planned(report: Report, planned: Planned | None) -> None:
+    """Print what a plan that was not carried out promises: what the source reaches, and what it would reach after."""
+    screen = console()
+    if report.signals:
+        screen.print(source_line(report.signals))
+        after = max(signal.after for signal in report.signals)
+        kept = below_limit(math.log2(FP16_MAX / after) if after else math.inf)
+        screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
+    if planned is None:
+        return
+    if planned.violations:
+        screen.print(
+            bad("unsafe", f"{counted(len(planned.violations), 'limit')} cannot be held by any rescaling, below")
+        )
+    elif planned.fallbacks:
+        over = counted(len(planned.fallbacks), "signal")
+        screen.print(good("safe on what was run", f"{over} would pass a limit by bound and hold by what was observed"))
+    else:
+        screen.print(good("safe", "every limit would hold for every input, by bounds of the source"))
 
 
 def print_plan(plan: Plan, planned: Planned | None) -> None:
@@ -481,6 +503,43 @@ def print_published(result: Mapping[str, Any]) -> None:
         kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
         files = counted(len(result["uploaded"]), "file")
         screen.print(f"{result['url']} ({kind}): {files} in {result['commit']}", markup=False, soft_wrap=True)
+
+
+def counts(numbers: Mapping[str, int | None]) -> list[str]:
+    """Return numbers of operations by format, each with its format."""
+    return [f"{'all' if number is None else f'{number:,}'} in {kind}" for kind, number in sorted(numbers.items())]
+
+
+def print_check(result: RuntimeCheck) -> None:
+    """Print what a runtime made of source and output, side by side with bf16, in which arithmetic, and the verdict."""
+    screen = console()
+    screen.print(f"{result.runtime} {result.runtime_version} on {result.device}")
+    arithmetic = result.arithmetic
+    for title, numbers in (("matrix products", arithmetic.products), ("operations", arithmetic.operations)):
+        screen.print(f"{title}: " + ", ".join(counts(numbers)))
+    screen.print(f"how that is known: {arithmetic.how}")
+    table = Table(result.compared, "non-finite", "zeros", "error", "largest")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = {"source": result.source, "output": result.output, "in torch, bf16": result.bf16}
+    for title, entry in rows.items():
+        if entry is not None:
+            table.add_row(
+                title,
+                f"{entry.nonfinite:,} of {entry.elements:,}",
+                f"{entry.zeros:,}",
+                scientific(entry.error),
+                scientific(entry.largest),
+            )
+    screen.print(table)
+    screen.print("error: Σ(x − fp32)² / Σ fp32², fp32 being stock code in torch; largest: max |x − fp32| / max |fp32|")
+    if result.verdict == "unsafe":
+        wrong = "gives inf or NaN" if result.output.nonfinite else "is further from fp32 than bf16 is"
+        screen.print(bad("unsafe", f"the output {wrong} in {result.runtime}"))
+    elif result.verdict == "safe":
+        screen.print(good("safe", f"finite, and nearer to fp32 than bf16, in fp16 arithmetic in {result.runtime}"))
+    else:
+        screen.print(f"no evidence: {result.runtime} did not compute in fp16 on this device")
 
 
 def print_verification(result: Verification) -> None:

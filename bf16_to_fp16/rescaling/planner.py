@@ -41,6 +41,7 @@ from ..families.types import (
     TensorReader,
 )
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, NORM_SAFE_LIMIT
+from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
 from .plan import Drift, Plan
 from .rounding_loss import GRID, LossTable, loss_table, signal_noise
@@ -141,6 +142,7 @@ def make_plan(
     margin_bits: float = MARGIN_BITS,
     bounds: Mapping[str, ModuleRange] | None = None,
     residual_exponent: int | None = None,
+    advance: Advance | None = None,
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
 
@@ -148,9 +150,11 @@ def make_plan(
     nothing is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` (also ‖h‖₂ of the residual
     stream under 256) or ``train`` (2 more bits, and gate pre-activations under 147.8). margin_bits: kept between a
     range and its limit. bounds: what they can reach on any input, held under the limits as well where that is worth it.
-    residual_exponent: the only one to consider, where it has been decided.
+    residual_exponent: the only one to consider, where it has been decided. advance: called with the axes of tensors
+    that have been looked at, which takes most of the time, and their number.
     """
     search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds)
+    search.advance = advance
     return search.run(None if residual_exponent is None else [residual_exponent])
 
 
@@ -174,6 +178,8 @@ class _Costs:
         self.elements = sum(math.prod(t.shape) for t in layout.tensors.values())
         self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
         self.tables: dict[tuple[str, int], LossTable] = {}
+        self.advance: Advance | None = None
+        self.looked_at: set[tuple[str, int]] = set()
         self.chosen: dict[str, torch.Tensor] = {}
         self.fallbacks: dict[str, Fallback] = {}
         self.touched: dict[str, list[tuple[ResolvedTensor, int, Sign]]] = {name: [] for name in layout.signals}
@@ -204,6 +210,9 @@ class _Costs:
             exponents = self.chosen.get(other.signal) if other else None
             shift = exponents * other.sign if other and exponents is not None else None
             self.tables[key] = loss_table(self.weights(tensor.name), axis, shift)
+            self.looked_at.add(key)
+            if self.advance is not None:
+                self.advance(len(self.looked_at), sum(map(len, self.touched.values())))
         return self.tables[key]
 
     def offset(self, tensor: ResolvedTensor, axis: int, r: int) -> int:

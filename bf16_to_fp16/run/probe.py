@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import random
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,36 @@ def audit_batches(
     return inputs if data is None else inputs + batches(config, folder, data, seed=seed)
 
 
+def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
+    """Return rows of every batch but one that generates as a single batch of one shape, for what is built for a shape.
+
+    Rows are taken from each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length``
+    positions and filled up with padding; the decoder's begin with the start token.
+    """
+    each = [list(_rows(batch)) for batch in inputs if not batch.generate]
+    turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
+    count = max(4, min(16, _PROBE_LOGITS // (int(config.vocab_size) * decoder_length)))
+    encoder, decoder = zip(*turns[:count], strict=True)
+    ids, mask = stack([row[:length] for row in encoder], _pad(config))
+    if not has_decoder(config):
+        return Batch("rows of every kind", ids, mask, head=False)
+    decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], _pad(config))
+    decoder_ids[:, 0] = _start(config)
+    return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
+
+
+def _rows(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of a batch without padding, for the encoder and for the decoder; of an encoder alone twice the same."""
+    decoder, decoder_mask = batch.decoder_input_ids, batch.decoder_attention_mask
+    if decoder is None or decoder_mask is None:
+        decoder, decoder_mask = batch.input_ids, batch.attention_mask
+    for ids, mask, other, other_mask in zip(batch.input_ids, batch.attention_mask, decoder, decoder_mask, strict=True):
+        yield ids[mask.bool()], other[other_mask.bool()]
+
+
 def is_small(config: Any) -> bool:
     """Return whether a vocabulary is so small that the probe runs every id."""
-    return int(config.vocab_size) <= choice.CHOSEN
+    return int(config.vocab_size) <= choice.WHOLE
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
@@ -384,24 +412,24 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
 
 
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
-    """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, and each alone,
-    with no other to be averaged with."""
+    """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, in pairs, and
+    each alone, with no other to be averaged with."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
     decodes = has_decoder(config)
-    columns = min(length, len(ids))
-    full = len(ids) // columns * columns
     made: list[Batch] = []
-    for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1), ids.view(-1, 1)):
-        if not rows.numel():
-            continue
-        mask = torch.ones_like(rows)
-        name = f"chosen ids in rows of {rows.shape[1]}"
-        reasons = by_reason if not made else {}
-        made.append(
-            Batch(name, rows, mask, rows.flip(1), mask, kind=CHOSEN, chosen=reasons)
-            if decodes
-            else Batch(name, rows, mask, head=False, kind=CHOSEN, chosen=reasons)
-        )
+    for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
+        full = len(ids) // columns * columns
+        for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1)):
+            if not rows.numel():
+                continue
+            mask = torch.ones_like(rows)
+            name = f"chosen ids in rows of {rows.shape[1]}"
+            reasons = by_reason if not made else {}
+            made.append(
+                Batch(name, rows, mask, rows.flip(1), mask, kind=CHOSEN, chosen=reasons)
+                if decodes
+                else Batch(name, rows, mask, head=False, kind=CHOSEN, chosen=reasons)
+            )
     return made
 
 

@@ -253,6 +253,15 @@ def test_a_card_that_was_edited_goes_up_with_its_own_hash(run: Run, hub: HubServ
     assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
 
 
+def test_a_checkpoint_below_a_repository_is_verified_by_its_folders_name(hub: HubServer, folder: Path) -> None:
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    hub.add("me/pipeline", {f"text_encoder_2/{name}": content for name, content in files.items()} | {"x": b""})
+    with pytest.raises(UserError, match="of its own; give --subfolder text_encoder_2"):
+        verify("me/pipeline", endpoint=hub.endpoint)
+    below = verify("me/pipeline", subfolder="text_encoder_2", endpoint=hub.endpoint, run_model=False)
+    assert below["verified"] and below["source"]["revision"]
+
+
 def test_publish_from_python_raises_one_line_without_the_token(hub: HubServer, folder: Path) -> None:
     hub.add("them/model", {}, private=False)
     with pytest.raises(UserError) as caught:
@@ -332,7 +341,7 @@ def test_the_audit_is_repeated_and_an_unsafe_checkpoint_says_so_or_stays(
     assert json.loads(up["fp16_report.json"])["verdict"] == "unsafe" and b"Unsafe in fp16" in up["fp16_report.html"]
     problems = verify("me/out", endpoint=hub.endpoint)["problems"]
     assert {p["check"] for p in problems} == {"certificate", "audit", "report"}
-    assert any("inf or NaN" in p["reason"] and "finetune" in p["remedy"] for p in problems)
+    assert any("inf/NaN" in p["reason"] and "finetune" in p["remedy"] for p in problems)
     hub.seen.clear()
     status, out, _ = upload(run, folder, "--allow-unsafe")
     assert status == 1 and json.loads(out)["uploaded"] == []

@@ -38,7 +38,7 @@ UNCLIPPED = "optimizer.clip_norm=1e6"
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe whose batch is one process's half; no dropout, which differs between one process and two."""
     folder = tmp_path_factory.mktemp("launch")
-    source = saved(folder / "source", 60, dropout=0.0, dtype=torch.bfloat16, layers=1)
+    source = saved(folder / "source", 60, dropout=0.0, dtype=torch.bfloat16)
     tree = recipe_tree(source, folder / "out") | {
         "precision": "fp32",
         "schedule": {"steps": STEPS, "learning_rate": 0.003, "warmup": 2},

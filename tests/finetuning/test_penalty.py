@@ -407,8 +407,8 @@ def test_a_site_that_runs_twice_pulls_at_its_largest() -> None:
         for scales in ((1.0, 8.0), (8.0, 1.0), (8.0,)):
             for scale in scales:
                 model(scale * x)
-            totals.append(penalty())
-    assert float(totals[0]) == float(totals[1]) == float(totals[2])
+            totals.append(penalty().item())
+    assert totals[0] == totals[1] == totals[2]
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -742,7 +742,7 @@ def test_a_run_that_went_back_and_is_killed_ends_with_the_same_bits(folder: Path
 def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(folder: Path, tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
-        model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e7)
+        model.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e7)
     recipe = recipe_for(
         folder,
         tmp_path / "out",
@@ -753,7 +753,7 @@ def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(folder: Path, t
     )
     with pytest.raises(UserError, match=r"5 steps in a row overflow, down to a loss scale of 2048") as caught:
         trainer_of(recipe, folder, tmp_path / "run", model=model).train()
-    assert "encoder.block.1.layer.1.DenseReluDense.wo" in str(caught.value) and "rescale" in str(caught.value)
+    assert "encoder.block.0.layer.1.DenseReluDense.wo" in str(caught.value) and "rescale" in str(caught.value)
     trainer = trainer_of(recipe, folder, tmp_path / "gradients")
     trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(UserError, match=r"5 steps in a row overflow, .* though every activation is inside its target;"):

@@ -10,7 +10,16 @@ from support import tiny
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.run import texts
-from bf16_to_fp16.run.probe import IGNORED_LABEL, SWEEP, Batch, audit_batches, batches, describe_batches, run_batch
+from bf16_to_fp16.run.probe import (
+    IGNORED_LABEL,
+    SHORT,
+    SWEEP,
+    Batch,
+    audit_batches,
+    batches,
+    describe_batches,
+    run_batch,
+)
 
 TEXTS = ["the cat sat", "a dog ran far away", "the dog sat", "it rained"]
 
@@ -72,6 +81,25 @@ def test_the_probe_has_padding_on_both_sides_and_a_generation() -> None:
     assert any((b.attention_mask == 0).any() for b in made)
     assert any(b.decoder_attention_mask is not None and (b.decoder_attention_mask == 0).any() for b in made)
     assert sum(b.generate for b in made) == 1
+
+
+@pytest.mark.parametrize("kind", ["t5", "pegasus", "t5-encoder"])
+def test_short_rows_have_every_length_and_special_token_with_and_without_end_and_padding_on_both_sides(
+    kind: str,
+) -> None:
+    config = config_of(kind)
+    right, left = (b for b in batches(config, None, None) if b.kind == SHORT)
+    end = config.eos_token_id
+    rows = [ids[mask == 1].tolist() for ids, mask in zip(right.input_ids, right.attention_mask, strict=True)]
+    assert rows == [ids[mask == 1].tolist() for ids, mask in zip(left.input_ids, left.attention_mask, strict=True)]
+    assert {len(row) for row in rows if row[-1] != end} == set(range(1, 9))
+    assert {len(row) for row in rows if row[-1] == end} >= set(range(2, 9))
+    for special in {config.pad_token_id, end, config.vocab_size - 1}:
+        assert [special] in rows and [special, end] in rows
+    assert bool(right.attention_mask[:, 0].all()) and bool(left.attention_mask[:, -1].all())
+    assert not left.attention_mask[:, 0].all() and not right.attention_mask[:, -1].all()
+    assert (right.decoder_input_ids is None) is (kind == "t5-encoder")
+    assert right.input_ids.numel() + left.input_ids.numel() < 400
 
 
 @pytest.mark.parametrize("kind", ["t5-encoder", "umt5-encoder"])
@@ -252,10 +280,11 @@ def test_the_inputs_are_listed_by_kind_with_their_shapes() -> None:
     assert [tuple(entry.values()) for entry in listed["batches"]] == [
         ("random ids", 1, 4, 64, 32),
         ("long", 1, 1, 512, 128),
-        ("repeated", 1, 2, 128, 64),
+        ("repeated", 1, 2, 64, 32),
         ("padded", 1, 4, 48, 24),
+        ("short", 2, 44, 8, 4),
         ("vocabulary sweep", 6, 40, 128, 128),
-        ("generate", 1, 4, 48, None),
+        ("generate", 1, 2, 48, None),
     ]
     assert list(listed["batches"][0]) == ["kind", "batches", "rows", "encoder", "decoder"]
     assert sum(len(b.input_ids) for b in made) == sum(entry["rows"] for entry in listed["batches"])

@@ -11,7 +11,7 @@ import transformers
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it "
 
 
-def tiny_model(seed: int = 0, dropout: float = 0.1, layers: int = 2) -> Any:
+def tiny_model(seed: int = 0, dropout: float = 0.1) -> Any:
     """Return it with random weights, under eager attention."""
     torch.manual_seed(seed)
     model = transformers.T5ForConditionalGeneration(
@@ -20,7 +20,7 @@ def tiny_model(seed: int = 0, dropout: float = 0.1, layers: int = 2) -> Any:
             d_model=16,
             d_kv=8,
             d_ff=32,
-            num_layers=layers,
+            num_layers=1,
             num_heads=2,
             feed_forward_proj="gated-gelu",
             decoder_start_token_id=0,
@@ -33,7 +33,7 @@ def tiny_model(seed: int = 0, dropout: float = 0.1, layers: int = 2) -> Any:
 
 def saved(folder: Path, lines: int, dropout: float = 0.1, dtype: torch.dtype = torch.float32, layers: int = 2) -> Path:
     """Save the model with its tokenizer and so many lines of ``text.txt``, and return the folder."""
-    tiny_model(dropout=dropout, layers=layers).to(dtype).save_pretrained(folder)
+    tiny_model(dropout=dropout).to(dtype).save_pretrained(folder)
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(folder)
     (folder / "text.txt").write_text("".join(f"{TEXT}{i}\n" for i in range(lines)))
     return folder

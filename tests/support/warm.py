@@ -141,7 +141,7 @@ def run(program: str, *arguments: str) -> None:
     numpy.random.seed()
     torch.manual_seed(random.getrandbits(32))
     sys.executable = os.environ["PYTHON_EXEC"] = program  # torch's launcher starts its processes by the latter
-    kind, *words = (word for word in arguments if word != "-u")
+    kind, *words = (word for word in arguments if word not in ("-u", "-I"))
     if kind == "-m":
         sys.argv, sys.path[0] = words, os.getcwd()
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
