@@ -18,7 +18,7 @@ import pickle
 import stat
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +158,21 @@ class Checkpoint:
             raise IndexError(f"{name} has shape {info.shape}, not rows {start} to {stop}")
         row = info.nbytes // info.shape[0] if info.shape[0] else 0
         return read_range(info, (stop - start, *info.shape[1:]), start * row)
+
+    def read_some_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        """Return the rows of these numbers of a tensor, reading only their bytes.
+
+        Raises as ``read_rows`` does.
+        """
+        info = self.tensors[name]
+        if not info.shape or not all(0 <= row < info.shape[0] for row in rows):
+            raise IndexError(f"{name} has shape {info.shape}, and not all of the rows {min(rows)} to {max(rows)}")
+        found = torch.empty((len(rows), *info.shape[1:]), dtype=SAFETENSORS_DTYPES[info.dtype])
+        size = info.nbytes // info.shape[0]
+        with reading(info.file) as descriptor:
+            for row, place in zip(rows, found, strict=True):
+                read_exactly(descriptor, bytes_of(place), info.offset + row * size, info.file)
+        return found
 
     def sha256(self, file: Path) -> str:
         """Return the SHA-256 of a file in hexadecimal, read in pieces of 1 MB."""

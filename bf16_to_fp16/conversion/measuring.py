@@ -5,30 +5,26 @@ All three read the files as anyone would, so that nothing that is still in memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..auditing.fidelity import Fidelity, fidelity
-from ..auditing.regimes import REGIMES, audit_folder
+from ..auditing.fidelity import Outputs, Reference, fidelity, outputs
+from ..auditing.regimes import REGIMES, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
 from ..bounds.spectral import Spectra
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..devices import Device, products_on
-from ..families.types import Layout
+from ..devices import products_on
 from ..progress import Progress
 from ..report.evidence import Decided, Measured
 from ..report.schema import FidelityEntry
 from ..rescaling.plan import Drift, Plan
 from ..run.agreement import agreed_layout
 from ..run.probe import Batch
-from ..run.stock import load
 from .options import Options
-from .planning import Opened, simulate_drift
+from .planning import Opened, drifted_outputs, reference_of
 
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
@@ -38,23 +34,47 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         certificate = certificate_of(work, options, opened.spectra, progress)
     if not options.run_model:
         return Measured(certificate, decided.plan, environment=device.environment())
-    regimes = audit_regimes(work, opened.inputs, options.seed, progress, device, train_mode=options.target == "train")
-    with progress.step("Comparing fp16 and bf16 with the fp32 source"):
-        closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, work, opened.inputs)
-    return Measured(certificate, plan, regimes, closeness, device.environment())
-
-
-def audit_regimes(
-    folder: Path, inputs: list[Batch], seed: int, progress: Progress, device: Device, *, train_mode: bool = False
-) -> Mapping[str, Any]:
-    """Audit a folder in every regime, with progress."""
+    written, inputs, drifts = open_checkpoint(work), opened.inputs, decided.plan.drift is not None
     with progress.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
-        return device.run(
-            "audit",
-            lambda place: audit_folder(
-                folder, inputs=inputs, seed=seed, device=place, advance=advance, train_mode=train_mode
-            ),
-        )
+        if options.target == "train":
+            regimes = device.run(
+                "audit",
+                lambda place: audit_folder(
+                    work, inputs=inputs, seed=options.seed, device=place, advance=advance, train_mode=True
+                ),
+            )
+            half = outputs(written, inputs, torch.float16, half=True)
+            fp32 = outputs(written, inputs, torch.float32) if drifts else []
+        else:
+            audited = device.run(
+                "audit", lambda place: run_regimes(written, inputs, device=place, fp32=drifts, advance=advance)
+            )
+            regimes, half, fp32 = audited.regimes, audited.half, audited.fp32
+    with progress.step("Comparing fp16 and bf16 with the fp32 source"):
+        reference = decided.reference or reference_of(opened.checkpoint, inputs)
+        probabilities = not decided.layout.encoder_only
+        closeness = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
+        plan = with_drift(opened, decided, reference, fp32) if drifts else decided.plan
+    return Measured(certificate, plan, regimes, closeness, half, device.environment())
+
+
+def with_drift(opened: Opened, decided: Decided, reference: Reference, written: Outputs) -> Plan:
+    """Return the plan with what its drift was predicted to cost and what it does: the written model in fp32, whose
+    outputs are given, against the source."""
+    plan, layout = decided.plan, decided.layout
+    assert plan.drift is not None
+    drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs)
+    predicted, measured = (
+        fidelity(reference.fp32, None, found, probabilities=not layout.encoder_only) for found in (drifted, written)
+    )
+    drift = Drift(
+        relative_error=plan.drift.relative_error,
+        predicted_kl=predicted.kl_fp16,
+        predicted_max_logit_error=predicted.max_logit_error_fp16,
+        measured_kl=measured.kl_fp16,
+        measured_max_logit_error=measured.max_logit_error_fp16,
+    )
+    return plan.model_copy(update={"drift": drift})
 
 
 def certificate_of(folder: Path, options: Options, spectra: Spectra, progress: Progress) -> Certificate:
@@ -73,32 +93,10 @@ def certificate_of(folder: Path, options: Options, spectra: Spectra, progress: P
         )
 
 
-def compare(
-    checkpoint: Checkpoint, layout: Layout, plan: Plan, work: Path, inputs: list[Batch]
-) -> tuple[Fidelity, Plan]:
-    """Measure the written fp16 model and the source in bf16 against the source in fp32; complete the plan's drift
-    figures."""
-    source = load(checkpoint.folder, torch.float32)
-    output = load(work, torch.float16, half=True)
-    closeness = fidelity(source, load(checkpoint.folder, torch.bfloat16), output, inputs)
-    if plan.drift is None:
-        return closeness, plan
-    drifted = load(checkpoint.folder, torch.float32)
-    simulate_drift(drifted, layout, plan)
-    predicted = fidelity(source, None, drifted, inputs)
-    measured = fidelity(source, None, load(work, torch.float32), inputs)
-    drift = Drift(
-        relative_error=plan.drift.relative_error,
-        predicted_kl=predicted.kl_fp16,
-        predicted_max_logit_error=predicted.max_logit_error_fp16,
-        measured_kl=measured.kl_fp16,
-        measured_max_logit_error=measured.max_logit_error_fp16,
-    )
-    return closeness, plan.model_copy(update={"drift": drift})
-
-
-def fidelity_to_original(original: Checkpoint, work: Path, inputs: list[Batch]) -> FidelityEntry:
-    """Return how far the written fp16 model and the original in bf16 are from the original in fp32."""
-    source, bf16 = (load(original.folder, dtype) for dtype in (torch.float32, torch.bfloat16))
-    found = fidelity(source, bf16, load(work, torch.float16, half=True), inputs)
+def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> FidelityEntry:
+    """Return how far the written fp16 model, whose outputs are given, and the original in bf16 are from the original
+    in fp32."""
+    reference = reference_of(original, inputs)
+    probabilities = inputs[0].decoder_input_ids is not None
+    found = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
     return FidelityEntry.model_validate(found.to_json())

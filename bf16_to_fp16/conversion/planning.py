@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..auditing.fidelity import fidelity
+from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
 from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound
 from ..bounds.spectral import Spectra
@@ -19,7 +19,7 @@ from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.resolve import check_norms, resolve
 from ..families.types import RESIDUAL, Layout, TensorSource
-from ..observe.meter import observe_ranges
+from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange
 from ..report.evidence import Decided
@@ -28,8 +28,9 @@ from ..rescaling.planner import PROOF_MARGIN_BITS, RESIDUAL_RANGE, Planned, make
 from ..rescaling.weights import source_weights
 from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.probe import Batch
-from ..run.stock import eps_attribute, load, load_config
+from ..run.lanes import Walk
+from ..run.probe import Batch, run_batch
+from ..run.stock import eps_attribute, load_config
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128
@@ -76,15 +77,15 @@ def replayed(opened: Opened, plan: Plan) -> Decided:
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     """Bound the source's signals, observe them unless nothing is to be run, and choose the plan."""
-    checkpoint, inputs, device = opened.checkpoint, opened.inputs, opened.device
-    grounds = Grounds(
-        bounds=bound_source(checkpoint, options.target, options.max_length, progress, opened.spectra),
-        ranges=observe_source(checkpoint, inputs, progress, device) if options.run_model else None,
-        acceptable=drift_is_acceptable(checkpoint, inputs, progress) if options.run_model else None,
-    )
+    checkpoint, device = opened.checkpoint, opened.device
+    bounds = bound_source(checkpoint, options.target, options.max_length, progress, opened.spectra)
+    grounds, reference = Grounds(None, bounds), None
+    if options.run_model:
+        ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
+        grounds = Grounds(ranges, bounds, drift_is_acceptable(opened, reference, progress))
     with products_on(device, "certificate"):
         layout, planned = best_plan(opened, grounds, options, progress)
-    return Decided(layout, planned.plan, planned, grounds.ranges)
+    return Decided(layout, planned.plan, planned, grounds.ranges, reference)
 
 
 def checkpoint_batches(
@@ -133,14 +134,42 @@ def bound_source(
 
 def observe_source(
     checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device
-) -> Mapping[str, ModuleRange]:
-    """Run the source in fp32 on ``inputs`` and return what every module's input and output reach."""
+) -> tuple[Mapping[str, ModuleRange], Reference]:
+    """Run the source in one walk, in fp32 on all of ``inputs`` and in bf16 where outputs are compared, and return what
+    every module's input and output reach in fp32, and the outputs of both."""
 
-    def observed(place: torch.device) -> Mapping[str, ModuleRange]:
-        return observe_ranges(load(checkpoint.folder, torch.float32).to(place), inputs, advance=advance)
+    def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
+        walk = Walk(checkpoint, place)
+        observers: list[RangeObserver] = []
+
+        def run(batch: Batch, model: Any) -> torch.Tensor | None:
+            observers.append(RangeObserver(model, observers[-1] if observers else None))
+            with observers[-1]:
+                output = run_batch(model, batch)
+            return output_on(batch, output) if compared([batch]) else None
+
+        fp32 = [walk.add(partial(run, batch), torch.float32, again=batch.generate) for batch in inputs]
+        bf16 = add_outputs(walk, inputs, torch.bfloat16)
+        walk.run(advance)
+        kept = [lane.result for lane in fp32 if lane.result is not None]
+        return observers[0].ranges(), Reference(kept, [lane.result for lane in bf16])
 
     with full_precision(), progress.step("Observing the source in fp32") as advance:
-        ranges = device.run("observation", observed, wide=True)
+        ranges, reference = device.run("observation", observed, wide=True)
+    check_finite(checkpoint, ranges)
+    return ranges, reference
+
+
+def reference_of(checkpoint: Checkpoint, inputs: list[Batch]) -> Reference:
+    """Return the outputs of a source in fp32 and in bf16."""
+    walk = Walk(checkpoint)
+    fp32, bf16 = (add_outputs(walk, inputs, dtype) for dtype in (torch.float32, torch.bfloat16))
+    walk.run()
+    return Reference([lane.result for lane in fp32], [lane.result for lane in bf16])
+
+
+def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> None:
+    """Raise UserError for a source that gives inf or NaN in fp32."""
     for path, seen in ranges.items():
         if not bool(torch.isfinite(seen.output.amax).all()):
             bad = [n for n in sorted(checkpoint.tensors) if not all_finite(checkpoint, n)]
@@ -149,7 +178,6 @@ def observe_source(
                 f"{checkpoint.folder}: {because} gives inf or NaN in fp32 on the source; the checkpoint is damaged,"
                 " use another revision of it or repair the tensor"
             )
-    return ranges
 
 
 def all_finite(checkpoint: Checkpoint, name: str) -> bool:
@@ -216,32 +244,37 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
     return layout, planned
 
 
-def drift_is_acceptable(
-    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress
-) -> Callable[[Layout, Plan], bool]:
+def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:
     """Return a function that runs the source with the eps that a plan amounts to, and says whether the drift's
     divergence stays under 1/128 of bf16's: half of what fp16's own rounding may take."""
 
     def of(layout: Layout, plan: Plan) -> bool:
-        with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}"):
-            source, bf16, drifted = (
-                load(checkpoint.folder, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)
-            )
-            simulate_drift(drifted, layout, plan)
-            found = fidelity(source, bf16, drifted, inputs)
+        with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}") as advance:
+            drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs, advance)
+            found = fidelity(reference.fp32, reference.bf16, drifted, probabilities=not layout.encoder_only)
         return found.kl_bf16 is not None and found.kl_fp16 <= found.kl_bf16 * ACCEPTABLE_DRIFT
 
     return of
 
 
-def simulate_drift(model: torch.nn.Module, layout: Layout, plan: Plan) -> None:
-    """Give an fp32 source model the norm eps that its rescaled weights will meet: eps·4^-r, which is the same function.
+def drifted_outputs(
+    checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
+) -> Outputs:
+    """Return the outputs of the fp32 source with the norm eps that its rescaled weights will meet: eps·4^-r, which is
+    the same function.
 
     Corrected gains are rounded to fp16, as they will be stored.
     """
-    for path in layout.norms:
-        norm: Any = model.get_submodule(path)
-        setattr(norm, eps_attribute(norm), layout.eps * 4.0**-plan.residual_exponent)
-        correction = plan.gain_correction.get(f"{path}.weight")
-        if correction is not None:
-            norm.weight.data.copy_((norm.weight.data * correction).half())
+
+    def corrected(name: str, weight: torch.Tensor) -> torch.Tensor:
+        correction = plan.gain_correction.get(name)
+        return weight if correction is None else (weight * correction).half().float()
+
+    walk = Walk(checkpoint)
+    lanes = add_outputs(walk, inputs, torch.float32, change=corrected)
+    for lane in lanes:
+        for path in layout.norms:
+            norm: Any = lane.model.get_submodule(path)
+            setattr(norm, eps_attribute(norm), layout.eps * 4.0**-plan.residual_exponent)
+    walk.run(advance)
+    return [lane.result for lane in lanes]

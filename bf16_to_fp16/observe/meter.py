@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..families.known import of_model_type, roles_of
-from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange, NormRange, Ranges, ScoreRange
 from ..run.probe import Batch, run_batch
 from .observer import SiteObserver
@@ -18,33 +17,54 @@ from .observer import SiteObserver
 _STEPS_IN_A_BINADE = 8
 
 
-def observe_ranges(model: nn.Module, batches: Sequence[Batch], *, advance: Advance | None = None) -> Ranges:
-    """Return what every linear, embedding, norm and attention module of an fp32 ``model`` took in and gave out.
+class RangeObserver:
+    """Context manager under which every linear, embedding, norm and attention module of an fp32 ``model`` is metered,
+    by channel, in what it takes in and gives out.
 
     Every position counts, padding too: the network computes them, and fp16 must hold them. Scores are seen only under
-    ``attn_implementation="eager"``. The planner's ranges come from here.
+    ``attn_implementation="eager"``. The planner's ranges come from here. beside: the observer of another run by a copy
+    of the model, to whose ranges this run adds.
     """
-    family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
-    attentions = {p for p, _ in model.named_modules() if p.rpartition(".")[2] in roles_of(family).attentions}
-    observer = SiteObserver(model, only=attentions)
-    meters: dict[str, _Meter] = {}
-    handles = []
-    totals = _Totals()
-    for path, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)) or is_norm(module) or path in attentions:
-            meters[path] = meter = _Meter(module, totals)
-            handles.append(module.register_forward_hook(meter, with_kwargs=True))
-    try:
-        with torch.no_grad(), observer:
-            for done, batch in enumerate(batches, 1):
-                run_batch(model, batch)
-                if advance is not None:
-                    advance(done, len(batches))
-    finally:
-        for handle in handles:
+
+    def __init__(self, model: nn.Module, beside: RangeObserver | None = None) -> None:
+        self.model = model
+        family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
+        ends = roles_of(family).attentions
+        self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
+        self.observer: SiteObserver
+        if beside is None:
+            self.observer, self.meters = SiteObserver(model, only=self.attentions), dict[str, _Meter]()
+            self.totals = _Totals()
+        else:
+            self.observer, self.meters = beside.observer.beside(model), beside.meters
+            self.totals = beside.totals
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> RangeObserver:
+        for path, module in self.model.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)) or is_norm(module) or path in self.attentions:
+                meter = self.meters.setdefault(path, _Meter(module, self.totals))
+                self._handles.append(module.register_forward_hook(meter, with_kwargs=True))
+        self.observer.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.observer.__exit__(*error)
+        for handle in self._handles:
             handle.remove()
-    scores = _scores(observer)
-    return {path: meter.result(scores.get(path)) for path, meter in meters.items() if meter.output.rows}
+
+    def ranges(self) -> Ranges:
+        """Return what was seen."""
+        scores = _scores(self.observer)
+        return {path: meter.result(scores.get(path)) for path, meter in self.meters.items() if meter.output.rows}
+
+
+def observe_ranges(model: nn.Module, batches: Sequence[Batch]) -> Ranges:
+    """Return what a ``RangeObserver`` sees of an fp32 ``model`` on ``batches``."""
+    with torch.no_grad(), RangeObserver(model) as observer:
+        for batch in batches:
+            run_batch(model, batch)
+    return observer.ranges()
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -115,7 +135,7 @@ class _Channels:
 
 
 class _Meter:
-    """The forward hook of one module."""
+    """What one module took in and gave out: its forward hook."""
 
     def __init__(self, module: nn.Module, totals: _Totals) -> None:
         self.totals = totals

@@ -47,6 +47,10 @@ _FRIENDLY = {
 }
 
 
+_OUTPUTS_OF_A_RUN = 1 << 40
+"""More than any run has."""
+
+
 @dataclass(slots=True)
 class _Operator:
     """What the observer needs to know of one ATen operator, looked up once."""
@@ -102,6 +106,7 @@ class SiteObserver(TorchDispatchMode):
         self.views = 0
         """Floating-point outputs that only show another output's memory: seen, not measured twice."""
         self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {}
+        self._before = 0
         self._operators: dict[Any, _Operator] = {}
         self._stack: list[_Frame] = []
         self._frame: _Frame | None = None
@@ -110,6 +115,15 @@ class SiteObserver(TorchDispatchMode):
         self._sequence = -1
         self._node = -1
         self._node_frame: _Frame | None = None
+
+    def beside(self, model: nn.Module) -> SiteObserver:
+        """Return an observer of another run by a copy of the model, which adds to the same sites.
+
+        What is first seen or broken there comes after all that is first seen or broken here.
+        """
+        other = SiteObserver(model, fast_products=self.fast_products, only=self.only)
+        other._sites, other._before = self._sites, self._before + _OUTPUTS_OF_A_RUN
+        return other
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -251,7 +265,10 @@ class SiteObserver(TorchDispatchMode):
         if frame is None or not frame.measured:
             return
         self.outputs += 1
-        site = self._site(operator, frame, out.dtype, index, constant, node is not None)
+        name = operator.name
+        if name == "to" and isinstance(args[0], nn.Parameter):
+            name = "weight"  # autocast casts one now and then, which must not number what is cast in every call
+        site = self._site(operator, name, frame, out.dtype, index, constant, node is not None)
         if node is None:
             self._remember(site.name)
         site.calls += 1
@@ -284,13 +301,19 @@ class SiteObserver(TorchDispatchMode):
         else:
             _note(site, out, low, high, cube)
         if whole and site.nonfinite:
-            site.order = self.outputs
+            site.order = self._before + self.outputs
 
     def _site(
-        self, operator: _Operator, frame: _Frame, dtype: torch.dtype, index: int, constant: bool, backward: bool
+        self,
+        operator: _Operator,
+        name: str,
+        frame: _Frame,
+        dtype: torch.dtype,
+        index: int,
+        constant: bool,
+        backward: bool,
     ) -> Site:
         """The site of an operation's output number ``index``, by how often the operation has run in its module."""
-        name = operator.name
         if frame.linear and operator.matmul:
             name = ""
         elif operator.softmax:
@@ -308,7 +331,7 @@ class SiteObserver(TorchDispatchMode):
         key = (name, count, dtype)
         site = frame.sites.get(key)
         if site is None:
-            site = frame.sites[key] = _new_site(frame, name, count, dtype, self.outputs)
+            site = frame.sites[key] = _new_site(frame, name, count, dtype, self._before + self.outputs)
         return site
 
     def _backward_frame(self, node: Any) -> _Frame | None:
@@ -329,7 +352,7 @@ class SiteObserver(TorchDispatchMode):
         key = ("masked", 1, dtype)
         site = frame.sites.get(key)
         if site is None:
-            site = frame.sites[key] = _new_site(frame, "masked", 1, dtype, self.outputs)
+            site = frame.sites[key] = _new_site(frame, "masked", 1, dtype, self._before + self.outputs)
         site.calls += 1
         site.amax = max(site.amax, float(masked_span(scores, masked).amax()))
 

@@ -220,10 +220,20 @@ class SunkSignal(ReportObject):
     amax: Real
 
 
+class RunEntry(ReportObject):
+    """What a regime ran on under one attention: how many of the ``inputs``' batches, and of which kinds."""
+
+    attention: str
+    batches: Count
+    kinds: list[str]
+
+
 class RegimeEntry(ReportObject):
     """What one regime showed: totals, and its sites from the tightest on.
 
     ``amax`` and ``headroom_bits`` are those of the tightest site; ``nonfinite_logits`` counts what a user would see.
+    ``runs``: what ran, by attention. ``same_as``: the regime that computes the very same on this checkpoint, whose run
+    this is, None where it ran itself.
     """
 
     nonfinite: Count
@@ -232,6 +242,8 @@ class RegimeEntry(ReportObject):
     headroom_bits: Real
     nonfinite_logits: Count = 0
     underflow: list[SunkSignal] = []
+    runs: list[RunEntry] = []
+    same_as: str | None = None
     sites: list[SiteEntry]
 
     @property

@@ -29,7 +29,7 @@ from ..errors import UserError
 from ..families.known import FAMILIES, may_be_absent, stock_class
 from ..families.resolve import resolve
 from ..families.types import Attention, Family, FeedForward, Layout, StackEnds, config_value
-from .stock import eps_attribute, load_config
+from .stock import eps_attribute, load_config, quiet
 from .texts import first_line
 
 FREE_KEYS = frozenset(
@@ -96,22 +96,6 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
             " d^-1/2 before the head, unlike the keys say that the bounds are made from; take it from the original"
             " checkpoint"
         )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the bars and messages of the stock loader, whose findings are checked here, off the screen."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 class _Written:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny
 
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, rescale, undo
-from bf16_to_fp16.auditing.fidelity import fidelity
+from bf16_to_fp16.auditing.fidelity import fidelity, outputs
 from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.pieces import TensorStats
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -31,8 +31,8 @@ from bf16_to_fp16.conversion.planning import (
     bound_source,
     checkpoint_batches,
     drift_is_acceptable,
+    drifted_outputs,
     observe_source,
-    simulate_drift,
 )
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
@@ -44,7 +44,7 @@ from bf16_to_fp16.report.stored import read_plan
 from bf16_to_fp16.rescaling.apply import apply, edited_config
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.probe import batches, run_batch
+from bf16_to_fp16.run.probe import Batch, batches, run_batch
 from bf16_to_fp16.run.stock import load
 
 KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "umt5-encoder")
@@ -539,9 +539,9 @@ def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
     source = tiny.save(tiny.build("pegasus", factor=40000.0), tmp_path / "source")
     result = convert(source, tmp_path / "out")
     assert result.out is not None and result.plan.drift is not None
-    reference, written = load(source, torch.float32), load(result.out, torch.float32)
-    inputs = [b for b in batches(reference.config, None, None) if not b.generate]
-    measured = fidelity(reference, None, written, inputs)
+    inputs = batches(load(source, torch.float32).config, None, None)
+    reference, written = (outputs(open_checkpoint(f), inputs, torch.float32) for f in (source, result.out))
+    measured = fidelity(reference, None, written, probabilities=True)
     assert measured.kl_fp16 == result.plan.drift.measured_kl
     assert result.plan.drift.predicted_max_logit_error == pytest.approx(measured.max_logit_error_fp16, rel=0.5)
 
@@ -646,9 +646,10 @@ def test_undo_gives_back_dtypes_tensors_and_config_as_recorded(tmp_path: Path) -
     assert json.loads((back / "config.json").read_text()) == kept | {"dtype": "bfloat16", "lost": 1}
 
 
-def test_simulated_drift_is_to_the_bit_the_rescaled_weights_under_the_stock_eps() -> None:
-    simulated, rescaled = of_eighths("pegasus"), of_eighths("pegasus")
-    layout = resolve(ModelTensors(simulated))
+def test_simulated_drift_is_to_the_bit_the_rescaled_weights_under_the_stock_eps(tmp_path: Path) -> None:
+    stock, rescaled = of_eighths("pegasus"), of_eighths("pegasus")
+    checkpoint = open_checkpoint(tiny.save(stock, tmp_path, torch.float32))
+    layout = resolve(checkpoint)
     gains = {f"{layout.norms[0]}.weight": 1.3, f"{layout.norms[-1]}.weight": 0.7}
     plan = Plan(family="pegasus", residual_exponent=-6, gain_correction=gains)
     apply(rescaled, layout, plan)
@@ -656,11 +657,13 @@ def test_simulated_drift_is_to_the_bit_the_rescaled_weights_under_the_stock_eps(
         norm: Any = rescaled.get_submodule(path)
         norm.eps = layout.eps
         norm.weight.data.copy_(norm.weight.data.half())
-    stock = of_eighths("pegasus")
-    simulate_drift(simulated, layout, plan)
     ids = torch.arange(3, 63).view(3, 20)
+    mask = torch.ones_like(ids)
+    for model in (rescaled, stock):
+        model.set_attn_implementation("eager")
     with torch.no_grad():
-        a, b, c = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (simulated, rescaled, stock))
+        b, c = (m(input_ids=ids, decoder_input_ids=ids).logits.flatten(0, 1) for m in (rescaled, stock))
+    (a,) = drifted_outputs(checkpoint, layout, plan, [Batch("ids", ids, mask, ids, mask)])
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
@@ -815,7 +818,7 @@ def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, m
     checkpoint = open_checkpoint(source)
     progress = Progress(quiet=True)
     layout = resolve(checkpoint)
-    ranges = observe_source(checkpoint, checkpoint_batches(checkpoint, layout, None, 0), progress, Device("cpu"))
+    ranges, _ = observe_source(checkpoint, checkpoint_batches(checkpoint, layout, None, 0), progress, Device("cpu"))
     opened = Opened(checkpoint, layout, [])
     layout, planned = best_plan(opened, Grounds(ranges), Options(margin_bits=margin), progress)
     assert not planned.violations and planned.plan.margin_bits == margin
@@ -838,14 +841,14 @@ def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(tmp
     layout = resolve(checkpoint)
     inputs = batches(load(source, torch.float32).config, None, None)
     progress = Progress(quiet=True)
-    ranges = observe_source(checkpoint, inputs, progress, Device("cpu"))
+    ranges, reference = observe_source(checkpoint, inputs, progress, Device("cpu"))
     bounds = bound_source(checkpoint, "half", 512, progress)
     opened, options = Opened(checkpoint, layout, inputs), Options(margin_bits=1.25)
     _, refused = best_plan(opened, Grounds(ranges, bounds, lambda *_: False), options, progress)
     _, taken = best_plan(opened, Grounds(ranges, bounds, lambda *_: True), options, progress)
     assert [f.signal for f in refused.fallbacks] == ["residual"] and not taken.fallbacks
     assert taken.plan.residual_exponent < refused.plan.residual_exponent
-    acceptable = drift_is_acceptable(checkpoint, inputs, progress)
+    acceptable = drift_is_acceptable(opened, reference, progress)
     assert acceptable(layout, taken.plan)
     assert not acceptable(layout, taken.plan.model_copy(update={"residual_exponent": -9}))
 
