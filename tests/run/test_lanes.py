@@ -52,7 +52,7 @@ def shown(site: Site) -> tuple[Any, ...]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints that overflow in fp16: tied and untied heads, in shards, without Pegasus's positions and bias."""
     root = tmp_path_factory.mktemp("lanes")
-    small = {"num_layers": 2, "num_decoder_layers": 1}
+    small: dict[str, Any] = {"num_layers": 2, "num_decoder_layers": 1}
     made = {kind: tiny.build(kind, **small) for kind in ("t5", "gated", "umt5", "t5-encoder")}
     made["pegasus"] = tiny.build("pegasus", encoder_layers=1, decoder_layers=2)
     folders = {kind: tiny.save(model, root / kind, max_shard_size="20KB") for kind, model in made.items()}
