@@ -62,7 +62,7 @@ class SiteResult:
     """One site of a regime, merged over batches and attentions; fields as in ``observe.sites.Site`` but for ``benign``.
 
     ``headroom_bits`` is log2(limit / amax), ``-inf`` after an overflow, None without a limit; ``benign`` is the
-    reason, or None.
+    reason, or None. ``fp32``: the largest |x| in fp32 of a site that broke, None where that is not known.
     """
 
     name: str
@@ -73,6 +73,7 @@ class SiteResult:
     saturated: int
     benign: str | None
     dtype: str
+    fp32: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the site as plain JSON values; see ``RegimeResult.to_json`` for infinities."""
@@ -87,7 +88,7 @@ class SiteResult:
             "saturated": self.saturated,
             "benign": self.benign,
             "dtype": self.dtype,
-        }
+        } | ({} if self.fp32 is None else {"fp32": self.fp32})
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def audit_folder(
             advance=regime_advance,
             seed=seed,
         )
-    return _with_silent(open_checkpoint(folder), inputs, results, place)
+    return _beside_fp32(open_checkpoint(folder), inputs, results, place)
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def run_regimes(
             results[regime] = replace(results["half"], regime=regime, same_as="half")
     half = [lane.result[1] for lane in seen["half", attention[0]].lanes] if "half" in ran else []
     return Audited(
-        _with_silent(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device),
+        _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device),
         [output for output in half if output is not None],
         [lane.result for lane in plain],
     )
@@ -331,19 +332,27 @@ class _Seen:
         return [] if self._observer is None else self._observer.sites()
 
 
-def _with_silent(
+def _beside_fp32(
     checkpoint: Checkpoint, inputs: Sequence[Batch], results: dict[str, RegimeResult], device: torch.device | str
 ) -> dict[str, RegimeResult]:
-    """The results with those signals among the sunk ones that are zero throughout though they are not in fp32."""
+    """The results with what fp32 shows of them: how large the values are that broke, and which of the signals that are
+    zero throughout are not so in fp32. It runs only where there is one or the other."""
     within = insides_of(load_config(checkpoint.folder))
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
-    if not silent:
+    if not silent and all(result.safe for result in results.values()):
         return results
-    alive = _nonzero(checkpoint, inputs, device)
+    walk, seen = Walk(checkpoint, device), _Seen("fp32", "eager")
+    seen.add(walk, inputs)
+    walk.run()
+    fp32 = {site.name: site.amax for site in seen.sites()}
+    alive = {name for name in silent if fp32.get(name, 0.0) > 0}
+    shown = {}
     for regime, result in results.items():
-        sunk = {site.name for site in result.underflow} | (silent & alive)
-        results[regime] = replace(result, underflow=tuple(s for s in _signals(result.sites, within) if s.name in sunk))
-    return results
+        sites = tuple(replace(s, fp32=fp32.get(s.name)) if s.nonfinite or s.saturated else s for s in result.sites)
+        sunk = {site.name for site in result.underflow} | alive
+        underflow = tuple(site for site in _signals(sites, within) if site.name in sunk)
+        shown[regime] = replace(result, sites=sites, underflow=underflow)
+    return shown
 
 
 def audit_model(
@@ -523,14 +532,6 @@ def _signals(sites: Iterable[SiteResult], insides: Collection[str]) -> list[Site
         if site.limit is not None and site.benign is None and operation in _SIGNALS and not inside:
             found.append(site)
     return found
-
-
-def _nonzero(checkpoint: Checkpoint, batches: Sequence[Batch], device: torch.device | str) -> set[str]:
-    """The sites that are not zero throughout in fp32."""
-    walk, seen = Walk(checkpoint, device), _Seen("fp32", "eager")
-    seen.add(walk, batches)
-    walk.run()
-    return {site.name for site in seen.sites() if site.amax > 0}
 
 
 def _plain_amax(amax: float) -> float:

@@ -237,7 +237,10 @@ def weight_counts(layout: Layout, written: Written) -> schema.WeightsEntry:
 
 
 def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.SignalEntry]:
-    """Return for every observed signal what it reached in the source and what it reaches after the plan."""
+    """Return for every observed signal what it reached in the source and what it reaches after the plan.
+
+    Scores and logits, which no plan moves, are among them.
+    """
     rows = []
     for signal in layout.signals.values():
         exponent = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)
@@ -254,4 +257,11 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
                         after=float((amax * 2.0 ** (point.sign * exponent)).amax()),
                     )
                 )
-    return rows
+    fixed = {path: ("scores", seen.scores.largest) for path, seen in ranges.items() if seen.scores is not None}
+    head = layout.family.head.removesuffix(".weight")
+    if not layout.encoder_only and head in ranges:
+        fixed[head] = ("logits", float(ranges[head].output.amax.amax()))
+    return rows + [
+        schema.SignalEntry(module=path, side="output", kind=kind, before=most, after=most)
+        for path, (kind, most) in fixed.items()
+    ]

@@ -31,12 +31,14 @@ from ..wording import (
     counted,
     excess,
     headroom,
+    headroom_or_excess,
     infinite,
     known,
     listed,
     magnitude,
     percent,
     power,
+    reached,
     rounded_down,
     rounded_up,
     scientific,
@@ -257,15 +259,15 @@ def figures(report: Report) -> list[Figure]:
     if regimes:
         name = "half" if "half" in regimes else min(regimes, key=lambda n: regimes[n].headroom_bits)
         regime = regimes[name]
-        value = headroom(regime.headroom_bits)
+        value = headroom_or_excess(regime.headroom_bits, regime.reached)
         place = first_broken(regime) or regime.tightest
-        reached = "overflow" if value == "none" else f"max |x| {magnitude(regime.amax)} of 65504"
-        result.append(Figure(f"headroom in {name}", value, f"{reached} at {place}" if place else reached))
+        said = reached(regime.reached)
+        said = said if said == "overflow" else f"max |x| {said} of 65504"
+        result.append(Figure(f"headroom in {name}", value, f"{said} at {place}" if place else said))
     attack, certificate = report.attack, report.certificate
     if attack is not None and attack.sites:
         most = min(attack.sites, key=lambda site: site.headroom_bits)
-        reached = f"max |x| {site_magnitude(most.worst)} at {most.name}"
-        note = f"{reached}, the worst of {counted(attack.steps, 'gradient step')}"
+        note = f"max |x| {reached(most.worst)} at {most.name}, the worst of {counted(attack.steps, 'gradient step')}"
         result.append(Figure("headroom under attack", headroom(attack.worst_headroom_bits), note))
     if certificate is not None and certificate.holds:
         places = counted(len(certificate.sites), "place")
@@ -313,14 +315,9 @@ def closeness(close: FidelityEntry, *, finetuned: bool = False) -> tuple[str, st
     return (f"{ratio:.3g}× closer" if ratio >= 1 else f"{fp16 / max(bf16, 1e-300):.3g}× further off"), note
 
 
-def site_magnitude(amax: float | None) -> str:
-    """Return the largest value of an fp16 site; what is beyond fp16 has overflowed."""
-    return "overflow" if amax is None or is_overflow(amax) else magnitude(amax)
-
-
 def found_magnitude(found: float | None) -> str:
     """Return the worst value found at a site of the certificate, "–" where none was looked for."""
-    return "–" if found is None else site_magnitude(found)
+    return "–" if found is None else reached(found)
 
 
 def is_overflow(found: float | None) -> bool:
@@ -355,8 +352,8 @@ def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
                 "safe": not regime.broken,
                 "nonfinite": regime.nonfinite,
                 "saturated": regime.saturated,
-                "amax": site_magnitude(regime.amax),
-                "bits": headroom(regime.headroom_bits),
+                "amax": reached(regime.reached),
+                "bits": headroom_or_excess(regime.headroom_bits, regime.reached),
                 "tightest": first_broken(regime) or regime.tightest or "–",
             }
         )
@@ -621,7 +618,7 @@ def cell(row: Sequence[Any], column: int, strings: Sequence[str]) -> dict[str, s
     if column in (0, 1, 7, 8):
         text = "" if value is None else strings[value]
     elif column == 2:
-        text = site_magnitude(value) if row[6] is not None else magnitude(value)
+        text = reached(value) if row[6] is not None else magnitude(value)
     elif column in (4, 5):
         text = f"{value:,}"
     else:
@@ -661,7 +658,7 @@ def compact(report: Report, most: int) -> dict[str, Any]:
                 [
                     pointer(site.name),
                     pointer(name),
-                    json_number(site.amax),
+                    json_number(site.reached),
                     json_headroom(site.headroom_bits),
                     site.nonfinite,
                     site.saturated,

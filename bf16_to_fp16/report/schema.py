@@ -195,7 +195,7 @@ class SiteEntry(ReportObject):
 
     ``amax``: the largest |x|, 65536 for an overflow. ``limit`` and ``headroom_bits``: None for what is not fp16.
     ``nonfinite`` and ``saturated`` count elements other than by design; ``benign``: the reason why what is so is
-    harmless.
+    harmless. ``fp32``: the largest |x| in fp32 where the site broke in fp16 and fp32 was run.
     """
 
     name: str
@@ -206,6 +206,12 @@ class SiteEntry(ReportObject):
     saturated: Count
     benign: str | None
     dtype: str | None = None
+    fp32: NumberOrNaN | None = None
+
+    @property
+    def reached(self) -> float:
+        """The largest |x|, of a site that broke that in fp32 where it is known."""
+        return self.amax if self.fp32 is None else self.fp32
 
     @property
     def broken(self) -> bool:
@@ -245,6 +251,11 @@ class RegimeEntry(ReportObject):
     runs: list[RunEntry] = []
     same_as: str | None = None
     sites: list[SiteEntry]
+
+    @property
+    def reached(self) -> float:
+        """The largest |x|, of a regime that broke that of the site where it did so first, in fp32 where it is known."""
+        return next((site.reached for site in self.broken_sites), self.amax)
 
     @property
     def broken(self) -> bool:

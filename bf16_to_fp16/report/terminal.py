@@ -22,8 +22,10 @@ from ..wording import (
     counted,
     excess,
     headroom,
+    headroom_or_excess,
     infinite,
     over_limit,
+    reached,
     rounded_down,
     rounded_up,
     scientific,
@@ -119,8 +121,7 @@ def output_line(report: Report) -> Text:
     tightest = min(regimes.values(), key=lambda regime: regime.headroom_bits)
     return good(
         "output: safe",
-        f"{said}; the largest value run, {magnitude_or_overflow(tightest.amax)}, is"
-        f" {below_limit(tightest.headroom_bits)}",
+        f"{said}; the largest value run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}",
     )
 
 
@@ -190,8 +191,8 @@ def print_attack(screen: Console, attack: AttackEntry, certificate: CertificateE
         top = bounds[site.name]
         table.add_row(
             Name(site.name),
-            magnitude_or_overflow(site.random),
-            magnitude_or_overflow(site.worst),
+            reached(site.random),
+            reached(site.worst),
             bound_of(top),
             plain(site.limit),
             times(tightness(top, site.worst)).replace("–", "-"),
@@ -309,8 +310,8 @@ def regime_table(regimes: Mapping[str, RegimeEntry]) -> Table:
             name,
             f"{regime.nonfinite:,}",
             f"{regime.saturated:,}",
-            magnitude_or_overflow(regime.amax),
-            headroom(regime.headroom_bits),
+            reached(regime.reached),
+            headroom_or_excess(regime.headroom_bits, regime.reached),
             Name(regime.tightest or "-"),
         )
     return table
@@ -333,8 +334,8 @@ def site_table(title: str, sites: Sequence[SiteEntry]) -> Table:
     for site in sites:
         table.add_row(
             Name(site.name),
-            magnitude_or_overflow(site.amax),
-            "-" if site.headroom_bits is None else headroom(site.headroom_bits),
+            reached(site.reached) if site.limit is not None else plain(site.amax),
+            "-" if site.headroom_bits is None else headroom_or_excess(site.headroom_bits, site.reached),
             f"{site.nonfinite:,}",
             f"{site.saturated:,}",
             site.benign or "",
@@ -461,11 +462,6 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
             costs.add_row(str(r), "over a limit" if cost > 1 else f"{cost:.2e}")
         screen.print(costs)
         print_unsafe(screen, [passed_limit(violation) for violation in planned.violations])
-
-
-def magnitude_or_overflow(value: float) -> str:
-    """Return a magnitude with four digits, "overflow" for one beyond fp16."""
-    return plain(value) if value <= FP16_MAX else "overflow"
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, aside: bool = False) -> None:

@@ -79,7 +79,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         open_checkpoint(source), recipe, Run(folder, Outcome(10, 100, (), (), ()), {}, 1, ["cpu"], None)
     )
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
-    sunk = SiteResult("a", 1e-5, 65504.0, 32.6, 0, 0, None, "float16")
+    sunk = SiteResult("a", 1e-5, 65504.0, 32.6, 0, 0, None, "float16", fp32=1e5)
     regime = RegimeResult("half", 0, 0, 1e-5, 32.6, 0, (sunk,), (sunk,))
     model = tiny.build("t5-encoder", num_layers=2)
     with pytest.MonkeyPatch.context() as patch:
