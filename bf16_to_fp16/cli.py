@@ -155,10 +155,11 @@ def app(context: click.Context) -> None:
 @click.argument("out", type=FOLDER, required=False)
 @click.option(
     "--target",
-    type=click.Choice(["half", "norm-safe", "train"]),
-    default="half",
+    type=click.Choice(["auto", "half", "norm-safe", "train", "fp16-accumulate"]),
+    default="auto",
     show_default=True,
-    help="half: every value under 65504. norm-safe: also ‖h‖₂ of the residual under 256, so that squares fit."
+    help="auto: the strictest of half, norm-safe and fp16-accumulate that costs next to nothing. half: every value"
+    " under 65504. norm-safe: also norms that square the residual in fp16. fp16-accumulate: also sums made in fp16."
     " train: with dropout, and room for weights that move and gradients.",
 )
 @data
@@ -401,10 +402,11 @@ def audit_command(
 @source
 @click.option(
     "--target",
-    type=click.Choice(["half", "norm-safe", "train"]),
+    type=click.Choice(["half", "norm-safe", "train", "fp16-accumulate"]),
     default="half",
     show_default=True,
-    help="half: every value. norm-safe: also the residual's sum of squares. train: with dropout.",
+    help="half: every value. norm-safe: with norms in fp16. fp16-accumulate: with every sum in fp16."
+    " train: with dropout.",
 )
 @max_length
 @subfolder

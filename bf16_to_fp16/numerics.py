@@ -44,8 +44,9 @@ GELU_CUBE_BACKWARD_LIMIT = math.sqrt(FP16_MAX / 3)
 """|x| beyond which the derivative of x³ is inf in fp16 and 0·inf gives NaN gradients (147.8)."""
 
 
-NORM_SAFE_LIMIT = 2.0**8
-"""Largest ‖h‖₂ of which a square summed in fp16 stays under 2¹⁶ (the norm-safe tier), about √65504."""
+NORM_FLOOR = 2.0**-17
+"""Least mean square of a stream that a norm may square in fp16: squares then lose at most 2⁻²⁵ each, and the norm's
+output no more than 2⁻⁹, as much as one rounding to bf16."""
 
 
 def headroom_bits(amax: float, limit: float = FP16_MAX) -> float:

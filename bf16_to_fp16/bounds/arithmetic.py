@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics import FP16_MAX, headroom_bits
+from ..numerics import FP16_MAX, NORM_FLOOR, headroom_bits
 
 UNIT = 2.0**-11
 """Largest relative error of rounding to a normal fp16 number."""
@@ -35,6 +35,10 @@ MAX_LENGTH = 32768
 
 SPLITS = 8
 """Partial sums of one reduction that a kernel may round to fp16 and add in fp16."""
+
+
+LONGEST_SUM = 2**17
+"""Terms of one sum where sums are made in fp16."""
 
 
 COMPUTED = 1 + 2.0**-18
@@ -71,6 +75,16 @@ def full_precision() -> Iterator[None]:
                 backend.fp32_precision = precision
 
 
+def growth(terms: int) -> float:
+    """Return how many times the sum of its terms' magnitudes a sum made in fp16 may reach, and any part of it.
+
+    Adding two fp16 numbers is off by at most a unit of the result, and by no more than the smaller of them, since the
+    larger alone would be nearer. So one term after another, in any order, at most doubles the sum; in blocks whose sums
+    are then added, each further factor is that of so many roundings. Products may be rounded before.
+    """
+    return min((1 + UNIT) ** (terms + 1), 2 * (1 + UNIT) ** (2 + terms / 1024))
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """What a certificate holds for.
@@ -82,6 +96,9 @@ class Arithmetic:
     the backward pass is covered.
     ``planned``: leaves subnormals out and takes the residual stream as multiplied by 2 to this power, for weights that
     are still to be scaled by it. ``exact``: real arithmetic without any rounding.
+
+    ``norms16``: norms square, sum and divide in fp16 instead, on streams whose mean square stays over ``NORM_FLOOR``.
+    ``sums16``: every sum is made in fp16 instead, term by term in any order, or in blocks.
     """
 
     max_length: int = MAX_LENGTH
@@ -89,6 +106,8 @@ class Arithmetic:
     train: bool = False
     planned: int | None = None
     exact: bool = False
+    norms16: bool = False
+    sums16: bool = False
 
     @property
     def unit(self) -> float:
@@ -103,7 +122,7 @@ class Arithmetic:
     @property
     def floor(self) -> float:
         """Absolute error of a matrix product: each partial sum and the result may be subnormal."""
-        return (self.splits + 2) * self.tiny
+        return (LONGEST_SUM if self.sums16 else self.splits + 2) * self.tiny
 
     def gamma(self, terms: int) -> float:
         """Return the error of a sum of ``terms`` products relative to the sum of their absolute values.
@@ -113,6 +132,8 @@ class Arithmetic:
         result's cut (k + 2)·2⁻²³ for each k products, at most 3 units of 2⁻²⁴ a product. Rounding each addition costs
         one.
         """
+        if self.sums16:
+            return growth(terms) - 1
         return 0.0 if self.exact else (3 * terms + 12) * UNIT32 + self.splits * UNIT
 
     @property
@@ -120,7 +141,20 @@ class Arithmetic:
         """Largest sum of one row of attention weights after rounding them."""
         if self.exact:
             return 1.0
-        return (1 + UNIT) * (1 + (self.max_length + 8) * UNIT32) + self.max_length * TINY
+        # Partial sums of what is positive only grow, so each addition loses at most a unit of the whole. In fp16 no sum
+        # of weights up to 1 passes 4096, where one more is rounded away.
+        unit = UNIT if self.sums16 else UNIT32
+        return (1 + UNIT) * (1 + (self.max_length + 8) * unit) + self.max_length * TINY
+
+    def norm_factor(self, width: int) -> float:
+        """Return how much longer than √width an RMS norm's output may be: squares, their sum, mean and root in fp16.
+
+        The sum of squares only grows, so that each addition loses at most a unit of it.
+        """
+        if not self.norms16:
+            return 1.0
+        lost = (1 + width * UNIT) * (1 + UNIT) ** 4 / (1 - TINY / NORM_FLOOR)
+        return math.sqrt(lost) * (1 + UNIT) ** 2
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return a bound after one more rounding."""

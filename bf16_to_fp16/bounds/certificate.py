@@ -36,7 +36,7 @@ from ..families.types import (
 from ..families.walk import walk
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
-from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, largest
+from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, growth, largest
 from .attention import attention_output, gathered, masked_span, score_bounds
 from .factored import chunks
 from .feed_forward import LOWEST, GatedNeurons, Neurons, PlainNeurons, feed_forward_output
@@ -51,6 +51,14 @@ from .linear import (
     table_of,
 )
 from .spectral import Spectra
+
+SQUARING = ("norm-safe", "fp16-accumulate")
+"""Targets for which norms square the residual stream in fp16."""
+
+
+TARGETS = ("half", *SQUARING, "train")
+"""What weights can be bounded, and planned, for."""
+
 
 REFINED_ROWS = 4
 """Rows of one feed-forward output that get an eigenvalue of their own."""
@@ -361,7 +369,9 @@ class _Walk(_Findings):
         length = min(float(self.stream.norm()), self.stream_norm)
         self.norms[path] = NormRange(length, torch.tensor([[variance, 1.0]], dtype=torch.float64))
         if self.squares:
-            self.note(f"{path} (sum of squares)", "squares", length**2 * (1 + (width + 2) * UNIT) + width * TINY)
+            # A centred norm sums the components as well.
+            most = max(length**2, math.sqrt(width) * length if self.layout.family.centred_norm else 0.0)
+            self.note(f"{path} (sum of squares)", "squares", most * growth(width) + width * TINY)
         self.inner[f"{path}:input"] = largest(self.stream)
         return made, square
 
@@ -539,28 +549,53 @@ def bound(
     refine: int = REFINED_ROWS,
     spectra: Spectra | None = None,
     advance: Callable[[int, int], None] | None = None,
+    walker: type[_Walk] = _Walk,
 ) -> Certificate:
     """Return the certificate of a layout's model with the given weights, read sublayer by sublayer.
 
-    weights: gives a tensor by name with the values to bound for. target: ``train`` holds gate pre-activations
+    weights: gives a tensor by name with the values to bound for. target: ``norm-safe`` adds the squares of the stream,
+    for norms in fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` holds gate pre-activations
     under 147.8, where the derivative of gelu_new's cube overflows. refine: rows of each feed-forward output that
     may get an eigenvalue of their own. spectra: eigenvalues that have been computed of weights that are nearly the
-    same. advance: called with sublayers done and their number. Raises UserError for an activation without a bound.
+    same. advance: called with sublayers done and their number. walker: the walk. Raises UserError for an
+    activation without a bound.
     """
     arithmetic = arithmetic or Arithmetic()
     if layout.eps < 2.0**-126:
         raise UserError(f"norm eps {layout.eps:g} is subnormal in fp32: a zero vector gives NaN; give it 1e-6 or so")
     limits = {}
-    if target not in ("half", "norm-safe", "train"):
-        raise UserError(f"target {target!r} is unknown; choose one of half, norm-safe, train")
+    if target not in TARGETS:
+        raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    squares = target in SQUARING
+    arithmetic = replace(arithmetic, norms16=squares, sums16=target == "fp16-accumulate")
     if target == "train":
         arithmetic = replace(arithmetic, train=True)
         if any(isinstance(w, FeedForward) and w.activation == "gelu_new" for w in layout.topology):
             limits["gate"] = GELU_CUBE_BACKWARD_LIMIT
     with torch.no_grad():
-        return _Walk(
-            layout, weights, arithmetic, limits, refine, target == "norm-safe", spectra or Spectra(weights)
-        ).run(advance)
+        made = walker(layout, weights, arithmetic, limits, refine, squares, spectra or Spectra(weights))
+        return made.run(advance)
+
+
+class _Failed(Exception):
+    """A site of which only it was asked whether every one holds does not."""
+
+
+class _UntilOneFails(_Walk):
+    """A walk that ends where it is known that the certificate does not hold."""
+
+    def note(self, name: str, kind: str, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
+        super().note(name, kind, bound, partial)
+        if not self.sites[name].holds:
+            raise _Failed
+
+
+def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, target: str, spectra: Spectra) -> bool:
+    """Return whether the certificate for ``target`` holds; ends at the first site that does not."""
+    try:
+        return bound(layout, weights, arithmetic, target=target, spectra=spectra, walker=_UntilOneFails).holds
+    except _Failed:
+        return False
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .arithmetic import COMPUTED, UNIT32, Arithmetic, full_precision, norm_units
+from .arithmetic import COMPUTED, UNIT, UNIT32, Arithmetic, full_precision, growth, norm_units
 from .factored import Factored, chunks, working_dtype
 
 NORM_ERROR = 2.0**-10
@@ -98,7 +98,7 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic) -> NormOutput:
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
-        radius *= 1 + (width + 16) * UNIT32
+        radius *= (1 + (width + 16) * UNIT32) * a.norm_factor(width)
     # It rounds n itself, then the product with the gain.
     absolute = a.tiny * (gain.abs() * (1 + a.unit) + 1)
     return NormOutput(gain, None, radius, 2 * a.unit + a.unit**2, absolute)
@@ -110,6 +110,11 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
     a = arithmetic
     radius = math.sqrt(gain.numel())
     if not a.exact:
+        if a.norms16:
+            # The mean is off by what summing it in fp16 loses, and with it all deviations, up to twice against their
+            # root mean square.
+            off = (growth(gain.numel()) - 1 + 3 * UNIT) * mean
+            radius *= math.sqrt(1 + 4 * off * off / eps) * a.norm_factor(gain.numel())
         radius *= lengthened(mean, eps, gain.numel()) * (1 + NORM_ERROR)
     # It rounds once, after gain and shift.
     absolute = torch.full_like(gain, 2 * a.tiny)

@@ -18,7 +18,7 @@ from ..checkpoint.folder import records, write_json
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import staged
 from ..conversion.measuring import fidelity_to_original, measure
-from ..conversion.options import Destination, Options, Provenance
+from ..conversion.options import AUTO, Destination, Options, Provenance
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
@@ -27,7 +27,7 @@ from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
 from ..report.schema import PAGE, REPORT, Report, dump
-from ..report.stored import read_plan
+from ..report.stored import read_plan_and_target
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import MARGIN_BITS, Planned
 from ..run import probe
@@ -61,7 +61,7 @@ def convert(
     source: str | Path,
     out: str | Path,
     *,
-    target: str = "half",
+    target: str = AUTO,
     data: str | None = None,
     dry_run: bool = False,
     run_model: bool = True,
@@ -104,9 +104,10 @@ def convert_by(
     progress = progress or Progress(quiet=True)
     options.check()
     place.check(Path(source) if Path(source).is_dir() else None)
-    stored = None if options.plan is None else read_plan(Path(options.plan), options.target)
+    asked = None if options.target == AUTO else options.target
+    stored = None if options.plan is None else read_plan_and_target(Path(options.plan), asked)
     opened = open_source(source, options, place, endpoint, progress)
-    decided = replayed(opened, stored) if stored is not None else decide(opened, options, progress)
+    decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
         signals = reports.signals_of(decided.layout, decided.plan, decided.ranges) if decided.ranges else []
@@ -121,7 +122,6 @@ def convert_by(
             decided,
             rewritten,
             measured,
-            target=options.target,
             command=provenance.command if provenance else options.command(source, place.out),
             inputs=inputs,
             others=records(work, {file.name for file in rewritten.written.files}),

@@ -21,7 +21,7 @@ import torch
 
 from ..auditing.regimes import REGIMES, RegimeResult, audit_folder
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..bounds.certificate import TARGETS, Certificate, bound, fp16_weights
 from ..bounds.spectral import CARRIED
 from ..checkpoint.folder import sha256_of
 from ..checkpoint.hub import reading_from
@@ -53,7 +53,6 @@ from ..report.schema import (
 )
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, exponents_of
-from ..rescaling.planner import TARGETS
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.stock import load_config

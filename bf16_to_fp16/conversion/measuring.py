@@ -15,6 +15,7 @@ from ..auditing.regimes import REGIMES, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
 from ..bounds.spectral import Spectra
+from ..bounds.tiers import certified_tiers
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import products_on
 from ..progress import Progress
@@ -31,12 +32,12 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
     """Bound what was written and, unless nothing is to be run, audit it and compare it with the source."""
     device = opened.device
     with products_on(device, "certificate"):
-        certificate = certificate_of(work, options, opened.spectra, progress)
+        certificate, tiers = certificate_of(work, decided.target, options.max_length, opened.spectra, progress)
     if not options.run_model:
-        return Measured(certificate, decided.plan, environment=device.environment())
+        return Measured(certificate, decided.plan, tiers, environment=device.environment())
     written, inputs, drifts = open_checkpoint(work), opened.inputs, decided.plan.drift is not None
     with progress.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
-        if options.target == "train":
+        if decided.target == "train":
             regimes = device.run(
                 "audit",
                 lambda place: audit_folder(
@@ -55,7 +56,7 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         probabilities = not decided.layout.encoder_only
         closeness = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
         plan = with_drift(opened, decided, reference, fp32) if drifts else decided.plan
-    return Measured(certificate, plan, regimes, closeness, half, device.environment())
+    return Measured(certificate, plan, tiers, regimes, closeness, half, device.environment())
 
 
 def with_drift(opened: Opened, decided: Decided, reference: Reference, written: Outputs) -> Plan:
@@ -77,20 +78,20 @@ def with_drift(opened: Opened, decided: Decided, reference: Reference, written: 
     return plan.model_copy(update={"drift": drift})
 
 
-def certificate_of(folder: Path, options: Options, spectra: Spectra, progress: Progress) -> Certificate:
-    """Return the certificate of what was written; spectra: eigenvalues of the source's products, each of which is taken
-    over as far as the written weights, read beside the source's, are proved to be near enough to them."""
+def certificate_of(
+    folder: Path, target: str, max_length: int, spectra: Spectra, progress: Progress
+) -> tuple[Certificate, dict[str, bool]]:
+    """Return the certificate of what was written, and by tier whether its own holds; spectra: eigenvalues of the
+    source's products, each of which is taken over as far as the written weights, read beside the source's, are proved
+    to be near enough to them."""
     checkpoint = open_checkpoint(folder)
     layout = agreed_layout(checkpoint)
+    weights, arithmetic, known = fp16_weights(checkpoint, layout), Arithmetic(max_length), replace(spectra, fixed=True)
     with progress.step("Bounding every signal of the output") as advance:
-        return bound(
-            layout,
-            fp16_weights(checkpoint, layout),
-            Arithmetic(options.max_length),
-            target=options.target,
-            spectra=replace(spectra, fixed=True),
-            advance=advance,
-        )
+        found = bound(layout, weights, arithmetic, target=target, spectra=known, advance=advance)
+    with progress.step("Bounding it in stricter arithmetic"):
+        tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=known)
+    return found, tiers
 
 
 def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> FidelityEntry:

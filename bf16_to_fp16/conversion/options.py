@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..bounds.arithmetic import MAX_LENGTH
+from ..bounds.certificate import TARGETS
 from ..checkpoint.reader import Checkpoint, own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
 from ..report.schema import Lineage
-from ..rescaling.planner import MARGIN_BITS, TARGETS
+from ..rescaling.planner import MARGIN_BITS
+
+AUTO = "auto"
+"""Asks for the strictest tier's target that costs next to nothing."""
+
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +30,8 @@ MOST_MARGIN = 12
 class Options:
     """How a conversion is done, apart from where: one field for each of the command's options.
 
-    target: ``half``, ``norm-safe`` or ``train``. data: text to observe and audit on besides the built-in probe.
+    target: one of ``TARGETS``, or ``auto`` for the strictest tier that costs next to nothing. data: text to
+    observe and audit on besides the built-in probe.
     run_model: False plans from the bounds and lets the certificate alone decide; the model is never in memory. plan: a
     report whose plan is replayed instead of observing. margin_bits: kept between what is observed and each limit.
     max_length: positions for which the certificate holds. max_shard_size: bytes, else sharded like the source.
@@ -33,7 +39,7 @@ class Options:
     cuda:N or mps.
     """
 
-    target: str = "half"
+    target: str = AUTO
     data: str | None = None
     run_model: bool = True
     subfolder: str | None = None
@@ -48,8 +54,8 @@ class Options:
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""
-        if self.target not in TARGETS:
-            raise UserError(f"target {self.target!r} is unknown; choose one of {', '.join(TARGETS)}")
+        if self.target not in (AUTO, *TARGETS):
+            raise UserError(f"target {self.target!r} is unknown; choose one of {', '.join((AUTO, *TARGETS))}")
         if not 0 <= self.margin_bits <= MOST_MARGIN:
             raise UserError(f"a margin of {self.margin_bits} bits cannot be kept; give 0 to {MOST_MARGIN}")
         if self.max_length < 1:
@@ -63,7 +69,7 @@ class Options:
         """Return the command line that does the same again; of local paths only the last part, since it is
         published."""
         given = {
-            "--target": None if self.target == "half" else self.target,
+            "--target": None if self.target == AUTO else self.target,
             "--no-audit": None if self.run_model else "",
             "--margin": None if self.margin_bits == MARGIN_BITS else f"{self.margin_bits:g}",
             "--data": self.data,

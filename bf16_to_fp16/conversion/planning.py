@@ -14,6 +14,7 @@ from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidel
 from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound
 from ..bounds.spectral import Spectra
+from ..bounds.tiers import TIERS
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device, products_on
 from ..errors import UserError
@@ -24,14 +25,15 @@ from ..progress import Advance, Progress
 from ..ranges import ModuleRange
 from ..report.evidence import Decided
 from ..rescaling.plan import Plan, check_plan_fits
-from ..rescaling.planner import PROOF_MARGIN_BITS, RESIDUAL_RANGE, Planned, make_plan
+from ..rescaling.planner import PROOF_MARGIN_BITS, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
+from ..rescaling.squares import can_fit, squares_of
 from ..rescaling.weights import source_weights
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.lanes import Walk
 from ..run.probe import Batch, run_batch
 from ..run.stock import eps_attribute, load_config
-from .options import Destination, Options
+from .options import AUTO, Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128
 """Largest share of bf16's divergence that the drift of an unscaled eps may cause."""
@@ -68,24 +70,53 @@ def open_source(
     return Opened(checkpoint, layout, inputs, device)
 
 
-def replayed(opened: Opened, plan: Plan) -> Decided:
-    """Return a stored plan for this source; raise UserError where it does not fit."""
+def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
+    """Return a stored plan, made for ``target``, for this source; raise UserError where it does not fit."""
     layout = resolve(opened.checkpoint, untie=plan.untied_head)
     check_plan_fits(layout, plan)
-    return Decided(layout, plan)
+    return Decided(layout, plan, target)
 
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     """Bound the source's signals, observe them unless nothing is to be run, and choose the plan."""
     checkpoint, device = opened.checkpoint, opened.device
-    bounds = bound_source(checkpoint, options.target, options.max_length, progress, opened.spectra)
-    grounds, reference = Grounds(None, bounds), None
+    ranges, reference, acceptable = None, None, None
     if options.run_model:
         ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
-        grounds = Grounds(ranges, bounds, drift_is_acceptable(opened, reference, progress))
-    with products_on(device, "certificate"):
-        layout, planned = best_plan(opened, grounds, options, progress)
-    return Decided(layout, planned.plan, planned, grounds.ranges, reference)
+        acceptable = drift_is_acceptable(opened, reference, progress)
+
+    def decided(target: str) -> Decided:
+        bounds = bound_source(checkpoint, target, options.max_length, progress, opened.spectra)
+        with products_on(device, "certificate"):
+            grounds = Grounds(ranges, bounds, acceptable)
+            layout, planned = best_plan(opened, grounds, replace(options, target=target), progress)
+        return Decided(layout, planned.plan, target, planned, ranges, reference)
+
+    if options.target != AUTO:
+        return decided(options.target)
+    weakest = best = decided(TIERS[0].target)
+    for tier in TIERS[1:]:
+        if not can_fit(opened.layout, ranges):
+            break
+        stricter = decided(tier.target)
+        if not costs_little(stricter, weakest):
+            break
+        best = stricter
+    return best
+
+
+def costs_little(one: Decided, other: Decided) -> bool:
+    """Return whether a plan for a stricter tier holds what the other does, at no more predicted error than a proof of
+    the residual stream is worth."""
+    assert one.planned is not None and other.planned is not None  # neither is replayed
+    stream = len(one.layout.signals[RESIDUAL].seen)
+    seen = squares_of(one.layout, one.ranges, one.plan.residual_exponent)
+    return (
+        one.planned.cost <= other.planned.cost + PROOF_WORTH * stream
+        and {v.signal for v in one.planned.violations} <= {v.signal for v in other.planned.violations}
+        and {f.signal for f in one.planned.fallbacks} <= {f.signal for f in other.planned.fallbacks}
+        and (seen is None or seen.fits)
+    )
 
 
 def checkpoint_batches(

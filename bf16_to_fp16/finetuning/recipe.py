@@ -264,7 +264,7 @@ class Recipe(Section):
     source: NonBlank = Field(description="the checkpoint: a folder or a Hub id (name[@revision])")
     out: NonBlank = Field(description="the folder to write")
     subfolder: NonBlank | None = Field(default=None, description="folder inside the source")
-    target: Literal["half", "norm-safe", "train"] = Field(
+    target: Literal["auto", "half", "norm-safe", "fp16-accumulate", "train"] = Field(
         default="half", description="what rescaling aims at, as in convert"
     )
     rescale: bool = Field(default=True, description="rescale exactly before the first step")

@@ -20,12 +20,13 @@ from ..rescaling.planner import Planned
 class Decided:
     """What will be done: the plan, for a layout with its head tied or apart, and what it was chosen from.
 
-    planned: None where a stored plan is replayed. ranges: what was observed, None where nothing was. reference: the
-    source's outputs, where it was run.
+    target: that the plan holds, never "auto". planned: None where a stored plan is replayed. ranges: what was observed,
+    None where nothing was. reference: the source's outputs, where it was run.
     """
 
     layout: Layout
     plan: Plan
+    target: str
     planned: Planned | None = None
     ranges: Mapping[str, ModuleRange] | None = None
     reference: Reference | None = None
@@ -44,12 +45,13 @@ class Rewritten:
 class Measured:
     """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
 
-    plan: with the drift's predicted and measured figures. half: the outputs of the written model in fp16. environment:
-    what it was all made with.
+    plan: with the drift's predicted and measured figures. tiers: by name whether the certificate of each holds. half:
+    the outputs of the written model in fp16. environment: what it was all made with.
     """
 
     certificate: Certificate
     plan: Plan
+    tiers: Mapping[str, bool] = field(default_factory=dict)
     regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
     fidelity: Fidelity | None = None
     half: Outputs = ()

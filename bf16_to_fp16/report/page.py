@@ -62,6 +62,7 @@ from .rows import (
     found_by,
     kept_bits_tables,
     least_precise,
+    tier_rows,
     uncertified_rows,
     underflow_rows,
 )
@@ -130,6 +131,7 @@ def render(report: Report) -> str:
         overflowed=any(is_overflow(site.observed) for site in certificate.sites) if certificate else False,
         covers=covers,
         leaves=leaves,
+        tiers=tier_rows(report),
         unproven=unproven[:UNCERTIFIED_SHOWN],
         more_unproven=unproven[UNCERTIFIED_SHOWN:MOST_UNCERTIFIED],
         one_reason=len({(site.reason, site.remedy) for site in unproven}) == 1,

@@ -75,6 +75,11 @@ def passed_limit(violation: Violation) -> UnsafeEntry:
     return UnsafeEntry(signal=violation.signal, excess_bits=violation.excess_bits, remedy=PENALTY, reason=PASSED)
 
 
+def sinks(least: float) -> str:
+    """Return why a tier that squares the stream in fp16 does not hold where a token's mean square is so small."""
+    return f"the mean square of a token in the stream falls to {least:.2g}, where fp16 squares vanish"
+
+
 def inexact(excess_bits: float, *, finite: bool) -> UnsafeEntry:
     """Return an output that is less accurate than bf16's, by so many bits, as an entry of the report."""
     return UnsafeEntry(signal=OUTPUT, excess_bits=excess_bits, remedy=INEXACT if finite else NOT_FINITE, reason=PASSED)

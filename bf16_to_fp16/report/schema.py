@@ -338,6 +338,16 @@ class UnprovenEntry(ReportObject):
     remedy: str
 
 
+class TierEntry(ReportObject):
+    """An arithmetic of runtimes: whether the checkpoint holds in it, by bound ("certified") or on what was run
+    ("observed"), the runtimes that it stands for, and why not."""
+
+    holds: Flag
+    proof: Literal["certified", "observed"] | None
+    runtimes: list[str]
+    reason: str = ""
+
+
 class AttackedSite(ReportObject):
     """What a gradient search found at one site: by random inputs, tokens and mixtures of embeddings, and in fp16.
 
@@ -469,6 +479,7 @@ class Report(ReportObject):
     proof: Literal["certified", "observed"] | None = None
     family: str | None = None
     target: str | None = None
+    tiers: dict[str, TierEntry] = {}
     source: Source = Source()
     output: Output = Output()
     train_mode: Flag = False

@@ -24,6 +24,7 @@ from ..wording import (
     headroom,
     headroom_or_excess,
     infinite,
+    listed,
     over_limit,
     reached,
     rounded_down,
@@ -34,7 +35,7 @@ from ..wording import (
     times,
 )
 from .remedies import CONVERT, FINETUNE, after_breaking, passed_limit
-from .rows import carried_over, least_precise
+from .rows import carried_over, least_precise, tier_rows
 from .schema import (
     REPORT,
     AttackEntry,
@@ -73,6 +74,7 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
     screen = console()
     if verbose:
         print_certified(screen, report)
+        print_tiers(screen, report)
         if report.regimes:
             screen.print(regime_table(report.regimes))
             print_underflow(screen, report.regimes)
@@ -82,6 +84,8 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
     if report.signals:
         screen.print(source_line(report.signals))
     screen.print(output_line(report))
+    if report.tiers:
+        screen.print(Text(tiers_line(report)), soft_wrap=True)
     if not report.safe:
         screen.print(Text(next_step(report)))
     screen.print(Text(load_line(report, out)), soft_wrap=True)
@@ -102,6 +106,14 @@ def source_line(signals: Sequence[SignalEntry]) -> Text:
         f"overflows fp16 at {places}, at worst {plain(largest.before)} at {largest.module},"
         f" {over_limit(largest.before)}",
     )
+
+
+def tiers_line(report: Report) -> str:
+    """Return the tiers in which a checkpoint holds, each with how that is known, and those in which it is not shown
+    to."""
+    held = [f"{name} ({entry.proof})" for name, entry in report.tiers.items() if entry.holds]
+    other = [name for name, entry in report.tiers.items() if not entry.holds]
+    return "tiers: " + (f"holds in {listed(held)}" if held else "none") + (f"; not in {listed(other)}" if other else "")
 
 
 def output_line(report: Report) -> Text:
@@ -225,6 +237,7 @@ def print_certificate(report: Report) -> None:
             over_or_left(site.headroom_bits),
         )
     screen.print(table)
+    print_tiers(screen, report)
     if len(over) > len(shown):
         screen.print(f"and {len(over) - len(shown)} more over their limit; --json FILE lists all")
     print_uncertified(screen, report)
@@ -265,6 +278,16 @@ def print_certified(screen: Console, report: Report) -> None:
     else:
         over = f"not certified at {len(certificate.over)} of {len(certificate.sites)} sites, the worst below"
         screen.print(f"{over}: safe there on what was run" if report.safe else over)
+
+
+def print_tiers(screen: Console, report: Report) -> None:
+    """Print in which arithmetics a checkpoint holds, and the runtimes that each stands for."""
+    rows = tier_rows(report)
+    if rows:
+        table = Table("tier", "arithmetic", "this checkpoint", "stands for")
+        for row in rows:
+            table.add_row(*row)
+        screen.print(table)
 
 
 def exactness(folder: Path) -> str:

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..bounds.arithmetic import growth
+from ..bounds.certificate import SQUARING
 from ..errors import UserError
 from ..families.types import (
     RESIDUAL,
@@ -40,7 +42,7 @@ from ..families.types import (
     Sign,
     TensorReader,
 )
-from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, NORM_SAFE_LIMIT
+from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
 from .plan import Drift, Plan
@@ -147,11 +149,12 @@ def make_plan(
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
 
     weights: unscaled. ranges: what each module's input and output reach on the source, from observation or, where
-    nothing is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` (also ‖h‖₂ of the residual
-    stream under 256) or ``train`` (2 more bits, and gate pre-activations under 147.8). margin_bits: kept between a
-    range and its limit. bounds: what they can reach on any input, held under the limits as well where that is worth it.
-    residual_exponent: the only one to consider, where it has been decided. advance: called with the axes of tensors
-    that have been looked at, which takes most of the time, and their number.
+    nothing is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` and ``fp16-accumulate``
+    (also ‖h‖₂² of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and
+    gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: what they can reach on
+    any input, held under the limits as well where that is worth it. residual_exponent: the only one to consider, where
+    it has been decided. advance: called with the axes of tensors that have been looked at, which takes most of the
+    time, and their number.
     """
     search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds)
     search.advance = advance
@@ -339,8 +342,9 @@ class _Costs:
         return cost + PROOF_WORTH * len(self.layout.signals[RESIDUAL].seen), free, False
 
     def norm_limit(self, margin_bits: float) -> torch.Tensor:
-        """Return the limit on ‖h‖₂ of the stream, infinite unless the target is norm-safe."""
-        return torch.tensor(NORM_SAFE_LIMIT * 2.0**-margin_bits if self.target == "norm-safe" else math.inf)
+        """Return the limit on ‖h‖₂ of the stream, infinite unless norms square it in fp16."""
+        squared = FP16_MAX / growth(self.layout.signals[RESIDUAL].size)
+        return torch.tensor(math.sqrt(squared) * 2.0**-margin_bits if self.target in SQUARING else math.inf)
 
     def stream_norm(self, ranges: Mapping[str, ModuleRange], module: str) -> torch.Tensor:
         """Return the largest ‖h‖₂ at a norm's input."""
@@ -453,7 +457,7 @@ class _PlanSearch(_Costs):
             observed = self.seen(point)
             if observed is not None and point.sign > 0 and float(observed.amax.amax()) > 0:
                 tops.append(whole_log2(self.limit / float(observed.amax.amax())))
-                if point.side == "input" and self.target == "norm-safe":
+                if point.side == "input" and self.target in SQUARING:
                     room = self.norm_limit(self.margin_bits) / self.stream_norm(self.ranges, point.module)
                     tops.append(whole_log2(float(room)))
         top = max(-RESIDUAL_RANGE, min(RESIDUAL_RANGE, min(tops, default=0)))
@@ -539,6 +543,3 @@ def folded(values: torch.Tensor) -> int | list[int]:
     """Return a vector as one integer if all its elements agree, else as a list."""
     items = [int(v) for v in values]
     return items[0] if len(set(items)) == 1 else items
-
-
-TARGETS = ("half", "norm-safe", "train")

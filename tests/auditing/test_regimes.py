@@ -565,9 +565,9 @@ def test_what_a_bound_covers_goes_with_target_and_mode() -> None:
         assert any("dropout" in line for line in covers) is (name == "train")
         assert any("squares" in line for line in covers) is (name != "half")
     assert {name: sorted(each) for name, each in options.items()} == {
-        "half": ["--target norm-safe", "--target train"],
-        "norm-safe": ["--target train"],
-        "train": [],
+        "half": ["--target fp16-accumulate", "--target norm-safe", "--target train"],
+        "norm-safe": ["--target fp16-accumulate", "--target train"],
+        "train": ["--target fp16-accumulate"],
     }
     assert report_rows.coverage(Report()) == ([], [])
 
