@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -48,7 +49,7 @@ from .log import RunLog, curves
 from .mixed_precision import PRECISION_DTYPES, MixedPrecision
 from .processes import precisions_of
 from .recipe import Recipe, parse_recipe, read_recipe
-from .states import RunFolder, read_state
+from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
@@ -88,17 +89,10 @@ def finetune(
     if run.weights is None:
         return None
     progress = progress or Progress(quiet=True)
-    trained = run.folder / TRAINED_FOLDER
-    write_trained(run.folder / START_FOLDER, run.weights, trained)
-    result = convert_by(
-        Options(target=recipe.target, device=recipe.device),
-        trained,
-        Destination(out, force=force),
-        provenance=Provenance(f"bf16-to-fp16 finetune {name}", lineage_of(checkpoint, recipe, run), checkpoint),
-        progress=progress,
-    )
-    shutil.rmtree(trained, ignore_errors=True)
-    return result
+    provenance = Provenance(f"bf16-to-fp16 finetune {name}", lineage_of(checkpoint, recipe, run), checkpoint)
+    with written_trained(run.folder, run.weights) as trained:
+        options = Options(target=recipe.target, device=recipe.device)
+        return convert_by(options, trained, Destination(out, force=force), provenance=provenance, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -170,6 +164,8 @@ def train(
         write_start(checkpoint, recipe, start, progress)
     accelerator.wait_for_everyone()
     student = load(start, torch.float32, attention=attention_of(recipe))
+    # Where stock code ties nothing the embedding is stored under several names; it is trained as the one that it was.
+    student.set_input_embeddings(student.get_input_embeddings())
     fits = False
     if not RunFolder(folder, 1).steps():
         fits = check_start(student, recipe, corpus, accelerator, progress)
@@ -183,6 +179,12 @@ def train(
         progress=progress,
         log=open_log(recipe, folder) if main else None,
     )
+    if not trainer.states.steps():
+        untrained = trainer.weights()
+        if main:
+            rehearse(recipe, folder, untrained, corpus, progress)
+        del untrained
+        accelerator.wait_for_everyone()
     outcome = trainer.train(fits=fits)
     weights = trainer.weights()
     # All are done with each other: a process that ends with its group's threads running may be aborted.
@@ -451,18 +453,49 @@ def open_log(recipe: Recipe, folder: Path) -> RunLog:
     return RunLog(path, recipe.logging.wandb, folder, Path(recipe.out).name, recipe.describe())
 
 
-def write_trained(start: Path, weights: Mapping[str, torch.Tensor], trained: Path) -> None:
-    """Write the trained weights in fp32 as a checkpoint under the names of ``start``, whole or not at all."""
+def rehearse(
+    recipe: Recipe, folder: Path, weights: Mapping[str, torch.Tensor], corpus: Corpus, progress: Progress
+) -> None:
+    """Take untrained weights through what follows the training, so that nothing is learnt that cannot be written:
+    write, open, rescale, certify, and run the result on a batch in fp16.
+
+    Raises UserError as ``convert`` does.
+    """
+    with (
+        progress.step("Trying the conversion on the untrained weights"),
+        written_trained(folder, weights) as trained,
+        scratch(Path(recipe.out)) as beside,
+    ):
+        options = Options(target=recipe.target, run_model=False, device=recipe.device)
+        convert_by(options, trained, Destination(beside / "out"))
+        model = load(beside / "out", torch.float16, half=True)
+        with torch.no_grad():
+            model(**arguments(model, next(corpus.training_batches()), torch.device("cpu")))
+
+
+@contextmanager
+def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
+    """Yield the trained weights in fp32 as a checkpoint under the names of the run's start, which is then removed."""
+    start, trained = folder / START_FOLDER, folder / TRAINED_FOLDER
     checkpoint = open_checkpoint(start)
-    names = {tensor.source for tensor in resolve(checkpoint).tensors.values() if tensor.source is not None}
-    with staged(trained, force=True) as work:
+    layout = resolve(checkpoint)
+    with staged(trained, force=True) as work, on_a_disk(trained):
         tensors = {}
-        for name in sorted(names):
-            value = weights.get(name)
-            tensors[name] = (checkpoint.read(name) if value is None else value).float().contiguous()
+        for tensor in layout.tensors.values():
+            # Processes that hold parts of a model give a shared weight under one of its names only.
+            shared = layout.family.embedding if tensor.name in layout.family.copies else tensor.name
+            value = weights.get(tensor.name, weights.get(shared))
+            if value is None and tensor.source is not None:
+                value = checkpoint.read(tensor.source)
+            if value is not None:
+                tensors[tensor.name] = value.float().contiguous()
+        # One storage under two names is refused.
+        tensors = {name: value.clone() if name in layout.family.copies else value for name, value in tensors.items()}
         save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
         shutil.copyfile(start / "config.json", work / "config.json")
         carry_over(start, work)
+    yield trained
+    shutil.rmtree(trained, ignore_errors=True)
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import UserError
@@ -42,12 +41,12 @@ from .distillation import (
 )
 from .evaluation import Evaluator
 from .log import RunLog
-from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision
+from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision, recomputation
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
 from .stability import RunPosition, Watch
-from .states import RunFolder, read_state, write_state
+from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
 
 FITTING_STEPS = 20
 """Steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16."""
@@ -109,7 +108,7 @@ class Trainer:
         student.train()
         if recipe.gradient_checkpointing:
             student.config.use_cache = False
-            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recomputation(self.device))
         weights = PRECISION_DTYPES[recipe.optimizer.weights]
         if weights != torch.float32:
             student.to(weights)
@@ -152,7 +151,6 @@ class Trainer:
             self.device,
             loss_scale=stability.loss_scale,
             window=stability.loss_scale_window,
-            recomputes=self.recipe.gradient_checkpointing,
         )
         if self.processes.engine and self.precisions[phase] == "fp16":
             # The engine autocasts, and multiplies the loss by what it is told.
@@ -463,12 +461,15 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a whole state, together."""
-        step = self.position.step
+        with self.states.writing(self.position.step):
+            self._write(self.position.step)
+
+    def _write(self, step: int) -> None:
         main = self.processes.main
         if main:
             self.states.begin(step)
         self.processes.wait()
-        work = self.states.path / f".step-{step:08d}.partial"
+        work = self.states.partial(step)
         state: dict[str, Any] = {
             "progress": vars(self.position),
             "stream": self.training_batches.state_dict(),
@@ -483,7 +484,7 @@ class Trainer:
             self._forget_if(state["untouched"])
         elif main:
             tensors = {name: p.detach().cpu().contiguous() for name, p in self.stock.named_parameters()}
-            save_file(tensors, work / "model.safetensors")
+            write_tensors(work, tensors)
             state["optimizer"] = self.optimizer.state_dict()
         if main:
             write_state(work, state)
@@ -514,7 +515,7 @@ class Trainer:
             self.processes.load(folder / "accelerate")
             self._forget_if(state["untouched"])
             return
-        tensors = load_file(folder / "model.safetensors")
+        tensors = read_tensors(folder)
         with torch.no_grad():
             for name, parameter in self.stock.named_parameters():
                 parameter.copy_(tensors[name])

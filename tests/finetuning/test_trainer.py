@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import subprocess
 import sys
 import time
@@ -306,6 +307,27 @@ def test_a_new_process_reads_moments_in_8_bits(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", read + said, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_a_full_disk_keeps_the_last_whole_state_and_a_damaged_one_is_named(folder: Path, tmp_path: Path) -> None:
+    recipe, run = recipe_for(folder, tmp_path / "out"), tmp_path / "run"
+    trainer = trainer_of(recipe, folder, run)
+    trainer._save()
+    trainer.position.step = 4
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (1 << 10, 35 << 10):  # the weights do not fit, nor the state beside them
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(UserError, match=r"step-00000004.*free some space; the same command then goes on") as e:
+                trainer._save()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "\n" not in str(e.value)
+        assert trainer.states.steps() == [0] and not list(run.glob(".step*"))
+    weights = trainer.states.of(0) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model.safetensors: cannot be read; remove .*step-00000000 to go on"):
+        trainer_of(recipe, folder, run).train()
 
 
 def test_a_state_that_would_run_code_is_refused(tmp_path: Path) -> None:
@@ -861,18 +883,24 @@ def test_the_teachers_top_logits_are_those_of_the_batch_after_a_rewind_and_a_res
     assert sorted(found[0]) == list(range(1, 29)) and found[0] == pytest.approx(found[1], rel=2e-3)
 
 
-def test_gradient_checkpointing_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
+def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cube_holds(
+    folder: Path, tmp_path: Path
+) -> None:
     found = []
     for name, on in (("plain", False), ("recomputed", True)):
         recipe = recipe_for(
             folder,
             tmp_path / "out",
             gradient_checkpointing=on,
-            precision="fp32",
-            penalty={"form": "amax", "headroom_bits": 14.0},
+            penalty={"form": "amax", "headroom_bits": 8.0},
+            stability={"loss_scale": 16.0},
         )
-        trainer = trainer_of(recipe, folder, tmp_path / name)
-        trainer.train()
+        model = tiny_model()
+        with torch.no_grad():
+            model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.mul_(100)
+        trainer = trainer_of(recipe, folder, tmp_path / name, model)
+        assert trainer.train().skipped == () and trainer.penalty is not None
+        assert trainer.penalty.observations()["encoder.block.0.layer.1.DenseReluDense.wi_0"].amax > 148
         found.append(trainer.weights())
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
