@@ -454,6 +454,8 @@ class Trainer:
         """Go on from the last whole state, if there is one."""
         steps = self.states.steps()
         if steps:
+            last = self.states.of(steps[-1])
+            check_same_recipe(read_state(last), self.recipe, last)
             self._load(steps[-1])
             self.progress.say(f"Continuing from step {steps[-1]}")
         if self.log is not None:
@@ -503,7 +505,6 @@ class Trainer:
         """Take over a state."""
         folder = self.states.of(step)
         state = read_state(folder)
-        check_same_recipe(state["recipe"], self.recipe, folder)
         self.position = RunPosition(**state["progress"])
         self.mixed_precision = self._mixed_precision(self.position.phase)
         self.mixed_precision.load_state_dict(state["amp"])
@@ -607,13 +608,17 @@ def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torc
     return AdamW(groups, **options, **exact)  # type: ignore[arg-type]
 
 
-CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "source")
+CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
 """Parts of a recipe that may change when a run continues: they have no part in its bits."""
 
 
-def check_same_recipe(before: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
-    """Raise UserError where a state was written under a recipe that would have given other bits."""
-    now = recipe.describe()
+def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
+    """Raise UserError where a state was written under a recipe that would have given other bits; a run that has come
+    to its end may go on to more steps."""
+    before, now = state["recipe"], recipe.describe()
+    ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
+    if ended and steps > before["schedule"]["steps"]:
+        before = {**before, "schedule": {**before["schedule"], "steps": steps}}
     changed = [key for key in now if key not in CHANGEABLE and before.get(key) != now[key]]
     if changed:
         raise UserError(

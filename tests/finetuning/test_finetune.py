@@ -58,7 +58,9 @@ def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     assert report["command"] == "bf16-to-fp16 finetune recipe.yaml"
     assert report["source"]["path"].endswith(source.name) and list(report["source"]["sha256"]) == ["model.safetensors"]
+    assert report["verdict"] == "safe"
     run = report["finetune"]
+    assert "next" not in run or run["next"] == ""
     assert (
         run["steps"] == 6
         and run["processes"] == 1
