@@ -514,8 +514,10 @@ def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterat
         save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
         shutil.copyfile(start / "config.json", work / "config.json")
         carry_over(start, work)
-    yield trained
-    shutil.rmtree(trained, ignore_errors=True)
+    try:
+        yield trained
+    finally:
+        shutil.rmtree(trained, ignore_errors=True)
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:

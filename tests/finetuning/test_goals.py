@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from typing import Any
 
 import pytest
@@ -94,7 +95,14 @@ def test_quality_is_judged_by_the_last_evaluation_as_far_as_it_was_measured(
 
 def test_a_published_command_names_no_folder_of_this_machine() -> None:
     given = Command("/home/me/r.yaml", ('out="/home/me/b"', "data.path=texts/a.txt"))
-    assert (
-        given.line() == """bf16-to-fp16 finetune /home/me/r.yaml --set 'out="/home/me/b"' --set data.path=texts/a.txt"""
-    )
+    words = [
+        "bf16-to-fp16",
+        "finetune",
+        "/home/me/r.yaml",
+        "--set",
+        'out="/home/me/b"',
+        "--set",
+        "data.path=texts/a.txt",
+    ]
+    assert shlex.split(given.line()) == words
     assert given.published().line() == "bf16-to-fp16 finetune r.yaml --set out=b --set data.path=texts/a.txt"

@@ -309,6 +309,16 @@ def test_a_new_process_reads_moments_in_8_bits(tmp_path: Path) -> None:
     assert done.stdout == "True\n", done.stderr
 
 
+def test_a_run_that_has_ended_goes_on_to_more_steps_and_to_nothing_else(folder: Path, tmp_path: Path) -> None:
+    for steps in (2, 3):
+        recipe = recipe_for(folder, tmp_path / "out", schedule={"steps": steps, "warmup": 1})
+        assert trainer_of(recipe, folder, tmp_path / "run").train().steps == steps
+    assert sorted(losses_of(tmp_path / "run")) == [1, 2, 3]
+    for changes in ({"schedule": {"steps": 2, "warmup": 1}}, {"schedule": {"steps": 4, "learning_rate": 1.0}}):
+        with pytest.raises(UserError, match="holds a run with another schedule"):
+            trainer_of(recipe_for(folder, tmp_path / "out", **changes), folder, tmp_path / "run").train()
+
+
 def test_a_full_disk_keeps_the_last_whole_state_and_a_damaged_one_is_named(folder: Path, tmp_path: Path) -> None:
     recipe, run = recipe_for(folder, tmp_path / "out"), tmp_path / "run"
     trainer = trainer_of(recipe, folder, run)
