@@ -205,10 +205,14 @@ class Quality(Section):
     """What the result must keep of the original on the held-out examples; less makes the verdict unsafe."""
 
     max_kl: float | None = Field(
-        default=0.2, gt=0, description="most KL to the original, nats per target token (an encoder: squared error)"
+        default=0.2,
+        gt=0,
+        description="most KL to the original, nats per target token (an encoder: squared error); null: not judged",
     )
     max_loss_rise: float | None = Field(
-        default=0.05, ge=0, description="most rise of the held-out loss, as a share of what it was at first"
+        default=0.05,
+        ge=0,
+        description="most rise of the held-out loss, as a share of what it was at first; null: not judged",
     )
 
 

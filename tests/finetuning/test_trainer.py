@@ -309,16 +309,6 @@ def test_a_new_process_reads_moments_in_8_bits(tmp_path: Path) -> None:
     assert done.stdout == "True\n", done.stderr
 
 
-def test_a_run_that_has_ended_goes_on_to_more_steps_and_to_nothing_else(folder: Path, tmp_path: Path) -> None:
-    for steps in (2, 3):
-        recipe = recipe_for(folder, tmp_path / "out", schedule={"steps": steps, "warmup": 1})
-        assert trainer_of(recipe, folder, tmp_path / "run").train().steps == steps
-    assert sorted(losses_of(tmp_path / "run")) == [1, 2, 3]
-    for changes in ({"schedule": {"steps": 2, "warmup": 1}}, {"schedule": {"steps": 4, "learning_rate": 1.0}}):
-        with pytest.raises(UserError, match="holds a run with another schedule"):
-            trainer_of(recipe_for(folder, tmp_path / "out", **changes), folder, tmp_path / "run").train()
-
-
 def test_a_full_disk_keeps_the_last_whole_state_and_a_damaged_one_is_named(folder: Path, tmp_path: Path) -> None:
     recipe, run = recipe_for(folder, tmp_path / "out"), tmp_path / "run"
     trainer = trainer_of(recipe, folder, run)
@@ -595,14 +585,21 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_run_of_another_recipe_is_not_continued(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(folder, tmp_path / "out")
-    trainer_of(recipe, folder, tmp_path / "run").train()
-    other = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"learning_rate": 0.1})})
-    with pytest.raises(UserError, match="holds a run with another schedule; restore the recipe"):
-        trainer_of(other, folder, tmp_path / "run").train()
-    quieter = recipe.model_copy(update={"logging": recipe.logging.model_copy(update={"every": 7})})
-    assert trainer_of(quieter, folder, tmp_path / "run").train().steps == 8
+def test_a_run_of_another_recipe_is_not_continued_but_one_that_has_ended_takes_more_steps(
+    folder: Path, tmp_path: Path
+) -> None:
+    def run(**changes: Any) -> int:
+        schedule = {"warmup": 1, **changes.pop("schedule")}
+        recipe = recipe_for(folder, tmp_path / "out", schedule=schedule, **changes)
+        return trainer_of(recipe, folder, tmp_path / "run").train().steps
+
+    assert run(schedule={"steps": 2}) == 2
+    for other in ({"steps": 2, "learning_rate": 0.1}, {"steps": 3, "learning_rate": 0.1}, {"steps": 1}):
+        with pytest.raises(UserError, match="holds a run with another schedule; restore the recipe"):
+            run(schedule=other)
+    assert run(schedule={"steps": 2}, logging={"every": 7}) == 2
+    assert run(schedule={"steps": 3}, logging={"every": 1}) == 3
+    assert 3 in losses_of(tmp_path / "run")
 
 
 def test_a_bad_batch_is_skipped_counted_and_named(folder: Path, tmp_path: Path) -> None:
