@@ -31,13 +31,8 @@ from ..wording import (
     tightness,
     times,
 )
-<<<<<<< HEAD
-from .remedies import CONVERT, FINETUNE, after_breaking, passed_limit
-from .rows import carried_over, least_precise
-=======
 from .remedies import CONVERT, FINETUNE, PASSED, after_breaking, missed_goals, passed_limit
-from .rows import least_precise
->>>>>>> c11459d (Goals of a finetune: headroom and quality decide, with the command that goes on)
+from .rows import carried_over, least_precise
 from .schema import (
     REPORT,
     AttackEntry,
