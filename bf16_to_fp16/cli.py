@@ -614,13 +614,14 @@ def finetune_command(
     """
     from .finetuning.recipe import read_recipe
 
-    checked = read_recipe(recipe, (*overrides, f"device={device}") if device else overrides)
+    overrides = (*overrides, f"device={device}") if device else overrides
+    read_recipe(recipe, overrides)
     # What follows takes seconds to import.
     from .finetuning.run import finetune
     from .report import terminal
     from .report.schema import Report, read
 
-    result = finetune(checked, name=recipe.name, force=force, progress=make_progress())
+    result = finetune(recipe, overrides=overrides, force=force, progress=make_progress())
     if result is None:  # not the first process
         return SAFE
     write_result(json_file, result.report)

@@ -129,7 +129,7 @@ def convert_by(
         if provenance is not None:
             with progress.step("Comparing fp16 with the original"):
                 kept = fidelity_to_original(provenance.original, measured.half, opened.inputs)
-            report = reports.descended(report, provenance.lineage, kept)
+            report = provenance.judge(reports.descended(report, provenance.lineage, kept))
         opened.checkpoint.check_unchanged()
         report = write_report(work, report, opened.checkpoint)
     return Conversion(dump(report), place.out, decided.planned, measured.plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from ..bounds.certificate import TARGETS
 from ..checkpoint.reader import Checkpoint, own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
-from ..report.schema import Lineage
+from ..report.schema import Lineage, Report
 from ..rescaling.planner import MARGIN_BITS
 
 AUTO = "auto"
@@ -108,9 +109,10 @@ class Destination:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a report says of a checkpoint that was trained: the command that made it, where it comes from, and the
-    original, with which the output is compared besides its source."""
+    """What a report says of a checkpoint that was trained: the command that made it, where it comes from, the
+    original, with which the output is compared besides its source, and what the report becomes by what was asked."""
 
     command: str
     lineage: Lineage
     original: Checkpoint
+    judge: Callable[[Report], Report] = lambda report: report

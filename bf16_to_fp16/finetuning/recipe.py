@@ -201,6 +201,21 @@ class Distillation(Section):
     )
 
 
+class Quality(Section):
+    """What the result must keep of the original on the held-out examples; less makes the verdict unsafe."""
+
+    max_kl: float | None = Field(
+        default=0.2,
+        gt=0,
+        description="most KL to the original, nats per target token (an encoder: squared error); null: not judged",
+    )
+    max_loss_rise: float | None = Field(
+        default=0.05,
+        ge=0,
+        description="most rise of the held-out loss, as a share of what it was at first; null: not judged",
+    )
+
+
 class Evaluation(Section):
     """What is measured on the held-out examples during the run, and how often."""
 
@@ -283,6 +298,7 @@ class Recipe(Section):
     schedule: Schedule = Schedule()
     penalty: Penalty = Penalty()
     distillation: Distillation = Distillation()
+    quality: Quality = Quality()
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
     checkpointing: Checkpointing = Checkpointing()

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import check_out, put_in_place, scratch, staged
 from ..checkpoint.writer import write_fp16
 from ..commands.convert import Conversion, convert_by
-from ..conversion.options import Destination, Options, Provenance
+from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
 from ..conversion.planning import Opened, checkpoint_batches, decide
 from ..devices import Device, find_device
 from ..errors import UserError
@@ -35,20 +37,22 @@ from ..families.resolve import resolve
 from ..observe.observer import SiteObserver
 from ..progress import Progress
 from ..report.build import other_sha256
-from ..report.schema import FinetuneEntry, Lineage, Source
+from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.apply import edited_config, writes
 from ..rescaling.plan import Plan
+from ..rescaling.planner import MARGIN_BITS
 from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
 from ..run.scaled_attention import SCALED, register
 from ..run.stock import load, load_config
 from .corpus import Corpus, open_corpus
 from .distillation import Teacher, arguments, counted_positions, task_loss
+from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import PRECISION_DTYPES, MixedPrecision
 from .processes import precisions_of
 from .recipe import Recipe, parse_recipe, read_recipe
-from .states import RunFolder, read_state
+from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
@@ -64,19 +68,19 @@ def finetune(
     force: bool = False,
     overrides: tuple[str, ...] = (),
     progress: Progress | None = None,
-    name: str = "recipe",
     endpoint: str | None = None,
 ) -> Conversion | None:
     """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
     first.
 
     recipe: a Recipe, a mapping, or the path of a YAML file, in which ``overrides`` (``schedule.steps=200``) are put in
-    place. force: replace an existing output. name: of the recipe in the report, by default its file's. Continues a run
-    that its folder holds. Raises UserError for a recipe, a source or data that cannot be used, for a start that is not
-    finite in the recipe's precision, and for a run that cannot succeed.
+    place. force: replace an existing output. Continues a run that its folder holds, and one that has ended where the
+    recipe now has more steps. Raises UserError for a recipe, a source or data that cannot be used, for a start that is
+    not finite in the recipe's precision, and for a run that cannot succeed.
     """
+    command = Command()
     if isinstance(recipe, (str, Path)):
-        name, recipe = Path(recipe).name, read_recipe(recipe, overrides)
+        command, recipe = Command(str(recipe), tuple(overrides)), read_recipe(recipe, overrides)
     elif not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe)
     out = Path(recipe.out)
@@ -88,17 +92,27 @@ def finetune(
     if run.weights is None:
         return None
     progress = progress or Progress(quiet=True)
-    trained = run.folder / TRAINED_FOLDER
-    write_trained(run.folder / START_FOLDER, run.weights, trained)
-    result = convert_by(
-        Options(target=recipe.target, device=recipe.device),
-        trained,
-        Destination(out, force=force),
-        provenance=Provenance(f"bf16-to-fp16 finetune {name}", lineage_of(checkpoint, recipe, run), checkpoint),
-        progress=progress,
+    provenance = Provenance(
+        command.published().line(),
+        lineage_of(checkpoint, recipe, run),
+        checkpoint,
+        judge=partial(judged, recipe=recipe, command=command.published()),
     )
-    shutil.rmtree(trained, ignore_errors=True)
+    with written_trained(run.folder, run.weights) as trained:
+        place, options = Destination(out, force=force), options_of(recipe)
+        result = convert_by(options, trained, place, provenance=provenance, progress=progress)
+    if command != command.published() and (said := str(result.report["finetune"].get("next", ""))):
+        exact = judged(read(Report, result.report), recipe, command).finetune
+        progress.say(exact.next if exact is not None else said)
     return result
+
+
+def options_of(recipe: Recipe, **others: Any) -> Options:
+    """Return the options of every conversion in a finetune: what rescaling can keep, it keeps as well."""
+    # A quarter of a bit more, since the audit's values are rounded otherwise than those that are observed.
+    asked = 0.0 if recipe.penalty.form == "none" else recipe.penalty.headroom_bits + 0.25
+    margin = max(MARGIN_BITS, asked)
+    return Options(target=recipe.target, margin_bits=min(margin, MOST_MARGIN), device=recipe.device, **others)
 
 
 @dataclass(frozen=True)
@@ -170,6 +184,8 @@ def train(
         write_start(checkpoint, recipe, start, progress)
     accelerator.wait_for_everyone()
     student = load(start, torch.float32, attention=attention_of(recipe))
+    # Where stock code ties nothing the embedding is stored under several names; it is trained as the one that it was.
+    student.set_input_embeddings(student.get_input_embeddings())
     fits = False
     if not RunFolder(folder, 1).steps():
         fits = check_start(student, recipe, corpus, accelerator, progress)
@@ -183,6 +199,12 @@ def train(
         progress=progress,
         log=open_log(recipe, folder) if main else None,
     )
+    if not trainer.states.steps():
+        untrained = trainer.weights()
+        if main:
+            rehearse(recipe, folder, untrained, corpus, progress)
+        del untrained
+        accelerator.wait_for_everyone()
     outcome = trainer.train(fits=fits)
     weights = trainer.weights()
     # All are done with each other: a process that ends with its group's threads running may be aborted.
@@ -211,7 +233,8 @@ def convert_or_finetune(
         raise UserError("convert runs in one process; under a launcher use finetune")
     given = {"source": str(source), "out": str(out), "target": options.target, "subfolder": options.subfolder}
     # A JSON string is a YAML string, whatever is in it.
-    chosen = read_recipe(recipe, [f"{key}={json.dumps(value)}" for key, value in given.items()])
+    overrides = tuple(f"{key}={json.dumps(value)}" for key, value in given.items())
+    chosen = read_recipe(recipe, overrides)
     check_recipe(chosen)
     check_out(out, force=force)
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
@@ -225,7 +248,7 @@ def convert_or_finetune(
             return replace(result, out=out)
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
     progress.say(f"Rescaling alone leaves it unsafe{f' ({worst})' if worst else ''}: finetuning")
-    finetuned = finetune(chosen, force=force, progress=progress, name=Path(recipe).name, endpoint=endpoint)
+    finetuned = finetune(recipe, overrides=overrides, force=force, progress=progress, endpoint=endpoint)
     assert finetuned is not None  # the only process is the first one
     return finetuned
 
@@ -260,7 +283,7 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
     states = RunFolder(folder, 1)
     if states.steps():
         last = states.of(states.steps()[-1])
-        check_same_recipe(read_state(last)["recipe"], recipe, last)
+        check_same_recipe(read_state(last), recipe, last)
     elif any(entry.name != START_FOLDER and not entry.name.startswith(".") for entry in folder.iterdir()):
         names = {entry.name for entry in folder.iterdir()} - {
             START_FOLDER,
@@ -373,7 +396,7 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
     if recipe.rescale:
         inputs = checkpoint_batches(checkpoint, layout, None, recipe.seed)
         opened = Opened(checkpoint, layout, inputs, Device(recipe.device))
-        decided = decide(opened, Options(recipe.target, max_length=recipe.data.input_length), progress)
+        decided = decide(opened, options_of(recipe, max_length=recipe.data.input_length), progress)
         layout, plan = decided.layout, decided.plan
     with staged(start, force=True) as work:
         tensors = [write.as_dtype("F32") for write in writes(layout, plan)]
@@ -451,18 +474,50 @@ def open_log(recipe: Recipe, folder: Path) -> RunLog:
     return RunLog(path, recipe.logging.wandb, folder, Path(recipe.out).name, recipe.describe())
 
 
-def write_trained(start: Path, weights: Mapping[str, torch.Tensor], trained: Path) -> None:
-    """Write the trained weights in fp32 as a checkpoint under the names of ``start``, whole or not at all."""
+def rehearse(
+    recipe: Recipe, folder: Path, weights: Mapping[str, torch.Tensor], corpus: Corpus, progress: Progress
+) -> None:
+    """Take untrained weights through what follows the training, so that nothing is learnt that cannot be written:
+    write, open, rescale, certify, and run the result on a batch in fp16.
+
+    Raises UserError as ``convert`` does.
+    """
+    with (
+        progress.step("Trying the conversion on the untrained weights"),
+        written_trained(folder, weights) as trained,
+        scratch(Path(recipe.out)) as beside,
+    ):
+        convert_by(options_of(recipe, run_model=False), trained, Destination(beside / "out"))
+        model = load(beside / "out", torch.float16, half=True)
+        with torch.no_grad():
+            model(**arguments(model, next(corpus.training_batches()), torch.device("cpu")))
+
+
+@contextmanager
+def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
+    """Yield the trained weights in fp32 as a checkpoint under the names of the run's start, which is then removed."""
+    start, trained = folder / START_FOLDER, folder / TRAINED_FOLDER
     checkpoint = open_checkpoint(start)
-    names = {tensor.source for tensor in resolve(checkpoint).tensors.values() if tensor.source is not None}
-    with staged(trained, force=True) as work:
+    layout = resolve(checkpoint)
+    with staged(trained, force=True) as work, on_a_disk(trained):
         tensors = {}
-        for name in sorted(names):
-            value = weights.get(name)
-            tensors[name] = (checkpoint.read(name) if value is None else value).float().contiguous()
+        for tensor in layout.tensors.values():
+            # Processes that hold parts of a model give a shared weight under one of its names only.
+            shared = layout.family.embedding if tensor.name in layout.family.copies else tensor.name
+            value = weights.get(tensor.name, weights.get(shared))
+            if value is None and tensor.source is not None:
+                value = checkpoint.read(tensor.source)
+            if value is not None:
+                tensors[tensor.name] = value.float().contiguous()
+        # One storage under two names is refused.
+        tensors = {name: value.clone() if name in layout.family.copies else value for name, value in tensors.items()}
         save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
         shutil.copyfile(start / "config.json", work / "config.json")
         carry_over(start, work)
+    try:
+        yield trained
+    finally:
+        shutil.rmtree(trained, ignore_errors=True)
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:

@@ -49,7 +49,7 @@ from ..wording import (
     times,
 )
 from .figures import BRACKETS, SERIES, bracket_pictures, curve_pictures, pictures
-from .remedies import after_breaking, unsafe_sites
+from .remedies import after_breaking, missed_goals, unsafe_sites
 from .rows import (
     BF16_BITS,
     MOST_UNCERTIFIED,
@@ -242,6 +242,7 @@ def verdict_sentence(report: Report) -> str:
         ran = "nothing overflowed in what was run" if regimes else "nothing was run"
         over = len(uncertified_rows(report))
         why = f"bounds pass the limit at {counted(over, 'place')}" if over and not regimes else ""
+        why = "; ".join(f"{entry.signal}: {entry.reason}" for entry in missed_goals(report)) or why
         return f"Unsafe in fp16: {ran}, but {why or 'see below what passes its limit'}."
     nonfinite, saturated = (max(getattr(regimes[b], key) for b in broken) for key in ("nonfinite", "saturated"))
     what = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
@@ -371,7 +372,7 @@ def unsafe_rows(report: Report) -> dict[str, Any]:
         "limits": [entry for entry in report.unsafe if entry.regimes is None],
         "sites": sites[:MOST_UNSAFE],
         "more": max(0, len(sites) - MOST_UNSAFE),
-        "remedy": after_breaking(report, clean) if broken else "",
+        "remedy": after_breaking(report, clean) if broken else report.finetune.next if report.finetune else "",
     }
 
 

@@ -150,6 +150,27 @@ def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     return OVER_AT_EVERY_EXPONENT, PENALTY
 
 
+def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Report:
+    """Return the report of a finetune that ended unsafe or without what was asked of it (``missed``), with ``remedy``
+    in the place of another finetune."""
+    finetune = report.finetune.model_copy(update={"next": remedy}) if report.finetune is not None else None
+    unsafe = [
+        *(entry.model_copy(update={"remedy": entry.remedy.replace(FINETUNE, remedy)}) for entry in report.unsafe),
+        *(entry.model_copy(update={"remedy": remedy}) for entry in missed),
+    ]
+    uncertified = [
+        entry.model_copy(update={"remedy": entry.remedy.replace(FINETUNE, remedy)})
+        for entry in report.uncertified or ()
+    ]
+    changed = {"verdict": "unsafe", "finetune": finetune, "unsafe": unsafe, "uncertified": uncertified}
+    return report.model_copy(update=changed)
+
+
+def missed_goals(report: Report) -> list[UnsafeEntry]:
+    """Return what was asked of a finetune and not delivered."""
+    return [entry for entry in report.unsafe if entry.regimes is None and entry.reason != PASSED and entry.reason]
+
+
 def after_breaking(report: Report, clean: Sequence[str]) -> str:
     """Return what to do with a checkpoint that broke, in sentences: convert it, or what is left where that was done.
 
@@ -158,7 +179,7 @@ def after_breaking(report: Report, clean: Sequence[str]) -> str:
     if report.plan is None:
         return "Convert the checkpoint (bf16-to-fp16 convert SOURCE OUT): rescaling is exact and lowers most of these."
     if report.finetune is not None:
-        further = "Finetune it further (more steps, or a larger penalty.headroom_bits)"
+        further = report.finetune.next[:1].upper() + report.finetune.next[1:]
     else:
         further = "Finetune it with the activation-magnitude penalty (bf16-to-fp16 finetune RECIPE)"
     if clean:

@@ -444,7 +444,8 @@ class FinetuneEntry(ReportObject):
 
     ``devices``: it ran on, one after the other. ``skipped``: steps whose gradient was not finite. ``rewinds``: after a
     spike of the loss. ``evaluations``: losses and headroom on held-out data, by step. ``curves``: by
-    name, a value for each of ``step``. ``fidelity``: of the output to the original.
+    name, a value for each of ``step``. ``fidelity``: of the output to the original. ``next``: how to go on where it
+    did not deliver what the recipe asks for.
     """
 
     recipe: dict[str, Any] = {}
@@ -458,6 +459,7 @@ class FinetuneEntry(ReportObject):
     evaluations: list[dict[str, Any]] = []
     curves: dict[str, list[Count | Real | None]] = {}
     fidelity: FidelityEntry | None = None
+    next: str = ""
 
 
 class Lineage(ReportObject):

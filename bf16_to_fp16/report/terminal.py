@@ -34,7 +34,7 @@ from ..wording import (
     tightness,
     times,
 )
-from .remedies import CONVERT, FINETUNE, after_breaking, passed_limit
+from .remedies import CONVERT, FINETUNE, PASSED, after_breaking, missed_goals, passed_limit
 from .rows import carried_over, least_precise, tier_rows
 from .schema import (
     REPORT,
@@ -121,7 +121,10 @@ def output_line(report: Report) -> Text:
     certificate, regimes = report.certificate, report.regimes
     if not report.safe:
         first = next((site for regime in regimes.values() for site in regime.broken_sites), None)
-        where = f"overflows in {', '.join(report.broken_regimes)}, first at {first.name}" if first else "see the report"
+        if first is not None:
+            where = f"overflows in {', '.join(report.broken_regimes)}, first at {first.name}"
+        else:
+            where = "; ".join(f"{e.signal}: {e.reason}" for e in missed_goals(report)) or "see the report"
         return bad("output: unsafe", where)
     said = "nothing overflowed on what was run"
     if certificate is not None and certificate.holds:
@@ -436,7 +439,7 @@ def print_unsafe(screen: Console, entries: Sequence[UnsafeEntry]) -> None:
     """Print what no exponent can hold, and the remedy."""
     for site in [entry for entry in entries if entry.regimes is not None][:WORST_SITES]:
         screen.print(f"unsafe: {site.signal}, {site.reason}; {site.remedy}", markup=False)
-    for limit in [entry for entry in entries if entry.regimes is None][:WORST_SITES]:
+    for limit in [entry for entry in entries if entry.regimes is None and entry.reason in ("", PASSED)][:WORST_SITES]:
         screen.print(
             f"over its limit with margin: {limit.signal} by {excess(limit.excess_bits)} bits; {limit.remedy}",
             markup=False,

@@ -486,6 +486,10 @@ def test_a_separated_pegasus_head_loads_in_stock_code(tmp_path: Path) -> None:
     back = load_file(undo(result.out, tmp_path / "back") / "model.safetensors")
     before = load_file(source / "model.safetensors")
     assert set(back) == set(before)
+    again = convert(result.out, tmp_path / "again", run_model=False)
+    assert again.out is not None and set(load_file(again.out / "model.safetensors")) == names
+    assert compared(result.out, again.out) <= 1e-3
+    assert set(load_file(undo(again.out, tmp_path / "first") / "model.safetensors")) == names
 
 
 @pytest.mark.usefixtures("brief")

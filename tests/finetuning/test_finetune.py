@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from support import tiny
 from support.devices import STAND_IN
 from support.learner import recipe_tree, saved, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +25,7 @@ from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import finetune, make_accelerator, train, train_on_device, with_known_sentinels
+from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run.stock import load, load_config
@@ -58,7 +60,9 @@ def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     assert report["command"] == "bf16-to-fp16 finetune recipe.yaml"
     assert report["source"]["path"].endswith(source.name) and list(report["source"]["sha256"]) == ["model.safetensors"]
+    assert report["verdict"] == "safe"
     run = report["finetune"]
+    assert "next" not in run or run["next"] == ""
     assert (
         run["steps"] == 6
         and run["processes"] == 1
@@ -76,6 +80,37 @@ def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path
         difference = (original(**batch).logits - trained(**batch).logits).abs().max()
     assert 1e-3 < float(difference) < 5
     assert undo(tmp_path / "out", tmp_path / "back").is_dir()
+
+
+def test_a_pegasus_whose_head_stands_apart_is_finetuned_with_one_embedding(tmp_path: Path, source: Path) -> None:
+    """Stock Pegasus then ties nothing, so that files hold the embedding under three names."""
+    model = tiny.pegasus(
+        vocab_size=384, d_model=12, encoder_layers=1, decoder_layers=1, tie_word_embeddings=False, dropout=0.0
+    )
+    with torch.no_grad():
+        for part in (model.model.encoder, model.model.decoder):
+            part.embed_tokens.weight.copy_(model.model.shared.weight)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "apart")
+    transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "apart")
+    changes = {"data": {"objective": "span-corruption"}, "schedule": {"steps": 1, "warmup": 1}}
+    recipe = written(source, tmp_path, source=str(tmp_path / "apart"), penalty={"probe": False}, **changes)
+    result = finetune(recipe, overrides=("evaluation.examples=4", "quality.max_loss_rise=null"))
+    assert result is not None and result.safe
+    embedding = load(tmp_path / "out", torch.float32).model
+    weights = [part.embed_tokens.weight for part in (embedding.encoder, embedding.decoder)]
+    assert torch.equal(*weights) and not torch.equal(weights[0], model.model.shared.weight.float())
+
+
+def test_what_the_end_cannot_write_is_known_before_the_first_step(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise UserError("tensor lm_head.weight is missing")
+
+    monkeypatch.setattr("bf16_to_fp16.finetuning.run.convert_by", refuse)
+    with pytest.raises(UserError, match="lm_head"):
+        finetune(written(source, tmp_path), overrides=("rescale=false",))
+    assert not RunFolder(tmp_path / "out.run", 1).steps() and not (tmp_path / "out.run" / "trained").exists()
 
 
 def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(source: Path, tmp_path: Path) -> None:
