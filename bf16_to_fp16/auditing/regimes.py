@@ -232,7 +232,11 @@ def run_regimes(
     walk = Walk(checkpoint, device)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
     ran = [regime for regime in regimes if regime != "stock" or not alike]
-    seen = {(regime, name): _Seen(regime, name) for regime in ran for name in attention}
+    seen = {
+        (regime, name): _Seen(regime, name, keeps=(regime, name) == ("half", attention[0]))
+        for regime in ran
+        for name in attention
+    }
     for (regime, name), shown in seen.items():
         shown.add(walk, _share(inputs, regime == "half" or "half" not in ran, name == attention[0]))
     plain = add_outputs(walk, inputs, torch.float32) if fp32 else []
@@ -300,10 +304,13 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
 
 
 class _Seen:
-    """What a regime shows under one attention: its lanes, which have all their sites in common."""
+    """What a regime shows under one attention: its lanes, which have all their sites in common.
 
-    def __init__(self, regime: str, attention: str) -> None:
-        self.regime, self.attention = regime, attention
+    keeps: whether the lanes keep their outputs where those are compared.
+    """
+
+    def __init__(self, regime: str, attention: str, *, keeps: bool = False) -> None:
+        self.regime, self.attention, self.keeps = regime, attention, keeps
         self.inputs: list[Batch] = []
         self.lanes: list[Lane[tuple[int, Tensor | None]]] = []
         self._observer: SiteObserver | None = None
@@ -325,7 +332,7 @@ class _Seen:
             _check_autocast(model, observer)
         if output is None:
             return 0, None
-        return _nonfinite(output), output_on(batch, output) if compared([batch]) else None
+        return _nonfinite(output), output_on(batch, output) if self.keeps and compared([batch]) else None
 
     def sites(self) -> list[Site]:
         """The sites, once the walk is over."""

@@ -22,7 +22,6 @@ from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, 
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.stock import load, load_config
-from ..wording import listed
 
 
 def audit(
@@ -55,9 +54,10 @@ def audit(
     checkpoint = open_checkpoint(source, subfolder)
     layout = agreed_layout(checkpoint)
     config, opened = load_config(checkpoint.folder), (checkpoint, layout)
-    inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, sweep=sweep, opened=opened)
-    shown = ["SDPA" if name == "sdpa" else name for name in attention]
-    with progress.step(f"Auditing {', '.join(regimes)}, {listed(shown)}") as advance:
+    inputs = probe.audit_batches(
+        config, checkpoint.folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress
+    )
+    with progress.step(f"Auditing {', '.join(regimes)}") as advance:
         results = on.run(
             "audit",
             lambda place: audit_folder(

@@ -467,8 +467,9 @@ def repeat_audit(
     said, config = report.inputs or Inputs(), load_config(folder)
     seed = said.seed or 0
     swept = any(entry.kind == probe.SWEEP for entry in said.batches)
-    inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, chosen=probe.usable(said.chosen, config))
-    with torch.random.fork_rng(devices=[]), progress.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
+    chosen = probe.usable(said.chosen, config)
+    inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, chosen=chosen, progress=progress)
+    with torch.random.fork_rng(devices=[]), progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
         train_mode = report.target == "train"
         return device.run(
             "audit",

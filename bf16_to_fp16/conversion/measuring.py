@@ -36,7 +36,7 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
     if not options.run_model:
         return Measured(certificate, decided.plan, tiers, environment=device.environment())
     written, inputs, drifts = open_checkpoint(work), opened.inputs, decided.plan.drift is not None
-    with progress.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
+    with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
         if decided.target == "train":
             regimes = device.run(
                 "audit",

@@ -66,7 +66,8 @@ def open_source(
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:
-        inputs = checkpoint_batches(checkpoint, layout, options.data, options.seed, sweep=options.sweep)
+        data, seed = options.data, options.seed
+        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep, progress=progress)
     return Opened(checkpoint, layout, inputs, device)
 
 
@@ -120,12 +121,20 @@ def costs_little(one: Decided, other: Decided) -> bool:
 
 
 def checkpoint_batches(
-    checkpoint: Checkpoint, layout: Layout, data: str | None, seed: int, *, sweep: bool = False
+    checkpoint: Checkpoint,
+    layout: Layout,
+    data: str | None,
+    seed: int,
+    *,
+    sweep: bool = False,
+    progress: Progress | None = None,
 ) -> list[Batch]:
     """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
     given."""
     config, opened = load_config(checkpoint.folder), (checkpoint, layout)
-    return probe.audit_batches(config, checkpoint.folder, data, seed=seed, sweep=sweep, opened=opened)
+    return probe.audit_batches(
+        config, checkpoint.folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress
+    )
 
 
 Bounds = Callable[[Layout, int], Mapping[str, ModuleRange]]

@@ -29,7 +29,7 @@ from ..errors import UserError
 from ..families.known import FAMILIES, may_be_absent, stock_class
 from ..families.resolve import resolve
 from ..families.types import Attention, Family, FeedForward, Layout, StackEnds, config_value
-from .stock import eps_attribute, load_config, quiet
+from .stock import eps_attribute, load_config, quiet, without_values
 from .texts import first_line
 
 FREE_KEYS = frozenset(
@@ -194,7 +194,7 @@ def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> 
             known.append(stock)
             return stock
     with loading(checkpoint, written):
-        model, info = built(kind, shapes, written.noting())
+        model, info = without_values(checkpoint, written.noting(), torch.float32, "eager", any_shape=True)
     scales: bool | Exception
     try:
         scales = run_short(model, layout)
@@ -217,20 +217,6 @@ def loading(checkpoint: Checkpoint, written: _Written) -> Iterator[None]:
         raise UserError(
             f"{checkpoint.folder}: cannot be loaded ({first_line(error)}); check its files, config.json first of all"
         ) from error
-
-
-def built(kind: Any, shapes: Mapping[str, tuple[int, ...]], config: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the stock model of a config on the meta device and what its loader says of weights of these shapes."""
-    return kind.from_pretrained(
-        None,
-        config=config,
-        state_dict={name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
-        dtype=torch.float32,
-        attn_implementation="eager",
-        device_map={"": "meta"},
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
 
 
 def check_weights(checkpoint: Checkpoint, layout: Layout, info: Mapping[str, Any]) -> None:

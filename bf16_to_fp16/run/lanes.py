@@ -284,6 +284,8 @@ class Walk:
             self._look_up(lane, *lane.asks)
 
     def _live(self, lane: Lane[Any]) -> None:
+        # Leaving autocast's outermost level would empty the cache that all lanes share, and each would cast anew.
+        torch.autocast_increment_nesting()
         try:
             with torch.no_grad():
                 lane._result.append(lane.run(lane.model))

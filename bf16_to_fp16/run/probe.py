@@ -11,6 +11,7 @@ Everything is seeded, so that two audits of one checkpoint see the same tokens.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,8 @@ from ..errors import UserError, first_line
 from ..families.known import is_encoder_class, of_model_type
 from ..families.resolve import resolve
 from ..families.types import Layout, TensorSource
-from . import choice
+from ..progress import Progress
+from . import choice, memory
 from .texts import texts
 
 IGNORED_LABEL = -100
@@ -41,6 +43,10 @@ _LOGIT_BUDGET = 2**27
 _PROBE_LOGITS = 2**25
 """Most logits of the probe, random ids and short rows apart: those of about a thousand positions at a vocabulary of
 32,128."""
+
+
+GENERATION_SHARE = 1 / 4
+"""Largest share of the memory at hand that a generation's weights may take."""
 
 
 _SHORT, _SHORT_DECODER = 8, 4
@@ -122,6 +128,22 @@ def batches(
     return _tokenised(config, source, data, seed, examples, length)
 
 
+def generation_bytes(layout: Layout) -> int:
+    """Return the most memory that the weights take with which a model generates in a walk: those of the decoder and the
+    head, to which it comes back, in fp32, cast to fp16 by autocast, and widened for products."""
+    if layout.encoder_only:
+        return 0
+    at = layout.stacks()[1].ends.at + "."
+    head = layout.family.head if layout.family.head in layout.tensors else layout.family.embedding
+    return 10 * sum(math.prod(t.shape) for name, t in layout.tensors.items() if name.startswith(at) or name == head)
+
+
+def left_out(inputs: Sequence[Batch]) -> list[str]:
+    """Return the kinds of batches that a probe has and these inputs lack: ``generate``, where memory is short."""
+    decodes = any(batch.decoder_input_ids is not None for batch in inputs)
+    return [GENERATE] if decodes and not any(batch.generate for batch in inputs) else []
+
+
 def audit_batches(
     config: Any,
     folder: Path,
@@ -131,20 +153,29 @@ def audit_batches(
     sweep: bool = False,
     chosen: Mapping[str, Sequence[int]] | None = None,
     opened: tuple[TensorSource, Layout] | None = None,
+    progress: Progress | None = None,
 ) -> list[Batch]:
     """Return what an audit runs on: the built-in probe, its ids chosen by the weights in ``folder`` unless they are
-    given or all are wanted, and ``data`` where given.
+    given or all are wanted, and ``data`` where given; without generation where its weights would take more than
+    ``GENERATION_SHARE`` of the memory at hand.
 
-    opened: the checkpoint in ``folder`` and its layout, where the caller has them. Other arguments and errors are those
-    of ``batches``.
+    opened: the checkpoint in ``folder`` and its layout, where the caller has them. progress: says what is left out.
+    Other arguments and errors are those of ``batches``.
     """
-    if chosen is None and not sweep and not is_small(config):
-        if opened is None:
-            checkpoint = open_checkpoint(folder)
-            opened = checkpoint, resolve(checkpoint)
+    if opened is None:
+        checkpoint = open_checkpoint(folder)
+        opened = checkpoint, resolve(checkpoint)
+    if chosen is None and not sweep:
         chosen = chosen_ids(config, *opened, seed=seed)
     inputs = batches(config, None, None, seed=seed, sweep=sweep, chosen=chosen)
-    return inputs if data is None else inputs + batches(config, folder, data, seed=seed)
+    if data is not None:
+        inputs += batches(config, folder, data, seed=seed)
+    if generation_bytes(opened[1]) <= GENERATION_SHARE * memory.available():
+        return inputs
+    inputs = [batch for batch in inputs if not batch.generate]
+    if progress is not None:
+        progress.say("Not enough memory to run generate, which needs the whole decoder at once: it is left out")
+    return inputs
 
 
 def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
@@ -201,7 +232,8 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
     ``batches``: in their order, each run of one kind as one entry: kind, number of batches, rows of them all, and the
     longest encoder and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the
     name of a dataset of the Hub, and how many rows of it were drawn; None without data. ``chosen``: ids by the reason
-    that each was chosen for, empty where every id is run. ``sha256``: of all ids and masks.
+    that each was chosen for, empty where every id is run. ``left_out``: kinds that did not run, as ``left_out`` says.
+    ``sha256``: of all ids and masks.
     """
     digest = hashlib.sha256()
     entries: list[dict[str, Any]] = []
@@ -233,6 +265,7 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
         "data": None if data is None else {"name": shown, "rows": drawn},
         "batches": entries,
         "chosen": {reason: list(ids) for batch in inputs for reason, ids in batch.chosen.items()},
+        "left_out": left_out(inputs),
         "sha256": digest.hexdigest(),
     }
 

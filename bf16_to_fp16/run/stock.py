@@ -97,24 +97,30 @@ NOTHING_REMOTE = {
 """What stock code is told when it looks for the settings of a generation."""
 
 
-def without_values(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, attention: str, **more: Any) -> Any:
-    """Return the stock model of a checkpoint on the meta device, and what its own loader says of the weights."""
+def without_values(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, attention: str, *, any_shape: bool = False
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return the stock model of a checkpoint on the meta device, and what its own loader says of the weights.
+
+    any_shape: note weights of other shapes there, instead of raising what stock code raises.
+    """
     import transformers
 
     weights = {
         name: torch.empty(info.shape, dtype=SAFETENSORS_DTYPES[info.dtype], device="meta")
         for name, info in checkpoint.tensors.items()
     }
-    return getattr(transformers, stock_class(checkpoint.config)).from_pretrained(
+    model, info = getattr(transformers, stock_class(checkpoint.config)).from_pretrained(
         None,
         config=config,
         state_dict=weights,
         dtype=dtype,
         attn_implementation=attention,
         device_map={"": "meta"},
+        ignore_mismatched_sizes=any_shape,
         output_loading_info=True,
-        **more,
     )
+    return model, info
 
 
 def fill_in(model: Any, checkpoint: Checkpoint) -> None:

@@ -1,9 +1,11 @@
 """A walk over the files gives what whole models give, to the last bit, in the memory of a block."""
 
-import subprocess
+import ctypes
+import json
+import resource
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,16 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.forked import in_a_fork
 from torch import Tensor
 
+from bf16_to_fp16 import convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.observe.meter import RangeObserver, observe_ranges
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import Site
+from bf16_to_fp16.report.schema import REPORT
+from bf16_to_fp16.run import probe
 from bf16_to_fp16.run.lanes import Walk
 from bf16_to_fp16.run.probe import Batch, batches, run_batch
 from bf16_to_fp16.run.stock import load
@@ -183,43 +189,37 @@ def test_a_weight_is_in_memory_only_while_a_lane_is_at_its_place(folders: dict[s
         assert 0 <= seen - 4 * sum(p.numel() for p in place.parameters()) <= 4 * rest
 
 
-CHILD = """
-import resource, sys
-import torch, transformers
-from bf16_to_fp16.auditing.regimes import run_regimes
-from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.conversion.planning import observe_source
-from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.stock import load, load_config
-
-def all_of(folder):
-    inputs = batches(load_config(folder), None, None)[:1]
-    observe_source(open_checkpoint(folder), inputs, Progress(quiet=True))
-    run_regimes(open_checkpoint(folder), inputs)
-
-small, large, megabytes, way = sys.argv[1:]
-all_of(small)
-used = int(open("/proc/self/status").read().split("VmData:")[1].split()[0]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (used + int(megabytes) * 2**20,) * 2)
-load(large, torch.float32) if way == "whole" else all_of(large)
-print("done")
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit does not count all memory")
-def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_and_audited(tmp_path: Path) -> None:
-    """24 blocks of 17 MB in fp32, of which 15 would fit."""
-    torch.manual_seed(0)
-    shape = {"d_model": 512, "d_kv": 64, "num_heads": 8, "d_ff": 2048, "num_layers": 24}
-    folders = [
-        str(tiny.save(tiny.t5_encoder(**kind), tmp_path / name)) for name, kind in (("small", {}), ("large", shape))
-    ]
+def test_a_model_larger_than_the_memory_that_it_may_use_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 blocks of 8.5 MB in fp32, of which 11 would fit."""
+    shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 14, "num_decoder_layers": 2}
+    folder, out = tiny.save(tiny.t5(**shape), tmp_path / "source"), tmp_path / "out"
+    gather = probe.audit_batches
 
-    def child(way: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", CHILD, *folders, "250", way]
-        return subprocess.run(command, capture_output=True, text=True)
+    def repeated(*given: Any, **options: Any) -> list[Batch]:
+        return [batch for batch in gather(*given, **options) if batch.kind == probe.REPEATED or batch.generate]
 
-    whole, walked = child("whole"), child("walk")
-    assert whole.returncode != 0 and "allocate" in whole.stderr, whole.stderr[-2000:]
-    assert walked.returncode == 0 and walked.stdout == "done\n", walked.stderr[-2000:]
+    monkeypatch.setattr(probe, "audit_batches", repeated)  # one batch shows it as well as all
+
+    def limited(action: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            # What this process has freed is not to be had beside the limit.
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 19)
+            torch.set_num_threads(1)
+            used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+            resource.setrlimit(resource.RLIMIT_DATA, (used + 96 * 2**20,) * 2)
+            action()
+
+        return run
+
+    log = tmp_path / "log"
+    assert in_a_fork(limited(lambda: load(folder, torch.float32)), log)[0] != 0 and "allocate" in log.read_text()
+    assert in_a_fork(limited(lambda: convert(folder, out)), log)[0] == 0, log.read_text()
+    report = json.loads((out / REPORT).read_text())
+    assert report["verdict"] == "safe" and report["inputs"]["left_out"] == ["generate"]
+    assert all("generate" not in run["kinds"] for entry in report["regimes"].values() for run in entry["runs"])
+
+
+M_MMAP_THRESHOLD = -3

@@ -1,6 +1,7 @@
 """The probe covers what it says, and bad data is one line of what to do."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=words_tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
-    config_of("t5").save_pretrained(folder)
-    return folder
+    return tiny.save(tiny.build("t5"), folder)
 
 
 def same(a: list[Batch], b: list[Batch]) -> bool:
@@ -310,6 +310,17 @@ def test_the_inputs_digest_tells_the_same_tokens_from_others(source: Path, tmp_p
     one, other = batches(config, None, None)[:1], batches(config, None, None)[:1]
     other[0].attention_mask[0, -1] = 0
     assert describe_batches(one, seed=0)["sha256"] != describe_batches(other, seed=0)["sha256"]
+
+
+@pytest.mark.parametrize(("memory", "left_out"), [(0, ["generate"]), (math.inf, [])])
+def test_without_the_memory_of_a_decoder_nothing_is_generated_and_the_inputs_say_so(
+    memory: float, left_out: list[str], source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bf16_to_fp16.run.memory.available", lambda: memory)
+    made = audit_batches(config_of("t5"), source, None)
+    listed = describe_batches(made, seed=0)
+    assert listed["left_out"] == left_out
+    assert ("generate" in [entry["kind"] for entry in listed["batches"]]) == (not left_out)
 
 
 def test_of_data_the_inputs_name_the_file_without_its_folder_and_the_rows(source: Path, tmp_path: Path) -> None:
