@@ -94,13 +94,13 @@ def test_quality_is_judged_by_the_last_evaluation_as_far_as_it_was_measured(
 
 
 def test_a_published_command_names_no_folder_of_this_machine() -> None:
-    given = Command("/home/me/r.yaml", ('out="/home/me/b"', "data.path=texts/a.txt"))
+    given = Command("/folder/of/mine/r.yaml", ('out="/folder/of/mine/b"', "data.path=texts/a.txt"))
     words = [
         "bf16-to-fp16",
         "finetune",
-        "/home/me/r.yaml",
+        "/folder/of/mine/r.yaml",
         "--set",
-        'out="/home/me/b"',
+        'out="/folder/of/mine/b"',
         "--set",
         "data.path=texts/a.txt",
     ]
