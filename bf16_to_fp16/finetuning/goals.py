@@ -94,10 +94,11 @@ def how_to_go_on(
         )
         return f"begin another run that holds on to the original: {line}"
     curve = [bits for bits in run.curves.get("headroom_bits", ()) if bits is not None]
-    more = steps_more(curve, run.steps, min(missing, FP16_RANGE_BITS))
-    # Where the training keeps what was asked for and the audit does not, it has yet to meet such inputs.
-    if more is None and median(curve[-(len(curve) // 4) :]) >= recipe.penalty.headroom_bits - PLATEAU_BITS:
-        more = math.ceil(run.steps / 2)
+    last = curve[-max(1, len(curve) // 4) :]
+    # Where the training keeps what was asked for and the audit does not, it has yet to meet such inputs: its own curve
+    # does not say when.
+    kept_there = bool(last) and median(last) >= recipe.penalty.headroom_bits
+    more = run.steps if kept_there else steps_more(curve, run.steps, min(missing, FP16_RANGE_BITS))
     if more is not None:
         return f"go on: {command.line(schedule__steps=run.steps + more)}"
     line = command.line(schedule__learning_rate=f"{recipe.schedule.learning_rate * 2:g}", checkpointing__folder=another)

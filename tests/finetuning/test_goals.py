@@ -67,7 +67,7 @@ def test_headroom_that_no_longer_grows_is_a_plateau_and_that_which_does_says_how
     assert said.endswith("--set schedule.learning_rate=0.008 --set checkpointing.folder=b.run-2 --force")
     assert result.verdict == "unsafe" and "--set schedule.steps=100 " in said
     # The training keeps it, and only the audit found inputs that pass it.
-    assert "schedule.steps=150" in after(finetuned(0.9, curve=[min(1.1, 5 * x) for x in rising]))[1]
+    assert "schedule.steps=200" in after(finetuned(0.9, curve=[min(1.1, 5 * x) for x in rising]))[1]
 
 
 def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
@@ -94,13 +94,13 @@ def test_quality_is_judged_by_the_last_evaluation_as_far_as_it_was_measured(
 
 
 def test_a_published_command_names_no_folder_of_this_machine() -> None:
-    given = Command("/home/me/r.yaml", ('out="/home/me/b"', "data.path=texts/a.txt"))
+    given = Command("/folder/of/mine/r.yaml", ('out="/folder/of/mine/b"', "data.path=texts/a.txt"))
     words = [
         "bf16-to-fp16",
         "finetune",
-        "/home/me/r.yaml",
+        "/folder/of/mine/r.yaml",
         "--set",
-        'out="/home/me/b"',
+        'out="/folder/of/mine/b"',
         "--set",
         "data.path=texts/a.txt",
     ]
