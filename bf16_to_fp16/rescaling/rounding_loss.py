@@ -28,9 +28,9 @@ _UNIT = FP16_SIGNIFICANT_BITS - 1
 """Significands are counted in 2⁻¹⁰ of their binade, so that fp16's and bf16's are whole numbers below 2¹¹."""
 
 
-_PACKED = 42
-"""A sum of squared significands takes the lower 42 bits of an int64, their number the upper ones: for up to 2²⁰
-elements."""
+_SQUARES, _PACKED, _PACKABLE = 34, 52, 1 << 18
+"""An int64 adds up what fewer than 2¹⁸ bf16 numbers are: in its lower 34 bits their squared significands of 8 bits, in
+the next 18 their number; above these stands one's place in the histogram, whose sum is of no use and flows over."""
 
 
 _CHANNELS, _CHUNK = 1 << 10, 1 << 18
@@ -103,11 +103,12 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
 
 @dataclass(frozen=True)
 class _Span:
-    """The binades from ``low`` to ``high`` that the elements of a weight are in once the other axis is scaled, and
-    whether bf16 holds them all."""
+    """The binades from ``low`` to ``high`` that the elements of a weight are in once the other axis is scaled, one in
+    which they are before, and whether bf16 holds them all."""
 
     low: int
     high: int
+    zero: int
     narrow: bool
 
     @property
@@ -127,7 +128,7 @@ _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32:
 def _span(matrix: torch.Tensor, other: torch.Tensor | None) -> _Span:
     """Return where the elements of a weight are, from one pass over their bits."""
     whole, integer = torch.iinfo(_BITS[matrix.dtype]).max, _BITS[matrix.dtype]
-    least, largest, narrow = whole, 0, True
+    least, largest, narrow = whole, 0, matrix.dtype != torch.float16
     for part in matrix.split(max(1, _CHUNK // max(1, matrix.shape[1]))):
         bits = part.contiguous().view(integer) & whole
         if narrow and integer is torch.int32:
@@ -136,9 +137,10 @@ def _span(matrix: torch.Tensor, other: torch.Tensor | None) -> _Span:
         least = min(least, int(bits.sub_(1).bitwise_and_(whole).amin()))  # zeros become the largest number
     ends = torch.tensor([min(least + 1, largest), largest], dtype=integer).view(matrix.dtype).double()
     low, high = (torch.frexp(ends.nan_to_num()).exponent - 1).tolist() if largest else (0, 0)
+    zero = low
     if other is not None:
         low, high = low + int(other.amin()), high + int(other.amax())
-    return _Span(low, high, narrow)
+    return _Span(low, high, zero, narrow)
 
 
 def channel_energy(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> torch.Tensor:
@@ -182,32 +184,30 @@ def _histograms(
     """Return for some channels the number of elements and the sum of their squared significands, both by binade and by
     how many bits below it the last bit is, and the largest weight: [channels, binades, reaches] twice, [channels]."""
     channels, length = part.shape[axis], part.shape[1 - axis]
-    packed = part.dtype != torch.float32 or span.narrow
-    packed = packed and length < 1 << 20
-    bins = (span.high - span.low + 1) * FP16_SIGNIFICANT_BITS
+    packed = span.narrow and length < _PACKABLE
+    reaches = 8 if packed else FP16_SIGNIFICANT_BITS
+    bins = (span.high - span.low + 1) * reaches
     count = torch.zeros(channels * bins, dtype=torch.int64)
     square = torch.zeros(0 if packed else channels * bins, dtype=torch.float64)
     amax = torch.zeros(channels, dtype=torch.float64)
-    place = torch.arange(channels).mul_(bins).sub_(span.low * FP16_SIGNIFICANT_BITS)
+    place = torch.arange(channels).mul_(bins).sub_(span.low * reaches)
     step = max(1, _CHUNK // max(1, channels))
     for start in range(0, length, step):
         here = part.narrow(1 - axis, start, min(step, length - start)).contiguous()
         shift = None if other is None else other[start : start + step]
         amax = torch.maximum(amax, _amax(here, axis, shift))
-        key, number, squared = _coded(here.bfloat16() if packed and here.dtype == torch.float32 else here, packed)
+        key, number, squared = _coded(here, packed, span.zero * reaches)
         key += place.view(-1, 1) if axis == 0 else place
         if shift is not None:
-            shift = shift.long() * FP16_SIGNIFICANT_BITS
+            shift = shift.long() * reaches
             key += shift if axis == 0 else shift.view(-1, 1)
-        # Zeros count for nothing, wherever they are put.
-        key = key.clamp_(0, channels * bins - 1).view(-1)
-        count.scatter_add_(0, key, number.view(-1))
+        count.scatter_add_(0, key.view(-1), number.view(-1))
         if squared is not None:
-            square.scatter_add_(0, key, squared.view(-1))
+            square.scatter_add_(0, key.view(-1), squared.view(-1))
     if packed:
-        square = count.bitwise_and((1 << _PACKED) - 1).double()
-        count >>= _PACKED
-    shape = (channels, -1, FP16_SIGNIFICANT_BITS)
+        square = count.bitwise_and((1 << _SQUARES) - 1).double().mul_(2.0**6)  # in units of 11 bits, not 8
+        count = count.bitwise_and_((1 << _PACKED) - 1).bitwise_right_shift_(_SQUARES)
+    shape = (channels, -1, reaches)
     return count.view(shape), square.view(shape), amax
 
 
@@ -220,34 +220,36 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
     return part.double().abs_().mul_(factor if axis == 0 else factor.view(-1, 1)).amax(1 - axis)
 
 
-def _coded(part: torch.Tensor, packed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return each element's place in a histogram by binade and reach, and what it adds there: 1 and its squared
-    significand, in one number where ``packed``."""
+    significand, in one number where ``packed``. What is 0, inf or NaN adds nothing, at ``zero``."""
     if not packed:
-        return _code(part)
+        binade, reach, number, squared = _parts(part)
+        key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)
+        return torch.where(number == 0, zero, key), number, squared
     # Two bytes have few values: looking one up is many times cheaper than working it out.
-    pattern = part.view(torch.int16).bitwise_and(0x7FFF).to(torch.int32).view(-1)
-    key, number = (table.index_select(0, pattern).view(part.shape) for table in _patterns(part.dtype))
-    return key, number, None
+    pattern = part.bfloat16().view(torch.int16).bitwise_and(0x7FFF).to(torch.int32).view(-1)
+    codes = _codes()
+    codes = torch.where(codes == 0, zero << _PACKED, codes)
+    number = codes.index_select(0, pattern).view(part.shape)
+    return number >> _PACKED, number, None
 
 
-def _code(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return for each element its binade and how many bits below it the last bit is, at most 10, in one number; 1, or 0
-    for zero; and its squared significand."""
-    x = x.to(torch.float32)
+def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return for each element its binade, how many bits below it the last bit is, at most 10, 1 or for 0, inf and NaN
+    0, and its squared significand: int64, the last float64."""
+    x = x.float().nan_to_num(0.0, 0.0, 0.0)
     mantissa, exponent = torch.frexp(x)
     binade = exponent.sub_(1)
     reach = (binade - lowest_bit_exponent(x)).clamp_(0, _UNIT)
-    squared = mantissa.double().mul_(2.0 ** (_UNIT + 1)).square_()
-    return binade.long().mul_(FP16_SIGNIFICANT_BITS).add_(reach), (x != 0).long(), squared
+    return binade.long(), reach.long(), (x != 0).long(), mantissa.double().mul_(2.0 ** (_UNIT + 1)).square_()
 
 
 @functools.cache
-def _patterns(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for every magnitude of a 2-byte dtype, by its bits, its place and what it adds."""
-    every = torch.arange(1 << 15, dtype=torch.int16).view(dtype)
-    key, number, squared = _code(every.nan_to_num(0.0, 0.0))
-    return key, (number << _PACKED) + squared.long()
+def _codes() -> torch.Tensor:
+    """Return for every magnitude of bf16, by its bits, its place and what it adds."""
+    binade, reach, number, squared = _parts(torch.arange(1 << 15, dtype=torch.int16).view(torch.bfloat16))
+    return ((binade * 8 + reach << _PACKED) + (number << _SQUARES) + (squared.long() >> 6)) * number
 
 
 def sum_below(histogram: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
