@@ -194,7 +194,7 @@ def test_a_model_larger_than_the_memory_that_it_may_use_is_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 blocks of 8.5 MB in fp32, of which 11 would fit."""
-    shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 14, "num_decoder_layers": 2}
+    shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 16, "num_decoder_layers": 2}
     folder, out = tiny.save(tiny.t5(**shape), tmp_path / "source"), tmp_path / "out"
     gather = probe.audit_batches
 
@@ -209,7 +209,7 @@ def test_a_model_larger_than_the_memory_that_it_may_use_is_converted(
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 19)
             torch.set_num_threads(1)
             used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
-            resource.setrlimit(resource.RLIMIT_DATA, (used + 96 * 2**20,) * 2)
+            resource.setrlimit(resource.RLIMIT_DATA, (used + 128 * 2**20,) * 2)
             action()
 
         return run
