@@ -238,14 +238,15 @@ class Walk:
                 for lane in here:
                     if lane.weights is weights:
                         self._resume(lane)
+                widened.clear()
                 if not keep:
-                    self._drop(weights, place, widened)
+                    self._drop(weights, place)
             self._read.clear()
             visited.add(place)
             count()
         for weights in dict.fromkeys(lane.weights for lane in lanes):
             for place in tuple(weights.loaded):
-                self._drop(weights, place, widened)
+                self._drop(weights, place)
 
     def _load(self, weights: _Model, place: str, widened: Widened) -> None:
         if place in weights.loaded:
@@ -259,12 +260,11 @@ class Walk:
             if parameter.dtype == torch.float32:
                 widened.offer(parameter.data)
 
-    def _drop(self, weights: _Model, place: str, widened: Widened) -> None:
+    def _drop(self, weights: _Model, place: str) -> None:
         weights.loaded.discard(place)
         for _, parameter in weights.stored(place):
             parameter.data = _placeholder(parameter, self.device)
         torch.clear_autocast_cache()
-        widened.clear()
 
     def _resume(self, lane: Lane[Any]) -> None:
         """Let a lane run to the next place where it waits, or to its end; raise what it raises."""

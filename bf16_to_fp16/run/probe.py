@@ -130,12 +130,12 @@ def batches(
 
 def generation_bytes(layout: Layout) -> int:
     """Return the most memory that the weights take with which a model generates in a walk: those of the decoder and the
-    head, to which it comes back, in fp32, cast to fp16 by autocast, and widened for products."""
+    head, to which it comes back, in fp32 and cast to fp16 by autocast."""
     if layout.encoder_only:
         return 0
     at = layout.stacks()[1].ends.at + "."
     head = layout.family.head if layout.family.head in layout.tensors else layout.family.embedding
-    return 10 * sum(math.prod(t.shape) for name, t in layout.tensors.items() if name.startswith(at) or name == head)
+    return 6 * sum(math.prod(t.shape) for name, t in layout.tensors.items() if name.startswith(at) or name == head)
 
 
 def left_out(inputs: Sequence[Batch]) -> list[str]:
