@@ -184,8 +184,12 @@ def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> 
     shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
     if kind.can_generate():
         with loading(checkpoint, written):
-            # Made of all that the config holds, whatever is asked for by name.
-            transformers.GenerationConfig.from_model_config(written.config)
+            # Made of all that the config holds, whatever is asked for by name: a key that is refused may be why it fails.
+            try:
+                transformers.GenerationConfig.from_model_config(written.config)
+            except Exception:
+                written.asked.update(written.spelt)
+                raise
     for stock in reversed(known):
         if stock.kind is kind and stock.shapes == shapes and written.same(stock.answers):
             written.asked.update(stock.answers)
