@@ -184,7 +184,7 @@ def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> 
     shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
     if kind.can_generate():
         with loading(checkpoint, written):
-            # Made of all that the config holds, whatever is asked for by name: a key that is refused may be why it fails.
+            # Made of all that the config holds, whatever is asked for by name: a refused key may be why it fails.
             try:
                 transformers.GenerationConfig.from_model_config(written.config)
             except Exception:
