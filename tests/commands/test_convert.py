@@ -156,7 +156,7 @@ def test_undo_refuses_what_convert_did_not_write(converted: tuple[Path, Conversi
     with pytest.raises(UserError, match="is not what convert wrote"):
         undo(folder, tmp_path / "back")
     assert not (tmp_path / "back").exists()
-    with pytest.raises(UserError, match="nowhere: No such folder"):
+    with pytest.raises(UserError, match="nowhere is not a folder"):
         undo(tmp_path / "nowhere", tmp_path / "back")
 
 
