@@ -174,8 +174,9 @@ def test_zero_under_torch_autocast_takes_the_steps_of_amp(recipe: Path, warm_pyt
     """The shipped ZeRO-2 as it is, and single.yaml, both in fp16: autocast, loss scale, clipping."""
     # Where rounding decides which value is the largest, the penalty would pull at another.
     settings = ("precision=fp16", "optimizer.relative=false", "penalty.headroom_bits=1")
-    run(command(warm_python, "zero2", 2, recipe, tmp_path / "zero", settings=settings))
-    run(command(warm_python, "single", 1, recipe, tmp_path / "amp", settings=(*settings, "data.batch_size=8")))
+    run(command(warm_python, "zero2", 2, recipe, tmp_path / "zero", settings=settings), status=MISSED)
+    alone = command(warm_python, "single", 1, recipe, tmp_path / "amp", settings=(*settings, "data.batch_size=8"))
+    run(alone, status=MISSED)
     assert finetuned(tmp_path / "amp")["processes"] == 1
     assert_same_run(tmp_path / "zero", tmp_path / "amp", processes=2, tolerance=3e-3, pulls=False)
     for name in ("zero", "amp"):
