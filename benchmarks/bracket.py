@@ -19,6 +19,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from bf16_to_fp16.svg import follow_schemes
+
 KINDS = {"residual": "residual stream", "product": "gated product", "scores": "attention scores"}
 LIMIT = 65504
 
@@ -64,6 +66,7 @@ def main() -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, title="dot: worst found, bar: bound")
     figure.savefig(given.picture, metadata={"Date": None}, facecolor="white")
+    follow_schemes(given.picture)
 
 
 if __name__ == "__main__":

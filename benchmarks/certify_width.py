@@ -32,6 +32,7 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, FeedForward, Layout
 from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.svg import follow_schemes
 
 PICTURE = ROOT / "benchmarks" / "certify_width.svg"
 LINEAR = ("query", "key", "value", "gate", "neuron", "logits")
@@ -281,6 +282,7 @@ def draw(rows: Mapping[tuple[str, str, int], Mapping[str, Any]]) -> None:
     figure.legend(handles=handles, loc="center right", fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 0.8, 1))
     figure.savefig(PICTURE, metadata={"Date": None})
+    follow_schemes(PICTURE)
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ from bf16_to_fp16.finetuning.run import make_accelerator, train
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run.stock import load, load_config
+from bf16_to_fp16.svg import follow_schemes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -298,6 +299,7 @@ def draw(curves: dict[str, dict[str, list[tuple[int, float]]]], path: Path) -> N
     panels[0][0].set_ylabel("headroom in fp16 (bits)")
     panels[0][-1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    follow_schemes(path)
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.run.probe import Batch, audit_batches, run_batch
 from bf16_to_fp16.run.products import FastProducts
 from bf16_to_fp16.run.stock import load, load_config
+from bf16_to_fp16.svg import follow_schemes
 from bf16_to_fp16.wording import counted
 
 DATA = Path(str(files("bf16_to_fp16") / "demo_data"))
@@ -143,6 +144,7 @@ def draw(picture: Path) -> None:
     title = "dashed: as trained, solid: converted"
     figure.legend(handles, labels, loc="outside lower center", ncols=2, title=title)
     figure.savefig(picture, metadata={"Date": None}, facecolor="white")
+    follow_schemes(picture)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from bf16_to_fp16 import AdamW
 from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
 from bf16_to_fp16.finetuning.recipe import Data
 from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.svg import follow_schemes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -128,6 +129,7 @@ def draw(curves: dict[str, dict[str, list[tuple[int, float]]]], rates: dict[str,
     panels[0].set_ylabel("held-out loss, nats a byte")
     panels[0].legend()
     figure.savefig(path, metadata={"Date": None})
+    follow_schemes(path)
 
 
 def main() -> None:

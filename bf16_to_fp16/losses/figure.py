@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ..svg import both_schemes
 from .events import Curve, Event, ScaleCollapse
 
 _COLOURS = {
@@ -20,14 +21,15 @@ _COLOURS = {
 
 
 def curve_svg(curve: Curve, found: Sequence[Event], title: str = "") -> str:
-    """Return the curve as SVG, events shaded and named, with the loss scale below where one was logged."""
+    """Return the curve as SVG for light and dark, events shaded and named, with the loss scale below where one was
+    logged."""
     target = io.StringIO()
     draw_curve(curve, found, target, title, format="svg")
-    return target.getvalue()
+    return both_schemes(target.getvalue())
 
 
 def draw_curve(curve: Curve, found: Sequence[Event], target: Any, title: str = "", *, format: str) -> None:
-    """Draw what ``picture`` returns to a path or an open file, as "svg", "png" or "pdf"."""
+    """Draw what ``curve_svg`` returns, in its light colours, to a path or an open file, as "svg", "png" or "pdf"."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checkpoint.staging import check_file
 from ..errors import UserError
+from ..svg import follow_schemes
 from .detector import events
 from .events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
 from .figure import curve_svg, draw_curve
@@ -110,6 +111,8 @@ def write_picture(path: Path, curve: Curve, found: Sequence[Event], title: str) 
     """Draw the curve with its events to ``path``, as SVG, PNG or PDF by its ending; raise UserError for another one."""
     check_picture(path)
     draw_curve(curve, found, path, title, format=path.suffix.lower().removeprefix("."))
+    if path.suffix.lower() == ".svg":
+        follow_schemes(path)
 
 
 def check_picture(path: Path) -> None:

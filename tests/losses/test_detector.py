@@ -375,7 +375,7 @@ def test_the_picture_shows_curve_scale_and_events() -> None:
     found = [*events(curve), Spike(400, 500, 1.0, "fast"), Spike(900, 950, 1.0, "fast"), Plateau(2000, None, 0.0)]
     drawn = curve_svg(curve, found, title="a run")
     assert drawn == curve_svg(curve, found, title="a run")  # nothing in it depends on the hour
-    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    assert ElementTree.fromstring(drawn).tag.endswith("svg") and drawn.count("prefers-color-scheme: dark") == 1
     texts = [text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
     assert {"a run", "loss", "loss scale", "step", "spike", "plateau", "scale collapse"} <= set(texts)
     assert texts.count("spike") == 1

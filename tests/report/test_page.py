@@ -24,6 +24,8 @@ from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome
+from bf16_to_fp16.losses.events import Curve
+from bf16_to_fp16.losses.report import loss_report, write_loss_page
 from bf16_to_fp16.report import card, page, terminal
 from bf16_to_fp16.report import figures as pictures
 from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, dump, read
@@ -791,6 +793,7 @@ SPILLED = """(() => {
     .filter((e) => { const r = e.getBoundingClientRect(); return r.left < -0.5 || r.right > wide + 0.5; })
     .map((e) => e.outerHTML.slice(0, 120));
 })()"""
+FITS = "(e) => e.getBoundingClientRect().right <= innerWidth"
 LABELS_CUT = """[...document.querySelectorAll("figure svg")].flatMap((svg) => {
   const frame = svg.closest("section").getBoundingClientRect();
   return [...svg.querySelectorAll("text")].map((t) => [t.textContent, t.getBoundingClientRect()])
@@ -817,11 +820,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     for name, made in PAGES.items():
         write_page(folder / f"{name}.html", made())
-    return {name: folder / f"{name}.html" for name in PAGES}
+    losses = (*(3 + math.sin(i / 9) for i in range(90)), 40.0, *(3.0 for _ in range(9)))
+    curve = Curve(tuple(range(100)), losses, tuple(1024.0 for _ in losses))
+    result, found = loss_report("run/log.jsonl", curve, z=6.0, window=16)
+    write_loss_page(folder / "losses.html", result, curve, found)
+    return {name: folder / f"{name}.html" for name in (*PAGES, "losses")}
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [*PAGES, "losses"])
 def test_a_page_holds_its_shape_and_says_nothing_to_the_console(
     chromium: browser.Browser, written: dict[str, Path], name: str, width: int
 ) -> None:
@@ -831,6 +838,7 @@ def test_a_page_holds_its_shape_and_says_nothing_to_the_console(
         assert chromium.run("innerWidth") == width
         assert chromium.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         assert chromium.run(SPILLED) == [] and chromium.run(LABELS_CUT) == []
+        assert chromium.run("[...document.querySelectorAll('figure:not(.wide) svg')].every(fits)".replace("fits", FITS))
         assert chromium.problems() == [] and chromium.requests() == []
         papers.append(chromium.run("getComputedStyle(document.body).backgroundColor"))
     assert papers[0] != papers[1]
