@@ -113,6 +113,7 @@ class Checkpoint:
 
     ``source``: what the user typed. ``revision``: the commit that a Hub id stood for, else None. ``tensors``: by
     name, sorted. ``weight_files``: in shard order. ``index``: the parsed index file, None for a single file.
+    ``subfolder``: the folder below the source that was asked for.
     """
 
     folder: Path
@@ -123,6 +124,7 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     index: dict[str, Any] | None
     states: Mapping[Path, FileState] = field(default_factory=dict)
+    subfolder: str | None = None
 
     def check_unchanged(self) -> None:
         """Raise UserError for a weight file that is not as it was when the checkpoint was opened.
@@ -137,7 +139,9 @@ class Checkpoint:
     @property
     def name(self) -> str:
         """The source as a report may name it: a Hub id as typed, of a local folder only its own name."""
-        return self.source if self.revision is not None else own_name(self.source)
+        if self.revision is not None:
+            return self.source
+        return "/".join(filter(None, (own_name(self.source), self.subfolder)))
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor in its own dtype and in memory of its own.
@@ -191,7 +195,7 @@ def open_checkpoint(source: str | Path, subfolder: str | None = None, *, endpoin
     tensors = collect(files, index, folder)
     for info in tensors.values():
         check_not_quantised(info.dtype, info.name, info.file)
-    return Checkpoint(folder, str(source), revision, config, tensors, files, index, states)
+    return Checkpoint(folder, str(source), revision, config, tensors, files, index, states, subfolder)
 
 
 FileState = tuple[int, int, int, int, int]

@@ -48,6 +48,11 @@ class Conversion:
         """Whether the verdict is safe."""
         return self.report.get("verdict") == "safe"
 
+    def __repr__(self) -> str:
+        """Return the verdict and the folder; the report alone would fill screens."""
+        verdict, proof = self.report.get("verdict", "planned"), self.report.get("proof", "nothing written")
+        return f"<Conversion: {verdict}, {proof}, out={str(self.out)!r}>"
+
 
 def convert(
     source: str | Path,

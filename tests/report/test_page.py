@@ -612,6 +612,7 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     shown = table(render(report), 'id="site-table"')
     assert shown[1] == ["encoder.block.2.layer.1:add", "1.09 × (0.1 bits)", "60,001", "65,504"]
     assert "worst found" not in page.text and "Nothing was run" in page.text
+    assert 'class="key stream line"' in render(report) and "margin kept between bounds and limits" in page.text
     unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
     assert verdict_sentence(unsafe) == (
         f"Unsafe in fp16: nothing was run, but bounds pass the limit at {len(unsafe['uncertified'])} places."
