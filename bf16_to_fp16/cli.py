@@ -103,6 +103,15 @@ class _UnreadError(Exception):
 class _Commands(click.Group):
     """The commands; of a reader that has gone click itself would make status 1, which here says "unsafe"."""
 
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return the commands in the order in which they are needed: that of this file."""
+        return list(self.commands)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each command with its whole first sentence, which click itself would cut."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(500)) for name, command in self.commands.items()])
+
     def invoke(self, context: click.Context) -> Any:
         """Run a command."""
         try:
@@ -226,8 +235,9 @@ def convert_command(
     if push_to is not None:
         check_publishable(push_to, endpoint, dry_run=dry_run)
         out = out or Path(push_to.rpartition("/")[2])
-    if out is None:
+    if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
+    out = out or Path("OUT")  # of a dry run, which writes nothing
     options = Options(
         target=target,
         data=data,
@@ -267,6 +277,7 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
 
     report = read(Report, result.report)
     if result.out is None:
+        terminal.print_planned(report, result.planned)
         terminal.print_plan(report.plan or result.plan, result.planned)
         return
     terminal.print_conversion(report, result.out, verbose=verbose)

@@ -105,7 +105,8 @@ def convert_by(
     decided = replayed(opened, stored) if stored is not None else decide(opened, options, progress)
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
-        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan)
+        signals = reports.signals_of(decided.layout, decided.plan, decided.ranges) if decided.ranges else []
+        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals)
         return Conversion(dump(summary), None, decided.planned, decided.plan)
     inputs = probe.describe_batches(opened.inputs, seed=options.seed, data=options.data) if options.run_model else None
     with staged(place.out, force=place.force) as work:

@@ -225,7 +225,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         most_unproven=MOST_UNCERTIFIED_ON_CARD,
         least_precise=least_precise(report),
         fidelity=fidelity_rows(report.fidelity),
-        weights=weight_rows(report.weights),
+        weights=weight_rows(report.weights, dtype=report.source.dtype),
         moves=plan_rows(report),
         exact=is_exact(plan),
         histograms=histograms(plan.exponents),

@@ -55,6 +55,7 @@ from .rows import (
     attack_breaks,
     bound_rows,
     bounds_by_name,
+    carried_over,
     coverage,
     found_by,
     kept_bits_tables,
@@ -149,7 +150,7 @@ def render(report: Report) -> str:
         evaluations=evaluation_table(run.evaluations) if run else None,
         kept=fidelity_rows(run.fidelity) if run else None,
         fidelity=fidelity_rows(report.fidelity, "finetuned model in fp32" if run else None),
-        weights=weight_rows(report.weights, "finetuned" if run else "source"),
+        weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
         sites=site_rows(report, ROWS_WITHOUT_SCRIPT),
         columns=[(i, *COLUMNS[i]) for i in data["columns"]],
         site_data=data,
@@ -542,13 +543,13 @@ def fidelity_rows(close: FidelityEntry | None, reference: str | None = None) -> 
     return {"rows": table, "positions": close.positions, "reference": reference or close.reference}
 
 
-def weight_rows(weights: WeightsEntry | None, whose: str = "source") -> list[tuple[str, str]]:
-    """Return how the weights came through, as pairs of what and how much."""
+def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str | None = None) -> list[tuple[str, str]]:
+    """Return how the weights came through, as pairs of what and how much; ``dtype`` as for ``carried_over``."""
     if weights is None:
         return []
     return [
         ("finetuned fp32 weights" if whose == "finetuned" else f"weights of the {whose}", f"{weights.elements:,}"),
-        ("carried over bit for bit", percent(weights.lossless_fraction)),
+        ("carried over bit for bit", carried_over(weights, dtype)),
         ("normal in fp16 (of those not 0)", percent(weights.normal_fraction)),
         ("rounded to zero", f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"),
         ("not finite", f"{weights.nonfinite:,}"),

@@ -9,9 +9,18 @@ from typing import Any
 
 from ..families.known import named, roles_of
 from ..families.roles import block_of, stack_of
-from ..wording import counted, infinite, tightness
+from ..wording import counted, infinite, percent, tightness
 from .remedies import over_limits
-from .schema import AttackedSite, BoundEntry, CertificateEntry, PrecisionEntry, RegimeEntry, Report, UnprovenEntry
+from .schema import (
+    AttackedSite,
+    BoundEntry,
+    CertificateEntry,
+    PrecisionEntry,
+    RegimeEntry,
+    Report,
+    UnprovenEntry,
+    WeightsEntry,
+)
 
 TIGHTEST = 8
 """Sites of the certificate named below its picture."""
@@ -48,6 +57,16 @@ def uncertified_rows(report: Report) -> list[UnprovenEntry]:
     if report.uncertified is not None:
         return report.uncertified
     return over_limits(report.certificate) if report.certificate is not None else []
+
+
+def carried_over(weights: WeightsEntry, dtype: str | None) -> str:
+    """Return which share of the weights kept every bit; of fp32 ones, whose digits fp16 cannot hold, that this is no
+    damage.
+
+    dtype: in which most of the source is stored.
+    """
+    share = percent(weights.lossless_fraction)
+    return f"{share}; the others are rounded to fp16's 11 significant bits, of fp32's 24" if dtype == "F32" else share
 
 
 def found_by(report: Report) -> str:

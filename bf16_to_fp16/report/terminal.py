@@ -24,7 +24,6 @@ from ..wording import (
     headroom,
     infinite,
     over_limit,
-    percent,
     rounded_down,
     rounded_up,
     significant_bits,
@@ -32,7 +31,7 @@ from ..wording import (
     times,
 )
 from .remedies import CONVERT, FINETUNE, after_breaking, passed_limit
-from .rows import least_precise
+from .rows import carried_over, least_precise
 from .schema import (
     REPORT,
     AttackEntry,
@@ -355,7 +354,7 @@ def figure_table(report: Report) -> Table:
         if finetune is not None and finetune.fidelity is not None:
             table.add_row(f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16))
     if weights is not None:
-        table.add_row("weights carried over exactly", percent(weights.lossless_fraction))
+        table.add_row("weights carried over exactly", carried_over(weights, report.source.dtype))
         table.add_row("weights flushed to zero", f"{weights.flushed_to_zero:,}")
     if (worst := least_precise(report)) is not None:
         kept = significant_bits(worst.bits)
@@ -416,6 +415,27 @@ def print_unsafe(screen: Console, entries: Sequence[UnsafeEntry]) -> None:
             f"over its limit with margin: {limit.signal} by {excess(limit.excess_bits)} bits; {limit.remedy}",
             markup=False,
         )
+
+
+def print_planned(report: Report, planned: Planned | None) -> None:
+    """Print what a plan that was not carried out promises: what the source reaches, and what it would reach after."""
+    screen = console()
+    if report.signals:
+        screen.print(source_line(report.signals))
+        after = max(signal.after for signal in report.signals)
+        kept = below_limit(math.log2(FP16_MAX / after) if after else math.inf)
+        screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
+    if planned is None:
+        return
+    if planned.violations:
+        screen.print(
+            bad("unsafe", f"{counted(len(planned.violations), 'limit')} cannot be held by any rescaling, below")
+        )
+    elif planned.fallbacks:
+        over = counted(len(planned.fallbacks), "signal")
+        screen.print(good("safe on what was run", f"{over} would pass a limit by bound and hold by what was observed"))
+    else:
+        screen.print(good("safe", "every limit would hold for every input, by bounds of the source"))
 
 
 def print_plan(plan: Plan, planned: Planned | None) -> None:

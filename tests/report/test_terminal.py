@@ -15,8 +15,17 @@ from pathlib import Path
 import pytest
 from support import fakes
 
+from bf16_to_fp16 import cli
 from bf16_to_fp16.report.schema import Report, read
-from bf16_to_fp16.report.terminal import magnitude_or_overflow, print_audit, print_conversion
+from bf16_to_fp16.report.terminal import (
+    magnitude_or_overflow,
+    plain,
+    print_audit,
+    print_conversion,
+    print_planned,
+)
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.planner import Planned
 from bf16_to_fp16.wording import headroom
 
 SCRIPT = """
@@ -159,3 +168,19 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
     source, output, remedy, load, page = capsys.readouterr().out.splitlines()
     assert output == "output: unsafe: overflows in half, first at encoder.block.2.layer.1.DenseReluDense.wo"
     assert remedy.startswith("next: ") and "bf16-to-fp16 finetune" in remedy and load.endswith("dtype=torch.float16)")
+
+
+def test_a_dry_run_begins_with_what_would_become_of_the_source(capsys: pytest.CaptureFixture[str]) -> None:
+    made = read(Report, fakes.conversion())
+    after = max(signal.after for signal in made.signals)
+    print_planned(made, Planned(Plan.model_validate(fakes.conversion()["plan"]), (), 0.0))
+    source, then, verdict = capsys.readouterr().out.splitlines()
+    assert source.startswith("source: overflows fp16 at ") and verdict.startswith("safe: every limit would hold")
+    assert then.startswith(f"after: the largest of these values would be {plain(after)}, ")
+
+
+def test_help_begins_with_convert_and_has_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    commands = capsys.readouterr().out.partition("Commands:\n")[2]
+    assert commands.lstrip().startswith("convert ") and "..." not in commands
+    assert "certify and audit what was written." in " ".join(commands.split())
