@@ -21,7 +21,6 @@ from torch.nn import functional
 from ..errors import UserError
 from ..run.probe import IGNORED_LABEL
 from .corpus import TrainingBatch
-from .states import on_a_disk
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,8 @@ class TopStore:
             tensors[f"{i}.p"] = top.log_probabilities.half().cpu().contiguous()
             tensors[f"{i}.ids"] = top.ids.to(torch.int32).cpu().contiguous()
         path = self._path(step)
-        with on_a_disk(path):
-            save_file(tensors, path.with_suffix(".partial"))
-            path.with_suffix(".partial").replace(path)
+        save_file(tensors, path.with_suffix(".partial"))
+        path.with_suffix(".partial").replace(path)
 
     def read(self, step: int, index: int, device: torch.device) -> TopK:
         """Return one pass of one step.

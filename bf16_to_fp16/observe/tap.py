@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from .origins import (
     Origin,
     forget_origin,
     masked_positions,
-    masked_span,
     only_constants,
     origin_of,
     set_origin,
@@ -149,8 +147,7 @@ class _TapMode(TorchFunctionMode):
 
 class Tap:
     """Context manager under which ``on_site(name, tensor)`` is called with every floating-point output inside
-    ``model``'s forwards, differentiable, under the name that ``SiteObserver`` gives it with eager attention, and with
-    ``<path>:masked`` for each row of attention what the mask must add at least.
+    ``model``'s forwards, differentiable, under the name that ``SiteObserver`` gives it with eager attention.
 
     It sits above autograd and autocast, so that a tensor is the output itself and carries its gradient; positions that
     an attention mask excludes are zero. A tensor is handed over while the forward runs: use it at once, an in-place
@@ -250,7 +247,7 @@ class Tap:
                 # Its product is no torch function: ZeRO-3 puts an autograd function of its own there.
                 name = self._wanted(call, "", 1)
                 if name is not None:
-                    self._hand_over(name, output, _itself)
+                    self._hand_over(name, output, None)
             stack.pop()
             outer = stack[-1] if stack else None
             if call.tapped and (outer is None or not outer.tapped):
@@ -307,16 +304,6 @@ class Tap:
             masked = masked_positions(function.masking, args, kwargs)
             if masked is not None:
                 set_origin(out, Origin(masked=masked.expand(out.shape)))
-                if (
-                    function.name == "add"
-                    and not function.inplace
-                    and "scores" in call.counts
-                    and not call.after_softmax
-                ):
-                    full = self._wanted(call, "masked", 1)
-                    if full is not None:
-                        scores = args[0] if origin_of(args[1]) is not None else args[1]
-                        self._hand_over(full, scores, partial(masked_span, masked=masked))
         name = function.name
         if function.matmul:
             name = "" if call.linear else "context" if call.after_softmax else "scores"
@@ -329,12 +316,12 @@ class Tap:
         count = call.counts[name] = call.counts.get(name, 0) + 1
         full = self._wanted(call, name, count)
         if full is not None:
-            self._hand_over(full, out, _itself if masked is None else partial(_unmasked, masked=masked))
+            self._hand_over(full, out, masked)
         if name == "pow" and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 3:
             # Its derivative overflows before it does.
             full = self._wanted(call, "cubed", 1)
             if full is not None:
-                self._hand_over(full, args[0], _itself)
+                self._hand_over(full, args[0], None)
 
     def _wanted(self, call: _Call, name: str, count: int) -> str | None:
         """The full name of a site that is wanted."""
@@ -347,18 +334,18 @@ class Tap:
             call.names[name, count] = wanted
             return wanted
 
-    def _hand_over(self, name: str, out: Tensor, shown: Callable[[Tensor], Tensor]) -> None:
+    def _hand_over(self, name: str, out: Tensor, masked: Tensor | None) -> None:
         call, self._call, self._handing_over = self._call, None, True
         try:
-            if self.glance is not None and not self.glance(name, shown(out.detach())):
+            if self.glance is not None and not self.glance(name, _unmasked(out.detach(), masked)):
                 return
             if not out.requires_grad:
-                self.on_site(name, shown(out))
+                self.on_site(name, _unmasked(out, masked))
                 return
             # In a checkpointed region what is saved is thrown away and made again by running the region again; what
             # on_site saves would not be made again, so it is kept.
             with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-                self.on_site(name, shown(out))
+                self.on_site(name, _unmasked(out, masked))
         finally:
             self._call, self._handing_over = call, False
 
@@ -393,9 +380,9 @@ def _carry_mask(
         set_origin(out, Origin(masked=masked))
 
 
-def _unmasked(out: Tensor, masked: Tensor) -> Tensor:
+def _unmasked(out: Tensor, masked: Tensor | None) -> Tensor:
     # A positive value or a NaN where a mask was added does not come from the mask.
-    return out.masked_fill(masked & (out < 0), 0.0)
+    return out if masked is None else out.masked_fill(masked & (out < 0), 0.0)
 
 
 def _itself(x: Tensor) -> Tensor:

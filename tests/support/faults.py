@@ -165,16 +165,8 @@ def watch(root: Path, act: Callable[[int, str], None]) -> None:
     sys.addaudithook(hook)
 
 
-@dataclass(frozen=True)
-class Whole:
-    """An undisturbed run: the names of all its moments in order, and the ``content`` of its output."""
-
-    moments: Sequence[str]
-    content: dict[str, str]
-
-
-def undisturbed(job: Job, inputs: Path) -> Whole:
-    """Run a job undisturbed, and return what it did and made."""
+def moments(job: Job, inputs: Path) -> list[str]:
+    """Return the names of all moments of an undisturbed run, in order."""
     root = place(job, inputs)
     prepare(job, root)
     read, write = os.pipe()
@@ -190,11 +182,9 @@ def undisturbed(job: Job, inputs: Path) -> Whole:
     os.close(write)
     with os.fdopen(read) as names:
         found = names.read().split("\n")[:-1]
-    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) in (0, 1)
-    made = content(root / "out")
-    assert not wrong_after(job, root, made, strays=False)
+    os.waitpid(number, 0)
     shutil.rmtree(root)
-    return Whole(found, made)
+    return found
 
 
 def prepare(job: Job, root: Path) -> None:
