@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 PYTEST_ARGS ?=
 
-.PHONY: install demo test quality bench docs compat clean
+.PHONY: install demo test quality bench docs compat runtimes clean
 
 install: $(STAMP)
 
@@ -43,5 +43,13 @@ docs: install
 compat: install
 	$(BIN)/python tests/compat/make_env.py
 
+# .venv-runtimes: the package with OpenVINO, ONNX Runtime and CTranslate2, in which `check` runs a checkpoint.
+runtimes: .venv-runtimes/.installed
+
+.venv-runtimes/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-runtimes
+	.venv-runtimes/bin/pip install --quiet -c constraints.txt -e ".[runtimes]"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-compat build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-compat .venv-runtimes build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -18,7 +18,8 @@ without a forward pass (``convert(..., run_model=False)``): planned from bounds,
 
 converts a shape with outlier neurons once with all defaults, audit included, and prints each phase in seconds, in
 processor seconds and in U: one stock fp32 forward of 4 × 128 encoder and 4 × 32 decoder tokens. ``--until PHASE`` stops
-before the phase whose name begins so.
+before the phase whose name begins so. With ``--certified`` nothing is run, and what was written is certified once more.
+With ``--audited`` the source is not converted but audited.
 """
 
 from __future__ import annotations
@@ -226,11 +227,11 @@ class Phases(Progress):
         self.lap(text)
 
 
-def whole(name: str, until: str | None) -> None:
-    """Convert a shape with its audit and print the phases."""
+def whole(name: str, until: str | None, certified: bool, audited: bool) -> None:
+    """Convert a shape with its audit, or without one and certify it, or only audit it, and print the phases."""
     import torch
 
-    from bf16_to_fp16 import convert
+    from bf16_to_fp16 import audit, certify, convert
     from bf16_to_fp16.run.stock import load
 
     with checkpoint(synthetic.SHAPES[name], None, outliers=True) as (source, out, size):
@@ -255,11 +256,17 @@ def whole(name: str, until: str | None) -> None:
         )
         start = phases.last = (time.perf_counter(), processor_seconds())
         with suppress(Stopped):
-            convert(str(source), out, progress=phases)
+            if audited:
+                audit(str(source), progress=phases)
+            else:
+                convert(str(source), out, run_model=not certified, progress=phases)
         phases.lap("between")
         phases.last = start
         phases.lap("all")
         print(f"peak memory {peak_megabytes() / 1e3:.2f} GB")
+        if certified:
+            phases.last = (time.perf_counter(), processor_seconds())
+            certify(out, progress=phases)
 
 
 @contextmanager
@@ -280,7 +287,8 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", nargs="+", metavar="SHAPE", choices=synthetic.SHAPES)
-    parser.add_argument("--certified", action="store_true", help="with --scale")
+    parser.add_argument("--certified", action="store_true", help="with --scale or --whole")
+    parser.add_argument("--audited", action="store_true", help="with --whole")
     parser.add_argument("--whole", metavar="SHAPE", choices=synthetic.SHAPES)
     parser.add_argument("--until", metavar="PHASE", help="with --whole")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -290,7 +298,7 @@ def main() -> None:
         print(json.dumps(child(way, Path(first), Path(second))))
         return
     if arguments.whole:
-        return whole(arguments.whole, arguments.until)
+        return whole(arguments.whole, arguments.until, arguments.certified, arguments.audited)
     if arguments.scale:
         return scale(arguments.scale, arguments.rounds, arguments.certified)
     results: dict[str, list[dict[str, float]]] = {}

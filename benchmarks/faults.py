@@ -36,9 +36,8 @@ def killed(job: faults.Job, inputs: Path, kills: int, chance: random.Random) -> 
     """Kill a job so many times and return what was seen and what was wrong."""
     root = faults.place(job, inputs)
     began = time.monotonic()
-    faults.run(job, root)
-    took, whole = time.monotonic() - began, faults.content(root / "out")
-    names = faults.moments(job, inputs)
+    undisturbed = faults.undisturbed(job, inputs)
+    took, names, whole = time.monotonic() - began, undisturbed.moments, undisturbed.content
     seen: Counter[str] = Counter()
     wrong: list[str] = []
     for number in range(kills):
@@ -59,8 +58,6 @@ def killed(job: faults.Job, inputs: Path, kills: int, chance: random.Random) -> 
                 shutil.rmtree(root / "out", ignore_errors=True)
             if faults.run(job, root) not in (0, 1):
                 problem = "the second run failed"
-            elif job.name == "finetune":
-                problem = faults.wrong_after(job, root, faults.content(root / "out"), strays=False)
             else:
                 problem = faults.wrong_after(job, root, whole, strays=False)
             seen["run again"] += 1
@@ -102,10 +99,9 @@ def publishing(inputs: Path, kills: int, chance: random.Random) -> tuple[Counter
 
 def failed(job: faults.Job, inputs: Path) -> tuple[Counter[str], list[str]]:
     """Fail the disk and interrupt a job at every moment, and return what was seen and what was wrong."""
-    names = faults.moments(job, inputs)
+    undisturbed = faults.undisturbed(job, inputs)
+    names, whole = undisturbed.moments, undisturbed.content
     root = faults.place(job, inputs)
-    faults.run(job, root)
-    whole = faults.content(root / "out")
     seen: Counter[str] = Counter()
     wrong: list[str] = []
     ways = {name: faults.fail(number) for name, number in faults.DISK.items()}

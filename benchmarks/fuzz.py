@@ -1,7 +1,7 @@
 """Mutate every kind of input for as long as asked and print what was accepted, what refused, and every failure.
 
     python benchmarks/fuzz.py --minutes 10 [--only config] [--thorough]
-    python benchmarks/fuzz.py --config-edits 50000
+    python benchmarks/fuzz.py --config-edits 50000 [--only t5]
 
 The mutations are those of ``tests/support/fuzzing.py``, with other seeds each time. A failure is any exception but an
 ``error:`` line, a run of more than a minute, or a peak of memory that grew by more than ``--megabytes``; those with the
@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,9 @@ from support import config_edits, fuzzing
 
 EXAMPLES = 50
 """Runs between two looks at the clock."""
+
+KINDS = ("t5", "gated", "t5-encoder", "mt5", "umt5", "pegasus")
+"""Models whose configs are edited."""
 
 
 def place_of(error: BaseException) -> str:
@@ -88,16 +92,17 @@ def fuzz(tally: Tally, kind: str, cases: st.SearchStrategy[fuzzing.Case], number
     mutate()
 
 
-def edit_configs(number: int, seed: int) -> int:
-    """Judge so many edits of configs, print what came of them, and return 1 where any failed."""
+def edit_configs(number: int, seed: int, kinds: Sequence[str]) -> int:
+    """Judge so many edits of configs, of which ``KINDS`` have equal parts, print what came of those of ``kinds``, and
+    return 1 where any failed."""
     failures = []
-    kinds = ("t5", "gated", "t5-encoder", "mt5", "umt5", "pegasus")
-    print(f"seed {seed}\n\n| model | refused | not certified | agrees | failed |\n|---|---|---|---|---|")
+    print(f"seed {seed}\n\n| model | refused | not certified | agrees | failed | seconds |\n|---|---|---|---|---|---|")
     for kind in kinds:
+        start = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
-            found = config_edits.run(config_edits.original(kind, Path(folder)), number // len(kinds), seed)
-        columns = (found.counts[name] for name in ("refused", "uncertified", "agrees", "failed"))
-        print(f"| {kind} | {' | '.join(map(str, columns))} |", flush=True)
+            found = config_edits.run(config_edits.original(kind, Path(folder)), -(-number // len(KINDS)), seed)
+        columns = [found.counts[name] for name in ("refused", "uncertified", "agrees", "failed")]
+        print(f"| {kind} | {' | '.join(map(str, columns))} | {time.process_time() - start:.0f} |", flush=True)
         failures += found.failures
     print(*failures, sep="\n")
     return 1 if failures else 0
@@ -107,14 +112,14 @@ def main() -> int:
     """Fuzz and print the table."""
     parser = argparse.ArgumentParser(description="fuzz everything that is read")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--only", action="append", help="a kind of input; repeatable")
+    parser.add_argument("--only", action="append", help="a kind of input, or model; repeatable")
     parser.add_argument("--thorough", action="store_true", help="convert with the audit whatever opens")
     parser.add_argument("--megabytes", type=float, default=1024.0, help="most that memory may grow by in one case")
     parser.add_argument("--seed", type=int, default=random.randrange(10**9))
     parser.add_argument("--config-edits", type=int, metavar="N", help="edit configs so many times, and nothing else")
     chosen = parser.parse_args()
     if chosen.config_edits is not None:
-        return edit_configs(chosen.config_edits, chosen.seed)
+        return edit_configs(chosen.config_edits, chosen.seed, chosen.only or KINDS)
     with tempfile.TemporaryDirectory() as folder:
         tally = Tally(fuzzing.originals(Path(folder)), chosen.thorough, chosen.megabytes)
         strategies = fuzzing.cases(tally.good)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from bf16_to_fp16 import convert
-from bf16_to_fp16.auditing.fidelity import fidelity
+from bf16_to_fp16.auditing.fidelity import compared, fidelity, output_on
 from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.run.probe import Batch, audit_batches, run_batch
 from bf16_to_fp16.run.products import FastProducts
@@ -86,7 +86,10 @@ def row(what: str, model: Any, regime: str, reference: Any, inputs: Sequence[Bat
     # Autocast on its own wraps the forward while the audit looks.
     result = audit_model(copy.deepcopy(model), inputs, regime=regime, attention=("eager",)) if regime else None
     broken = "not fp16" if result is None else f"{result.nonfinite:,} / {result.saturated:,}"
-    close = fidelity(reference, None, under_autocast(model) if regime == "amp" else model, inputs)
+    runs = (reference, under_autocast(model) if regime == "amp" else model)
+    with torch.no_grad():
+        expected, found = ([output_on(batch, run_batch(m, batch)) for batch in compared(inputs)] for m in runs)
+    close = fidelity(expected, None, found, probabilities=True)
     kl = "not finite" if close.kl_fp16 == float("inf") else f"{close.kl_fp16:.1e}"
     return f"| {what} | {broken} | {kl} | {100 * (close.top1_fp16 or 0):.1f}% | {size:.1f} |"
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .bounds.certificate import Certificate
     from .commands.audit import audit
     from .commands.certify import certify
+    from .commands.check import check
     from .commands.convert import Conversion, convert
     from .commands.publish import publish
     from .commands.rescale import rescale
@@ -45,6 +46,7 @@ __all__ = [
     "advise_updates",
     "audit",
     "certify",
+    "check",
     "convert",
     "finetune",
     "publish",
@@ -62,6 +64,7 @@ _HOMES = {
     "advise_updates": "advise.updates",
     "audit": "commands.audit",
     "certify": "commands.certify",
+    "check": "commands.check",
     "Certificate": "bounds.certificate",
     "convert": "commands.convert",
     "Conversion": "commands.convert",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .checkpoint.places import CONVERTED, local_folder, written_folder
 from .errors import UserError
 
 if TYPE_CHECKING:
@@ -85,6 +86,14 @@ allow_unsafe = click.option(
 subfolder = click.option("--subfolder", metavar="NAME", help="Folder inside SOURCE (diffusers: text_encoder_2).")
 
 
+device = click.option(
+    "--device",
+    metavar="DEVICE",
+    callback=lambda context, option, name: checked_device(name),
+    help="auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps; default: auto.",
+)
+
+
 def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> None:
     """Print every key of a recipe with its default and meaning, one a line, and end."""
     if not wanted or context.resilient_parsing:
@@ -146,10 +155,11 @@ def app(context: click.Context) -> None:
 @click.argument("out", type=FOLDER, required=False)
 @click.option(
     "--target",
-    type=click.Choice(["half", "norm-safe", "train"]),
-    default="half",
+    type=click.Choice(["auto", "half", "norm-safe", "train", "fp16-accumulate"]),
+    default="auto",
     show_default=True,
-    help="half: every value under 65504. norm-safe: also ‖h‖₂ of the residual under 256, so that squares fit."
+    help="auto: the strictest of half, norm-safe and fp16-accumulate that costs next to nothing. half: every value"
+    " under 65504. norm-safe: also norms that square the residual in fp16. fp16-accumulate: also sums made in fp16."
     " train: with dropout, and room for weights that move and gradients.",
 )
 @data
@@ -188,6 +198,7 @@ def app(context: click.Context) -> None:
 @endpoint
 @seed
 @sweep
+@device
 @force
 @verbose
 @json_file
@@ -211,6 +222,7 @@ def convert_command(
     endpoint: str | None,
     seed: int,
     sweep: bool,
+    device: str,
     force: bool,
     verbose: bool,
     json_file: str | None,
@@ -218,10 +230,10 @@ def convert_command(
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
     written."""
     # As many parameters as options, which click passes one by one.
+    local_folder(source)  # before the seconds that the rest takes to import
     if out is not None and not dry_run:
         from .checkpoint.staging import check_out
 
-        # Before the seconds that the rest takes to import.
         check_out(out, Path(source) if Path(source).is_dir() else None, force=force)
     from .bounds.arithmetic import MAX_LENGTH
     from .commands.convert import convert_by
@@ -250,6 +262,7 @@ def convert_command(
         workers=workers,
         seed=seed,
         sweep=sweep,
+        device=device,
     )
     if recipe is not None:
         from .finetuning.run import convert_or_finetune
@@ -333,6 +346,7 @@ def push(out: Path, repo_id: str, **options: Any) -> dict[str, Any]:
 @subfolder
 @seed
 @sweep
+@device
 @click.option("--html", type=FOLDER, metavar="FILE", help="Write the report as a page.")
 @json_file
 def audit_command(
@@ -345,11 +359,13 @@ def audit_command(
     subfolder: str | None,
     seed: int,
     sweep: bool,
+    device: str,
     html: Path | None,
     json_file: str | None,
 ) -> int:
     """Run SOURCE in fp16 the ways people run it and measure every operation."""
     # As many parameters as options, which click passes one by one.
+    local_folder(source)
     checked_target(html, "--html")
     from .auditing.regimes import ATTENTIONS, REGIMES
     from .commands.audit import audit
@@ -366,6 +382,7 @@ def audit_command(
         subfolder=subfolder,
         seed=seed,
         sweep=sweep,
+        device=device,
         progress=make_progress(),
     )
     write_result(json_file, result)
@@ -385,25 +402,30 @@ def audit_command(
 @source
 @click.option(
     "--target",
-    type=click.Choice(["half", "norm-safe", "train"]),
+    type=click.Choice(["half", "norm-safe", "train", "fp16-accumulate"]),
     default="half",
     show_default=True,
-    help="half: every value. norm-safe: also the residual's sum of squares. train: with dropout.",
+    help="half: every value. norm-safe: with norms in fp16. fp16-accumulate: with every sum in fp16."
+    " train: with dropout.",
 )
 @max_length
 @subfolder
+@device
 @json_file
 def certify_command(
-    source: str, target: str, max_length: int | None, subfolder: str | None, json_file: str | None
+    source: str, target: str, max_length: int | None, subfolder: str | None, device: str, json_file: str | None
 ) -> int:
     """Bound every signal of SOURCE for every input, from its weights alone; nothing is run."""
+    local_folder(source)
     from .bounds.arithmetic import MAX_LENGTH
     from .commands.certify import certify
     from .report import terminal
     from .report.schema import Report, read
 
     length = MAX_LENGTH if max_length is None else max_length
-    result = certify(source, max_length=length, target=target, subfolder=subfolder, progress=make_progress())
+    result = certify(
+        source, max_length=length, target=target, subfolder=subfolder, device=device, progress=make_progress()
+    )
     write_result(json_file, result)
     if json_file != "-":
         terminal.print_certificate(read(Report, result))
@@ -442,6 +464,7 @@ def publish_command(
     The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
     """
     # As many parameters as options, which click passes one by one.
+    written_folder(folder)
     from .commands.publish import Upload, publish
     from .report import terminal
 
@@ -483,24 +506,68 @@ def publish_command(
 )
 @data
 @click.option("--no-audit", is_flag=True, help="Run nothing: hashes, plan and certificate only.")
+@subfolder
+@device
 @endpoint
 @json_file
 def verify_command(
-    source: str, original: str | None, data: str | None, no_audit: bool, endpoint: str | None, json_file: str | None
+    source: str,
+    original: str | None,
+    data: str | None,
+    no_audit: bool,
+    subfolder: str | None,
+    device: str,
+    endpoint: str | None,
+    json_file: str | None,
 ) -> int:
     """Check SOURCE, a converted folder or its Hub id, against its report: hashes, plan, certificate and audit, all
     computed again."""
+    local_folder(source, CONVERTED)
     from .commands.verify import verify
     from .report import terminal
     from .report.schema import Verification, read
 
     result = verify(
-        source, original=original, data=data, run_model=not no_audit, endpoint=endpoint, progress=make_progress()
+        source,
+        original=original,
+        data=data,
+        run_model=not no_audit,
+        subfolder=subfolder,
+        device=device,
+        endpoint=endpoint,
+        progress=make_progress(),
     )
     write_result(json_file, result)
     if json_file != "-":
         terminal.print_verification(read(Verification, result))
     return SAFE if result["verified"] else UNSAFE
+
+
+@app.command("check")
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--runtime",
+    type=click.Choice(["openvino", "onnxruntime", "ctranslate2", "onnx-reference"]),
+    required=True,
+    help="onnx-reference: numpy, every operation in fp16, norms included.",
+)
+@click.option("--source", metavar="SOURCE", help="What OUT was converted from (folder or Hub id), to run beside it.")
+@seed
+@json_file
+def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
+    """Run OUT in another runtime in fp16, compare it with stock code in fp32, and say which arithmetic was used.
+
+    The runtimes are an extra: pip install 'bf16_to_fp16[runtimes]'.
+    """
+    from .commands.check import check
+    from .report import terminal
+    from .report.schema import RuntimeCheck, read
+
+    result = check(out, runtime, source=source, seed=seed, progress=make_progress())
+    write_result(json_file, result)
+    if json_file != "-":
+        terminal.print_check(read(RuntimeCheck, result))
+    return UNSAFE if result["verdict"] == "unsafe" else SAFE
 
 
 @app.command("undo")
@@ -510,6 +577,7 @@ def verify_command(
 @json_file
 def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) -> int:
     """Write the source's weights back from a converted folder: the inverse of its recorded plan."""
+    written_folder(folder)
     from .checkpoint.staging import check_out
     from .commands.undo import undo
     from .report import terminal
@@ -532,17 +600,23 @@ def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) ->
     "--keys", is_flag=True, is_eager=True, expose_value=False, callback=show_keys, help="List every key of a recipe."
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
+@click.option("--device", metavar="DEVICE", help="As the recipe's device, in whose place it is put.")
 @force
 @verbose
 @json_file
 def finetune_command(
-    recipe: Path, overrides: tuple[str, ...], force: bool, verbose: bool, json_file: str | None
+    recipe: Path, overrides: tuple[str, ...], device: str | None, force: bool, verbose: bool, json_file: str | None
 ) -> int:
     """Finetune by RECIPE (YAML) with the activation-magnitude penalty, then convert what was trained.
 
     Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
     RECIPE.
     """
+    from .finetuning.recipe import read_recipe
+
+    overrides = (*overrides, f"device={device}") if device else overrides
+    read_recipe(recipe, overrides)
+    # What follows takes seconds to import.
     from .finetuning.run import finetune
     from .report import terminal
     from .report.schema import Report, read
@@ -670,6 +744,13 @@ def demo_command(out: Path, json_file: str | None) -> int:
     reports = demo(out, progress=make_progress(), show=json_file != "-")
     write_result(json_file, {"demos": reports})
     return SAFE if all(r["verdict"] == "safe" for r in reports) else UNSAFE
+
+
+def checked_device(name: str | None) -> str:
+    """Return the name of a device, auto by default; raise UserError at once for one of no known form."""
+    from .devices import checked_name
+
+    return checked_name(name or "auto")
 
 
 def make_progress() -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-import torch
 
 SCHEMA = 1
 """Version of the report's keys."""
@@ -15,12 +14,16 @@ SCHEMA = 1
 PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy")
 
 
-def environment() -> dict[str, Any]:
-    """Return the versions, the machine and the dtype that the figures were made with."""
+def environment(device: str, used: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the versions, the devices and the dtype that the figures were made with.
+
+    device: that was asked for. used: those that each part of the work ran on, one after the other.
+    """
     return {
         "versions": {name: installed(name) for name in PACKAGES},
         "python": platform.python_version(),
-        "device": device(),
+        "device": device,
+        "devices": {part: list(names) for part, names in used.items()},
         "dtype": "float16",
     }
 
@@ -31,8 +34,3 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def device() -> str:
-    """Return the name of the device that audits run on."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -9,8 +9,10 @@ without changing what a network computes.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 FP16_MAX = 65504.0
 """Largest finite fp16 value, (2 − 2⁻¹⁰)·2¹⁵."""
@@ -42,8 +44,9 @@ GELU_CUBE_BACKWARD_LIMIT = math.sqrt(FP16_MAX / 3)
 """|x| beyond which the derivative of x³ is inf in fp16 and 0·inf gives NaN gradients (147.8)."""
 
 
-NORM_SAFE_LIMIT = 2.0**8
-"""Largest ‖h‖₂ of which a square summed in fp16 stays under 2¹⁶ (the norm-safe tier), about √65504."""
+NORM_FLOOR = 2.0**-17
+"""Least mean square of a stream that a norm may square in fp16: squares then lose at most 2⁻²⁵ each, and the norm's
+output no more than 2⁻⁹, as much as one rounding to bf16."""
 
 
 def headroom_bits(amax: float, limit: float = FP16_MAX) -> float:
@@ -65,6 +68,8 @@ def lowest_bit_exponent(x: torch.Tensor) -> torch.Tensor:
     lose); non-finite elements give -1000 (no fp16 holds them). A value is on fp16's grid after scaling by 2ˢ iff e
     + s ≥ −24, its significand has at most 11 bits and |x|·2ˢ ≤ 65504.
     """
+    import torch  # the limits are asked for by much that needs no torch
+
     bits = x.detach().to(torch.float32).contiguous().view(torch.int32)
     exponent = (bits >> 23) & 0xFF
     mantissa = bits & 0x7FFFFF

@@ -5,15 +5,25 @@ Standard output belongs to data. Colours and bars come from rich, which respects
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
+from rich.text import Text
 
 Advance = Callable[[int, int], None]
 """Called with (done, total) as work proceeds."""
+
+
+MEASURED_FOR = 2.0
+"""Seconds of work after which it is said how long the whole will take."""
+
+
+LONG = 20.0
+"""Seconds of a step that are announced."""
 
 
 class Progress:
@@ -29,13 +39,49 @@ class Progress:
 
     @contextmanager
     def step(self, text: str) -> Iterator[Advance]:
-        """Announce a step and yield a function that shows how far it is; on a terminal a bar with the time left."""
+        """Announce a step and yield a function that shows how far it is.
+
+        On a terminal a bar with the time left and, once the first of the work has been measured, how long it will take.
+        """
         if not self.console.is_terminal:
             self.say(text)
             yield lambda done, total: None
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Count(), _Remaining())
         with ProgressBar(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(text, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+            begun, announced = time.monotonic(), False
+
+            def advance(done: int, total: int) -> None:
+                nonlocal announced
+                bar.update(task, completed=done, total=total)
+                spent = time.monotonic() - begun
+                if not announced and done and spent >= MEASURED_FOR:
+                    announced = True
+                    whole = spent / done * total
+                    if whole >= LONG:
+                        bar.update(task, description=f"{text}, {roughly(whole)}")
+
+            yield advance
         self.say(text)
+
+
+class _Count(MofNCompleteColumn):
+    """How much of how much is done, once that is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
+class _Remaining(TimeRemainingColumn):
+    """The time left, once that can be known."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
+def roughly(seconds: float) -> str:
+    """Return a time as an estimate is said: "about 40 s", "about 4 min", "about 3 h"."""
+    if seconds < 90:
+        return f"about {max(10, round(seconds, -1)):.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 90 * 60 else f"about {seconds / 3600:.0f} h"

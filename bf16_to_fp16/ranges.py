@@ -40,6 +40,11 @@ class ScoreRange:
     product: float
     biased: float
 
+    @property
+    def largest(self) -> float:
+        """The larger of the two."""
+        return max(self.product, self.biased)
+
 
 @dataclass(frozen=True)
 class ModuleRange:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
-from .numerics import FP16_MAX
+from .numerics import FP16_MAX, OVERFLOWED
 
 FULL_HEADROOM_BITS = 39.0
 """More headroom than this is all that fp16 has."""
@@ -62,6 +62,24 @@ def below_limit(value: float | None) -> str:
     if said[0].isdigit():
         return said.replace("×", "× below the limit")
     return "all of fp16's range below the limit" if said == "all" else "past the limit"
+
+
+def reached(value: float | None) -> str:
+    """Return the largest |x| of an fp16 site or regime: a magnitude, beyond fp16 the one in fp32, "overflow" where only
+    that is known, which an amax of 65536, of infinity or NaN says."""
+    if value is None or not value <= FP16_MAX:
+        return "overflow" if value is None or not OVERFLOWED < value < 1e308 else magnitude(value)
+    return magnitude(value)
+
+
+def headroom_or_excess(bits: float | None, largest: float | None) -> str:
+    """Return headroom, or how far over the limit a value is that is known in fp32: "5.5 × over"; "passed on" for what
+    fits fp16 itself and broke since something before it did."""
+    if largest is not None and OVERFLOWED < largest < 1e308:
+        return over_limit(largest)
+    if bits is not None and bits < 0 and largest is not None and largest <= FP16_MAX:
+        return "passed on"
+    return headroom(bits)
 
 
 def over_limit(value: float) -> str:

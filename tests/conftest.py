@@ -19,6 +19,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 import pytest
 import torch
 from compat import harness
+from support import warm
 from support.download_server import serving
 
 
@@ -66,6 +67,14 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an interpreter that has its imports already; all workers of a run share its server."""
+    worker = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    return warm.interpreter((base.parent if worker else base) / "warm", os.getppid() if worker else os.getpid())
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,8 +67,8 @@ def outcomes_by_name(folders: dict[str, Path], python: str | Path) -> Outcomes:
 
 
 @pytest.fixture(scope="module")
-def as_saved_in_5(saved: dict[str, Path]) -> Outcomes:
-    return outcomes_by_name(saved, sys.executable)
+def as_saved_in_5(saved: dict[str, Path], warm_python: Path) -> Outcomes:
+    return outcomes_by_name(saved, warm_python)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +77,8 @@ def as_saved_in_4(saved: dict[str, Path], compat_python: Path) -> Outcomes:
 
 
 @pytest.fixture(scope="module")
-def flagged_in_5(flagged: dict[str, Path]) -> Outcomes:
-    return outcomes_by_name(flagged, sys.executable)
+def flagged_in_5(flagged: dict[str, Path], warm_python: Path) -> Outcomes:
+    return outcomes_by_name(flagged, warm_python)
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +193,9 @@ def test_ctranslate2_scores_are_the_log_softmax_of_transformers_logits(
     assert relative_error(scores[name], expected) <= 1e-4
 
 
-def test_ctranslate2_is_refused_under_transformers_5(flagged: dict[str, Path]) -> None:
+def test_ctranslate2_is_refused_under_transformers_5(flagged: dict[str, Path], warm_python: Path) -> None:
     with pytest.raises(RuntimeError, match=r"score_ct2\.py failed"):
-        compute_scores([flagged["t5"]], sys.executable)
+        compute_scores([flagged["t5"]], warm_python)
 
 
 def test_stock_fp16_logits_are_near_the_fp32_ones_and_not_equal(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,23 +12,13 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
-def run(name: str, folder: Path, capsys: pytest.CaptureFixture[str] | None = None) -> str:
-    """Return what an example prints, run in an empty folder; with ``capsys`` in this process, which saves its
-    imports."""
+def run(name: str, folder: Path, python: Path) -> str:
+    """Return what an example prints, run in an empty folder by an interpreter that has its imports."""
     script = next(path for path in EXAMPLES if path.stem == name)
-    if capsys is not None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(folder)
-            patch.setattr(sys, "argv", [str(script)])
-            runpy.run_path(str(script), run_name="__main__")
-        shown = capsys.readouterr().out
-    else:
-        env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, script], cwd=folder, env=env, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        shown = done.stdout
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([python, script], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
     # A Trainer makes its own folder, whether it saves or not.
     assert {path.name for path in folder.iterdir()} <= {"trainer_output"}
     return shown
@@ -41,8 +29,8 @@ def headrooms(shown: str) -> list[float]:
     return [float(bits) for bits in re.findall(r"^step \d+: .*?headroom (-?[\d.]+) bits", shown, re.MULTILINE)]
 
 
-def test_convert_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = run("convert_and_generate", tmp_path, capsys)
+def test_convert_and_generate(tmp_path: Path, warm_python: Path) -> None:
+    shown = run("convert_and_generate", tmp_path, warm_python)
     assert "safe: True, proof: certified" in shown
     fp16, bf16 = map(float, re.findall(r"([\d.e-]+) in (?:fp16|bf16)", shown))
     assert 0 < fp16 < bf16 / 10
@@ -51,20 +39,20 @@ def test_convert_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert made and re.search(r"[a-z]{2,} [a-z]{2,}", made[1])
 
 
-def test_a_diffusion_encoder_in_pure_fp16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = run("diffusion_encoder", tmp_path, capsys)
+def test_a_diffusion_encoder_in_pure_fp16(tmp_path: Path, warm_python: Path) -> None:
+    shown = run("diffusion_encoder", tmp_path, warm_python)
     errors = {what: float(error) for what, error in re.findall(r"^(.+): relative error (\S+)", shown, re.MULTILINE)}
     assert errors["converted, fp16"] < errors["source in bf16"] / 4
     assert not errors["source in fp16"] < 1  # NaN, or far off where stock code clamps
 
 
-def test_the_penalty_in_a_plain_loop_brings_headroom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bits = headrooms(run("penalty_loop", tmp_path, capsys))
+def test_the_penalty_in_a_plain_loop_brings_headroom(tmp_path: Path, warm_python: Path) -> None:
+    bits = headrooms(run("penalty_loop", tmp_path, warm_python))
     assert len(bits) == 8 and bits[-1] > bits[1]
 
 
-def test_the_penalty_in_a_trainer_is_part_of_its_loss_and_its_log(tmp_path: Path) -> None:
-    shown = run("trainer_penalty", tmp_path)
+def test_the_penalty_in_a_trainer_is_part_of_its_loss_and_its_log(tmp_path: Path, warm_python: Path) -> None:
+    shown = run("trainer_penalty", tmp_path, warm_python)
     assert len(headrooms(shown)) >= 4
     losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", shown)]
     assert len(losses) == 4 and all(0.5 < loss < 5 for loss in losses)

@@ -80,7 +80,7 @@ def test_every_version_is_pinned_exactly_and_torch_for_every_build(name: str) ->
 def test_every_direct_requirement_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["train"], *extras["dev"]]
+    wanted = [*project["dependencies"], *(want for extra in extras.values() for want in extra)]
     pinned = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
     names = {re.split(r"[<>=\[ ]", want)[0].lower().replace("_", "-") for want in wanted}
     assert {name for name in names if f"\n{name}==" not in pinned} == set()
@@ -98,12 +98,29 @@ def test_importing_the_package_does_not_import_transformers(module: str) -> None
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize(("arguments", "status"), [(["families"], 0), (["convert", "org/name", "tests"], 2)])
-def test_what_needs_no_model_is_answered_before_torch_is_loaded(arguments: list[str], status: int) -> None:
-    code = f"import sys; sys.argv = ['bf16-to-fp16', *{arguments}]; from bf16_to_fp16.cli import main; status = main()"
-    code += "; print(status, 'torch' in sys.modules, file=sys.stderr)"
+ANSWERED_AT_ONCE = [
+    (
+        0,
+        ("families --json -", "advise 0.1 --format --json -", "advise 512 --init", "finetune --keys", "convert --help"),
+    ),
+    (2, ("convert org/name tests", "advise", "advise nowhere/at/all --init", "advise nowhere/at/all --updates")),
+    (2, tuple(f"{command} nowhere/at/all" for command in ("audit", "certify", "verify", "finetune"))),
+    (2, ("convert nowhere/at/all out", "publish nowhere org/name", "undo nowhere out", "audit tests --device gpu")),
+]
+"""Command lines by their status, that need no model: each is answered before torch is imported."""
+
+
+@pytest.mark.parametrize(("status", "lines"), ANSWERED_AT_ONCE)
+def test_what_needs_no_model_is_answered_before_torch_is_loaded(status: int, lines: tuple[str, ...]) -> None:
+    code = f"""
+import sys
+from bf16_to_fp16.cli import main
+for line in {lines}:
+    print(line, main(line.split()), "torch" in sys.modules, sep=": ", file=sys.stderr)
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == f"{status} False", done.stderr
+    answers = [line for line in done.stderr.splitlines() if not line.startswith("error: ")]
+    assert answers == [f"{line}: {status}: False" for line in lines], done.stderr
 
 
 def test_a_gpu_test_is_deselected_where_there_is_no_gpu(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ two below, and what is added to a value vanishes where it does not pass the midd
 gap. bf16 (p = 8) and fp16 (p = 11) differ in that, and in where they end.
 
 Numbers are rounded here in exact arithmetic, not by torch, whose conversion from double rounds twice. Weights are
-streamed through the checkpoint's reader, a few megabytes at a time.
+streamed through the checkpoint's reader, a few megabytes at a time; torch is imported for them alone.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from ..checkpoint.reader import FLOATING_DTYPES, Checkpoint, open_checkpoint, read_header, read_pickle
 from ..errors import UserError
 from ..numerics import BF16_SIGNIFICANT_BITS, FP16_MAX, FP16_SIGNIFICANT_BITS
 from ..progress import Advance
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..checkpoint.reader import Checkpoint
 
 PIECE = 1 << 20
 """Elements that are looked at together."""
@@ -36,10 +38,16 @@ class Format:
     """A 16-bit format: significant bits, exponent of the smallest normal number, largest finite value."""
 
     name: str
-    dtype: torch.dtype
     bits: int
     least: int
     largest: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format as torch has it."""
+        import torch
+
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}[self.name]
 
     def gap(self, value: float) -> float:
         """Return the distance from the binade of ``value``'s magnitude to the next larger value, as a power of two."""
@@ -59,10 +67,10 @@ class Format:
         return math.copysign(math.inf if rounded > self.largest else float(rounded), exact)
 
 
-BF16 = Format("bf16", torch.bfloat16, BF16_SIGNIFICANT_BITS, -126, float(torch.finfo(torch.bfloat16).max))
+BF16 = Format("bf16", BF16_SIGNIFICANT_BITS, -126, (2 - 2.0**-7) * 2.0**127)
 
 
-FP16 = Format("fp16", torch.float16, FP16_SIGNIFICANT_BITS, -14, FP16_MAX)
+FP16 = Format("fp16", FP16_SIGNIFICANT_BITS, -14, FP16_MAX)
 
 
 FORMATS: dict[str, Format] = {f.name: f for f in (BF16, FP16)}
@@ -75,6 +83,8 @@ def half_gaps(x: Tensor, target: Format, towards_zero: Tensor | None = None) -> 
     x: fp32 with finite values of the format. towards_zero: bool, where the neighbour below is meant instead of the one
     above; they differ at powers of two, where the lower gap is half as large. Returns fp32 powers of two.
     """
+    import torch
+
     binade = torch.frexp(x).exponent - 1
     binade = torch.where(x == 0, torch.full_like(binade, target.least), binade)
     if towards_zero is not None:
@@ -163,6 +173,8 @@ class Held:
 
 def open_weights(source: str | Path, subfolder: str | None = None) -> Checkpoint:
     """Open a checkpoint as ``open_checkpoint`` does, or a single ``.safetensors`` or ``.bin`` file without a config."""
+    from ..checkpoint.reader import Checkpoint, open_checkpoint, read_header, read_pickle
+
     path = Path(source).expanduser()
     if subfolder is None and path.is_file():
         if path.suffix not in (".safetensors", ".bin"):
@@ -177,6 +189,8 @@ def chosen(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> list[str]:
 
     Raises UserError where none matches, and for a tensor of whole numbers.
     """
+    from ..checkpoint.reader import FLOATING_DTYPES
+
     names = [n for n in checkpoint.tensors if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]
     if not names:
         known = ", ".join(list(checkpoint.tensors)[:3])

@@ -16,14 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from ..families.known import FAMILIES, family_of
 from ..families.types import Family, Initialisation, axis_size
 from ..progress import Progress
 from .formats import chosen, open_weights, tensor_pieces
+
+if TYPE_CHECKING:
+    from ..checkpoint.reader import Checkpoint
 
 FAR = 4.0
 """Times its own rule, either way, from which a tensor is flagged."""

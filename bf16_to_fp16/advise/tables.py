@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..checkpoint.places import local_folder
 from ..checkpoint.staging import check_file
 from ..losses.events import Curve, Event
 from ..losses.logs import read_log
@@ -28,11 +29,9 @@ from ..losses.report import (
 )
 from ..progress import Progress
 from ..report.screen import console
-from ..report.terminal import plain
 from ..wording import counted, percent, rounded_up
 from .formats import advise_format, is_number
 from .initialisation import FAR, advise_init, with_own_rules
-from .updates import advise_updates
 
 _MOST_PRINTED = 100  # of tensors that are printed; all are in the JSON
 
@@ -54,6 +53,8 @@ def advise(
     UserError for what cannot be used.
     """
     which = {name: options[name] for name in ("tensors", "subfolder")}
+    if mode != "losses" and source is not None and not is_number(source):
+        local_folder(source, or_file=True)
     if mode == "format":
         things = [thing for thing in (number, source) if thing]
         with progress.step("Looking at the weights") if not all(map(is_number, things)) else nullcontext() as advance:
@@ -64,6 +65,8 @@ def advise(
         result = advise_init(source, **which, progress=progress)
         return Advice(result, partial(print_init, result))
     if mode == "updates":
+        from .updates import advise_updates  # with torch, seconds that the other modes need not wait
+
         wanted = ("rate", "optimizer", "dtype", "relative_update", "data", "steps", "batch_size", "share", "seed")
         result = advise_updates(source, **{name: options[name] for name in wanted}, **which, progress=progress)
         return Advice(result, partial(print_updates, result))
@@ -282,6 +285,8 @@ def print_held(screen: Console, entry: Mapping[str, Any]) -> None:
 
 def add_held(rows: Table, name: str, dtype: str, row: Mapping[str, Any]) -> None:
     """Add a tensor, or the sum, to the table."""
+    from ..report.terminal import plain
+
     bf16, fp16 = row["formats"]["bf16"], row["formats"]["fp16"]
     counts = [f"{fp16[key]:,}" for key in ("overflow", "subnormal", "zeroed")]
     held = [percent(f["exact_fraction"]) for f in (bf16, fp16)]

@@ -8,15 +8,18 @@ gives states instead of probabilities, so there the relative squared error stand
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..observe.observer import SiteObserver
+from ..checkpoint.reader import Checkpoint
+from ..progress import Advance
+from ..run.lanes import Change, Lane, Walk
 from ..run.probe import Batch, run_batch
+from ..run.products import FastProducts
 
 _POSITIONS_AT_A_TIME = 64
 """Positions compared at a time: in float64 a large vocabulary takes 2 MB each."""
@@ -51,6 +54,65 @@ class Fidelity:
         }
 
 
+Outputs = Sequence[Tensor]
+"""What a model gives on each batch that is compared: [positions, channels] without padding, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The outputs of a source in fp32, and in bf16 as a stock user would run it."""
+
+    fp32: Outputs
+    bf16: Outputs
+
+
+def compared(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches on which models are compared: those that neither generate nor lack the head."""
+    return [b for b in batches if not b.generate and (b.decoder_input_ids is None or b.head)]
+
+
+def output_on(batch: Batch, output: Any) -> Tensor:
+    """Return the logits or last hidden states of a stock output at the positions that are not padding."""
+    if batch.decoder_attention_mask is not None:
+        values, mask = output.logits, batch.decoder_attention_mask
+    else:
+        values, mask = output.last_hidden_state, batch.attention_mask
+    return values.detach().cpu()[mask.bool()]
+
+
+def add_outputs(walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **options: Any) -> list[Lane[Tensor]]:
+    """Add to a walk one lane for each batch that is compared, whose results are ``Outputs``; options: of ``Walk.add``.
+
+    The lanes do nothing but compute, 16-bit products as ``FastProducts`` does.
+    """
+
+    def running(batch: Batch) -> Any:
+        def run(model: Any) -> Tensor:
+            with FastProducts():
+                return output_on(batch, run_batch(model, batch))
+
+        return run
+
+    return [walk.add(running(batch), dtype, **options) for batch in compared(batches)]
+
+
+def outputs(
+    checkpoint: Checkpoint,
+    batches: Sequence[Batch],
+    dtype: torch.dtype,
+    *,
+    half: bool = False,
+    change: Change | None = None,
+    device: str = "cpu",
+    advance: Advance | None = None,
+) -> Outputs:
+    """Return the outputs of a checkpoint's stock model on ``batches``, as ``run.stock.load`` gives it, in a walk."""
+    walk = Walk(checkpoint, device)
+    lanes = add_outputs(walk, batches, dtype, half=half, change=change)
+    walk.run(advance)
+    return [lane.result for lane in lanes]
+
+
 class _Difference:
     """Running differences of one model from the reference."""
 
@@ -58,22 +120,20 @@ class _Difference:
         self.divergence = self.error = self.agreeing = self.scale = 0.0
         self.positions = 0
 
-    def add(self, reference: Tensor, other: Tensor, probabilities: bool) -> None:
-        """Add [positions, channels] of both."""
-        for i in range(0, len(reference), _POSITIONS_AT_A_TIME):
-            a, b = reference[i : i + _POSITIONS_AT_A_TIME].double(), other[i : i + _POSITIONS_AT_A_TIME].double()
-            error = (a - b).abs().max()
-            self.error = max(self.error, float(error) if math.isfinite(error) else math.inf)
-            if probabilities:
-                p, q = a.log_softmax(-1), b.log_softmax(-1)
-                divergence = float((p.exp() * (p - q)).sum())
-                self.agreeing += float((a.argmax(-1) == b.argmax(-1)).sum())
-                self.scale += len(a)
-            else:
-                divergence = float((a - b).square().sum())
-                self.scale += float(a.square().sum())
-            self.divergence += divergence if math.isfinite(divergence) else math.inf
-            self.positions += len(a)
+    def add(self, a: Tensor, p: Tensor | None, other: Tensor) -> None:
+        """Add [positions, channels] of both in float64; p: log-probabilities of ``a`` where it is logits."""
+        b = other.double()
+        error = (a - b).abs_().max()
+        self.error = max(self.error, float(error) if math.isfinite(error) else math.inf)
+        if p is not None:
+            self.agreeing += float((a.argmax(-1) == b.argmax(-1)).sum())
+            self.scale += len(a)
+            divergence = float(b.log_softmax(-1).sub_(p).mul_(p.exp()).sum().neg())
+        else:
+            self.scale += float(a.square().sum())
+            divergence = float((a - b).square_().sum())
+        self.divergence += divergence if math.isfinite(divergence) else math.inf
+        self.positions += len(a)
 
     @property
     def mean(self) -> float:
@@ -83,27 +143,21 @@ class _Difference:
 
 
 @torch.no_grad()
-def fidelity(
-    reference: nn.Module,
-    bf16: nn.Module | None,
-    fp16: nn.Module,
-    batches: Iterable[Batch],
-) -> Fidelity:
-    """Return how far ``bf16`` and ``fp16`` are from ``reference`` on ``batches``.
+def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabilities: bool) -> Fidelity:
+    """Return how far ``bf16`` and ``fp16`` are from ``reference``, all on the same batches.
 
-    Stock models in eval mode, each in its own dtype; batches that generate or have no head are passed over. Raises
-    ``ValueError`` where none is left.
+    probabilities: whether they are logits, as all models with a decoder give. Raises ``ValueError`` where there are
+    none.
     """
     from_bf16, from_fp16 = _Difference(), _Difference()
-    probabilities = False
-    for batch in batches:
-        if batch.generate or (batch.decoder_input_ids is not None and not batch.head):
-            continue
-        probabilities = batch.decoder_attention_mask is not None
-        expected = _outputs(reference, batch)
-        from_fp16.add(expected, _outputs(fp16, batch), probabilities)
-        if bf16 is not None:
-            from_bf16.add(expected, _outputs(bf16, batch), probabilities)
+    for i, expected in enumerate(reference):
+        for start in range(0, len(expected), _POSITIONS_AT_A_TIME):
+            part = slice(start, start + _POSITIONS_AT_A_TIME)
+            a = expected[part].double()
+            p = a.log_softmax(-1) if probabilities else None
+            from_fp16.add(a, p, fp16[i][part])
+            if bf16 is not None:
+                from_bf16.add(a, p, bf16[i][part])
     count = from_fp16.positions
     if not count:
         raise ValueError("no batch to compare on: each generates or has no head")
@@ -117,14 +171,3 @@ def fidelity(
         top1_fp16=from_fp16.agreeing / count if probabilities else None,
         positions=count,
     )
-
-
-def _outputs(model: nn.Module, batch: Batch) -> Tensor:
-    """The logits or last hidden states of the positions that are not padding, [positions, channels], on the CPU."""
-    with SiteObserver(model):  # for its fp16 products, many times faster on a CPU
-        output = run_batch(model, batch)
-    if batch.decoder_attention_mask is not None:
-        values, mask = output.logits, batch.decoder_attention_mask
-    else:
-        values, mask = output.last_hidden_state, batch.attention_mask
-    return values.detach().cpu()[mask.bool()]

@@ -15,12 +15,14 @@ import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
 from ..families.known import of_model_type, roles_of
 from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
@@ -28,9 +30,11 @@ from ..observe.observer import SiteObserver
 from ..observe.sites import Site
 from ..progress import Advance
 from ..run import probe
+from ..run.lanes import Lane, Walk
 from ..run.probe import Batch
 from ..run.scaled_attention import SCALED, register
 from ..run.stock import load, load_config
+from .fidelity import Outputs, add_outputs, compared, output_on
 
 REGIMES = ("stock", "amp", "half")
 
@@ -58,7 +62,7 @@ class SiteResult:
     """One site of a regime, merged over batches and attentions; fields as in ``observe.sites.Site`` but for ``benign``.
 
     ``headroom_bits`` is log2(limit / amax), ``-inf`` after an overflow, None without a limit; ``benign`` is the
-    reason, or None.
+    reason, or None. ``fp32``: the largest |x| in fp32 of a site that broke, None where that is not known.
     """
 
     name: str
@@ -69,6 +73,7 @@ class SiteResult:
     saturated: int
     benign: str | None
     dtype: str
+    fp32: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the site as plain JSON values; see ``RegimeResult.to_json`` for infinities."""
@@ -83,7 +88,21 @@ class SiteResult:
             "saturated": self.saturated,
             "benign": self.benign,
             "dtype": self.dtype,
-        }
+        } | ({} if self.fp32 is None else {"fp32": self.fp32})
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a regime ran on under one attention: the number of batches, and their kinds in order."""
+
+    attention: str
+    batches: int
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, attention: str, batches: Sequence[Batch]) -> Run:
+        """Return the entry of these batches."""
+        return cls(attention, len(batches), tuple(dict.fromkeys(batch.kind for batch in batches)))
 
 
 @dataclass(frozen=True)
@@ -94,7 +113,8 @@ class RegimeResult:
     what a user would see of it. Sites equally tight stand in the order they ran: the first one is where an
     overflow began. ``underflow``: the fp16 signals of the forward that stayed below the smallest normal number, 2⁻¹⁴,
     on every input, in the order of ``sites``; one that is zero throughout is among them only where it is not zero in
-    fp32.
+    fp32. ``runs``: what ran, by attention. ``same_as``: the regime that computes the very same on this checkpoint,
+    whose run this is.
     """
 
     regime: str
@@ -105,6 +125,8 @@ class RegimeResult:
     nonfinite_logits: int
     sites: tuple[SiteResult, ...]
     underflow: tuple[SiteResult, ...] = ()
+    runs: tuple[Run, ...] = ()
+    same_as: str | None = None
 
     @property
     def safe(self) -> bool:
@@ -124,6 +146,8 @@ class RegimeResult:
             "headroom_bits": _plain_bits(self.headroom_bits, FP16_MAX),
             "nonfinite_logits": self.nonfinite_logits,
             "underflow": [{"name": site.name, "amax": site.amax} for site in self.underflow],
+            "runs": [{"attention": r.attention, "batches": r.batches, "kinds": list(r.kinds)} for r in self.runs],
+            "same_as": self.same_as,
             "sites": [site.to_json() for site in self.sites],
         }
 
@@ -139,16 +163,119 @@ def audit_folder(
     regimes: Sequence[str] = REGIMES,
     inputs: Sequence[Batch] | None = None,
     train_mode: bool = False,
-    device: str | None = None,
+    device: torch.device | None = None,
     advance: Advance | None = None,
     attention: Sequence[str] = ATTENTIONS,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
     """Return what each regime shows on the checkpoint in ``folder``, on ``inputs``, by default the built-in probe.
 
-    device: a torch device name, by default the GPU where there is one. Raises ``UserError`` for a folder that cannot be
-    used.
+    ``half`` runs on all of them under the first attention. What it need not show again runs on fewer: another attention
+    differs in one function, and in ``stock`` and ``amp`` less is fp16; but where ``half`` breaks, those run on all as
+    well. ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a block;
+    ``train_mode`` loads the model and runs all inputs in every way. device: by default the
+    CPU. Raises ``UserError`` for a folder that cannot be used.
     """
+    _check_names(regimes, attention)
+    place = device or torch.device("cpu")
+    config = load_config(folder)
+    if inputs is None:
+        inputs = probe.audit_batches(config, folder, None, seed=seed)
+    chosen = [regime for regime in REGIMES if regime in regimes]
+    if not train_mode:
+        return run_regimes(open_checkpoint(folder), inputs, chosen, attention, device=place, advance=advance).regimes
+    share = len(attention) * len(inputs)
+    results: dict[str, RegimeResult] = {}
+    for i, regime in enumerate(chosen):
+
+        def regime_advance(done: int, _: int, before: int = i * share) -> None:
+            if advance is not None:
+                advance(before + done, len(chosen) * share)
+
+        results[regime] = audit_model(
+            load(folder, _DTYPES[regime], half=regime == "half").to(place),
+            inputs,
+            regime=regime,
+            attention=attention,
+            train_mode=train_mode,
+            advance=regime_advance,
+            seed=seed,
+        )
+    return _beside_fp32(open_checkpoint(folder), inputs, results, place)
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What a walk over a checkpoint showed: each regime, and the outputs of ``half`` under the first attention and, if
+    asked for, those in fp32."""
+
+    regimes: dict[str, RegimeResult]
+    half: Outputs
+    fp32: Outputs
+
+
+def run_regimes(
+    checkpoint: Checkpoint,
+    inputs: Sequence[Batch],
+    regimes: Sequence[str] = REGIMES,
+    attention: Sequence[str] = ATTENTIONS,
+    *,
+    device: torch.device | str = "cpu",
+    fp32: bool = False,
+    advance: Advance | None = None,
+) -> Audited:
+    """Run a checkpoint in ``regimes`` in one walk over its files and return what they show, as ``audit_folder`` does.
+
+    Where every parameter of stock's fp16 loading is fp16, ``stock`` is ``half`` and is not run beside it. fp32: run it
+    in fp32 as well, unmeasured, for its outputs.
+    """
+    walk = Walk(checkpoint, device)
+    alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
+    ran = [regime for regime in regimes if regime != "stock" or not alike]
+    seen = {
+        (regime, name): _Seen(regime, name, keeps=(regime, name) == ("half", attention[0]))
+        for regime in ran
+        for name in attention
+    }
+    for (regime, name), shown in seen.items():
+        shown.add(walk, _share(inputs, regime == "half" or "half" not in ran, name == attention[0]))
+    plain = add_outputs(walk, inputs, torch.float32) if fp32 else []
+    walk.run(advance)
+    if "half" in ran and any(site.nonfinite or site.saturated for n in attention for site in seen["half", n].sites()):
+        # What half has shown to fit is no reason any more to run the others on less.
+        rest = Walk(checkpoint, device)
+        for (_, name), shown in seen.items():
+            ran_on = {id(batch) for batch in shown.inputs}
+            shown.add(rest, [b for b in _share(inputs, True, name == attention[0]) if id(b) not in ran_on])
+        rest.run(advance)
+    results: dict[str, RegimeResult] = {}
+    insides = insides_of(load_config(checkpoint.folder))
+    for regime in ran:
+        merged: dict[str, tuple[int, SiteResult]] = {}
+        shares = [seen[regime, name] for name in attention]
+        for shown in shares:
+            _merge(merged, shown.sites())
+        logits = sum(lane.result[0] for shown in shares for lane in shown.lanes)
+        results[regime] = _result(regime, merged, logits, insides, tuple(Run.of(s.attention, s.inputs) for s in shares))
+    for regime in regimes:
+        if regime not in results:
+            results[regime] = replace(results["half"], regime=regime, same_as="half")
+    half = [lane.result[1] for lane in seen["half", attention[0]].lanes] if "half" in ran else []
+    return Audited(
+        _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device),
+        [output for output in half if output is not None],
+        [lane.result for lane in plain],
+    )
+
+
+_DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
+
+
+def _weights(regime: str) -> tuple[torch.dtype, bool]:
+    return _DTYPES[regime], regime == "half"
+
+
+def _check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
     unknown = [regime for regime in regimes if regime not in REGIMES]
     if unknown:
         raise UserError(f"{unknown[0]}: no such regime; choose from {', '.join(REGIMES)}")
@@ -158,39 +285,81 @@ def audit_folder(
         raise UserError(f"{named}: no such attention; choose from {', '.join((*ATTENTIONS, SCALED))}")
     if SCALED in attention:
         register()
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config = load_config(folder)
-    if inputs is None:
-        inputs = probe.audit_batches(config, folder, None, seed=seed)
-    chosen = [regime for regime in REGIMES if regime in regimes]
-    share = len(attention) * len(inputs)
-    results: dict[str, RegimeResult] = {}
-    for i, regime in enumerate(chosen):
 
-        def regime_advance(done: int, _: int, before: int = i * share) -> None:
-            if advance is not None:
-                advance(before + done, len(chosen) * share)
 
-        dtype = torch.float32 if regime == "amp" else torch.float16
-        results[regime] = audit_model(
-            load(folder, dtype, half=regime == "half").to(place),
-            inputs,
-            regime=regime,
-            attention=attention,
-            train_mode=train_mode,
-            advance=regime_advance,
-            seed=seed,
-        )
-    within = insides_of(config)
+def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
+    """What a regime runs on under an attention. Where it need not run on all: the first batch, those with padding and
+    those that use a cache.
+
+    all_regimes: whether it stands for the others. Everything that is fp16 in stock or amp is so in half as well, with
+    the same values but for rounding; and a second attention differs from the first in one function.
+    """
+
+    def own(batch: Batch) -> bool:
+        return batch.generate or (batch.kind != probe.SHORT and not bool(batch.attention_mask.all()))
+
+    if first:
+        return inputs if all_regimes else [*inputs[:1], *filter(own, inputs[1:])]
+    return list(filter(own, inputs))[: None if all_regimes else 1] or inputs[:1]
+
+
+class _Seen:
+    """What a regime shows under one attention: its lanes, which have all their sites in common.
+
+    keeps: whether the lanes keep their outputs where those are compared.
+    """
+
+    def __init__(self, regime: str, attention: str, *, keeps: bool = False) -> None:
+        self.regime, self.attention, self.keeps = regime, attention, keeps
+        self.inputs: list[Batch] = []
+        self.lanes: list[Lane[tuple[int, Tensor | None]]] = []
+        self._observer: SiteObserver | None = None
+
+    def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
+        """Add a run of each input to a walk."""
+        dtype, half = _weights(self.regime)
+        for batch in inputs:
+            lane = walk.add(partial(self._run, batch), dtype, half=half, attention=self.attention, again=batch.generate)
+            self.lanes.append(lane)
+            self.inputs.append(batch)
+
+    def _run(self, batch: Batch, model: nn.Module) -> tuple[int, Tensor | None]:
+        observer = SiteObserver(model) if self._observer is None else self._observer.beside(model)
+        self._observer = observer
+        with observer:
+            output = _forward(model, batch, self.regime)
+        if self.regime == "amp":
+            _check_autocast(model, observer)
+        if output is None:
+            return 0, None
+        return _nonfinite(output), output_on(batch, output) if self.keeps and compared([batch]) else None
+
+    def sites(self) -> list[Site]:
+        """The sites, once the walk is over."""
+        return [] if self._observer is None else self._observer.sites()
+
+
+def _beside_fp32(
+    checkpoint: Checkpoint, inputs: Sequence[Batch], results: dict[str, RegimeResult], device: torch.device | str
+) -> dict[str, RegimeResult]:
+    """The results with what fp32 shows of them: how large the values are that broke, and which of the signals that are
+    zero throughout are not so in fp32. It runs only where there is one or the other."""
+    within = insides_of(load_config(checkpoint.folder))
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
-    if silent:
-        alive = _nonzero(load(folder, torch.float32).to(place), inputs)
-        for regime, result in results.items():
-            sunk = {site.name for site in result.underflow} | (silent & alive)
-            results[regime] = replace(
-                result, underflow=tuple(s for s in _signals(result.sites, within) if s.name in sunk)
-            )
-    return results
+    if not silent and all(result.safe for result in results.values()):
+        return results
+    walk, seen = Walk(checkpoint, device), _Seen("fp32", "eager")
+    seen.add(walk, inputs)
+    walk.run()
+    fp32 = {site.name: site.amax for site in seen.sites()}
+    alive = {name for name in silent if fp32.get(name, 0.0) > 0}
+    shown = {}
+    for regime, result in results.items():
+        sites = tuple(replace(s, fp32=fp32.get(s.name)) if s.nonfinite or s.saturated else s for s in result.sites)
+        sunk = {site.name for site in result.underflow} | alive
+        underflow = tuple(site for site in _signals(sites, within) if site.name in sunk)
+        shown[regime] = replace(result, sites=sites, underflow=underflow)
+    return shown
 
 
 def audit_model(
@@ -227,10 +396,11 @@ def audit_model(
             if regime == "amp":
                 _check_autocast(model, observer)
             _merge(merged, observer.sites())
+        runs = tuple(Run.of(implementation, batches) for implementation in attention)
     finally:
         model.train(was_training)
         _set_attention(model, stock)
-    return _result(regime, merged, nonfinite_logits, insides_of(model.config))
+    return _result(regime, merged, nonfinite_logits, insides_of(model.config), runs)
 
 
 def _attention_of(model: Any) -> str:
@@ -255,8 +425,7 @@ def _autocast(model: nn.Module, regime: str) -> contextlib.AbstractContextManage
 def _step(model: nn.Module, batch: Batch, regime: str, train_mode: bool) -> int:
     """Run one batch and return how many of its logits (or last hidden states) are not finite."""
     if not train_mode or batch.generate:
-        with torch.no_grad(), _autocast(model, regime):
-            output = probe.run_batch(model, batch)
+        output = _forward(model, batch, regime)
     else:
         labelled = batch.head and batch.decoder_input_ids is not None
         with _autocast(model, regime):
@@ -266,8 +435,15 @@ def _step(model: nn.Module, batch: Batch, regime: str, train_mode: bool) -> int:
             loss = output.loss if labelled else output[0].float().square().mean()
             (loss * LOSS_SCALE).backward()
             model.zero_grad(set_to_none=True)
-    if output is None:
-        return 0
+    return 0 if output is None else _nonfinite(output)
+
+
+def _forward(model: nn.Module, batch: Batch, regime: str) -> Any:
+    with torch.no_grad(), _autocast(model, regime):
+        return probe.run_batch(model, batch)
+
+
+def _nonfinite(output: Any) -> int:
     final: Tensor = output["logits"] if "logits" in output else output[0]
     return int(final.numel() - final.detach().isfinite().sum())
 
@@ -324,7 +500,11 @@ def insides_of(config: Any) -> frozenset[str]:
 
 
 def _result(
-    regime: str, merged: dict[str, tuple[int, SiteResult]], nonfinite_logits: int, insides: Collection[str]
+    regime: str,
+    merged: dict[str, tuple[int, SiteResult]],
+    nonfinite_logits: int,
+    insides: Collection[str],
+    runs: tuple[Run, ...],
 ) -> RegimeResult:
     def tightness(item: tuple[int, SiteResult]) -> tuple[float, int]:
         order, site = item
@@ -343,6 +523,7 @@ def _result(
         nonfinite_logits=nonfinite_logits,
         sites=sites,
         underflow=tuple(site for site in _signals(sites, insides) if 0 < site.amax < FP16_TINY),
+        runs=runs,
     )
 
 
@@ -358,15 +539,6 @@ def _signals(sites: Iterable[SiteResult], insides: Collection[str]) -> list[Site
         if site.limit is not None and site.benign is None and operation in _SIGNALS and not inside:
             found.append(site)
     return found
-
-
-def _nonzero(model: nn.Module, batches: Sequence[Batch]) -> set[str]:
-    """The sites of a model that are not zero throughout."""
-    observer = SiteObserver(model)
-    with observer, torch.no_grad():
-        for batch in batches:
-            probe.run_batch(model, batch)
-    return {site.name for site in observer.sites() if site.amax > 0}
 
 
 def _plain_amax(amax: float) -> float:

@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..numerics import FP16_MAX, headroom_bits
+from ..numerics import FP16_MAX, NORM_FLOOR, headroom_bits
 
 UNIT = 2.0**-11
 """Largest relative error of rounding to a normal fp16 number."""
@@ -36,6 +37,10 @@ SPLITS = 8
 """Partial sums of one reduction that a kernel may round to fp16 and add in fp16."""
 
 
+LONGEST_SUM = 2**17
+"""Terms of one sum where sums are made in fp16."""
+
+
 COMPUTED = 1 + 2.0**-18
 """What the bounds are multiplied with for the rounding of their own computation in fp32 and fp64."""
 
@@ -45,23 +50,39 @@ def full_precision() -> Iterator[None]:
     """Compute in the dtypes that are written down, whatever the caller has allowed, and restore that afterwards.
 
     ``set_float32_matmul_precision`` and autocast make matrix products round their factors to bf16 or TF32, of which no
-    bound knows. Bounds are computed on the CPU.
+    bound knows.
     """
-    # torch before 2.9 has only the one setting.
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    before = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
-    with torch.autocast("cpu", enabled=False):
-        if matmul is None:
+    # torch before 2.9 has only the one setting, for every device.
+    mkldnn = getattr(torch.backends.mkldnn, "matmul", None)
+    backends: list[Any] = [] if mkldnn is None else [mkldnn, torch.backends.cuda.matmul]
+    single = None if backends else torch.get_float32_matmul_precision()
+    before = [backend.fp32_precision for backend in backends]
+    plain = all(precision == "ieee" for precision in before) if backends else single == "highest"
+    if plain and not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        yield
+        return
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        if single is not None:
             torch.set_float32_matmul_precision("highest")
-        else:
-            matmul.fp32_precision = "ieee"
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         try:
             yield
         finally:
-            if matmul is None:
-                torch.set_float32_matmul_precision(before)
-            else:
-                matmul.fp32_precision = before
+            if single is not None:
+                torch.set_float32_matmul_precision(single)
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
+
+
+def growth(terms: int) -> float:
+    """Return how many times the sum of its terms' magnitudes a sum made in fp16 may reach, and any part of it.
+
+    Adding two fp16 numbers is off by at most a unit of the result, and by no more than the smaller of them, since the
+    larger alone would be nearer. So one term after another, in any order, at most doubles the sum; in blocks whose sums
+    are then added, each further factor is that of so many roundings. Products may be rounded before.
+    """
+    return min((1 + UNIT) ** (terms + 1), 2 * (1 + UNIT) ** (2 + terms / 1024))
 
 
 @dataclass(frozen=True)
@@ -69,12 +90,15 @@ class Arithmetic:
     """What a certificate holds for.
 
     Every operation's output is rounded to fp16 at most once; matrix products accumulate in fp32 in any order, or in up
-    to ``splits`` partial sums that are rounded to fp16 and added in fp16; norms and softmax compute in fp32,
-    LayerNorm from deviations (not E[x²] − E[x]²);
-    sequences have at most ``max_length`` positions, of which each row of attention sees at least one. ``train``:
-    dropout at the config's rates multiplies by 1/(1−p); neither the loss nor the backward pass is covered.
+    to ``splits`` partial sums that are rounded to fp16 and added in fp16; norms and softmax compute in fp32, LayerNorm
+    as ``norm_units`` says (not by E[x²] − E[x]²); sequences have at most ``max_length`` positions, of which each row of
+    attention sees at least one. ``train``: dropout at the config's rates multiplies by 1/(1−p); neither the loss nor
+    the backward pass is covered.
     ``planned``: leaves subnormals out and takes the residual stream as multiplied by 2 to this power, for weights that
     are still to be scaled by it. ``exact``: real arithmetic without any rounding.
+
+    ``norms16``: norms square, sum and divide in fp16 instead, on streams whose mean square stays over ``NORM_FLOOR``.
+    ``sums16``: every sum is made in fp16 instead, term by term in any order, or in blocks.
     """
 
     max_length: int = MAX_LENGTH
@@ -82,6 +106,8 @@ class Arithmetic:
     train: bool = False
     planned: int | None = None
     exact: bool = False
+    norms16: bool = False
+    sums16: bool = False
 
     @property
     def unit(self) -> float:
@@ -96,18 +122,39 @@ class Arithmetic:
     @property
     def floor(self) -> float:
         """Absolute error of a matrix product: each partial sum and the result may be subnormal."""
-        return (self.splits + 2) * self.tiny
+        return (LONGEST_SUM if self.sums16 else self.splits + 2) * self.tiny
 
     def gamma(self, terms: int) -> float:
-        """Return the error of a sum of ``terms`` products relative to the sum of their absolute values."""
-        return 0.0 if self.exact else (terms + 2) * UNIT32 + self.splits * UNIT
+        """Return the error of a sum of ``terms`` products relative to the sum of their absolute values.
+
+        Tensor cores add k ≥ 4 products and the sum so far at once, each cut off at 2⁻²³ of the largest of them, as is
+        the result (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021): with the
+        result's cut (k + 2)·2⁻²³ for each k products, at most 3 units of 2⁻²⁴ a product. Rounding each addition costs
+        one.
+        """
+        if self.sums16:
+            return growth(terms) - 1
+        return 0.0 if self.exact else (3 * terms + 12) * UNIT32 + self.splits * UNIT
 
     @property
     def attention_sum(self) -> float:
         """Largest sum of one row of attention weights after rounding them."""
         if self.exact:
             return 1.0
-        return (1 + UNIT) * (1 + (self.max_length + 8) * UNIT32) + self.max_length * TINY
+        # Partial sums of what is positive only grow, so each addition loses at most a unit of the whole. In fp16 no sum
+        # of weights up to 1 passes 4096, where one more is rounded away.
+        unit = UNIT if self.sums16 else UNIT32
+        return (1 + UNIT) * (1 + (self.max_length + 8) * unit) + self.max_length * TINY
+
+    def norm_factor(self, width: int) -> float:
+        """Return how much longer than √width an RMS norm's output may be: squares, their sum, mean and root in fp16.
+
+        The sum of squares only grows, so that each addition loses at most a unit of it.
+        """
+        if not self.norms16:
+            return 1.0
+        lost = (1 + width * UNIT) * (1 + UNIT) ** 4 / (1 - TINY / NORM_FLOOR)
+        return math.sqrt(lost) * (1 + UNIT) ** 2
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return a bound after one more rounding."""
@@ -120,6 +167,44 @@ class Arithmetic:
     def summed(self, values: Tensor) -> Tensor:
         """Return a bound of a matrix product's result from that of the sum: at most two roundings, and the floor."""
         return values * (1 + self.unit) ** 2 + self.floor
+
+
+def norm_units(width: int) -> float:
+    """Return by how many units of 2⁻²⁴·mean|x| a LayerNorm's mean and standard deviation may be off in fp32.
+
+    For kernels that sum the squares of the deviations that they divide, nothing has to be allowed: an error of the mean
+    is in both. Torch's merge groups' means m and sums of squares by Welford's and Chan's updates (``moments_utils.h``,
+    ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit, besides what is relative to a
+    deviation (``NORM_ERROR``):
+
+    - in a run of n values, or n groups of one size, the k-th rounding comes out with weight k/n: (n + 1)/2 units;
+    - a merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
+
+    The sum of squares has, in exact arithmetic, as its root the length of a vector: of what the true means would
+    give and of their errors, those within the runs orthogonal to those between them. The errors of a run's means have
+    an rms of at most √((n² − 1)/12); the k-th term of a run is D²·(k − 1)/k − D·r, r the rounding, which takes off at
+    most √2 units more; an error of a group's mean counts once, as its merges compare it with others.
+
+    On the CPU runs are 16 vectors of 4, 8 or 16 lanes, merged in a tree (twice its depth, once more for fp16's two
+    halves and for what fills no vector), then lane by lane. On CUDA each of 128 threads runs over its vectors of 4, and
+    7 merges follow.
+    """
+    cuda = 7 * (1 if width & (width - 1) == 0 else 4)
+    kernels = [(4 * math.ceil(width / 512), cuda, 1)]
+    for lanes in (4, 8, 16):
+        vectors = math.ceil(width / lanes)
+        depth = math.ceil(math.log2(math.ceil(vectors / 16)))
+        kernels.append((min(vectors, 16), 2 * depth + 1 + bool(width % lanes), lanes))
+
+    def spread(n: int) -> float:
+        return math.sqrt((n * n - 1) / 12)
+
+    def off(run: int, merges: int, lanes: int) -> float:
+        groups = (run + 1) / 2 + merges
+        mean = groups + (lanes + 1) / 2 if lanes > 1 else groups
+        return max(mean, math.hypot(spread(run) + math.sqrt(2), groups + spread(lanes)))
+
+    return max(off(*kernel) for kernel in kernels)
 
 
 @dataclass(frozen=True)

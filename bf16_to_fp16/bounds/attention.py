@@ -3,6 +3,9 @@
 A head's scores are at most d times the spectral norm of AqᵀAk, with A the weight times the gain of the norm. Attention
 weights are convex, so what is gathered is no larger than the values, and row i of the output at most the sum over
 heads of √d·‖O_i·Av‖.
+
+Stock masks add −65504, which is finite: a masked position has no weight only as long as the scores of one query span
+less than that (``masked_span``).
 """
 
 from __future__ import annotations
@@ -14,25 +17,45 @@ import torch
 from torch import Tensor
 
 from .arithmetic import COMPUTED, Arithmetic
-from .linear import LinearBound, Projection, balanced, matrix_vector, outer_scaled, quadratic, row_norms, square_root
-from .spectral import largest_eigenvalue, working_dtype
+from .linear import LinearBound, Projection, balanced, magnitudes, outer_scaled, quadratic, row_norms, square_root
+from .spectral import largest_eigenvalue
+
+MASK_ROUNDING = 2 * 16.0
+"""What two roundings add to a masked score at most: the spacing of fp16 below 2¹⁶ is 32, and stock code adds the mask
+to the score, or to the position bias first."""
 
 
-def score_bounds(query: LinearBound, key: LinearBound, heads: int, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
-    """Return bounds of every head's products of a query and a key, and of their partial sums: fp64 [heads] each."""
+@dataclass(frozen=True)
+class ScoreBounds:
+    """Bounds of every head's scores, fp64 [heads] each: of a product of a query and a key, of its partial sums, and of
+    how far two scaled products of one query lie apart."""
+
+    product: Tensor
+    partial: Tensor
+    span: Tensor
+
+
+def score_bounds(
+    query: LinearBound, key: LinearBound, heads: int, arithmetic: Arithmetic, scale: float = 1.0
+) -> ScoreBounds:
+    """Return bounds of every head's products of a query and a key, as fp16 computes them; scale: that they are
+    multiplied with afterwards."""
     a = arithmetic
     size = query.norms.numel() // heads
     exact, partial = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
-    error = torch.zeros(heads, dtype=torch.float64)
+    error, apart = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
         part = slice(h * size, (h + 1) * size)
-        q, k = query.matrix[part].double(), key.matrix[part].double()
+        q, k = query.matrix[part], key.matrix[part]
         cq, ck = query.centre[part], key.centre[part]
         eq, ek = query.error[part], key.error[part]
         gq, gk = q @ q.t(), k @ k.t()
         root = square_root(gq)
         crossed = query.radius * key.radius * math.sqrt(largest_eigenvalue(root @ gk @ root))
-        crossed += query.radius * quadratic(gq, ck) + key.radius * quadratic(gk, cq) + abs(float(cq @ ck))
+        crossed += key.radius * quadratic(gk, cq)
+        # Between two keys their common centre cancels.
+        apart[h] = 2 * crossed
+        exact[h] = crossed + query.radius * quadratic(gq, ck) + abs(float(cq @ ck))
         # ‖D·q‖·‖D⁻¹·k‖ bounds the product and its partial sums for every D; this one balances the channels.
         balance = balanced(key.partial[part], query.partial[part])
         long_q = query.radius * math.sqrt(largest_eigenvalue(outer_scaled(gq, balance)))
@@ -40,14 +63,35 @@ def score_bounds(query: LinearBound, key: LinearBound, heads: int, arithmetic: A
         long_q, long_k = long_q + float((cq * balance).norm()), long_k + float((ck / balance).norm())
         off_q, off_k = float((eq * balance).norm()), float((ek / balance).norm())
         error[h] = long_q * off_k + long_k * off_q + off_q * off_k
-        exact[h] = crossed
         lengths = torch.tensor((long_q + off_q) * (long_k + off_k), dtype=torch.float64)
         partial[h] = torch.minimum(lengths, query.partial[part] @ key.partial[part])
     partial = partial * COMPUTED
     rounding = a.gamma(size) * partial
     partial = a.summed(partial + rounding)
-    bound = torch.minimum(a.summed(exact * COMPUTED + error + rounding), partial)
-    return bound, partial
+    largest = a.summed(exact * COMPUTED + error + rounding)
+    off = (largest - exact * COMPUTED) * scale
+    if scale != 1.0:
+        # SDPA's plain path multiplies queries and keys by √scale each, eager attention the product by the scale.
+        fine = a.tiny * math.sqrt(scale) * (query.partial + key.partial).view(heads, size).sum(1)
+        off = off + 3 * a.unit * (1 + a.unit) * partial * scale + fine + a.tiny
+    return ScoreBounds(torch.minimum(largest, partial), partial, apart * COMPUTED * scale + 2 * off)
+
+
+def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
+    """Return what a mask must add at least for masked positions to have no weight, by head: fp64 [heads].
+
+    span: of the scores of one query. scores: their bound. bias: position biases [buckets, heads], None without. The
+    largest masked score plus the mask must stay so far under every other score that the weights of all masked positions
+    sum to less than 2⁻²⁵, and each is 0 in fp16. A row that sees no position is not covered.
+    """
+    a = arithmetic
+    reach = (26 + math.log2(a.max_length)) * math.log(2)
+    if bias is not None:
+        # SDPA puts the mask in place of a masked position's bias, eager attention adds it.
+        high, low = bias.double().amax(0).clamp(min=0), bias.double().amin(0)
+        largest = scores + torch.maximum(high, -low)
+        span = span + (high - low) + 2 * (a.rounded(largest) - largest)
+    return span * COMPUTED + MASK_ROUNDING + reach
 
 
 @dataclass(frozen=True)
@@ -84,35 +128,32 @@ def attention_output(
     """
     a = arithmetic
     values, total, gamma = context.values, context.total, context.gamma
-    dtype = working_dtype(weight.numel())
-    out = weight.to(dtype)
     size = weight.shape[1] // heads
     rows = weight.shape[0]
     exact, lengths = torch.zeros(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64)
     longest_all = 0.0
     for h in range(heads):
         part = slice(h * size, (h + 1) * size)
-        v, o = values.matrix[part].double(), out[:, part].double()
+        v, o = values.matrix[part], weight[:, part].double()
         g = v @ v.t()
         g.diagonal().add_(g.trace() * (size + v.shape[1]) * 2.0**-50)
         root = square_root(g)
-        exact += total * (values.radius * row_norms(o @ root) + (o @ values.centre[part]).abs())
+        moved = o @ root
+        exact += total * (values.radius * row_norms(moved) + (o @ values.centre[part]).abs())
         balance = balanced(row_norms(o.t()), values.partial[part])
         longest = values.radius * math.sqrt(largest_eigenvalue(outer_scaled(g, balance)))
         longest += float(((values.centre[part].abs() + values.error[part]) * balance).norm())
         longest = longest * total * (1 + gamma) * (1 + a.unit) ** 2 + a.floor * float(balance.norm())
         lengths += row_norms(o / balance) * longest
-        moved = o @ root
         longest_all += total * values.radius * math.sqrt(largest_eigenvalue(moved.t() @ moved))
         longest_all += total * float((o @ values.centre[part]).norm())
-    magnitude = out.abs()
-    sums = matrix_vector(magnitude, context.bound)
-    added = torch.zeros_like(sums) if bias is None else bias.double().abs()
-    partial = torch.minimum(sums, lengths) * COMPUTED + added
     # What each context value is off by: the value's own error, then the sum over positions and its rounding.
     rounding = (1 + gamma) * (1 + a.unit) ** 2 - 1
     off = total * values.error + total * rounding * values.bound + a.floor
-    error = matrix_vector(magnitude, off) * COMPUTED + a.gamma(weight.shape[1]) * partial
+    sums, error = magnitudes(weight, torch.stack([context.bound, off], 1)).unbind(1)
+    added = torch.zeros_like(sums) if bias is None else bias.double().abs()
+    partial = torch.minimum(sums, lengths) * COMPUTED + added
+    error = error * COMPUTED + a.gamma(weight.shape[1]) * partial
     signed = torch.zeros_like(sums) if bias is None else bias.double()
     bound = exact * COMPUTED + signed.abs() + error
     partial = partial + a.gamma(weight.shape[1]) * partial

@@ -36,20 +36,29 @@ from ..families.types import (
 from ..families.walk import walk
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
-from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, largest
-from .attention import attention_output, gathered, score_bounds
+from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, growth, largest
+from .attention import attention_output, gathered, masked_span, score_bounds
+from .factored import chunks
 from .feed_forward import LOWEST, GatedNeurons, Neurons, PlainNeurons, feed_forward_output
 from .linear import (
     LinearBound,
     NormOutput,
     Projection,
     bound_linear,
-    chunks,
     layer_normalised,
     rms_normalised,
     squared_matrix_vector,
     table_of,
 )
+from .spectral import Spectra
+
+SQUARING = ("norm-safe", "fp16-accumulate")
+"""Targets for which norms square the residual stream in fp16."""
+
+
+TARGETS = ("half", *SQUARING, "train")
+"""What weights can be bounded, and planned, for."""
+
 
 REFINED_ROWS = 4
 """Rows of one feed-forward output that get an eigenvalue of their own."""
@@ -239,10 +248,12 @@ class _Walk(_Findings):
         limits: Mapping[str, float],
         refine: int,
         squares: bool,
+        spectra: Spectra,
     ) -> None:
         super().__init__(layout, weights, arithmetic, limits)
-        self.refine, self.squares = refine, squares
+        self.refine, self.squares, self.spectra = refine, squares, spectra
         self.rounded = arithmetic.rounded
+        self.tables: dict[str, tuple[Tensor, Tensor, float]] = {}
         self.stream = torch.zeros(0)
         self.stream_square = torch.zeros(0)
         self.stream_norm = 0.0
@@ -266,25 +277,29 @@ class _Walk(_Findings):
                 advance(done, total)
         return self.certificate()
 
+    def table(self, name: str) -> tuple[Tensor, Tensor, float]:
+        """Return what ``table_of`` finds in an embedding, which both stacks may begin with."""
+        if name not in self.tables:
+            table = self.tensor(name)
+            assert table is not None
+            self.tables[name] = table_of(table)
+        return self.tables[name]
+
     # -- a stack ----------------------------------------------------------------------------------------------------
 
     def begin(self, ends: StackEnds) -> None:
         """Start the residual stream from the embedding: per channel its largest entry over the vocabulary."""
         family, config, a = self.layout.family, self.layout.config, self.arithmetic
-        table = self.tensor(family.embedding)
-        assert table is not None
-        amax, square, length = table_of(table)
+        amax, square, length = self.table(family.embedding)
         self.note(f"{ends.embedding}:embedding", "embedding", amax)
-        width = table.shape[1]
+        width = amax.numel()
         if ends.scale and config_value(family, config, ends.scale):
             amax, square = self.rounded(amax * math.sqrt(width)), square * width
             length = a.rounded_length(length * math.sqrt(width), width)
             self.note(f"{ends.at}:mul", "embedding", amax)
         self.outputs[ends.embedding] = (amax, square)
         if ends.positions:
-            positions = self.tensor(ends.positions)
-            assert positions is not None
-            extra, extra_square, extra_length = table_of(positions)
+            extra, extra_square, extra_length = self.table(ends.positions)
             path = ends.positions.removesuffix(".weight")
             self.note(f"{path}:embedding", "embedding", extra)
             self.outputs[path] = (extra, extra_square)
@@ -354,14 +369,16 @@ class _Walk(_Findings):
         length = min(float(self.stream.norm()), self.stream_norm)
         self.norms[path] = NormRange(length, torch.tensor([[variance, 1.0]], dtype=torch.float64))
         if self.squares:
-            self.note(f"{path} (sum of squares)", "squares", length**2 * (1 + (width + 2) * UNIT) + width * TINY)
+            # A centred norm sums the components as well.
+            most = max(length**2, math.sqrt(width) * length if self.layout.family.centred_norm else 0.0)
+            self.note(f"{path} (sum of squares)", "squares", most * growth(width) + width * TINY)
         self.inner[f"{path}:input"] = largest(self.stream)
         return made, square
 
     def linear(self, path: str, kind: str, source: NormOutput, square: Tensor) -> tuple[LinearBound, Tensor]:
         """Bound a linear on a norm's output; return it and the expected mean square of each of its outputs."""
         weight, bias = self.weight(path)
-        made = bound_linear(source, weight, bias, self.arithmetic)
+        made = bound_linear(source, weight, bias, self.arithmetic, f"{path}.weight")
         expected = (made.norms / made.radius).square() + made.centre.square()
         self.note(path, kind, made.bound, made.partial)
         self.inner[f"{path}:input"] = largest(source.bound)
@@ -402,10 +419,11 @@ class _Walk(_Findings):
         self.project(w, weight, made, context.bound, mean_square / 4)
 
     def score(self, w: Attention, heads: int, query: LinearBound, key: LinearBound) -> None:
-        """Bound the scores of every head: the bare product, the scaled one, and with the position bias."""
-        bound, partial = score_bounds(query, key, heads, self.arithmetic)
-        self.note(f"{w.at}:scores", "scores", bound, partial)
-        scaled = self.rounded(bound * (query.norms.numel() // heads) ** -0.5) if w.scaled else bound
+        """Bound the scores of every head: the bare product, the scaled one, with the position bias, and their span."""
+        scale = (query.norms.numel() // heads) ** -0.5 if w.scaled else 1.0
+        made = score_bounds(query, key, heads, self.arithmetic, scale)
+        self.note(f"{w.at}:scores", "scores", made.product, made.partial)
+        scaled = self.rounded(made.product * scale) if w.scaled else made.product
         self.note(f"{w.at}:mul", "scores", scaled)
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
         self.inner[f"{w.at}:mul"] = self.inner[f"{w.at}:mul#2"] = max(largest(query.bound), largest(key.bound))
@@ -415,8 +433,10 @@ class _Walk(_Findings):
         if bias is not None:
             self.note(f"{w.bias.removesuffix('.weight')}:embedding", "position bias", offset)
         self.note(f"{w.at}:add", "scores", biased)
+        self.note(f"{w.at}:masked", "masked scores", masked_span(made.span, scaled, bias, self.arithmetic))
         self.note(f"{w.at}:softmax", "weights", 1.0)
-        self.scores[w.at] = ScoreRange(largest(torch.maximum(bound, partial)), largest(torch.maximum(biased, scaled)))
+        product = torch.maximum(made.product, made.partial)
+        self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, scaled)))
 
     def feed_forward(self, w: FeedForward) -> None:
         """Bound one feed-forward sublayer and add it to the stream."""
@@ -429,14 +449,14 @@ class _Walk(_Findings):
             gate, gate_square = self.linear(w.gate, "gate", source, square)
             other, other_square = self.linear(w.linear, "neuron", source, square)
             self.activation(w, gate)
-            gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"))
+            gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"), self.spectra)
             neurons: Neurons = gated
             self.note(f"{w.at}:mul", "product", neurons.undropped)
             mean_square = (gate_square * other_square + 2 * gated.products.square()) / 2
         else:
             plain, plain_square = self.linear(w.linear, "neuron", source, square)
             self.activation(w, plain)
-            neurons = PlainNeurons(plain, w.activation, self.arithmetic, self.kept("neurons"))
+            neurons = PlainNeurons(plain, w.activation, self.arithmetic, self.kept("neurons"), self.spectra)
             mean_square = plain_square / 2
         if self.kept("neurons") != 1.0 and w.dropouts:
             self.note(f"{w.dropouts[0]}:mul", "product", neurons.bound)
@@ -527,27 +547,55 @@ def bound(
     *,
     target: str = "half",
     refine: int = REFINED_ROWS,
+    spectra: Spectra | None = None,
     advance: Callable[[int, int], None] | None = None,
+    walker: type[_Walk] = _Walk,
 ) -> Certificate:
     """Return the certificate of a layout's model with the given weights, read sublayer by sublayer.
 
-    weights: gives a tensor by name with the values to bound for. target: ``train`` holds gate pre-activations
+    weights: gives a tensor by name with the values to bound for. target: ``norm-safe`` adds the squares of the stream,
+    for norms in fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` holds gate pre-activations
     under 147.8, where the derivative of gelu_new's cube overflows. refine: rows of each feed-forward output that
-    get an eigenvalue of their own. advance: called with sublayers done and their number. Raises UserError for an
+    may get an eigenvalue of their own. spectra: eigenvalues that have been computed of weights that are nearly the
+    same. advance: called with sublayers done and their number. walker: the walk. Raises UserError for an
     activation without a bound.
     """
     arithmetic = arithmetic or Arithmetic()
     if layout.eps < 2.0**-126:
         raise UserError(f"norm eps {layout.eps:g} is subnormal in fp32: a zero vector gives NaN; give it 1e-6 or so")
     limits = {}
-    if target not in ("half", "norm-safe", "train"):
-        raise UserError(f"target {target!r} is unknown; choose one of half, norm-safe, train")
+    if target not in TARGETS:
+        raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    squares = target in SQUARING
+    arithmetic = replace(arithmetic, norms16=squares, sums16=target == "fp16-accumulate")
     if target == "train":
         arithmetic = replace(arithmetic, train=True)
         if any(isinstance(w, FeedForward) and w.activation == "gelu_new" for w in layout.topology):
             limits["gate"] = GELU_CUBE_BACKWARD_LIMIT
     with torch.no_grad():
-        return _Walk(layout, weights, arithmetic, limits, refine, target == "norm-safe").run(advance)
+        made = walker(layout, weights, arithmetic, limits, refine, squares, spectra or Spectra(weights))
+        return made.run(advance)
+
+
+class _Failed(Exception):
+    """A site of which only it was asked whether every one holds does not."""
+
+
+class _UntilOneFails(_Walk):
+    """A walk that ends where it is known that the certificate does not hold."""
+
+    def note(self, name: str, kind: str, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
+        super().note(name, kind, bound, partial)
+        if not self.sites[name].holds:
+            raise _Failed
+
+
+def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, target: str, spectra: Spectra) -> bool:
+    """Return whether the certificate for ``target`` holds; ends at the first site that does not."""
+    try:
+        return bound(layout, weights, arithmetic, target=target, spectra=spectra, walker=_UntilOneFails).holds
+    except _Failed:
+        return False
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from .arithmetic import COMPUTED, Arithmetic, full_precision
+from .factored import Tall, chunks, working_dtype
 from .linear import (
     LinearBound,
     Projection,
-    chunks,
     column_norms,
     in_ball,
     knapsack,
+    magnitudes,
     matrix_vector,
     row_norms,
     row_products,
 )
-from .spectral import gram, largest_eigenvalue, working_dtype
+from .spectral import Spectra, product
 
 LOWEST = {"relu": 0.0, "gelu": 0.17, "gelu_new": 0.1701, "silu": 0.2785, "swish": 0.2785}
 """How far below zero an activation goes, rounded up; all are x·Φ(x) with 0 ≤ Φ ≤ 1."""
@@ -34,6 +35,10 @@ LOWEST = {"relu": 0.0, "gelu": 0.17, "gelu_new": 0.1701, "silu": 0.2785, "swish"
 
 STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "silu": 1.1, "swish": 1.1}
 """Largest derivative of an activation, rounded up."""
+
+
+WORTH_REFINING = 2.0**0.25
+"""How far a row must stand out for its own eigenvalue: the largest bound can fall by less than this otherwise."""
 
 
 class Neurons:
@@ -50,8 +55,8 @@ class Neurons:
         """Return upper bounds of ±(out · neurons) for every row without their rounding: fp64 [d] each."""
         raise NotImplementedError
 
-    def row(self, out: Tensor) -> float:
-        """Return a tighter bound of |out · neurons| for one row."""
+    def row(self, out: Tensor, number: int) -> float:
+        """Return a tighter bound of |out · neurons| for one row, given its number."""
         raise NotImplementedError
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
@@ -62,9 +67,11 @@ class Neurons:
 class GatedNeurons(Neurons):
     """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n."""
 
-    def __init__(self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float) -> None:
+    def __init__(
+        self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
+    ) -> None:
         a = arithmetic
-        self.gate, self.other, self.keep, self.depth = gate, other, keep, 0.0
+        self.gate, self.other, self.keep, self.depth, self.spectra = gate, other, keep, 0.0, spectra
         scale = gate.norms * other.norms
         self.products = row_products(gate.matrix, other.matrix)
         cosine = self.products * gate.radius * other.radius
@@ -83,49 +90,56 @@ class GatedNeurons(Neurons):
             absolute = absolute * (1 + a.unit) / keep + a.tiny
         self.factor, self.absolute = factor, absolute
         self.bound = (product + off) / keep * (1 + factor) + absolute
-        both = gram(gate.unit_rows()).add_(gram(other.unit_rows()))
-        self.budget = largest_eigenvalue(both) / 2 * COMPUTED
+        blocks = ((gate.scaled_rows(1.0),), (other.scaled_rows(1.0),))
+        both = Tall(blocks, other.matrix.name, math.sqrt(2 * len(scale)) * COMPUTED)
+        self.budget = spectra.largest(both) / 2 * COMPUTED
 
     def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        caps, size = self.caps.to(out.dtype), self.size.to(out.dtype)
+        dtype = working_dtype(out)
+        caps, size = self.caps.to(dtype), self.size.to(dtype)
         best = []
         for part in chunks(out):
-            values = part.abs() * size
+            values = part.to(dtype).abs() * size
             best.append(torch.minimum(knapsack(values, caps, self.budget), matrix_vector(values, caps)))
         both = torch.cat(best) * COMPUTED
         return both, both
 
-    def row(self, out: Tensor) -> float:
-        values = out.double().abs() * self.size
-        roots = (values / 4).sqrt()
-        u, w = self.gate.scaled_rows(roots), self.other.scaled_rows(roots * out.sign())
+    def row(self, out: Tensor, number: int) -> float:
+        wide = out.double()
+        values = wide.abs() * self.size
+        roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED
+        u = self.gate.scaled_rows(roots)
         # x·y = ((x̂ + ŷ)² − (x̂ − ŷ)²)/4, so the positive part of ±x·y is at most a single square.
-        best = max(largest_eigenvalue(gram(u + w)), largest_eigenvalue(gram(u - w)))
-        # Four roundings of each element of u and w at most: a matrix whose norm is within its Frobenius norm.
-        off = 5 * torch.finfo(u.dtype).eps / 2 * math.sqrt(float(values.sum()))
+        best = 0.0
+        for sign in (1, -1):
+            w = self.other.scaled_rows(sign * roots * wide.sign())
+            label = f"{self.other.matrix.name} {number} {sign}" if self.other.matrix.name else ""
+            best = max(best, self.spectra.largest(Tall(((u, w),), label, length)))
+        # Five roundings of each element of u and w at most: a matrix whose norm is within its Frobenius norm.
+        off = 3 * torch.finfo(working_dtype(self.other.matrix)).eps * length
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        keep, dtype = self.keep, out.dtype
+        keep, dtype = self.keep, working_dtype(out)
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
-        total = []
         rest = self.crossed / keep * (1 + self.factor) + self.absolute
-        for part in chunks(out):
-            a = part.abs()
-            plain = matrix_vector(a, gate_off + other_off)
-            # Not all |x| are large at once: Σ x̂² ≤ λmax(Σ ûûᵀ) ≤ 2M.
-            ball = root * (row_norms(a * gate_off.to(dtype)) + row_norms(a * other_off.to(dtype)))
-            total.append(torch.minimum(plain, ball) * (1 + self.factor) + matrix_vector(a, rest))
-        return torch.cat(total) * COMPUTED + self.factor * exact
+        plain, rest = magnitudes(out, torch.stack([gate_off + other_off, rest], 1)).unbind(1)
+        # Not all |x| are large at once: Σ x̂² ≤ λmax(Σ ûûᵀ) ≤ 2M.
+        squares = torch.stack([gate_off, other_off], 1).square()
+        lengths = [part.to(dtype).double().square() @ squares for part in chunks(out)]
+        ball = root * torch.cat(lengths).sqrt().sum(1)
+        return (torch.minimum(plain, ball) * (1 + self.factor) + rest) * COMPUTED + self.factor * exact
 
 
 class PlainNeurons(Neurons):
     """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c."""
 
-    def __init__(self, made: LinearBound, activation: str, arithmetic: Arithmetic, keep: float) -> None:
+    def __init__(
+        self, made: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
+    ) -> None:
         a = arithmetic
-        self.made, self.keep = made, keep
+        self.made, self.keep, self.spectra = made, keep, spectra
         self.lowest = LOWEST[activation]
         self.depth = self.lowest / keep
         size = made.norms.clamp(min=1e-300)
@@ -140,21 +154,24 @@ class PlainNeurons(Neurons):
         if keep != 1.0:
             self.error = self.error / keep * (1 + a.unit) + a.unit * top / keep + a.tiny
         self.bound = top / keep + self.error
-        self.budget = largest_eigenvalue(gram(made.unit_rows())) * COMPUTED
+        rows = Tall(((made.scaled_rows(1.0),),), made.matrix.name, math.sqrt(len(size)) * COMPUTED)
+        self.budget = spectra.largest(rows) * COMPUTED
 
     def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
         return self.side(out), self.side(-out)
 
     def side(self, out: Tensor) -> Tensor:
         """Return an upper bound of Σ out_i·neuron_i for every row."""
-        dtype = out.dtype
+        dtype = working_dtype(out)
         caps, size, ones = self.caps.to(dtype), self.size.to(dtype), torch.ones_like(self.caps).to(dtype)
         bent = bool((self.caps < 1).any())
+        matrix = self.made.matrix.whole().to(dtype)
         total = []
-        for many in chunks(out, 1 << 23):  # as many rows as make a good matrix product
-            straight = row_norms((many.clamp(min=0) / self.keep) @ self.made.matrix) * self.made.radius
+        for many in chunks(out, 1 << 21):  # as many rows as make a good matrix product
+            straight = row_norms(product(many.to(dtype).clamp_(min=0) / self.keep, matrix)) * self.made.radius
             at = 0
-            for part in chunks(many):
+            for narrow in chunks(many):
+                part = narrow.to(dtype)
                 positive = part.clamp(min=0)
                 values = positive * size
                 ball = in_ball(values, ones, self.budget)
@@ -166,21 +183,24 @@ class PlainNeurons(Neurons):
                 at += len(part)
         return torch.cat(total) * COMPUTED
 
-    def row(self, out: Tensor) -> float:
-        best = 0.0
+    def row(self, out: Tensor, number: int) -> float:
+        best, name, matrix = 0.0, self.made.matrix.name, self.made.matrix.whole()
         for direction in (1, -1):
             positive = (out * direction).clamp(min=0).double()
             values = positive * self.size
-            ball = math.sqrt(float(values.sum()) * largest_eigenvalue(gram(self.made.scaled_rows(values.sqrt()))))
-            row = (positive / self.keep).to(self.made.matrix.dtype)[None]
-            straight = float(row_norms(row @ self.made.matrix) * self.made.radius)
+            total = float(values.sum())
+            label = f"{name} {number} {direction}" if name else ""
+            rows = Tall(((self.made.scaled_rows(values.sqrt()),),), label, math.sqrt(total) * COMPUTED)
+            ball = math.sqrt(total * self.spectra.largest(rows))
+            row = (positive / self.keep).to(matrix.dtype)[None]
+            straight = float(row_norms(row @ matrix) * self.made.radius)
             straight += float(self.product_error(values.to(row.dtype)[None]))
             rest = positive @ self.offset + (out * direction).double().clamp(max=0).abs().sum() * self.depth
             best = max(best, min(ball, (straight + ball) / 2) + float(rest))
         return best * COMPUTED
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        return matrix_vector(out.abs(), self.error) * COMPUTED
+        return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
         """Return what a matrix product in the working dtype may be off by, as a length: n·u·Σ|c_i|·‖row_i‖."""
@@ -191,27 +211,28 @@ class PlainNeurons(Neurons):
 def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic) -> Tensor:
     """Return the bound of every row of a feed-forward's output projection: fp64 [d]; it covers partial sums too.
 
-    First one eigenvalue for the whole layer, then one each for the ``refine`` rows that set the maximum.
+    First one eigenvalue for the whole layer, then one each for the rows that set the maximum, at most ``refine``, and
+    only while they stand out from the others.
     """
     a = arithmetic
-    dtype = working_dtype(weight.numel())
-    out = weight.to(dtype)
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
-    up, down = neurons.rows(out)
-    error = neurons.row_errors(out, torch.maximum(up, down))
+    up, down = neurons.rows(weight)
+    error = neurons.row_errors(weight, torch.maximum(up, down))
 
     def whole(exact: Tensor, off: Tensor, extra: Tensor) -> Tensor:
         summed = (exact + off) * COMPUTED + extra
         return a.summed(summed * (1 + a.gamma(weight.shape[1])))
 
     bound = whole(torch.maximum(up, down), error, added)
+    # What the largest bound cannot fall below with so many rows refined.
+    rest = float(bound.sort(descending=True).values[refine]) if refine < len(bound) else 0.0
     done: set[int] = set()
-    for _ in range(min(refine, weight.shape[0])):
+    for _ in range(min(refine, len(bound))):
         row = int(bound.argmax())
-        if row in done:
+        if row in done or float(bound[row]) <= rest * WORTH_REFINING:
             break
         done.add(row)
-        better = torch.tensor([neurons.row(out[row])], dtype=torch.float64)
+        better = torch.tensor([neurons.row(weight[row], row)], dtype=torch.float64)
         at = slice(row, row + 1)
         bound[row] = torch.minimum(bound[at], whole(better, error[at], added[at]))[0]
     return bound
@@ -221,7 +242,7 @@ def output_length(neurons: Neurons, weight: Tensor, bias: Tensor | None, arithme
     """Return a bound of the ‖·‖₂ of a feed-forward's output."""
     a = arithmetic
     # ‖W·x‖ ≤ Σ ‖column_i‖·|x_i|: one more row, of column lengths.
-    columns = column_norms(weight)[None].to(working_dtype(weight.numel())) * COMPUTED
+    columns = column_norms(weight)[None] * COMPUTED
     up, _ = neurons.rows(columns)
     length = float(up + neurons.row_errors(columns, up))
     length += neurons.depth * float(columns.sum())

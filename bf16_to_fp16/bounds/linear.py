@@ -8,23 +8,16 @@ largest entries, and maxima over a ball.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .arithmetic import COMPUTED, UNIT32, Arithmetic, full_precision
-from .spectral import working_dtype
+from .arithmetic import COMPUTED, UNIT, UNIT32, Arithmetic, full_precision, growth, norm_units
+from .factored import Factored, chunks, working_dtype
 
 NORM_ERROR = 2.0**-10
 """Relative error allowed to what a LayerNorm computes in fp32, on inputs that vary."""
-
-
-NORM_ULPS = 4
-"""Units of 2⁻²⁴ of the mean magnitude that a LayerNorm's deviations from the mean, and its standard deviation, may be
-off by; the latter may be as small as √eps: inputs almost the same in every channel. Kernels measured here stay under
-2."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ class LinearBound:
     ``error``: largest difference from the exact value. ``bound``, ``partial``: of the result, of its partial sums.
     """
 
-    matrix: Tensor
+    matrix: Factored
     radius: float
     norms: Tensor
     centre: Tensor
@@ -81,14 +74,11 @@ class LinearBound:
     bound: Tensor
     partial: Tensor
 
-    def unit_rows(self) -> Tensor:
-        """Return the rows scaled to length 1 (zero rows stay zero)."""
-        return self.scaled_rows(torch.ones_like(self.norms))
-
-    def scaled_rows(self, lengths: Tensor) -> Tensor:
+    def scaled_rows(self, lengths: Tensor | float) -> Factored:
         """Return the rows scaled to the given lengths, negative ones turned round (zero rows stay zero)."""
-        length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(self.matrix.dtype).tiny)
-        return self.matrix * (lengths / length).to(self.matrix.dtype)[:, None]
+        # Shorter rows than fp32 holds come to nothing in any product.
+        length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(torch.float32).tiny)
+        return replace(self.matrix, rows=lengths / length)
 
 
 @dataclass(frozen=True)
@@ -108,7 +98,7 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic) -> NormOutput:
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
-        radius *= 1 + (width + 16) * UNIT32
+        radius *= (1 + (width + 16) * UNIT32) * a.norm_factor(width)
     # It rounds n itself, then the product with the gain.
     absolute = a.tiny * (gain.abs() * (1 + a.unit) + 1)
     return NormOutput(gain, None, radius, 2 * a.unit + a.unit**2, absolute)
@@ -120,35 +110,48 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
     a = arithmetic
     radius = math.sqrt(gain.numel())
     if not a.exact:
-        radius *= lengthened(mean, eps) * (1 + NORM_ERROR)
+        if a.norms16:
+            # The mean is off by what summing it in fp16 loses, and with it all deviations, up to twice against their
+            # root mean square.
+            off = (growth(gain.numel()) - 1 + 3 * UNIT) * mean
+            radius *= math.sqrt(1 + 4 * off * off / eps) * a.norm_factor(gain.numel())
+        radius *= lengthened(mean, eps, gain.numel()) * (1 + NORM_ERROR)
     # It rounds once, after gain and shift.
     absolute = torch.full_like(gain, 2 * a.tiny)
     return NormOutput(gain, shift, radius, a.unit * (1 + 2.0**-9), absolute)
 
 
-def lengthened(mean: float, eps: float) -> float:
-    """Return how much longer than √d a LayerNorm's output may be, its deviations being off by NORM_ULPS of ``mean``.
+def lengthened(mean: float, eps: float, width: int) -> float:
+    """Return how much longer than √d a LayerNorm's output may be, its fp32 mean and standard deviation being off by
+    ``norm_units`` of ``mean``.
 
-    Let them be off by e, with rms a. They are divided by √(s² + eps) with s ≥ a − e and s ≥ 0, so with t = a − e the
-    quotient's rms is at most (t + 2e)/√(t² + eps), whose maximum over t ≥ 0 is √(1 + 4e²/eps); for t < 0 it is less
-    than 2e/√eps. Nothing is added for e itself: the quotient is the vector that the bounds are about.
+    Let the deviations have rms s. All are off by the same e, the mean's error, to which they are orthogonal, and are
+    divided by √(v + eps) with v ≥ (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the square of the
+    quotient's rms is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q + 2q)/(τ² + 1), whose maximum is the larger eigenvalue
+    of ((1, √q), (√q, 2q)); for s < e it is at most 2q. A sum of products of which some are negative may come out as
+    −(2⁻²⁴·mean)²/2, which is taken off eps.
     """
-    off = NORM_ULPS * UNIT32 * mean
-    return math.sqrt(1 + 4 * off * off / eps)
+    unit = UNIT32 * mean
+    eps -= unit * unit / 2
+    if eps <= 0:
+        return math.inf
+    q = (norm_units(width) * unit) ** 2 / eps
+    return math.sqrt((1 + 2 * q + math.sqrt(1 + 4 * q * q)) / 2)
 
 
 @full_precision()
-def bound_linear(source: NormOutput, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> LinearBound:
-    """Return the bounds of a linear on a norm's output; weight [m, d], bias [m]."""
-    dtype = working_dtype(weight.numel())
-    weight = weight.to(dtype)
-    matrix = weight * source.gain.to(dtype)
-    norms = source.radius * row_norms(matrix) * COMPUTED
+def bound_linear(
+    source: NormOutput, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic, name: str = ""
+) -> LinearBound:
+    """Return the bounds of a linear on a norm's output; weight [m, d], bias [m]; name: the weight's."""
+    matrix = Factored(weight, source.gain, name=name)
+    lengths = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in matrix.parts()]
+    norms = source.radius * torch.cat(lengths) * COMPUTED
     # The terms that do not depend on the input: signed in the result, absolute in partial sums.
     centre, spread, added = torch.zeros_like(norms), norms, torch.zeros_like(norms)
     computed = torch.zeros_like(norms)
     if source.shift is not None:
-        centre, magnitude = matrix_vector(weight, source.shift), matrix_vector(weight.abs(), source.shift.abs())
+        centre, magnitude = matrix_vector(weight, source.shift), magnitudes(weight, source.shift.abs())
         spread, computed = norms + magnitude * COMPUTED, magnitude * (COMPUTED - 1)
     if bias is not None:
         centre, added = centre + bias.double(), bias.double().abs()
@@ -166,14 +169,18 @@ def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 @full_precision()
 def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return an upper bound of |matrix|·vector for a vector of no negative entries: fp64 [m].
+    """Return an upper bound of |matrix|·vector for a vector of no negative entries: fp64 [m], or [m, k] for a
+    vector [d, k].
 
-    Summed in the matrix's dtype: where no term is negative, a sum of n rounded products is off by at most γ of n + 2
+    Summed in the working dtype: where no term is negative, a sum of n rounded products is off by at most γ of n + 2
     terms (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), besides what underflows.
     """
-    limits, terms = torch.finfo(matrix.dtype), matrix.shape[1] + 2
-    top = vector.to(matrix.dtype)
-    sums = torch.cat([part.abs() @ top for part in chunks(matrix)]).double()
+    if not vector.any():
+        return vector.new_zeros(len(matrix), *vector.shape[1:])
+    dtype = working_dtype(matrix)
+    limits, terms = torch.finfo(dtype), matrix.shape[1] + 2
+    top = vector.to(dtype)
+    sums = torch.cat([part.to(dtype).abs() @ top for part in chunks(matrix)]).double()
     return sums * (1 + 2 * terms * limits.eps) + terms * limits.tiny
 
 
@@ -191,9 +198,9 @@ def column_norms(matrix: Tensor) -> Tensor:
     return total.sqrt()
 
 
-def row_products(one: Tensor, other: Tensor) -> Tensor:
+def row_products(one: Factored, other: Factored) -> Tensor:
     """Return the inner product of every row with the other matrix's: fp64 [m], summed in it."""
-    pairs = zip(chunks(one), chunks(other), strict=True)
+    pairs = zip(one.parts(), other.parts(), strict=True)
     return torch.cat([(left * right).sum(1, dtype=torch.float64) for left, right in pairs])
 
 
@@ -227,13 +234,6 @@ def in_ball(values: Tensor, caps: Tensor, square: float) -> Tensor:
     return torch.minimum(high.double() * square + gained, matrix_vector(values, caps))
 
 
-def chunks(matrix: Tensor, elements: int = 1 << 17) -> Iterator[Tensor]:
-    """Yield a matrix in runs of rows of so many elements at most; as a rule what a core's cache holds in fp64."""
-    rows = max(1, elements // max(1, matrix.shape[1]))
-    for start in range(0, matrix.shape[0], rows):
-        yield matrix[start : start + rows]
-
-
 def square_root(matrix: Tensor) -> Tensor:
     """Return the symmetric root of a positive semidefinite fp64 matrix, its eigenvalues raised by their error."""
     values, vectors = torch.linalg.eigh(matrix)
@@ -263,9 +263,8 @@ def table_of(table: Tensor) -> tuple[Tensor, Tensor, float]:
     square = torch.zeros(table.shape[1], dtype=torch.float64)
     length = 0.0
     for part in chunks(table):
-        wide = part.float()
-        amax = torch.maximum(amax, wide.abs().amax(0).double())
-        squares = wide.double().square()
+        squares = part.double().square()
+        amax = torch.maximum(amax, part.abs().amax(0).double())
         square += squares.sum(0)
         length = max(length, float(squares.sum(1).max()))
     return amax, square / max(1, table.shape[0]), math.sqrt(length)

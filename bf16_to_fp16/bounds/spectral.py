@@ -9,11 +9,15 @@ matrices take all eigenvalues from ``eigvalsh`` instead. To both the backward er
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from .arithmetic import full_precision
+from ..devices import on_device
+from ..families.types import TensorReader
+from .arithmetic import COMPUTED, full_precision
+from .factored import IN_CACHE, Tall
 
 EXACT_UP_TO = 128
 """Rows of a matrix whose eigenvalues are all computed; beyond it Cholesky is faster."""
@@ -27,8 +31,12 @@ FP32_ROWS = 256
 """Rows summed in fp32 before the sum goes on in fp64."""
 
 
-WIDE = 1 << 22
-"""Elements from which matrices are multiplied in fp32, chunk by chunk."""
+AT_A_TIME = 2048
+"""Rows of a tall matrix that are made at a time."""
+
+
+CARRIED = 2.0**-8
+"""Share of its root by which an eigenvalue may grow when it is carried over rather than computed."""
 
 
 _STEPS = 32
@@ -37,32 +45,103 @@ _STEPS = 32
 _GUESS = 1 + 2.0**-9
 
 
-def working_dtype(elements: int) -> torch.dtype:
-    """Return fp64 for matrices that are cheap in it, else fp32."""
-    return torch.float64 if elements < WIDE else torch.float32
+@on_device
+@full_precision()
+def transposed_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return leftᵀ·right: fp64 [a, b]; fp32 factors are multiplied ``FP32_ROWS`` rows at a time."""
+    step = AT_A_TIME if left.dtype == torch.float64 else FP32_ROWS
+    total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
+    for start in range(0, len(left), step):
+        total += left[start : start + step].t() @ right[start : start + step]
+    return total
 
 
 @full_precision()
-def gram(rows: Tensor) -> Tensor:
+def gram(rows: Tensor | Tall) -> Tensor:
     """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
 
-    rows: fp32 or fp64 [n, d]. The error of every product is bounded by γ·Σ|a||b|, whose
-    Frobenius norm is at most γ times the trace; that is added to the diagonal.
+    rows: [n, d], fp32 or fp64. The error of every product is bounded by γ·Σ|a||b|, whose
+    Frobenius norm is at most γ times the trace; that is added to the diagonal. γ has eight units more, for factors that
+    are off by four units each.
     """
     count, size = rows.shape
     exact = rows.dtype == torch.float64
-    step = max(1, count if exact else FP32_ROWS)
     total = torch.zeros(size, size, dtype=torch.float64)
+    for part in (rows,) if isinstance(rows, Tensor) else rows.parts(AT_A_TIME):
+        for i in range(0, size, TILE):
+            for j in range(0, i + 1, TILE):
+                total[i : i + TILE, j : j + TILE] += transposed_product(part[:, i : i + TILE], part[:, j : j + TILE])
     for i in range(0, size, TILE):
-        for j in range(0, i + 1, TILE):
-            left, right, tile = rows[:, i : i + TILE], rows[:, j : j + TILE], total[i : i + TILE, j : j + TILE]
-            for start in range(0, count, step):
-                tile += left[start : start + step].t() @ right[start : start + step]
-            if i != j:
-                total[j : j + TILE, i : i + TILE] = tile.t()
+        total[:i, i : i + TILE] = total[i : i + TILE, :i].t()
     unit = (count + 8) * 2.0**-52 if exact else (FP32_ROWS + 8) * 2.0**-24
     total.diagonal().add_(unit * float(total.trace()))
     return total
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """Upper bounds on the largest eigenvalues of a source's Gram matrices, for other weights that are nearly the same.
+
+    Weights written from a source are its own times powers of two, but for what rounding does to them, and so are many
+    products of theirs. For Z and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F: so a stream through both weights gives
+    a bound of the one from that of the other, whatever was done to them; where they are too far apart, it is computed.
+
+    read: gives the source's weights. found: by label, a matrix without its weights and its eigenvalue. fixed: the
+    weights in question are not the source's, so that nothing is to be kept of them.
+    """
+
+    read: TensorReader
+    found: dict[str, tuple[Tall, float]] = field(default_factory=dict)
+    fixed: bool = False
+
+    def largest(self, matrix: Tall) -> float:
+        """Return a bound on the largest eigenvalue of a matrix's Gram matrix, and keep it if the matrix is the
+        source's."""
+        value = self.carried(matrix) if matrix.label in self.found else None
+        if value is None:
+            value = largest_eigenvalue(gram(matrix))
+            if matrix.label and not self.fixed:
+                self.found[matrix.label] = without_weights(matrix), value
+        return value
+
+    @full_precision()
+    def carried(self, matrix: Tall) -> float | None:
+        """Return the bound that follows from the one that was kept, None where it would be more than ``CARRIED``
+        larger.
+
+        Elements of both are off by five units of the working dtype at most, those multiplied by s by two more.
+        """
+        kept, value = self.found[matrix.label]
+        other = self.with_weights(kept)
+        if other.shape != matrix.shape or other.dtype != matrix.dtype or not value > 0:
+            return None
+        scale = matrix.length / kept.length if kept.length > 0 else 0.0
+        square = 0.0
+        rows = max(1, IN_CACHE // matrix.shape[1])
+        for here, there in zip(matrix.parts(rows), other.parts(rows), strict=True):
+            square += float(torch.linalg.vector_norm(here.sub_(there.mul_(scale)), dtype=torch.float64)) ** 2
+        off = math.sqrt(square) + 8 * torch.finfo(matrix.dtype).eps * matrix.length
+        root = scale * math.sqrt(value)
+        return (root + off) ** 2 * COMPUTED if off <= CARRIED * root else None
+
+    def with_weights(self, matrix: Tall) -> Tall:
+        """Return a kept matrix with its weights, read again."""
+        weights = {part.name: self.read(part.name) for block in matrix.blocks for part in block}
+        blocks = (tuple(replace(part, weight=weights[part.name]) for part in block) for block in matrix.blocks)
+        return replace(matrix, blocks=tuple(blocks))
+
+
+def without_weights(matrix: Tall) -> Tall:
+    """Return a tall matrix that keeps the factors and names of its weights, not their values."""
+    nothing = torch.zeros(0)
+    return replace(matrix, blocks=tuple(tuple(replace(p, weight=nothing) for p in block) for block in matrix.blocks))
+
+
+@on_device
+@full_precision()
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of two matrices in their own dtype, fp32 or fp64."""
+    return left @ right
 
 
 @full_precision()

@@ -14,10 +14,13 @@ import shutil
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
-from .reader import Checkpoint, contained
 from .staging import FULL_OR_FAILING
+
+if TYPE_CHECKING:
+    from .reader import Checkpoint
 
 OTHER_WEIGHTS = (
     ".safetensors",
@@ -86,6 +89,8 @@ def carry_over(
 def copy(file: Path, place: Path, folder: Path) -> None:
     """Copy a file of ``folder``; raise UserError where it is no regular file, cannot be read, or is a link to one
     outside, which would publish what lies there."""
+    from .reader import contained  # with torch, which what writes JSON alone need not wait for
+
     contained(folder, file.relative_to(folder).as_posix())
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

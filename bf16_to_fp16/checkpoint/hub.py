@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -146,10 +148,20 @@ def explained(repo: str, *, endpoint: str | None = None, revision: str | None = 
         yield
     except UserError:
         raise
-    except clients_errors() as error:
+    except Exception as error:
+        if not isinstance(error, clients_errors()) and not is_nonsense(error):
+            raise
         message = explain(error, repo, endpoint, revision, token, writing=writing)
         # Its request has headers, and they have the token.
         raise UserError(message) from None
+
+
+def is_nonsense(error: BaseException) -> bool:
+    """Return whether the client could make nothing of an answer: no JSON, or not what a Hub's holds."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    ours = str(frame.f_globals["__name__"]).startswith(__name__.partition(".")[0])
+    parsed = isinstance(error, LookupError | TypeError | AttributeError) and not ours
+    return parsed or isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
 
 
 def refused_card(error: BaseException) -> str:
@@ -224,6 +236,7 @@ FAILURES: tuple[tuple[Condition, *tuple[str | None, ...]], ...] = (
         NOT_REACHED,
         "{host} cannot be reached; check the network and --endpoint (HF_ENDPOINT)",
     ),
+    (is_nonsense, "{host} does not answer as a Hub does ({first}); check --endpoint (HF_ENDPOINT), proxies and logins"),
     (raised(*CUT), "the connection to {host} broke; {again}"),
     (raised("LocalEntryNotFoundError"), NOT_REACHED, None),
     (

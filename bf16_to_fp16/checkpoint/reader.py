@@ -15,11 +15,10 @@ import json
 import math
 import os
 import pickle
-import re
 import stat
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch
 
 from ..errors import UserError
 from .hub import reading_from
+from .places import local_folder
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -83,9 +83,6 @@ SINGLE_OR_SHARDED = (
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")
 """Patterns of what a Hub repository has besides weights."""
-
-
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 LONGEST_SHOWN = 120
@@ -162,6 +159,21 @@ class Checkpoint:
         row = info.nbytes // info.shape[0] if info.shape[0] else 0
         return read_range(info, (stop - start, *info.shape[1:]), start * row)
 
+    def read_some_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        """Return the rows of these numbers of a tensor, reading only their bytes.
+
+        Raises as ``read_rows`` does.
+        """
+        info = self.tensors[name]
+        if not info.shape or not all(0 <= row < info.shape[0] for row in rows):
+            raise IndexError(f"{name} has shape {info.shape}, and not all of the rows {min(rows)} to {max(rows)}")
+        found = torch.empty((len(rows), *info.shape[1:]), dtype=SAFETENSORS_DTYPES[info.dtype])
+        size = info.nbytes // info.shape[0]
+        with reading(info.file) as descriptor:
+            for row, place in zip(rows, found, strict=True):
+                read_exactly(descriptor, bytes_of(place), info.offset + row * size, info.file)
+        return found
+
     def sha256(self, file: Path) -> str:
         """Return the SHA-256 of a file in hexadecimal, read in pieces of 1 MB."""
         with reading(file) as descriptor:
@@ -181,12 +193,9 @@ def open_checkpoint(source: str | Path, subfolder: str | None = None, *, endpoin
     subfolder: the model's folder below it, as in diffusers layouts. endpoint: the Hub's address, by default the
     environment's. Raises UserError for anything that is not a complete checkpoint with plain weights.
     """
-    folder, revision = Path(source).expanduser(), None
-    if not folder.exists() and looks_like_repo_id(str(source)):
+    folder, revision = local_folder(source), None
+    if folder is None:
         folder, revision = download(str(source), subfolder, endpoint)
-    elif not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {problem}; give the folder of a checkpoint or a Hub id like org/name")
     if subfolder is not None:
         folder = subfolder_of(folder, subfolder)
     config = read_config(folder)
@@ -361,9 +370,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.exists():
         if (folder / "model_index.json").exists():
-            raise UserError(
-                f"{folder} is a pipeline of several models; name one with --subfolder, for example text_encoder"
-            )
+            models = sorted(path.parent.name for path in folder.glob("*/config.json"))
+            names = " or ".join([name for name in models if "text_encoder" in name] or models) or "its folder"
+            raise UserError(f"{folder} is a pipeline of several models; name one with --subfolder: {names}")
         raise UserError(f"{folder}: no config.json; give the folder of a checkpoint, or --subfolder for one below it")
     config = read_json(contained(folder, "config.json"), "config")
     if config.get("quantization_config"):
@@ -628,11 +637,6 @@ def zip_records(file: Path) -> dict[int, int]:
 # --- Hub -----------------------------------------------------------------------------------------------------------
 
 
-def looks_like_repo_id(source: str) -> bool:
-    """Return whether ``source`` is spelled like ``name[@revision]`` or ``org/name[@revision]``."""
-    return REPO_ID.fullmatch(source.partition("@")[0]) is not None
-
-
 def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:
     """Fetch a Hub repository's small files and the weights that stock code would use; return the snapshot's folder
     and its commit.
@@ -649,6 +653,7 @@ def download(source: str, subfolder: str | None, endpoint: str | None = None) ->
             repo,
             revision,
             lambda: Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns), endpoint=endpoint)),
+            endpoint,
         )
 
     folder = fetch(revision or None, *SMALL_FILES)

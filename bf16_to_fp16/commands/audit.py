@@ -13,7 +13,8 @@ from ..auditing.regimes import ATTENTIONS, REGIMES, audit_folder, verdict
 from ..bounds.certificate import bound, fp16_weights
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import open_checkpoint
-from ..environment import SCHEMA, environment
+from ..devices import Device, products_on
+from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
 from ..report.remedies import over_limits, unsafe_sites
@@ -21,7 +22,6 @@ from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, 
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.stock import load, load_config
-from ..wording import listed
 
 
 def audit(
@@ -35,6 +35,7 @@ def audit(
     subfolder: str | None = None,
     seed: int = 0,
     sweep: bool = False,
+    device: str | torch.device = "auto",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run ``source`` (folder or Hub id) in ``regimes`` and return the report: verdict, regimes with every site,
@@ -43,32 +44,39 @@ def audit(
     Its many parameters are the command's options, as keywords. data: text to run on besides the built-in probe.
     train_mode: with dropout and the backward pass under a loss scale. attention: implementations, of ``ATTENTIONS`` and
     "scaled". attack_steps: gradient steps of a search for every site's worst input, reported beside the certificate's
-    bounds. sweep: have the probe run every id of the vocabulary. Raises ``UserError`` for a source or data that cannot
-    be used.
+    bounds. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps. Raises
+    ``UserError`` for a source, data or device that cannot be used.
     """
     progress = progress or Progress(quiet=True)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
+    on = Device(device, progress)
     checkpoint = open_checkpoint(source, subfolder)
     layout = agreed_layout(checkpoint)
-    inputs = probe.audit_batches(load_config(checkpoint.folder), checkpoint.folder, data, seed=seed, sweep=sweep)
-    shown = ["SDPA" if name == "sdpa" else name for name in attention]
-    with progress.step(f"Auditing {', '.join(regimes)}, {listed(shown)}") as advance:
-        results = audit_folder(
-            checkpoint.folder,
-            regimes=regimes,
-            inputs=inputs,
-            train_mode=train_mode,
-            advance=advance,
-            attention=attention,
-            seed=seed,
+    config, opened = load_config(checkpoint.folder), (checkpoint, layout)
+    inputs = probe.audit_batches(
+        config, checkpoint.folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress
+    )
+    with progress.step(f"Auditing {', '.join(regimes)}") as advance:
+        results = on.run(
+            "audit",
+            lambda place: audit_folder(
+                checkpoint.folder,
+                regimes=regimes,
+                inputs=inputs,
+                train_mode=train_mode,
+                device=place,
+                advance=advance,
+                attention=attention,
+                seed=seed,
+            ),
         )
     described = regimes_of(results)
     searched: dict[str, Any] = {}
     broken = False
     if attack_steps is not None:
-        with progress.step("Bounding every signal"):
-            certificate = bound(layout, fp16_weights(checkpoint, layout))
+        with products_on(on, "certificate"), progress.step("Bounding every signal") as advance:
+            certificate = bound(layout, fp16_weights(checkpoint, layout), advance=advance)
         with progress.step("Searching for the worst inputs") as advance:
             model = load(checkpoint.folder, torch.float16, half=True)
             adversary = attack(model, layout, steps=attack_steps, seed=seed, certificate=certificate, advance=advance)
@@ -91,6 +99,6 @@ def audit(
         regimes=described,
         unsafe=unsafe_sites(described, converted=is_converted(checkpoint.folder)),
         **searched,
-        environment=Environment.model_validate(environment()),
+        environment=Environment.model_validate(on.environment()),
     )
     return dump(report)

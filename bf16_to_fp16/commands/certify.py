@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import bound, fp16_weights
+from ..bounds.spectral import Spectra
+from ..bounds.tiers import certified_tiers
 from ..checkpoint.reader import open_checkpoint
-from ..environment import SCHEMA, environment
+from ..devices import Device, products_on
+from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
+from ..report.build import tiers_by_bound
 from ..report.remedies import over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..run.agreement import agreed_layout
+
+if TYPE_CHECKING:
+    import torch
 
 
 def certify(
@@ -22,23 +29,31 @@ def certify(
     max_length: int = MAX_LENGTH,
     target: str = "half",
     subfolder: str | None = None,
+    device: str | torch.device = "auto",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Bound every signal of ``source`` (folder or Hub id) for every input, from its weights rounded to fp16, and return
     the report: verdict, certificate with every site, environment.
 
     Nothing is run: stock code only builds the model, without its values, to show that it is the one that is bounded.
-    max_length: positions of a sequence for which it holds. target: ``half``, ``norm-safe`` (also the
-    squares of the residual stream summed by a norm) or ``train`` (dropout, and the limit of the cube's derivative).
-    Raises UserError for a source that cannot be used.
+    max_length: positions of a sequence for which it holds. target: ``half``, ``norm-safe`` (norms
+    that square the stream in fp16), ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout, and the limit of the
+    cube's derivative). device: auto, cpu, cuda, cuda:N or mps, for the products of large matrices. Raises UserError for
+    a source or device that cannot be used.
     """
     progress = progress or Progress(quiet=True)
     if max_length < 1:
         raise UserError(f"a maximum length of {max_length} is not a number of positions; give 1 or more")
+    on = Device(device, progress)
     checkpoint = open_checkpoint(source, subfolder)
     layout = agreed_layout(checkpoint)
-    with progress.step("Bounding every signal") as advance:
-        found = bound(layout, fp16_weights(checkpoint, layout), Arithmetic(max_length), target=target, advance=advance)
+    weights, arithmetic = fp16_weights(checkpoint, layout), Arithmetic(max_length)
+    spectra = Spectra(weights)
+    with products_on(on, "certificate"):
+        with progress.step("Bounding every signal") as advance:
+            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+        with progress.step("Bounding it in stricter arithmetic"):
+            tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra)
     described = CertificateEntry.model_validate(found.to_json())
     report = Report(
         schema=SCHEMA,
@@ -47,8 +62,9 @@ def certify(
         family=layout.family.name,
         source=Source.of(checkpoint),
         target=target,
+        tiers=tiers_by_bound(tiers),
         certificate=described,
         uncertified=over_limits(described),
-        environment=Environment.model_validate(environment()),
+        environment=Environment.model_validate(on.environment()),
     )
     return dump(report)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import records, write_json
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import staged
 from ..conversion.measuring import fidelity_to_original, measure
-from ..conversion.options import Destination, Options, Provenance
+from ..conversion.options import AUTO, Destination, Options, Provenance
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
@@ -27,10 +27,13 @@ from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
 from ..report.schema import PAGE, REPORT, Report, dump
-from ..report.stored import read_plan
+from ..report.stored import read_plan_and_target
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import MARGIN_BITS, Planned
 from ..run import probe
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def convert(
     source: str | Path,
     out: str | Path,
     *,
-    target: str = "half",
+    target: str = AUTO,
     data: str | None = None,
     dry_run: bool = False,
     run_model: bool = True,
@@ -71,6 +74,7 @@ def convert(
     workers: int = 1,
     seed: int = 0,
     sweep: bool = False,
+    device: str | torch.device = "auto",
     endpoint: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
@@ -81,7 +85,7 @@ def convert(
     Raises UserError for input that cannot be used; ``out`` then does not exist.
     """
     options = Options(
-        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep
+        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep, device
     )
     place = Destination(Path(out), force=force, dry_run=dry_run)
     return convert_by(options, source, place, endpoint=endpoint, progress=progress)
@@ -100,9 +104,10 @@ def convert_by(
     progress = progress or Progress(quiet=True)
     options.check()
     place.check(Path(source) if Path(source).is_dir() else None)
-    stored = None if options.plan is None else read_plan(Path(options.plan), options.target)
-    opened = open_source(source, options, place, endpoint)
-    decided = replayed(opened, stored) if stored is not None else decide(opened, options, progress)
+    asked = None if options.target == AUTO else options.target
+    stored = None if options.plan is None else read_plan_and_target(Path(options.plan), asked)
+    opened = open_source(source, options, place, endpoint, progress)
+    decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
         signals = reports.signals_of(decided.layout, decided.plan, decided.ranges) if decided.ranges else []
@@ -117,15 +122,14 @@ def convert_by(
             decided,
             rewritten,
             measured,
-            target=options.target,
             command=provenance.command if provenance else options.command(source, place.out),
             inputs=inputs,
             others=records(work, {file.name for file in rewritten.written.files}),
         )
         if provenance is not None:
             with progress.step("Comparing fp16 with the original"):
-                kept = fidelity_to_original(provenance.original, work, opened.inputs)
-            report = reports.descended(report, provenance.lineage, kept)
+                kept = fidelity_to_original(provenance.original, measured.half, opened.inputs)
+            report = provenance.judge(reports.descended(report, provenance.lineage, kept))
         opened.checkpoint.check_unchanged()
         report = write_report(work, report, opened.checkpoint)
     return Conversion(dump(report), place.out, decided.planned, measured.plan)

@@ -19,7 +19,9 @@ from typing import Any
 from ..auditing.regimes import RegimeResult, verdict
 from ..checkpoint.folder import finite, sha256_of
 from ..checkpoint.hub import LOG_IN, explained, status_of, with_retries
+from ..checkpoint.places import written_folder
 from ..checkpoint.reader import contained, open_checkpoint
+from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
@@ -119,9 +121,7 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     ``allow_unsafe``, and its card says so in its first line. Raises UserError otherwise.
     """
     progress = progress or Progress(quiet=True)
-    folder = Path(folder).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; give the folder that convert wrote")
+    folder = written_folder(folder)
     upload = Upload(folder, read_recorded(folder, whole=True))
     with progress.step("Hashing the files") as advance:
         problems = check_files(folder, upload.report, advance=advance)
@@ -129,6 +129,7 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     problems = [problem for problem in problems if problem.name != CARD or not upload.card_edited]
     if problems:
         raise UserError(f"{folder} is not what its report says: {first_of(problems)}")
+    agreed_layout(open_checkpoint(folder))
     try:
         text = upload.card
     except (OSError, UnicodeDecodeError) as error:
@@ -179,14 +180,15 @@ def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> No
 
     What breaks only now makes the report, the page and the card say so. Raises UserError where it is not allowed.
     """
+    device = Device("auto", progress)
     if not upload.report.regimes:
         checkpoint = open_checkpoint(upload.folder)
-        if recompute(checkpoint, agreed_layout(checkpoint), upload.report, progress).holds or not upload.safe:
+        if recompute(checkpoint, agreed_layout(checkpoint), upload.report, progress, device).holds or not upload.safe:
             return
         check_safe(upload, "its certificate, computed again, does not hold", allow_unsafe)
         unsafe = upload.report.model_copy(update={"verdict": "unsafe", "proof": "observed"})
     else:
-        regimes: Mapping[str, RegimeResult] = repeat_audit(upload.folder, upload.report, progress)
+        regimes: Mapping[str, RegimeResult] = repeat_audit(upload.folder, upload.report, progress, device)
         if verdict(regimes) == "safe" or not upload.safe:
             return
         problems = check_audit(regimes)

@@ -11,6 +11,7 @@ from ..rescaling.apply import apply
 from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS, make_plan
 from ..rescaling.weights import ModelTensors, source_weights
+from ..run.agreement import check_modules
 from ..run.probe import Batch, batches, chosen_ids
 
 
@@ -22,15 +23,17 @@ def rescale(
 
     inputs: batches as ``run.probe.batches`` makes them, by default the built-in probe. The head stays as tied as it is.
     The model's outputs keep every bit in fp32; norm eps attributes are scaled with the residual stream, so
-    ``model.config`` must say so too before saving (``plan.eps``). Raises UserError for a model of no known family.
+    ``model.config`` must say so too before saving (``plan.eps``). Raises UserError for a model of no
+    known family, or whose modules do not do what its config says.
     """
     source = ModelTensors(model)
     layout = resolve(source)
+    check_modules(layout, model, source.source)
     narrow = sorted({t.dtype for t in source.tensors.values()} & {"F16", "BF16"})
     if narrow:
         raise UserError(f"{source.source} holds {narrow[0]} parameters; load it with dtype=torch.float32 to rescale it")
     if inputs is None:
-        inputs = batches(model.config, None, None, chosen=chosen_ids(model.config, source))
+        inputs = batches(model.config, None, None, chosen=chosen_ids(model.config, source, layout))
     ranges = observe_ranges(model, inputs)
     planned = make_plan(layout, source_weights(source, layout), ranges, target=target, margin_bits=margin_bits)
     apply(model, layout, planned.plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..checkpoint.folder import carry_over, write_json
+from ..checkpoint.places import written_folder
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.staging import check_out, staged
 from ..checkpoint.writer import write_fp16
@@ -22,12 +23,11 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     ``out``.
 
     Bit for bit where the conversion was lossless. Tensors that the conversion made (positions, a separated head)
-    are left out; those that it dropped as copies are not restored. Raises UserError where the folder has no plan.
+    are left out; those that it dropped as copies are not restored. Nothing is claimed of what the weights compute, so
+    whether stock code of the installed version agrees is not asked. Raises UserError where the folder has no plan.
     """
     progress = progress or Progress(quiet=True)
-    folder, out = Path(folder), Path(out)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: No such folder; give one that convert wrote")
+    folder, out = written_folder(folder), Path(out)
     if not (folder / REPORT).is_file():
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     check_out(out, folder, force=force)

@@ -21,12 +21,15 @@ import torch
 
 from ..auditing.regimes import REGIMES, RegimeResult, audit_folder
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..bounds.certificate import TARGETS, Certificate, bound, fp16_weights
+from ..bounds.spectral import CARRIED
 from ..checkpoint.folder import sha256_of
 from ..checkpoint.hub import reading_from
-from ..checkpoint.reader import Checkpoint, bytes_of, contained, looks_like_repo_id, open_checkpoint, own_name
+from ..checkpoint.places import CONVERTED, local_folder
+from ..checkpoint.reader import Checkpoint, bytes_of, contained, open_checkpoint, own_name, subfolder_of
 from ..checkpoint.writer import write_fp16
-from ..environment import SCHEMA, environment
+from ..devices import Device, products_on
+from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.resolve import resolve
 from ..families.types import Layout
@@ -50,7 +53,6 @@ from ..report.schema import (
 )
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, exponents_of
-from ..rescaling.planner import TARGETS
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.stock import load_config
@@ -103,20 +105,25 @@ def verify(
     original: str | Path | None = None,
     data: str | None = None,
     run_model: bool = True,
+    subfolder: str | None = None,
     endpoint: str | None = None,
+    device: str | torch.device = "auto",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Check a converted checkpoint (folder or Hub id) against its report and return what was found.
 
     original: the source (folder or Hub id) that the recorded plan is replayed on. data: text to audit on besides the
-    built-in probe. run_model: False leaves the audit out. endpoint: the Hub's address. ``verdict`` is "safe" where
+    built-in probe. run_model: False leaves the audit out. subfolder: of the checkpoint in
+    the source. endpoint: the Hub's address. device: auto, cpu, cuda, cuda:N
+    or mps. ``verdict`` is "safe" where
     every check holds and the report itself says so; ``problems`` names the others. Raises UserError for a source that
     is not a converted checkpoint.
     """
     progress = progress or Progress(quiet=True)
     if data is not None and not run_model:
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
-    folder, revision, extra = locate(source, endpoint, progress)
+    on = Device(device, progress)
+    folder, revision, extra = locate(source, subfolder, endpoint, progress)
     report = read_recorded(folder)
     if original is not None and report.finetune is not None:
         raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
@@ -134,10 +141,10 @@ def verify(
         if original is not None:
             origin = open_checkpoint(original, endpoint=endpoint)
             problems += tried(outcome, "replay", replay(origin, checkpoint, plan, report.source, progress))
-        certificate = recompute(checkpoint, layout, report, progress)
+        certificate = recompute(checkpoint, layout, report, progress, on)
         problems += tried(outcome, "certificate", check_certificate(certificate, report))
         if run_model:
-            regimes = repeat_audit(folder, report, progress, data=data)
+            regimes = repeat_audit(folder, report, progress, on, data=data)
             problems += tried(outcome, "audit", check_audit(regimes))
     if not report.safe:
         problems.append(Problem("report", REPORT, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
@@ -153,7 +160,7 @@ def verify(
         files=len(report.output.files),
         certificate=None if totals is None else CertificateEntry.model_validate(totals),
         regimes=regimes_of(regimes),
-        environment=Environment.model_validate(environment()),
+        environment=Environment.model_validate(on.environment()),
     )
     return dump(found)
 
@@ -167,19 +174,28 @@ def tried(outcome: dict[str, str], check: str, problems: list[Problem]) -> list[
 # --- where it lies ---------------------------------------------------------------------------------------------------
 
 
-def locate(source: str | Path, endpoint: str | None, progress: Progress) -> tuple[Path, str | None, list[str]]:
+def locate(
+    source: str | Path, subfolder: str | None, endpoint: str | None, progress: Progress
+) -> tuple[Path, str | None, list[str]]:
     """Return the folder of a converted checkpoint, the commit that a Hub id stood for (else None), and the files of
     its repository that its report does not know."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder, None, []
-    if folder.exists() or not looks_like_repo_id(str(source)):
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {problem}; give a converted folder or a Hub id like org/name")
-    return fetch(str(source), endpoint, progress)
+    folder = local_folder(source, CONVERTED)
+    if folder is None:
+        return fetch(str(source), subfolder, endpoint, progress)
+    folder = folder if subfolder is None else subfolder_of(folder, subfolder)
+    if not (folder / REPORT).exists():
+        check_below(folder, [str(path.relative_to(folder)) for path in folder.glob(f"*/{REPORT}")])
+    return folder, None, []
 
 
-def fetch(source: str, endpoint: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
+def check_below(source: str | Path, reports: Sequence[str]) -> None:
+    """Raise UserError for a source without a report that has some in folders below it."""
+    if reports:
+        names = " or ".join(sorted(name.removesuffix(f"/{REPORT}") for name in reports))
+        raise UserError(f"{source} has no {REPORT} of its own; give --subfolder {names}")
+
+
+def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
     """Download what a repository's report lists and nothing else; return the folder, the commit, and the names of the
     repository's other files.
 
@@ -189,26 +205,29 @@ def fetch(source: str, endpoint: str | None, progress: Progress) -> tuple[Path, 
     from huggingface_hub.hf_api import RepoFile
 
     repo, _, asked = source.partition("@")
+    inside = "" if subfolder is None else subfolder.strip("/") + "/"
     api = HfApi(endpoint=endpoint)
 
     def tree() -> tuple[str, dict[str, int]]:
         commit = str(api.repo_info(repo, revision=asked or None).sha)
         entries = api.list_repo_tree(repo, revision=commit, recursive=True)
-        return commit, {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
+        files = [entry for entry in entries if isinstance(entry, RepoFile) and entry.path.startswith(inside)]
+        return commit, {entry.path.removeprefix(inside): entry.size for entry in files}
 
     def download(*names: str) -> Path:
-        patterns = [glob.escape(name) for name in names]
+        patterns = [glob.escape(inside + name) for name in names]
         return reading_from(
             repo,
             asked,
-            lambda: Path(snapshot_download(repo, revision=commit, allow_patterns=patterns, endpoint=endpoint)),
+            lambda: Path(snapshot_download(repo, revision=commit, allow_patterns=patterns, endpoint=endpoint), inside),
             endpoint,
         )
 
     commit, sizes = reading_from(repo, asked, tree, endpoint)
     if REPORT not in sizes:
+        check_below(repo, [name for name in sizes if name.endswith(f"/{REPORT}")])
         raise UserError(
-            f"{repo} has no {REPORT}, so this program did not convert it; audit and certify take any source"
+            f"{repo} has no {inside}{REPORT}, so this program did not convert it; audit and certify take any source"
         )
     folder = download(REPORT)
     listed = [entry.name for entry in read_recorded(folder).output.files]
@@ -364,6 +383,7 @@ def replay(
         name = str(file.relative_to(original.folder))
         if source.sha256.get(name) != original.sha256(file):
             return [Problem("replay", name, "is not the file that was converted", RIGHT_REVISION)]
+    agreed_layout(original)
     layout = resolve(original, untie=plan.untied_head)
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
         with progress.step("Replaying the plan on the original") as advance:
@@ -382,12 +402,14 @@ def replay(
 # --- certificate and audit -------------------------------------------------------------------------------------------
 
 
-def recompute(checkpoint: Checkpoint, layout: Layout, report: Report, progress: Progress) -> Certificate:
+def recompute(
+    checkpoint: Checkpoint, layout: Layout, report: Report, progress: Progress, device: Device
+) -> Certificate:
     """Return the certificate of the files, for the same target, length and partial sums as the recorded one."""
     recorded, target = report.certificate, report.target or "half"
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
         raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
-    with progress.step("Bounding every signal") as advance:
+    with products_on(device, "certificate"), progress.step("Bounding every signal") as advance:
         return bound(
             layout,
             fp16_weights(checkpoint, layout),
@@ -424,7 +446,8 @@ def check_certificate(certificate: Certificate, report: Report) -> list[Problem]
 
 
 def agree(claim: BoundEntry, bound: float, partial: float) -> bool:
-    """Return whether recorded bounds are the recomputed ones, up to another machine's arithmetic."""
+    """Return whether recorded bounds are the recomputed ones, up to another machine's arithmetic and what carrying
+    eigenvalues over from the source may add."""
     for said, found in ((claim.bound, bound), (claim.partial, partial)):
         if math.isnan(said):
             return False
@@ -432,22 +455,28 @@ def agree(claim: BoundEntry, bound: float, partial: float) -> bool:
         if math.isinf(found) or abs(said) > 1e300:
             if not (math.isinf(found) and abs(said) > 1e300):
                 return False
-        elif abs(said - found) > BOUND_TOLERANCE * max(abs(found), abs(said)):
+        elif not found * (1 - BOUND_TOLERANCE) <= said <= found * (1 + 2 * CARRIED + BOUND_TOLERANCE):
             return False
     return True
 
 
 def repeat_audit(
-    folder: Path, report: Report, progress: Progress, *, data: str | None = None
+    folder: Path, report: Report, progress: Progress, device: Device, *, data: str | None = None
 ) -> Mapping[str, RegimeResult]:
     """Return what every regime shows on the files as stock code loads them, on the probe that the report names."""
     said, config = report.inputs or Inputs(), load_config(folder)
     seed = said.seed or 0
     swept = any(entry.kind == probe.SWEEP for entry in said.batches)
-    inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, chosen=probe.usable(said.chosen, config))
-    with torch.random.fork_rng(devices=[]), progress.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
+    chosen = probe.usable(said.chosen, config)
+    inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, chosen=chosen, progress=progress)
+    with torch.random.fork_rng(devices=[]), progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
         train_mode = report.target == "train"
-        return audit_folder(folder, inputs=inputs, seed=seed, advance=advance, train_mode=train_mode)
+        return device.run(
+            "audit",
+            lambda place: audit_folder(
+                folder, inputs=inputs, seed=seed, device=place, advance=advance, train_mode=train_mode
+            ),
+        )
 
 
 def check_audit(regimes: Mapping[str, RegimeResult]) -> list[Problem]:

@@ -5,70 +5,69 @@ All three read the files as anyone would, so that nothing that is still in memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..auditing.fidelity import Fidelity, fidelity
-from ..auditing.regimes import REGIMES, audit_folder
+from ..auditing.fidelity import Outputs, Reference, fidelity, outputs
+from ..auditing.regimes import REGIMES, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..bounds.spectral import Spectra
+from ..bounds.tiers import certified_tiers
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..families.types import Layout
+from ..devices import products_on
 from ..progress import Progress
 from ..report.evidence import Decided, Measured
 from ..report.schema import FidelityEntry
 from ..rescaling.plan import Drift, Plan
 from ..run.agreement import agreed_layout
 from ..run.probe import Batch
-from ..run.stock import load
 from .options import Options
-from .planning import Opened, simulate_drift
+from .planning import Opened, drifted_outputs, reference_of
 
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
     """Bound what was written and, unless nothing is to be run, audit it and compare it with the source."""
-    certificate = certificate_of(work, options.target, options.max_length, progress)
+    device = opened.device
+    with products_on(device, "certificate"):
+        certificate, tiers = certificate_of(work, decided.target, options.max_length, opened.spectra, progress)
     if not options.run_model:
-        return Measured(certificate, decided.plan)
-    regimes = audit_regimes(work, opened.inputs, options.seed, progress, train_mode=options.target == "train")
+        return Measured(certificate, decided.plan, tiers, environment=device.environment())
+    written, inputs, drifts = open_checkpoint(work), opened.inputs, decided.plan.drift is not None
+    with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
+        if decided.target == "train":
+            regimes = device.run(
+                "audit",
+                lambda place: audit_folder(
+                    work, inputs=inputs, seed=options.seed, device=place, advance=advance, train_mode=True
+                ),
+            )
+            half = outputs(written, inputs, torch.float16, half=True)
+            fp32 = outputs(written, inputs, torch.float32) if drifts else []
+        else:
+            audited = device.run(
+                "audit", lambda place: run_regimes(written, inputs, device=place, fp32=drifts, advance=advance)
+            )
+            regimes, half, fp32 = audited.regimes, audited.half, audited.fp32
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
-        closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, work, opened.inputs)
-    return Measured(certificate, plan, regimes, closeness)
+        reference = decided.reference or reference_of(opened.checkpoint, inputs)
+        probabilities = not decided.layout.encoder_only
+        closeness = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
+        plan = with_drift(opened, decided, reference, fp32) if drifts else decided.plan
+    return Measured(certificate, plan, tiers, regimes, closeness, half, device.environment())
 
 
-def audit_regimes(
-    folder: Path, inputs: list[Batch], seed: int, progress: Progress, *, train_mode: bool = False
-) -> Mapping[str, Any]:
-    """Audit a folder in every regime, with progress."""
-    with progress.step(f"Auditing {', '.join(REGIMES)}, eager and SDPA") as advance:
-        return audit_folder(folder, inputs=inputs, seed=seed, advance=advance, train_mode=train_mode)
-
-
-def certificate_of(folder: Path, target: str, max_length: int, progress: Progress) -> Certificate:
-    """Return the certificate of what was written."""
-    checkpoint = open_checkpoint(folder)
-    layout = agreed_layout(checkpoint)
-    with progress.step("Bounding every signal of the output") as advance:
-        return bound(layout, fp16_weights(checkpoint, layout), Arithmetic(max_length), target=target, advance=advance)
-
-
-def compare(
-    checkpoint: Checkpoint, layout: Layout, plan: Plan, work: Path, inputs: list[Batch]
-) -> tuple[Fidelity, Plan]:
-    """Measure the written fp16 model and the source in bf16 against the source in fp32; complete the plan's drift
-    figures."""
-    source = load(checkpoint.folder, torch.float32)
-    output = load(work, torch.float16, half=True)
-    closeness = fidelity(source, load(checkpoint.folder, torch.bfloat16), output, inputs)
-    if plan.drift is None:
-        return closeness, plan
-    drifted = load(checkpoint.folder, torch.float32)
-    simulate_drift(drifted, layout, plan)
-    predicted = fidelity(source, None, drifted, inputs)
-    measured = fidelity(source, None, load(work, torch.float32), inputs)
+def with_drift(opened: Opened, decided: Decided, reference: Reference, written: Outputs) -> Plan:
+    """Return the plan with what its drift was predicted to cost and what it does: the written model in fp32, whose
+    outputs are given, against the source."""
+    plan, layout = decided.plan, decided.layout
+    assert plan.drift is not None
+    drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs)
+    predicted, measured = (
+        fidelity(reference.fp32, None, found, probabilities=not layout.encoder_only) for found in (drifted, written)
+    )
     drift = Drift(
         relative_error=plan.drift.relative_error,
         predicted_kl=predicted.kl_fp16,
@@ -76,11 +75,29 @@ def compare(
         measured_kl=measured.kl_fp16,
         measured_max_logit_error=measured.max_logit_error_fp16,
     )
-    return closeness, plan.model_copy(update={"drift": drift})
+    return plan.model_copy(update={"drift": drift})
 
 
-def fidelity_to_original(original: Checkpoint, work: Path, inputs: list[Batch]) -> FidelityEntry:
-    """Return how far the written fp16 model and the original in bf16 are from the original in fp32."""
-    source, bf16 = (load(original.folder, dtype) for dtype in (torch.float32, torch.bfloat16))
-    found = fidelity(source, bf16, load(work, torch.float16, half=True), inputs)
+def certificate_of(
+    folder: Path, target: str, max_length: int, spectra: Spectra, progress: Progress
+) -> tuple[Certificate, dict[str, bool]]:
+    """Return the certificate of what was written, and by tier whether its own holds; spectra: eigenvalues of the
+    source's products, each of which is taken over as far as the written weights, read beside the source's, are proved
+    to be near enough to them."""
+    checkpoint = open_checkpoint(folder)
+    layout = agreed_layout(checkpoint)
+    weights, arithmetic, known = fp16_weights(checkpoint, layout), Arithmetic(max_length), replace(spectra, fixed=True)
+    with progress.step("Bounding every signal of the output") as advance:
+        found = bound(layout, weights, arithmetic, target=target, spectra=known, advance=advance)
+    with progress.step("Bounding it in stricter arithmetic"):
+        tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=known)
+    return found, tiers
+
+
+def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> FidelityEntry:
+    """Return how far the written fp16 model, whose outputs are given, and the original in bf16 are from the original
+    in fp32."""
+    reference = reference_of(original, inputs)
+    probabilities = inputs[0].decoder_input_ids is not None
+    found = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
     return FidelityEntry.model_validate(found.to_json())

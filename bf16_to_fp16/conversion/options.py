@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..bounds.arithmetic import MAX_LENGTH
+from ..bounds.certificate import TARGETS
 from ..checkpoint.reader import Checkpoint, own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
-from ..report.schema import Lineage
-from ..rescaling.planner import MARGIN_BITS, TARGETS
+from ..report.schema import Lineage, Report
+from ..rescaling.planner import MARGIN_BITS
+
+AUTO = "auto"
+"""Asks for the strictest tier's target that costs next to nothing."""
+
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_MARGIN = 12
 """Bits of margin that leave a signal any room: 65504·2⁻¹² is 16."""
@@ -21,14 +31,16 @@ MOST_MARGIN = 12
 class Options:
     """How a conversion is done, apart from where: one field for each of the command's options.
 
-    target: ``half``, ``norm-safe`` or ``train``. data: text to observe and audit on besides the built-in probe.
+    target: one of ``TARGETS``, or ``auto`` for the strictest tier that costs next to nothing. data: text to
+    observe and audit on besides the built-in probe.
     run_model: False plans from the bounds and lets the certificate alone decide; the model is never in memory. plan: a
     report whose plan is replayed instead of observing. margin_bits: kept between what is observed and each limit.
     max_length: positions for which the certificate holds. max_shard_size: bytes, else sharded like the source.
-    workers: processes that write shards. sweep: have the probe run every id of the vocabulary.
+    workers: processes that write shards. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda,
+    cuda:N or mps.
     """
 
-    target: str = "half"
+    target: str = AUTO
     data: str | None = None
     run_model: bool = True
     subfolder: str | None = None
@@ -39,11 +51,12 @@ class Options:
     workers: int = 1
     seed: int = 0
     sweep: bool = False
+    device: str | torch.device = "auto"
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""
-        if self.target not in TARGETS:
-            raise UserError(f"target {self.target!r} is unknown; choose one of {', '.join(TARGETS)}")
+        if self.target not in (AUTO, *TARGETS):
+            raise UserError(f"target {self.target!r} is unknown; choose one of {', '.join((AUTO, *TARGETS))}")
         if not 0 <= self.margin_bits <= MOST_MARGIN:
             raise UserError(f"a margin of {self.margin_bits} bits cannot be kept; give 0 to {MOST_MARGIN}")
         if self.max_length < 1:
@@ -57,7 +70,7 @@ class Options:
         """Return the command line that does the same again; of local paths only the last part, since it is
         published."""
         given = {
-            "--target": None if self.target == "half" else self.target,
+            "--target": None if self.target == AUTO else self.target,
             "--no-audit": None if self.run_model else "",
             "--margin": None if self.margin_bits == MARGIN_BITS else f"{self.margin_bits:g}",
             "--data": self.data,
@@ -96,9 +109,10 @@ class Destination:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a report says of a checkpoint that was trained: the command that made it, where it comes from, and the
-    original, with which the output is compared besides its source."""
+    """What a report says of a checkpoint that was trained: the command that made it, where it comes from, the
+    original, with which the output is compared besides its source, and what the report becomes by what was asked."""
 
     command: str
     lineage: Lineage
     original: Checkpoint
+    judge: Callable[[Report], Report] = lambda report: report

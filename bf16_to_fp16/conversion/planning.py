@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..auditing.fidelity import fidelity
-from ..bounds.arithmetic import Arithmetic
+from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
+from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound
+from ..bounds.spectral import Spectra
+from ..bounds.tiers import TIERS
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.resolve import check_norms, resolve
 from ..families.types import RESIDUAL, Layout, TensorSource
-from ..observe.meter import observe_ranges
-from ..progress import Progress
+from ..observe.meter import RangeObserver
+from ..progress import Advance, Progress
 from ..ranges import ModuleRange
 from ..report.evidence import Decided
 from ..rescaling.plan import Plan, check_plan_fits
-from ..rescaling.planner import PROOF_MARGIN_BITS, RESIDUAL_RANGE, Planned, make_plan
+from ..rescaling.planner import PROOF_MARGIN_BITS, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
+from ..rescaling.squares import can_fit, squares_of
 from ..rescaling.weights import source_weights
 from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.probe import Batch
-from ..run.stock import eps_attribute, load, load_config
-from .options import Destination, Options
+from ..run.lanes import Walk
+from ..run.probe import Batch, run_batch
+from ..run.stock import eps_attribute, load_config
+from .options import AUTO, Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128
 """Largest share of bf16's divergence that the drift of an unscaled eps may cause."""
@@ -35,50 +41,100 @@ ACCEPTABLE_DRIFT = 1 / 128
 
 @dataclass(frozen=True)
 class Opened:
-    """A source that can be converted: its tensors, what each of them is, and what to run it on (nothing, where the
-    certificate alone decides)."""
+    """A source that can be converted: its tensors, what each of them is, what to run it on (nothing, where the
+    certificate alone decides), and where."""
 
     checkpoint: Checkpoint
     layout: Layout
     inputs: list[Batch]
+    device: Device = field(default_factory=Device)
+
+    @cached_property
+    def spectra(self) -> Spectra:
+        """The eigenvalues of the source's products, as far as they have been computed."""
+        return Spectra(source_weights(self.checkpoint, self.layout))
 
 
-def open_source(source: str | Path, options: Options, place: Destination, endpoint: str | None) -> Opened:
+def open_source(
+    source: str | Path, options: Options, place: Destination, endpoint: str | None, progress: Progress
+) -> Opened:
     """Open a source (folder or Hub id), classify its tensors, and gather what to run it on."""
+    device = Device(options.device, progress)
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
     place.check(checkpoint.folder)
     layout = agreed_layout(checkpoint)
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:
-        inputs = checkpoint_batches(checkpoint, options.data, options.seed, sweep=options.sweep)
-    return Opened(checkpoint, layout, inputs)
+        data, seed = options.data, options.seed
+        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep, progress=progress)
+    return Opened(checkpoint, layout, inputs, device)
 
 
-def replayed(opened: Opened, plan: Plan) -> Decided:
-    """Return a stored plan for this source; raise UserError where it does not fit."""
+def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
+    """Return a stored plan, made for ``target``, for this source; raise UserError where it does not fit."""
     layout = resolve(opened.checkpoint, untie=plan.untied_head)
     check_plan_fits(layout, plan)
-    return Decided(layout, plan)
+    return Decided(layout, plan, target)
 
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     """Bound the source's signals, observe them unless nothing is to be run, and choose the plan."""
-    checkpoint, inputs = opened.checkpoint, opened.inputs
-    grounds = Grounds(
-        bounds=bound_source(checkpoint, options.target, options.max_length, progress),
-        ranges=observe_source(checkpoint, inputs, progress) if options.run_model else None,
-        acceptable=drift_is_acceptable(checkpoint, inputs, progress) if options.run_model else None,
+    checkpoint, device = opened.checkpoint, opened.device
+    ranges, reference, acceptable = None, None, None
+    if options.run_model:
+        ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
+        acceptable = drift_is_acceptable(opened, reference, progress)
+
+    def decided(target: str) -> Decided:
+        bounds = bound_source(checkpoint, target, options.max_length, progress, opened.spectra)
+        with products_on(device, "certificate"):
+            grounds = Grounds(ranges, bounds, acceptable)
+            layout, planned = best_plan(opened, grounds, replace(options, target=target), progress)
+        return Decided(layout, planned.plan, target, planned, ranges, reference)
+
+    if options.target != AUTO:
+        return decided(options.target)
+    weakest = best = decided(TIERS[0].target)
+    for tier in TIERS[1:]:
+        if not can_fit(opened.layout, ranges):
+            break
+        stricter = decided(tier.target)
+        if not costs_little(stricter, weakest):
+            break
+        best = stricter
+    return best
+
+
+def costs_little(one: Decided, other: Decided) -> bool:
+    """Return whether a plan for a stricter tier holds what the other does, at no more predicted error than a proof of
+    the residual stream is worth."""
+    assert one.planned is not None and other.planned is not None  # neither is replayed
+    stream = len(one.layout.signals[RESIDUAL].seen)
+    seen = squares_of(one.layout, one.ranges, one.plan.residual_exponent)
+    return (
+        one.planned.cost <= other.planned.cost + PROOF_WORTH * stream
+        and {v.signal for v in one.planned.violations} <= {v.signal for v in other.planned.violations}
+        and {f.signal for f in one.planned.fallbacks} <= {f.signal for f in other.planned.fallbacks}
+        and (seen is None or seen.fits)
     )
-    layout, planned = best_plan(opened, grounds, options, progress)
-    return Decided(layout, planned.plan, planned, grounds.ranges)
 
 
-def checkpoint_batches(checkpoint: Checkpoint, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
+def checkpoint_batches(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    data: str | None,
+    seed: int,
+    *,
+    sweep: bool = False,
+    progress: Progress | None = None,
+) -> list[Batch]:
     """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
     given."""
-    config = load_config(checkpoint.folder)
-    return probe.audit_batches(config, checkpoint.folder, data, seed=seed, sweep=sweep)
+    config, opened = load_config(checkpoint.folder), (checkpoint, layout)
+    return probe.audit_batches(
+        config, checkpoint.folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress
+    )
 
 
 Bounds = Callable[[Layout, int], Mapping[str, ModuleRange]]
@@ -98,22 +154,62 @@ class Grounds:
     acceptable: Callable[[Layout, Plan], bool] | None = None
 
 
-def bound_source(checkpoint: TensorSource, target: str, max_length: int, progress: Progress) -> Bounds:
-    """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals."""
+def bound_source(
+    checkpoint: TensorSource, target: str, max_length: int, progress: Progress, spectra: Spectra | None = None
+) -> Bounds:
+    """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals.
+
+    spectra: where the eigenvalues that it computes are kept.
+    """
 
     def of(layout: Layout, residual_exponent: int) -> Mapping[str, ModuleRange]:
         with progress.step("Bounding every signal of the source") as advance:
             arithmetic = Arithmetic(max_length, planned=residual_exponent)
-            found = bound(layout, source_weights(checkpoint, layout), arithmetic, target=target, advance=advance)
+            weights = source_weights(checkpoint, layout)
+            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
         return found.ranges
 
     return of
 
 
-def observe_source(checkpoint: Checkpoint, inputs: list[Batch], progress: Progress) -> Mapping[str, ModuleRange]:
-    """Run the source in fp32 on ``inputs`` and return what every module's input and output reach."""
-    with progress.step("Observing the source in fp32"):
-        ranges = observe_ranges(load(checkpoint.folder, torch.float32), inputs)
+def observe_source(
+    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device
+) -> tuple[Mapping[str, ModuleRange], Reference]:
+    """Run the source in one walk, in fp32 on all of ``inputs`` and in bf16 where outputs are compared, and return what
+    every module's input and output reach in fp32, and the outputs of both."""
+
+    def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
+        walk = Walk(checkpoint, place)
+        observers: list[RangeObserver] = []
+
+        def run(batch: Batch, model: Any) -> torch.Tensor | None:
+            observers.append(RangeObserver(model, observers[-1] if observers else None))
+            with observers[-1]:
+                output = run_batch(model, batch)
+            return output_on(batch, output) if compared([batch]) else None
+
+        fp32 = [walk.add(partial(run, batch), torch.float32, again=batch.generate) for batch in inputs]
+        bf16 = add_outputs(walk, inputs, torch.bfloat16)
+        walk.run(advance)
+        kept = [lane.result for lane in fp32 if lane.result is not None]
+        return observers[0].ranges(), Reference(kept, [lane.result for lane in bf16])
+
+    with full_precision(), progress.step("Observing the source in fp32") as advance:
+        ranges, reference = device.run("observation", observed, wide=True)
+    check_finite(checkpoint, ranges)
+    return ranges, reference
+
+
+def reference_of(checkpoint: Checkpoint, inputs: list[Batch]) -> Reference:
+    """Return the outputs of a source in fp32 and in bf16."""
+    walk = Walk(checkpoint)
+    fp32, bf16 = (add_outputs(walk, inputs, dtype) for dtype in (torch.float32, torch.bfloat16))
+    walk.run()
+    return Reference([lane.result for lane in fp32], [lane.result for lane in bf16])
+
+
+def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> None:
+    """Raise UserError for a source that gives inf or NaN in fp32."""
     for path, seen in ranges.items():
         if not bool(torch.isfinite(seen.output.amax).all()):
             bad = [n for n in sorted(checkpoint.tensors) if not all_finite(checkpoint, n)]
@@ -122,7 +218,6 @@ def observe_source(checkpoint: Checkpoint, inputs: list[Batch], progress: Progre
                 f"{checkpoint.folder}: {because} gives inf or NaN in fp32 on the source; the checkpoint is damaged,"
                 " use another revision of it or repair the tensor"
             )
-    return ranges
 
 
 def all_finite(checkpoint: Checkpoint, name: str) -> bool:
@@ -136,11 +231,18 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
     checkpoint, layout, ranges, bounds = opened.checkpoint, opened.layout, grounds.ranges, grounds.bounds
     acceptable = grounds.acceptable
 
-    def plan_at(layout: Layout, possible: Mapping[str, ModuleRange] | None, exponent: int | None = None) -> Planned:
+    def plan_at(
+        layout: Layout,
+        possible: Mapping[str, ModuleRange] | None,
+        exponent: int | None = None,
+        advance: Advance | None = None,
+    ) -> Planned:
         weights = source_weights(checkpoint, layout)
         if ranges is None:
             assert possible is not None
-            return make_plan(layout, weights, possible, target=options.target, margin_bits=PROOF_MARGIN_BITS)
+            return make_plan(
+                layout, weights, possible, target=options.target, margin_bits=PROOF_MARGIN_BITS, advance=advance
+            )
         return make_plan(
             layout,
             weights,
@@ -149,14 +251,15 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
             margin_bits=options.margin_bits,
             bounds=possible,
             residual_exponent=exponent,
+            advance=advance,
         )
 
     def plan_for(layout: Layout) -> Planned:
         exponent = -RESIDUAL_RANGE
         while True:
             possible = bounds(layout, exponent) if bounds is not None else None
-            with progress.step("Planning the exponents"):
-                planned = plan_at(layout, possible)
+            with progress.step("Planning the exponents") as advance:
+                planned = plan_at(layout, possible, advance=advance)
             if acceptable is not None and layout.family.eps_key is None:
                 stream = next((f for f in planned.fallbacks if f.signal == RESIDUAL), None)
                 if stream is not None and stream.exponent is not None:
@@ -181,32 +284,37 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
     return layout, planned
 
 
-def drift_is_acceptable(
-    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress
-) -> Callable[[Layout, Plan], bool]:
+def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:
     """Return a function that runs the source with the eps that a plan amounts to, and says whether the drift's
     divergence stays under 1/128 of bf16's: half of what fp16's own rounding may take."""
 
     def of(layout: Layout, plan: Plan) -> bool:
-        with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}"):
-            source, bf16, drifted = (
-                load(checkpoint.folder, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)
-            )
-            simulate_drift(drifted, layout, plan)
-            found = fidelity(source, bf16, drifted, inputs)
+        with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}") as advance:
+            drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs, advance)
+            found = fidelity(reference.fp32, reference.bf16, drifted, probabilities=not layout.encoder_only)
         return found.kl_bf16 is not None and found.kl_fp16 <= found.kl_bf16 * ACCEPTABLE_DRIFT
 
     return of
 
 
-def simulate_drift(model: torch.nn.Module, layout: Layout, plan: Plan) -> None:
-    """Give an fp32 source model the norm eps that its rescaled weights will meet: eps·4^-r, which is the same function.
+def drifted_outputs(
+    checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
+) -> Outputs:
+    """Return the outputs of the fp32 source with the norm eps that its rescaled weights will meet: eps·4^-r, which is
+    the same function.
 
     Corrected gains are rounded to fp16, as they will be stored.
     """
-    for path in layout.norms:
-        norm: Any = model.get_submodule(path)
-        setattr(norm, eps_attribute(norm), layout.eps * 4.0**-plan.residual_exponent)
-        correction = plan.gain_correction.get(f"{path}.weight")
-        if correction is not None:
-            norm.weight.data.copy_((norm.weight.data * correction).half())
+
+    def corrected(name: str, weight: torch.Tensor) -> torch.Tensor:
+        correction = plan.gain_correction.get(name)
+        return weight if correction is None else (weight * correction).half().float()
+
+    walk = Walk(checkpoint)
+    lanes = add_outputs(walk, inputs, torch.float32, change=corrected)
+    for lane in lanes:
+        for path in layout.norms:
+            norm: Any = lane.model.get_submodule(path)
+            setattr(norm, eps_attribute(norm), layout.eps * 4.0**-plan.residual_exponent)
+    walk.run(advance)
+    return [lane.result for lane in lanes]

@@ -8,6 +8,7 @@ missing one with random numbers and drops one that it does not know.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -75,10 +76,12 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
             resolved = resolve_tensor(checkpoint, family, record, sources.get(record.name, record.name), gain)
             if resolved is not None:
                 tensors[record.name] = resolved
-    if separate and family.untie == "copy":
+    if (separate or tied is False) and family.untie == "copy":
         # Stock Pegasus with tie_word_embeddings false ties nothing, and makes an absent embedding at random.
         for copy in family.copies:
-            tensors[copy] = resolve_tensor_like(tensors[family.embedding], copy)
+            tensors[copy] = replace(tensors[family.embedding], name=copy)
+            if dropped.pop(copy, None):
+                tensors[copy] = replace(tensors[copy], source=copy)
 
     used = {t.source for t in tensors.values()}
     for name in sorted(names - used - set(dropped)):
@@ -202,11 +205,6 @@ def resolve_tensor(
             " use the config.json that belongs to these weights"
         )
     return ResolvedTensor(record.name, source, shape, record.axes, None, gain)
-
-
-def resolve_tensor_like(tensor: ResolvedTensor, name: str) -> ResolvedTensor:
-    """Return ``tensor`` under another name."""
-    return ResolvedTensor(name, tensor.source, tensor.shape, tensor.axes, None, tensor.gain)
 
 
 def merge_signals(

@@ -485,7 +485,7 @@ def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     product = 1
     for key in family.sizes[name]:
         number = config_value(family, config, key)
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise UserError(f"config.json: {key!r} is {number!r}, not a size; take it from the original checkpoint")
         product *= number
     return product

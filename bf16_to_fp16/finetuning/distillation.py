@@ -21,6 +21,7 @@ from torch.nn import functional
 from ..errors import UserError
 from ..run.probe import IGNORED_LABEL
 from .corpus import TrainingBatch
+from .states import on_a_disk
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,9 @@ class TopStore:
             tensors[f"{i}.p"] = top.log_probabilities.half().cpu().contiguous()
             tensors[f"{i}.ids"] = top.ids.to(torch.int32).cpu().contiguous()
         path = self._path(step)
-        save_file(tensors, path.with_suffix(".partial"))
-        path.with_suffix(".partial").replace(path)
+        with on_a_disk(path):
+            save_file(tensors, path.with_suffix(".partial"))
+            path.with_suffix(".partial").replace(path)
 
     def read(self, step: int, index: int, device: torch.device) -> TopK:
         """Return one pass of one step.

@@ -16,6 +16,7 @@ from typing import Any
 from ..checkpoint.folder import finite
 from ..errors import UserError
 from .recipe import Wandb
+from .states import on_a_disk
 
 
 class RunLog:
@@ -72,10 +73,11 @@ class RunLog:
         """Add one line; infinite numbers become the largest ones, NaN null."""
         row = {"step": step, **values}
         if self.path is not None:
-            if self._file is None:
-                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
-            self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
-            self._file.flush()
+            with on_a_disk(self.path):
+                if self._file is None:
+                    self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
+                self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+                self._file.flush()
         if self._run is not None:
             self._run.log(_flat(row), step=step)
 

@@ -80,14 +80,8 @@ class MixedPrecision:
     the optimizer; only what the forward and backward compute is narrow.
     """
 
-    def __init__(
-        self, precision: str, device: torch.device, *, loss_scale: float, window: int, recomputes: bool = False
-    ) -> None:
-        """Set up; nothing is changed globally.
-
-        recomputes: forwards run again inside the backward, where the mode that widens powers cannot follow.
-        """
-        self.recomputes = recomputes
+    def __init__(self, precision: str, device: torch.device, *, loss_scale: float, window: int) -> None:
+        """Set up; nothing is changed globally."""
         self.precision, self.device = precision, device
         self.dtype = PRECISION_DTYPES[precision]
         self.loss_scale = LossScale(loss_scale, window) if precision == "fp16" else None
@@ -102,7 +96,7 @@ class MixedPrecision:
         powers: AbstractContextManager[Any] = nullcontext()
         if on_cpu and self.dtype != torch.float32:
             fast = FastProducts()
-        if on_cpu and self.dtype == torch.float16 and not self.recomputes:
+        if on_cpu and self.dtype == torch.float16:
             powers = WidePowers()
         with fast, powers:
             yield
@@ -153,6 +147,13 @@ class MixedPrecision:
         """Take over the loss scale that ``state_dict`` of the same precision gave."""
         if self.loss_scale is not None:
             self.loss_scale = LossScale(**state["loss_scale"])
+
+
+def recomputation(device: torch.device) -> dict[str, Any]:
+    """Return the arguments of ``torch.utils.checkpoint`` under which a forward that runs again inside the backward,
+    where no function mode from outside is active, is computed as in ``whole_step``."""
+    given: dict[str, Any] = {"use_reentrant": False}
+    return given | ({"context_fn": lambda: (WidePowers(), WidePowers())} if device.type == "cpu" else {})
 
 
 def each_norm(tensors: list[Tensor]) -> Tensor:

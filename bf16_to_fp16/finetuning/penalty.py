@@ -172,7 +172,7 @@ class ActivationPenalty:
         """Start to look at ``model``'s forwards and return the penalty."""
         if self._attached:
             raise UserError("this penalty is attached already; call detach() first")
-        if self.targets is None or any(site.endswith(":scores") for site in self.targets):
+        if self.targets is None or any(site.endswith((":scores", ":masked")) for site in self.targets):
             _check_attention(self.model)
         self._modules = dict(paths(self.model))
         distributed = torch.distributed
@@ -666,5 +666,5 @@ def _check_attention(model: nn.Module) -> None:
         if isinstance(used, str) and any(kind in used for kind in _FUSED):
             raise UserError(
                 f"attention {used!r} hides its scores; call model.set_attn_implementation('eager'),"
-                " or give targets without ':scores'"
+                " or give targets without ':scores' and ':masked'"
             )

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ..devices import DEVICE_NAMES, is_device_name
 from ..errors import UserError
 
 Precision = Literal["fp16", "bf16", "fp32"]
@@ -200,6 +201,21 @@ class Distillation(Section):
     )
 
 
+class Quality(Section):
+    """What the result must keep of the original on the held-out examples; less makes the verdict unsafe."""
+
+    max_kl: float | None = Field(
+        default=0.2,
+        gt=0,
+        description="most KL to the original, nats per target token (an encoder: squared error); null: not judged",
+    )
+    max_loss_rise: float | None = Field(
+        default=0.05,
+        ge=0,
+        description="most rise of the held-out loss, as a share of what it was at first; null: not judged",
+    )
+
+
 class Evaluation(Section):
     """What is measured on the held-out examples during the run, and how often."""
 
@@ -263,7 +279,7 @@ class Recipe(Section):
     source: NonBlank = Field(description="the checkpoint: a folder or a Hub id (name[@revision])")
     out: NonBlank = Field(description="the folder to write")
     subfolder: NonBlank | None = Field(default=None, description="folder inside the source")
-    target: Literal["half", "norm-safe", "train"] = Field(
+    target: Literal["auto", "half", "norm-safe", "fp16-accumulate", "train"] = Field(
         default="half", description="what rescaling aims at, as in convert"
     )
     rescale: bool = Field(default=True, description="rescale exactly before the first step")
@@ -275,17 +291,25 @@ class Recipe(Section):
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
     compile: bool = Field(default=False, description="torch.compile the model")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = Field(default="auto", description="auto (CUDA where there is one), cpu, cuda, cuda:N or mps")
     seed: Seed = Field(default=0, description="seed of dropout, stochastic rounding and, by default, data")
     data: Data = Field(description="the section that says what to train on")
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     penalty: Penalty = Penalty()
     distillation: Distillation = Distillation()
+    quality: Quality = Quality()
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
     checkpointing: Checkpointing = Checkpointing()
     stability: Stability = Stability()
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if not is_device_name(value):
+            raise ValueError(f"is {value!r}; use {DEVICE_NAMES}")
+        return value
 
     @field_validator("precision", mode="before")
     @classmethod

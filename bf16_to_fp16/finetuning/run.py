@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,28 +28,31 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import check_out, put_in_place, scratch, staged
 from ..checkpoint.writer import write_fp16
 from ..commands.convert import Conversion, convert_by
-from ..conversion.options import Destination, Options, Provenance
+from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
 from ..conversion.planning import Opened, checkpoint_batches, decide
+from ..devices import Device, find_device
 from ..errors import UserError
 from ..families.known import is_encoder_class
 from ..families.resolve import resolve
 from ..observe.observer import SiteObserver
 from ..progress import Progress
 from ..report.build import other_sha256
-from ..report.schema import FinetuneEntry, Lineage, Source
+from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.apply import edited_config, writes
 from ..rescaling.plan import Plan
+from ..rescaling.planner import MARGIN_BITS
 from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
 from ..run.scaled_attention import SCALED, register
 from ..run.stock import load, load_config
 from .corpus import Corpus, open_corpus
 from .distillation import Teacher, arguments, counted_positions, task_loss
+from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import PRECISION_DTYPES, MixedPrecision
 from .processes import precisions_of
 from .recipe import Recipe, parse_recipe, read_recipe
-from .states import RunFolder, read_state
+from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
@@ -63,19 +68,19 @@ def finetune(
     force: bool = False,
     overrides: tuple[str, ...] = (),
     progress: Progress | None = None,
-    name: str = "recipe",
     endpoint: str | None = None,
 ) -> Conversion | None:
     """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
     first.
 
     recipe: a Recipe, a mapping, or the path of a YAML file, in which ``overrides`` (``schedule.steps=200``) are put in
-    place. force: replace an existing output. name: of the recipe in the report, by default its file's. Continues a run
-    that its folder holds. Raises UserError for a recipe, a source or data that cannot be used, for a start that is not
-    finite in the recipe's precision, and for a run that cannot succeed.
+    place. force: replace an existing output. Continues a run that its folder holds, and one that has ended where the
+    recipe now has more steps. Raises UserError for a recipe, a source or data that cannot be used, for a start that is
+    not finite in the recipe's precision, and for a run that cannot succeed.
     """
+    command = Command()
     if isinstance(recipe, (str, Path)):
-        name, recipe = Path(recipe).name, read_recipe(recipe, overrides)
+        command, recipe = Command(str(recipe), tuple(overrides)), read_recipe(recipe, overrides)
     elif not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe)
     out = Path(recipe.out)
@@ -83,39 +88,79 @@ def finetune(
     check_out(out, force=force)  # before a download
     checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
     check_out(out, checkpoint.folder, force=force)
-    run = train(recipe, checkpoint, progress=progress)
+    run = train_on_device(recipe, checkpoint, progress)
     if run.weights is None:
         return None
     progress = progress or Progress(quiet=True)
-    trained = run.folder / TRAINED_FOLDER
-    write_trained(run.folder / START_FOLDER, run.weights, trained)
-    result = convert_by(
-        Options(target=recipe.target),
-        trained,
-        Destination(out, force=force),
-        provenance=Provenance(f"bf16-to-fp16 finetune {name}", lineage_of(checkpoint, recipe, run), checkpoint),
-        progress=progress,
+    provenance = Provenance(
+        command.published().line(),
+        lineage_of(checkpoint, recipe, run),
+        checkpoint,
+        judge=partial(judged, recipe=recipe, command=command.published()),
     )
-    shutil.rmtree(trained, ignore_errors=True)
+    with written_trained(run.folder, run.weights) as trained:
+        place, options = Destination(out, force=force), options_of(recipe)
+        result = convert_by(options, trained, place, provenance=provenance, progress=progress)
+    if command != command.published() and (said := str(result.report["finetune"].get("next", ""))):
+        exact = judged(read(Report, result.report), recipe, command).finetune
+        progress.say(exact.next if exact is not None else said)
     return result
+
+
+def options_of(recipe: Recipe, **others: Any) -> Options:
+    """Return the options of every conversion in a finetune: what rescaling can keep, it keeps as well."""
+    # A quarter of a bit more, since the audit's values are rounded otherwise than those that are observed.
+    asked = 0.0 if recipe.penalty.form == "none" else recipe.penalty.headroom_bits + 0.25
+    margin = max(MARGIN_BITS, asked)
+    return Options(target=recipe.target, margin_bits=min(margin, MOST_MARGIN), device=recipe.device, **others)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its folder, what it did, on which data and how many processes, and the trained fp32
-    weights (None on every process but the first)."""
+    """A run that has ended: its folder, what it did, on which data, how many processes and which devices, and the
+    trained fp32 weights (None on every process but the first)."""
 
     folder: Path
     outcome: Outcome
     data: Mapping[str, Any]
     processes: int
+    devices: Sequence[str]
     weights: Mapping[str, torch.Tensor] | None
 
 
-def train(recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | None = None) -> Run:
+def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | None) -> Run:
+    """Train on the recipe's device; where that runs out of memory, go on from the run's last state on the CPU.
+
+    Several processes cannot, of which one alone would wait for the others: they end with a UserError. Raises UserError
+    as ``finetune`` does.
+    """
+    first = int(os.environ.get("RANK", "0")) == 0
+    device = Device(recipe.device, progress if first else None)
+
+    def trained(place: torch.device) -> Run:
+        from accelerate.state import AcceleratorState
+
+        if place != device.asked:
+            AcceleratorState._reset_state(reset_partial_state=True)  # which would keep the device that is full
+        return train(recipe, checkpoint, place, progress=progress)
+
+    try:
+        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+        run = device.run("training", trained) if alone else trained(device.asked)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{device.name} is out of memory; give a smaller data.batch_size and more data.gradient_accumulation, or"
+            " gradient_checkpointing: true; the same command then goes on with the run"
+        ) from error
+    return replace(run, devices=device.used.get("training", [device.name]))
+
+
+def train(
+    recipe: Recipe, checkpoint: Checkpoint, place: torch.device | None = None, *, progress: Progress | None = None
+) -> Run:
     """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
 
-    Raises UserError as ``finetune`` does.
+    place: the device, by default the recipe's. Raises UserError as ``finetune`` does.
     """
     agreed_layout(checkpoint)
     folder = run_folder(recipe)
@@ -127,7 +172,7 @@ def train(recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | None =
         load_config(checkpoint.folder),
         seed=recipe.data_seed,
     )
-    accelerator = make_accelerator(recipe)
+    accelerator = make_accelerator(recipe, place)
     corpus.check_processes(accelerator.num_processes)
     main = accelerator.is_main_process
     progress = (progress or Progress(quiet=True)) if main else Progress(quiet=True)
@@ -139,6 +184,8 @@ def train(recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | None =
         write_start(checkpoint, recipe, start, progress)
     accelerator.wait_for_everyone()
     student = load(start, torch.float32, attention=attention_of(recipe))
+    # Where stock code ties nothing the embedding is stored under several names; it is trained as the one that it was.
+    student.set_input_embeddings(student.get_input_embeddings())
     fits = False
     if not RunFolder(folder, 1).steps():
         fits = check_start(student, recipe, corpus, accelerator, progress)
@@ -152,12 +199,18 @@ def train(recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | None =
         progress=progress,
         log=open_log(recipe, folder) if main else None,
     )
+    if not trainer.states.steps():
+        untrained = trainer.weights()
+        if main:
+            rehearse(recipe, folder, untrained, corpus, progress)
+        del untrained
+        accelerator.wait_for_everyone()
     outcome = trainer.train(fits=fits)
     weights = trainer.weights()
     # All are done with each other: a process that ends with its group's threads running may be aborted.
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, weights if main else None)
+    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), weights if main else None)
 
 
 def convert_or_finetune(
@@ -180,7 +233,8 @@ def convert_or_finetune(
         raise UserError("convert runs in one process; under a launcher use finetune")
     given = {"source": str(source), "out": str(out), "target": options.target, "subfolder": options.subfolder}
     # A JSON string is a YAML string, whatever is in it.
-    chosen = read_recipe(recipe, [f"{key}={json.dumps(value)}" for key, value in given.items()])
+    overrides = tuple(f"{key}={json.dumps(value)}" for key, value in given.items())
+    chosen = read_recipe(recipe, overrides)
     check_recipe(chosen)
     check_out(out, force=force)
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
@@ -194,7 +248,7 @@ def convert_or_finetune(
             return replace(result, out=out)
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
     progress.say(f"Rescaling alone leaves it unsafe{f' ({worst})' if worst else ''}: finetuning")
-    finetuned = finetune(chosen, force=force, progress=progress, name=Path(recipe).name, endpoint=endpoint)
+    finetuned = finetune(recipe, overrides=overrides, force=force, progress=progress, endpoint=endpoint)
     assert finetuned is not None  # the only process is the first one
     return finetuned
 
@@ -205,12 +259,13 @@ def check_recipe(recipe: Recipe) -> None:
         raise UserError(
             "compile hides the operations that the penalty looks at; set compile: false, or penalty.form: none"
         )
-    if recipe.compile and "fp32" not in recipe.precision and (recipe.device == "cpu" or not torch.cuda.is_available()):
+    device = find_device(recipe.device)
+    if device.index is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"device {device} is one for all processes; set device: cuda, and each takes its own")
+    if recipe.compile and "fp32" not in recipe.precision and device.type == "cpu":
         raise UserError("compile on a CPU goes with precision: fp32 alone; set that, or compile: false")
     if recipe.penalty.form != "none" and recipe.attention == "sdpa":
         raise UserError("attention sdpa hides its scores from the penalty; set attention: eager, or penalty.form: none")
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda and there is none here; set device: auto, or cpu")
 
 
 def run_folder(recipe: Recipe) -> Path:
@@ -228,7 +283,7 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
     states = RunFolder(folder, 1)
     if states.steps():
         last = states.of(states.steps()[-1])
-        check_same_recipe(read_state(last)["recipe"], recipe, last)
+        check_same_recipe(read_state(last), recipe, last)
     elif any(entry.name != START_FOLDER and not entry.name.startswith(".") for entry in folder.iterdir()):
         names = {entry.name for entry in folder.iterdir()} - {
             START_FOLDER,
@@ -241,11 +296,14 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
             raise UserError(f"{folder} holds other files; give an empty or new checkpointing.folder")
 
 
-def make_accelerator(recipe: Recipe) -> Any:
+def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
     """Return the accelerator of this process: its precision is "no", since autocast and loss scale are ours."""
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-    on_cpu = recipe.device == "cpu" or not torch.cuda.is_available()
+    place = place or find_device(recipe.device)
+    on_cpu = place.type == "cpu"
+    if place.index is not None:
+        torch.cuda.set_device(place)  # which is then the one that "cuda" means
     engine = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true")
     wanted = int(os.environ.get("WORLD_SIZE", "1"))
     # Given to a single process it would look for a group that nobody made.
@@ -336,8 +394,9 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
     layout = resolve(checkpoint)
     plan = Plan(family=layout.family.name)
     if recipe.rescale:
-        opened = Opened(checkpoint, layout, checkpoint_batches(checkpoint, None, recipe.seed))
-        decided = decide(opened, Options(recipe.target, max_length=recipe.data.input_length), progress)
+        inputs = checkpoint_batches(checkpoint, layout, None, recipe.seed)
+        opened = Opened(checkpoint, layout, inputs, Device(recipe.device))
+        decided = decide(opened, options_of(recipe, max_length=recipe.data.input_length), progress)
         layout, plan = decided.layout, decided.plan
     with staged(start, force=True) as work:
         tensors = [write.as_dtype("F32") for write in writes(layout, plan)]
@@ -393,14 +452,15 @@ def overflowing(
     """Return the first site that is not finite in a precision, or None."""
     mixed_precision = MixedPrecision(precision, device, loss_scale=1.0, window=1)
     with (
-        progress.step(f"Checking that the start is finite in {precision}"),
+        progress.step(f"Checking that the start is finite in {precision}") as advance,
         torch.no_grad(),
         mixed_precision.whole_step(),
     ):
         observer = SiteObserver(student)
-        for each in given:
+        for done, each in enumerate(given, 1):
             with observer, mixed_precision.forward():
                 student(**each)
+            advance(done, len(given))
     linears = {path for path, module in student.named_modules() if isinstance(module, torch.nn.Linear)}
     if not any(site.dtype == mixed_precision.dtype for site in observer.sites() if site.name in linears):
         raise RuntimeError(f"the linears do not compute in {precision}")
@@ -414,18 +474,50 @@ def open_log(recipe: Recipe, folder: Path) -> RunLog:
     return RunLog(path, recipe.logging.wandb, folder, Path(recipe.out).name, recipe.describe())
 
 
-def write_trained(start: Path, weights: Mapping[str, torch.Tensor], trained: Path) -> None:
-    """Write the trained weights in fp32 as a checkpoint under the names of ``start``, whole or not at all."""
+def rehearse(
+    recipe: Recipe, folder: Path, weights: Mapping[str, torch.Tensor], corpus: Corpus, progress: Progress
+) -> None:
+    """Take untrained weights through what follows the training, so that nothing is learnt that cannot be written:
+    write, open, rescale, certify, and run the result on a batch in fp16.
+
+    Raises UserError as ``convert`` does.
+    """
+    with (
+        progress.step("Trying the conversion on the untrained weights"),
+        written_trained(folder, weights) as trained,
+        scratch(Path(recipe.out)) as beside,
+    ):
+        convert_by(options_of(recipe, run_model=False), trained, Destination(beside / "out"))
+        model = load(beside / "out", torch.float16, half=True)
+        with torch.no_grad():
+            model(**arguments(model, next(corpus.training_batches()), torch.device("cpu")))
+
+
+@contextmanager
+def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
+    """Yield the trained weights in fp32 as a checkpoint under the names of the run's start, which is then removed."""
+    start, trained = folder / START_FOLDER, folder / TRAINED_FOLDER
     checkpoint = open_checkpoint(start)
-    names = {tensor.source for tensor in resolve(checkpoint).tensors.values() if tensor.source is not None}
-    with staged(trained, force=True) as work:
+    layout = resolve(checkpoint)
+    with staged(trained, force=True) as work, on_a_disk(trained):
         tensors = {}
-        for name in sorted(names):
-            value = weights.get(name)
-            tensors[name] = (checkpoint.read(name) if value is None else value).float().contiguous()
+        for tensor in layout.tensors.values():
+            # Processes that hold parts of a model give a shared weight under one of its names only.
+            shared = layout.family.embedding if tensor.name in layout.family.copies else tensor.name
+            value = weights.get(tensor.name, weights.get(shared))
+            if value is None and tensor.source is not None:
+                value = checkpoint.read(tensor.source)
+            if value is not None:
+                tensors[tensor.name] = value.float().contiguous()
+        # One storage under two names is refused.
+        tensors = {name: value.clone() if name in layout.family.copies else value for name, value in tensors.items()}
         save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
         shutil.copyfile(start / "config.json", work / "config.json")
         carry_over(start, work)
+    try:
+        yield trained
+    finally:
+        shutil.rmtree(trained, ignore_errors=True)
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:
@@ -443,6 +535,7 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:
             recipe=settings,
             data=shown,
             processes=run.processes,
+            devices=list(run.devices),
             **run.outcome.to_json(),
             curves=curves(run.folder / "log.jsonl"),
         ),

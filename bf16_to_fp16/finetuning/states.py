@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ..checkpoint.staging import sync_folder, sync_tree
 from ..errors import UserError
 
-STATE = "state.pt"
+STATE, TENSORS = "state.pt", "model.safetensors"
+
+
+GOES_ON = "free some space; the same command then goes on with the run"
 
 
 _EIGHT_BIT = "torchao.optim.subclass_8bit"
@@ -47,9 +53,24 @@ class RunFolder:
         """Return the folder of a step's state."""
         return self.path / f"step-{step:08d}"
 
+    def partial(self, step: int) -> Path:
+        """Return the folder in which a step's state is written."""
+        return self.path / f".step-{step:08d}.partial"
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[None]:
+        """Cover the writing of a state; where the disk is full or fails, remove what there is of it and raise
+        UserError: the states before it stay."""
+        try:
+            with on_a_disk(self.of(step)):
+                yield
+        except UserError:
+            shutil.rmtree(self.partial(step), ignore_errors=True)
+            raise
+
     def begin(self, step: int) -> Path:
         """Return an empty folder to write a state into; one that a crash left there is removed."""
-        work = self.path / f".step-{step:08d}.partial"
+        work = self.partial(step)
         shutil.rmtree(work, ignore_errors=True)
         try:
             work.mkdir(parents=True)
@@ -59,7 +80,7 @@ class RunFolder:
 
     def commit(self, step: int) -> None:
         """Put the state that ``begin`` gave in place, and remove the oldest beyond ``keep``."""
-        work, place = self.path / f".step-{step:08d}.partial", self.of(step)
+        work, place = self.partial(step), self.of(step)
         sync_tree(work)
         self.remove(step)
         work.rename(place)
@@ -77,6 +98,43 @@ class RunFolder:
             shutil.rmtree(aside, ignore_errors=True)
 
 
+@contextmanager
+def on_a_disk(path: Path) -> Iterator[None]:
+    """Raise UserError where the block, which writes at ``path``, finds the disk full or failing."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; {GOES_ON}") from error
+    except SafetensorError as error:
+        reason = str(error).partition("I/O error: ")[2].partition(" (os error")[0]
+        raise UserError(f"{path}: {reason or 'cannot be written'}; {GOES_ON}") from error
+    except RuntimeError as error:
+        # torch's writer of zip files, which does not say why a write came back short.
+        if "inline_container" not in str(error):
+            raise
+        raise UserError(f"{path}: cannot be written, as where a disk is full; {GOES_ON}") from error
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the weights of a state."""
+    save_file(dict(tensors), folder / TENSORS)
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return what ``write_tensors`` wrote; raises UserError for a file that is damaged."""
+    try:
+        return load_file(folder / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise damaged(folder / TENSORS) from error
+
+
+def damaged(file: Path) -> UserError:
+    """Return the error for a file of a state that cannot be read."""
+    return UserError(f"{file}: cannot be read; remove {file.parent} to go on from the state before it")
+
+
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write tensors, numbers, texts, lists and dictionaries to the folder's state file."""
     torch.save(dict(state), folder / STATE)
@@ -90,7 +148,5 @@ def read_state(folder: Path) -> dict[str, Any]:
             import_module(_EIGHT_BIT)
         state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise many kinds
-        raise UserError(
-            f"{folder / STATE}: cannot be read; remove {folder} to go on from the state before it"
-        ) from error
+        raise damaged(folder / STATE) from error
     return state

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import UserError
@@ -42,12 +41,12 @@ from .distillation import (
 )
 from .evaluation import Evaluator
 from .log import RunLog
-from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision
+from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision, recomputation
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
 from .stability import RunPosition, Watch
-from .states import RunFolder, read_state, write_state
+from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
 
 FITTING_STEPS = 20
 """Steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16."""
@@ -109,7 +108,7 @@ class Trainer:
         student.train()
         if recipe.gradient_checkpointing:
             student.config.use_cache = False
-            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recomputation(self.device))
         weights = PRECISION_DTYPES[recipe.optimizer.weights]
         if weights != torch.float32:
             student.to(weights)
@@ -152,7 +151,6 @@ class Trainer:
             self.device,
             loss_scale=stability.loss_scale,
             window=stability.loss_scale_window,
-            recomputes=self.recipe.gradient_checkpointing,
         )
         if self.processes.engine and self.precisions[phase] == "fp16":
             # The engine autocasts, and multiplies the loss by what it is told.
@@ -456,6 +454,8 @@ class Trainer:
         """Go on from the last whole state, if there is one."""
         steps = self.states.steps()
         if steps:
+            last = self.states.of(steps[-1])
+            check_same_recipe(read_state(last), self.recipe, last)
             self._load(steps[-1])
             self.progress.say(f"Continuing from step {steps[-1]}")
         if self.log is not None:
@@ -463,12 +463,15 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a whole state, together."""
-        step = self.position.step
+        with self.states.writing(self.position.step):
+            self._write(self.position.step)
+
+    def _write(self, step: int) -> None:
         main = self.processes.main
         if main:
             self.states.begin(step)
         self.processes.wait()
-        work = self.states.path / f".step-{step:08d}.partial"
+        work = self.states.partial(step)
         state: dict[str, Any] = {
             "progress": vars(self.position),
             "stream": self.training_batches.state_dict(),
@@ -483,7 +486,7 @@ class Trainer:
             self._forget_if(state["untouched"])
         elif main:
             tensors = {name: p.detach().cpu().contiguous() for name, p in self.stock.named_parameters()}
-            save_file(tensors, work / "model.safetensors")
+            write_tensors(work, tensors)
             state["optimizer"] = self.optimizer.state_dict()
         if main:
             write_state(work, state)
@@ -502,7 +505,6 @@ class Trainer:
         """Take over a state."""
         folder = self.states.of(step)
         state = read_state(folder)
-        check_same_recipe(state["recipe"], self.recipe, folder)
         self.position = RunPosition(**state["progress"])
         self.mixed_precision = self._mixed_precision(self.position.phase)
         self.mixed_precision.load_state_dict(state["amp"])
@@ -514,7 +516,7 @@ class Trainer:
             self.processes.load(folder / "accelerate")
             self._forget_if(state["untouched"])
             return
-        tensors = load_file(folder / "model.safetensors")
+        tensors = read_tensors(folder)
         with torch.no_grad():
             for name, parameter in self.stock.named_parameters():
                 parameter.copy_(tensors[name])
@@ -606,13 +608,17 @@ def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torc
     return AdamW(groups, **options, **exact)  # type: ignore[arg-type]
 
 
-CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "source")
+CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
 """Parts of a recipe that may change when a run continues: they have no part in its bits."""
 
 
-def check_same_recipe(before: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
-    """Raise UserError where a state was written under a recipe that would have given other bits."""
-    now = recipe.describe()
+def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
+    """Raise UserError where a state was written under a recipe that would have given other bits; a run that has come
+    to its end may go on to more steps."""
+    before, now = state["recipe"], recipe.describe()
+    ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
+    if ended and steps > before["schedule"]["steps"]:
+        before = {**before, "schedule": {**before["schedule"], "steps": steps}}
     changed = [key for key in now if key not in CHANGEABLE and before.get(key) != now[key]]
     if changed:
         raise UserError(

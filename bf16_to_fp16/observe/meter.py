@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,30 +17,54 @@ from .observer import SiteObserver
 _STEPS_IN_A_BINADE = 8
 
 
-def observe_ranges(model: nn.Module, batches: Iterable[Batch]) -> Ranges:
-    """Return what every linear, embedding, norm and attention module of an fp32 ``model`` took in and gave out.
+class RangeObserver:
+    """Context manager under which every linear, embedding, norm and attention module of an fp32 ``model`` is metered,
+    by channel, in what it takes in and gives out.
 
     Every position counts, padding too: the network computes them, and fp16 must hold them. Scores are seen only under
-    ``attn_implementation="eager"``. The planner's ranges come from here.
+    ``attn_implementation="eager"``. The planner's ranges come from here. beside: the observer of another run by a copy
+    of the model, to whose ranges this run adds.
     """
-    meters: dict[str, _Meter] = {}
-    handles = []
-    observer = SiteObserver(model)
-    family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
-    attentions = roles_of(family).attentions
-    for path, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)) or is_norm(module) or path.rpartition(".")[2] in attentions:
-            meters[path] = meter = _Meter(module, observer)
-            handles.append(module.register_forward_hook(meter, with_kwargs=True))
-    try:
-        with torch.no_grad(), observer:
-            for batch in batches:
-                run_batch(model, batch)
-    finally:
-        for handle in handles:
+
+    def __init__(self, model: nn.Module, beside: RangeObserver | None = None) -> None:
+        self.model = model
+        family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
+        ends = roles_of(family).attentions
+        self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
+        self.observer: SiteObserver
+        if beside is None:
+            self.observer, self.meters = SiteObserver(model, only=self.attentions), dict[str, _Meter]()
+            self.totals = _Totals()
+        else:
+            self.observer, self.meters = beside.observer.beside(model), beside.meters
+            self.totals = beside.totals
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> RangeObserver:
+        for path, module in self.model.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)) or is_norm(module) or path in self.attentions:
+                meter = self.meters.setdefault(path, _Meter(module, self.totals))
+                self._handles.append(module.register_forward_hook(meter, with_kwargs=True))
+        self.observer.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.observer.__exit__(*error)
+        for handle in self._handles:
             handle.remove()
-    scores = _scores(observer)
-    return {path: meter.result(scores.get(path)) for path, meter in meters.items() if meter.output.rows}
+
+    def ranges(self) -> Ranges:
+        """Return what was seen."""
+        scores = _scores(self.observer)
+        return {path: meter.result(scores.get(path)) for path, meter in self.meters.items() if meter.output.rows}
+
+
+def observe_ranges(model: nn.Module, batches: Sequence[Batch]) -> Ranges:
+    """Return what a ``RangeObserver`` sees of an fp32 ``model`` on ``batches``."""
+    with torch.no_grad(), RangeObserver(model) as observer:
+        for batch in batches:
+            run_batch(model, batch)
+    return observer.ranges()
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -56,6 +81,40 @@ def _scores(observer: SiteObserver) -> dict[str, ScoreRange]:
     return found
 
 
+@dataclass(frozen=True)
+class _Total:
+    """Largest |x| and sum of squares of each channel of one tensor, fp32 [channels], over its ``rows``; ``version``:
+    of the tensor."""
+
+    amax: Tensor
+    squares: Tensor
+    rows: int
+    version: int
+
+
+class _Totals:
+    """Adds up tensors [..., channels], each once for all modules that it passes: queries, keys and values read one."""
+
+    NAME = "_bf16_to_fp16_total"
+
+    def __init__(self) -> None:
+        self.scratch = torch.empty(0)
+
+    def of(self, x: Tensor) -> _Total:
+        """Return what a tensor adds up to."""
+        found: _Total | None = getattr(x, self.NAME, None)
+        if found is None or found.version != x._version:
+            flat = x.reshape(-1, x.shape[-1]).float()
+            # A product of its own for every tensor would cost more in fresh memory than in arithmetic.
+            if self.scratch.numel() < flat.numel():
+                self.scratch = flat.new_empty(flat.numel())
+            square = torch.mul(flat, flat, out=self.scratch[: flat.numel()].view_as(flat))
+            amax = torch.maximum(flat.amax(0), -flat.amin(0))
+            found = _Total(amax, square.sum(0), len(flat), x._version)
+            setattr(x, self.NAME, found)
+        return found
+
+
 class _Channels:
     """Running per-channel maximum and sum of squares."""
 
@@ -64,13 +123,11 @@ class _Channels:
         self.amax = torch.zeros(0)
         self.squares = torch.zeros(0, dtype=torch.float64)
 
-    def add(self, x: Tensor) -> None:
-        flat = x.reshape(-1, x.shape[-1])
-        amax = torch.maximum(flat.amax(0), -flat.amin(0)).float()
-        squares = (flat.float() * flat.float()).sum(0, dtype=torch.float64)
+    def add(self, made: _Total) -> None:
+        amax, squares = made.amax, made.squares.double()
         if self.rows:
             amax, squares = torch.maximum(amax, self.amax), squares + self.squares
-        self.amax, self.squares, self.rows = amax, squares, self.rows + len(flat)
+        self.amax, self.squares, self.rows = amax, squares, self.rows + made.rows
 
     def result(self) -> ChannelRange:
         mean = (self.squares / max(self.rows, 1)).float()
@@ -78,10 +135,10 @@ class _Channels:
 
 
 class _Meter:
-    """The forward hook of one module."""
+    """What one module took in and gave out: its forward hook."""
 
-    def __init__(self, module: nn.Module, observer: SiteObserver) -> None:
-        self.observer = observer
+    def __init__(self, module: nn.Module, totals: _Totals) -> None:
+        self.totals = totals
         self.input = _Channels()
         self.output = _Channels()
         self.norm = is_norm(module)
@@ -92,20 +149,22 @@ class _Meter:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x = args[0] if args else kwargs.get("hidden_states")
         y = output[0] if isinstance(output, tuple) else output
-        with self.observer.paused():
+        # No operation of the model's: the observer, which is active, need not look.
+        with torch._C._DisableTorchDispatch():
             if isinstance(x, Tensor) and x.is_floating_point():
-                self.input.add(x.detach())
+                self.input.add(self.totals.of(x))
                 if self.norm:
-                    self._add_norm(x.detach())
-            self.output.add(y.detach())
+                    self._add_norm(x)
+            self.output.add(self.totals.of(y))
 
     def _add_norm(self, x: Tensor) -> None:
-        x = x.reshape(-1, x.shape[-1]).double()
-        variance = x.var(-1, correction=0) if self.centred else x.square().mean(-1)
-        self.norm_max = max(self.norm_max, float(x.norm(dim=-1).max()))
+        x = x.reshape(-1, x.shape[-1]).float()
+        length = torch.linalg.vector_norm(x, dim=-1)
+        variance = x.var(-1, correction=0).double() if self.centred else length.double().square() / x.shape[-1]
+        self.norm_max = max(self.norm_max, float(length.max()))
         steps = (variance.clamp(min=1e-30).log2() * _STEPS_IN_A_BINADE).round().int()
-        for step, count in zip(*steps.unique(return_counts=True), strict=True):
-            self.binades[int(step)] = self.binades.get(int(step), 0) + int(count)
+        for step, count in zip(*(found.tolist() for found in steps.unique(return_counts=True)), strict=True):
+            self.binades[step] = self.binades.get(step, 0) + count
 
     def result(self, scores: ScoreRange | None) -> ModuleRange:
         norm = None

@@ -10,8 +10,7 @@ large are elements counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
+from ..numerics import FP16_MAX, FP16_STEP, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
 from ..run.products import is_cpu_half, is_matrix_product, product_in_fp32
 from .origins import (
     FACTORIES,
@@ -29,6 +28,7 @@ from .origins import (
     Origin,
     forget_origin,
     masked_positions,
+    masked_span,
     only_constants,
     origin_of,
     set_origin,
@@ -45,6 +45,10 @@ _FRIENDLY = {
     "_to_copy": "to",
     "native_layer_norm": "layer_norm",
 }
+
+
+_OUTPUTS_OF_A_RUN = 1 << 40
+"""More than any run has."""
 
 
 @dataclass(slots=True)
@@ -69,8 +73,14 @@ class _Frame:
     path: str
     linear: bool
     sites: dict[tuple[str, int, torch.dtype], Site]
+    measured: bool = True
     counts: dict[str, int] = field(default_factory=dict)
     after_softmax: bool = False
+
+    @property
+    def before_softmax(self) -> bool:
+        """Whether this is an attention that has its scores, but not yet its weights."""
+        return "scores" in self.counts and not self.after_softmax
 
 
 class SiteObserver(TorchDispatchMode):
@@ -79,20 +89,24 @@ class SiteObserver(TorchDispatchMode):
 
     Sites are named by module path and operation: ``<path>`` for the output of a linear module, else ``<path>:add``,
     ``<path>:add#2`` for the second in one call, ``<path>:scores`` and ``<path>:context`` for the two products of an
-    attention, ``<site>:grad`` for the backward of a site. May be entered again; the sites accumulate.
+    attention, ``<path>:masked`` for what its mask must add at least, ``<site>:grad`` for the backward of a site. May be
+    entered again; the sites accumulate.
 
-    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does.
+    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure what the modules at
+    these paths do themselves, and nothing else.
     """
 
-    def __init__(self, model: nn.Module, *, fast_products: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()
         self.model = model
+        self.only = only
         self.fast_products = fast_products
         self.outputs = 0
         """Floating-point op outputs seen in the model, without views."""
         self.views = 0
         """Floating-point outputs that only show another output's memory: seen, not measured twice."""
         self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {}
+        self._before = 0
         self._operators: dict[Any, _Operator] = {}
         self._stack: list[_Frame] = []
         self._frame: _Frame | None = None
@@ -101,6 +115,15 @@ class SiteObserver(TorchDispatchMode):
         self._sequence = -1
         self._node = -1
         self._node_frame: _Frame | None = None
+
+    def beside(self, model: nn.Module) -> SiteObserver:
+        """Return an observer of another run by a copy of the model, which adds to the same sites.
+
+        What is first seen or broken there comes after all that is first seen or broken here.
+        """
+        other = SiteObserver(model, fast_products=self.fast_products, only=self.only)
+        other._sites, other._before = self._sites, self._before + _OUTPUTS_OF_A_RUN
+        return other
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -127,10 +150,11 @@ class SiteObserver(TorchDispatchMode):
     def _hook(self, path: str, module: nn.Module) -> None:
         sites = self._sites.setdefault(path, {})
         linear = isinstance(module, nn.Linear)
+        measured = self.only is None or path in self.only
         stack = self._stack
 
         def enter(module: nn.Module, args: Any) -> None:
-            self._frame = _Frame(path, linear, sites)
+            self._frame = _Frame(path, linear, sites, measured)
             stack.append(self._frame)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -152,15 +176,6 @@ class SiteObserver(TorchDispatchMode):
             site.nonfinite += site.pending_nonfinite
             site.saturated += site.pending_saturated
             site.pending_nonfinite = site.pending_saturated = 0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let a hook compute something of its own unmeasured, while the observer is active."""
-        frame, self._frame = self._frame, None
-        try:
-            yield
-        finally:
-            self._frame = frame
 
     def sites(self) -> list[Site]:
         """Return the sites in the order of their modules."""
@@ -247,10 +262,13 @@ class SiteObserver(TorchDispatchMode):
             return
         node: Any = torch._C._current_autograd_node()
         frame = self._frame if node is None else self._backward_frame(node)
-        if frame is None:
+        if frame is None or not frame.measured:
             return
         self.outputs += 1
-        site = self._site(operator, frame, out.dtype, index, constant, node is not None)
+        name = operator.name
+        if name == "to" and isinstance(args[0], nn.Parameter):
+            name = "weight"  # autocast casts one now and then, which must not number what is cast in every call
+        site = self._site(operator, name, frame, out.dtype, index, constant, node is not None)
         if node is None:
             self._remember(site.name)
         site.calls += 1
@@ -259,7 +277,16 @@ class SiteObserver(TorchDispatchMode):
         low_tensor, high_tensor = torch.aminmax(out)
         low, high = float(low_tensor), float(high_tensor)
         cube = not constant and node is None and self._cube(operator.cube, args, out, site)
-        if low > MASK_FROM and high < -MASK_FROM:
+        masked = None
+        if operator.masking is not None and not constant and (low <= MASK_FROM or frame.before_softmax):
+            masked = masked_positions(operator.masking, args, kwargs)
+            if masked is not None and not bool(masked.any()):
+                masked = None
+            elif masked is not None and frame.before_softmax and operator.name == "add" and not operator.inplace:
+                self._see_masked(frame, args, out.dtype, masked)
+        if operator.softmax:
+            _count_masked(frame, args, out)
+        if masked is None and low > MASK_FROM and high < -MASK_FROM:
             amax = max(high, -low)
             if amax > site.amax:
                 site.amax = amax
@@ -267,9 +294,6 @@ class SiteObserver(TorchDispatchMode):
                 site.reason, site.limit = CONSTANT_REASON, None
             return
         whole = site.nonfinite == 0
-        masked = None
-        if low <= MASK_FROM and operator.masking is not None and not constant:
-            masked = masked_positions(operator.masking, args, kwargs)
         if constant:
             _note_constant(site, out)
         elif masked is not None:
@@ -277,13 +301,19 @@ class SiteObserver(TorchDispatchMode):
         else:
             _note(site, out, low, high, cube)
         if whole and site.nonfinite:
-            site.order = self.outputs
+            site.order = self._before + self.outputs
 
     def _site(
-        self, operator: _Operator, frame: _Frame, dtype: torch.dtype, index: int, constant: bool, backward: bool
+        self,
+        operator: _Operator,
+        name: str,
+        frame: _Frame,
+        dtype: torch.dtype,
+        index: int,
+        constant: bool,
+        backward: bool,
     ) -> Site:
         """The site of an operation's output number ``index``, by how often the operation has run in its module."""
-        name = operator.name
         if frame.linear and operator.matmul:
             name = ""
         elif operator.softmax:
@@ -301,7 +331,7 @@ class SiteObserver(TorchDispatchMode):
         key = (name, count, dtype)
         site = frame.sites.get(key)
         if site is None:
-            site = frame.sites[key] = _new_site(frame, name, count, dtype, self.outputs)
+            site = frame.sites[key] = _new_site(frame, name, count, dtype, self._before + self.outputs)
         return site
 
     def _backward_frame(self, node: Any) -> _Frame | None:
@@ -315,6 +345,16 @@ class SiteObserver(TorchDispatchMode):
                 path = f"{forward}:grad"
                 self._node_frame = _Frame(path, True, self._sites.setdefault(path, {}))
         return self._node_frame
+
+    def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
+        """Measure what the mask that is added to scores, for a sum of this dtype, must add at least."""
+        scores = args[0] if origin_of(args[1]) is not None else args[1]
+        key = ("masked", 1, dtype)
+        site = frame.sites.get(key)
+        if site is None:
+            site = frame.sites[key] = _new_site(frame, "masked", 1, dtype, self._before + self.outputs)
+        site.calls += 1
+        site.amax = max(site.amax, float(masked_span(scores, masked).amax()))
 
     def _cube(self, kind: str | None, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
         """Follow x**3 to the tanh that makes its infinity harmless; true while on the way."""
@@ -413,7 +453,17 @@ def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = Fals
         site.saturated += saturated
 
 
+def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
+    """Count the masked positions of rows that see others and have a weight all the same."""
+    site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
+    origin = origin_of(args[0])
+    if site is not None and origin is not None and origin.masked is not None:
+        masked = origin.masked & ~origin.masked.all(-1, keepdim=True)
+        site.saturated += int((weights.masked_fill(~masked, 0.0) > FP16_STEP).sum())
+
+
 def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
+    set_origin(out, Origin(masked=masked.expand(out.shape)))
     # A positive value or a NaN where a mask was added does not come from the mask.
     if not high < -MASK_FROM:
         masked = masked & (out < 0)
@@ -422,7 +472,6 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
     _note(site, kept, low, high)
     site.benign += int(masked.sum()) * (out.numel() // masked.numel())
     site.reason = MASK_REASON
-    set_origin(out, Origin(masked=masked.expand(out.shape)))
 
 
 def _note_constant(site: Site, out: Tensor) -> None:

@@ -6,17 +6,22 @@ inside ``gelu_new`` ends in a tanh. Observer and tap share these rules, so that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ..numerics import FP16_MAX
+from ..numerics import FP16_MAX, FP16_STEP
 from .sites import Site
 
 MASK_FROM = -FP16_MAX / 2
 """A constant at or below this is a mask, not a number: half of fp16's lowest value (-32752)."""
+
+
+MASKED_REACH = -math.log(FP16_STEP)
+"""How far below the largest score of its row a masked one must lie, so that its weight is at most 2⁻²⁴ (16.6)."""
 
 
 FACTORIES = {
@@ -131,6 +136,17 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
     else:
         found = _either(_both(args[1], _positions(args[2])), _positions(args[0]))
     return found if isinstance(found, Tensor) else None
+
+
+def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
+    """Return what a mask must add at least for masked positions to have no weight, by row of attention: fp32 [...,
+    queries], 0 where nothing is masked and where everything is.
+
+    scores: [..., queries, keys], before the mask. masked: bool, broadcastable to it.
+    """
+    hidden = scores.masked_fill(~masked, -math.inf).amax(-1).float()
+    seen = scores.masked_fill(masked, -math.inf).amax(-1).float()
+    return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)
 
 
 def _either(a: Tensor | bool, b: Tensor | bool) -> Tensor | bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .origins import (
     Origin,
     forget_origin,
     masked_positions,
+    masked_span,
     only_constants,
     origin_of,
     set_origin,
@@ -147,7 +149,8 @@ class _TapMode(TorchFunctionMode):
 
 class Tap:
     """Context manager under which ``on_site(name, tensor)`` is called with every floating-point output inside
-    ``model``'s forwards, differentiable, under the name that ``SiteObserver`` gives it with eager attention.
+    ``model``'s forwards, differentiable, under the name that ``SiteObserver`` gives it with eager attention, and with
+    ``<path>:masked`` for each row of attention what the mask must add at least.
 
     It sits above autograd and autocast, so that a tensor is the output itself and carries its gradient; positions that
     an attention mask excludes are zero. A tensor is handed over while the forward runs: use it at once, an in-place
@@ -247,7 +250,7 @@ class Tap:
                 # Its product is no torch function: ZeRO-3 puts an autograd function of its own there.
                 name = self._wanted(call, "", 1)
                 if name is not None:
-                    self._hand_over(name, output, None)
+                    self._hand_over(name, output, _itself)
             stack.pop()
             outer = stack[-1] if stack else None
             if call.tapped and (outer is None or not outer.tapped):
@@ -304,6 +307,16 @@ class Tap:
             masked = masked_positions(function.masking, args, kwargs)
             if masked is not None:
                 set_origin(out, Origin(masked=masked.expand(out.shape)))
+                if (
+                    function.name == "add"
+                    and not function.inplace
+                    and "scores" in call.counts
+                    and not call.after_softmax
+                ):
+                    full = self._wanted(call, "masked", 1)
+                    if full is not None:
+                        scores = args[0] if origin_of(args[1]) is not None else args[1]
+                        self._hand_over(full, scores, partial(masked_span, masked=masked))
         name = function.name
         if function.matmul:
             name = "" if call.linear else "context" if call.after_softmax else "scores"
@@ -316,12 +329,12 @@ class Tap:
         count = call.counts[name] = call.counts.get(name, 0) + 1
         full = self._wanted(call, name, count)
         if full is not None:
-            self._hand_over(full, out, masked)
+            self._hand_over(full, out, _itself if masked is None else partial(_unmasked, masked=masked))
         if name == "pow" and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 3:
             # Its derivative overflows before it does.
             full = self._wanted(call, "cubed", 1)
             if full is not None:
-                self._hand_over(full, args[0], None)
+                self._hand_over(full, args[0], _itself)
 
     def _wanted(self, call: _Call, name: str, count: int) -> str | None:
         """The full name of a site that is wanted."""
@@ -334,18 +347,18 @@ class Tap:
             call.names[name, count] = wanted
             return wanted
 
-    def _hand_over(self, name: str, out: Tensor, masked: Tensor | None) -> None:
+    def _hand_over(self, name: str, out: Tensor, shown: Callable[[Tensor], Tensor]) -> None:
         call, self._call, self._handing_over = self._call, None, True
         try:
-            if self.glance is not None and not self.glance(name, _unmasked(out.detach(), masked)):
+            if self.glance is not None and not self.glance(name, shown(out.detach())):
                 return
             if not out.requires_grad:
-                self.on_site(name, _unmasked(out, masked))
+                self.on_site(name, shown(out))
                 return
             # In a checkpointed region what is saved is thrown away and made again by running the region again; what
             # on_site saves would not be made again, so it is kept.
             with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-                self.on_site(name, _unmasked(out, masked))
+                self.on_site(name, shown(out))
         finally:
             self._call, self._handing_over = call, False
 
@@ -380,9 +393,9 @@ def _carry_mask(
         set_origin(out, Origin(masked=masked))
 
 
-def _unmasked(out: Tensor, masked: Tensor | None) -> Tensor:
+def _unmasked(out: Tensor, masked: Tensor) -> Tensor:
     # A positive value or a NaN where a mask was added does not come from the mask.
-    return out if masked is None else out.masked_fill(masked & (out < 0), 0.0)
+    return out.masked_fill(masked & (out < 0), 0.0)
 
 
 def _itself(x: Tensor) -> Tensor:

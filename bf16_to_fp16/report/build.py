@@ -15,20 +15,23 @@ import torch
 
 from ..auditing.fidelity import Fidelity
 from ..auditing.regimes import RegimeResult, verdict
-from ..bounds.certificate import Certificate
+from ..bounds.certificate import SQUARING, Certificate
+from ..bounds.tiers import TIERS
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
-from ..environment import SCHEMA, environment
+from ..environment import SCHEMA
 from ..families.types import RESIDUAL, Layout
+from ..numerics import NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import ROUNDING, Planned, Violation
 from ..rescaling.rounding_loss import STEP_NOISE
+from ..rescaling.squares import squares_of
 from . import schema
 from .evidence import Decided, Measured, Rewritten
-from .remedies import OUTPUT, inexact, passed_limit, unsafe_sites, why_unproven
+from .remedies import OUTPUT, OVER, inexact, passed_limit, sinks, unsafe_sites, why_unproven
 
 NOISE = 1e-9
 """Divergences under it are the noise of fp32 logits."""
@@ -49,7 +52,6 @@ def build(
     rewritten: Rewritten,
     measured: Measured,
     *,
-    target: str,
     command: str,
     inputs: Mapping[str, Any] | None = None,
     others: Sequence[Mapping[str, Any]] = (),
@@ -71,7 +73,8 @@ def build(
         verdict=conclude(regimes, short, plan, certificate),
         proof="certified" if certificate.holds else "observed",
         family=layout.family.name,
-        target=target,
+        target=decided.target,
+        tiers=tiers_of(decided, measured),
         source=source_of(checkpoint, layout, plan, rewritten),
         output=schema.Output(files=[schema.FileEntry(**entry) for entry in (*map(asdict, written.files), *others)]),
         inputs=None if inputs is None else schema.Inputs.model_validate(inputs),
@@ -85,7 +88,7 @@ def build(
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
         unsafe=[*short, *unsafe_sites(described, converted=True)],
         command=command,
-        environment=schema.Environment.model_validate(environment()),
+        environment=schema.Environment.model_validate(measured.environment),
     )
 
 
@@ -117,6 +120,36 @@ def conclude(
     margin = plan.margin_bits or 0.0
     passed = any(v.signal == OUTPUT or v.excess_bits > margin for v in violations)
     return "unsafe" if passed else verdict(regimes)
+
+
+def tiers_of(decided: Decided, measured: Measured) -> dict[str, schema.TierEntry]:
+    """Return for each tier whether it holds, and by what: by its bounds, or on what was run; the lower end of squares
+    in fp16 is known from what was run alone."""
+    clean = bool(measured.regimes) and verdict(measured.regimes) == "safe"
+    squares = squares_of(decided.layout, decided.ranges, measured.plan.residual_exponent)
+    # No run shows what sums in fp16 would come to.
+    seen = ("half", "norm-safe") if squares is not None and squares.fits else ("half",)
+    rows = tiers_by_bound(measured.tiers)
+    for tier in TIERS:
+        row = rows[tier.name]
+        if tier.target in SQUARING and squares is not None and squares.least < NORM_FLOOR:
+            rows[tier.name] = row.model_copy(update={"holds": False, "proof": None, "reason": sinks(squares.least)})
+        elif not row.holds and clean and tier.target in seen:
+            rows[tier.name] = row.model_copy(update={"holds": True, "proof": "observed", "reason": ""})
+    return rows
+
+
+def tiers_by_bound(certified: Mapping[str, bool]) -> dict[str, schema.TierEntry]:
+    """Return for each tier whether its bounds hold."""
+    return {
+        tier.name: schema.TierEntry(
+            holds=certified[tier.name],
+            proof="certified" if certified[tier.name] else None,
+            runtimes=list(tier.runtimes),
+            reason="" if certified[tier.name] else OVER,
+        )
+        for tier in TIERS
+    }
 
 
 def bits_lost(planned: Planned, layout: Layout) -> float:
@@ -237,7 +270,10 @@ def weight_counts(layout: Layout, written: Written) -> schema.WeightsEntry:
 
 
 def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.SignalEntry]:
-    """Return for every observed signal what it reached in the source and what it reaches after the plan."""
+    """Return for every observed signal what it reached in the source and what it reaches after the plan.
+
+    Scores and logits, which no plan moves, are among them.
+    """
     rows = []
     for signal in layout.signals.values():
         exponent = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)
@@ -254,4 +290,11 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
                         after=float((amax * 2.0 ** (point.sign * exponent)).amax()),
                     )
                 )
-    return rows
+    fixed = {path: ("scores", seen.scores.largest) for path, seen in ranges.items() if seen.scores is not None}
+    head = layout.family.head.removesuffix(".weight")
+    if not layout.encoder_only and head in ranges:
+        fixed[head] = ("logits", float(ranges[head].output.amax.amax()))
+    return rows + [
+        schema.SignalEntry(module=path, side="output", kind=kind, before=most, after=most)
+        for path, (kind, most) in fixed.items()
+    ]

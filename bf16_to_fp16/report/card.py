@@ -31,7 +31,7 @@ from .page import (
     verdict_sentence,
     weight_rows,
 )
-from .rows import coverage, least_precise, uncertified_rows
+from .rows import coverage, least_precise, tier_rows, uncertified_rows
 from .schema import FinetuneEntry, Report, dump
 
 TAGS = ("fp16", "bf16-to-fp16")
@@ -221,6 +221,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         proven=report.proven,
         covers=covers,
         leaves=leaves,
+        tiers=tier_rows(report),
         unproven=uncertified_rows(report),
         most_unproven=MOST_UNCERTIFIED_ON_CARD,
         least_precise=least_precise(report),

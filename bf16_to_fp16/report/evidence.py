@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..auditing.fidelity import Fidelity
+from ..auditing.fidelity import Fidelity, Outputs, Reference
 from ..auditing.regimes import RegimeResult
 from ..bounds.certificate import Certificate
 from ..checkpoint.writer import Written
@@ -19,13 +20,16 @@ from ..rescaling.planner import Planned
 class Decided:
     """What will be done: the plan, for a layout with its head tied or apart, and what it was chosen from.
 
-    planned: None where a stored plan is replayed. ranges: what was observed, None where nothing was.
+    target: that the plan holds, never "auto". planned: None where a stored plan is replayed. ranges: what was observed,
+    None where nothing was. reference: the source's outputs, where it was run.
     """
 
     layout: Layout
     plan: Plan
+    target: str
     planned: Planned | None = None
     ranges: Mapping[str, ModuleRange] | None = None
+    reference: Reference | None = None
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,14 @@ class Rewritten:
 class Measured:
     """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
 
-    plan: with the drift's predicted and measured figures.
+    plan: with the drift's predicted and measured figures. tiers: by name whether the certificate of each holds. half:
+    the outputs of the written model in fp16. environment: what it was all made with.
     """
 
     certificate: Certificate
     plan: Plan
+    tiers: Mapping[str, bool] = field(default_factory=dict)
     regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
     fidelity: Fidelity | None = None
+    half: Outputs = ()
+    environment: Mapping[str, Any] = field(default_factory=dict)

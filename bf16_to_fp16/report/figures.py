@@ -55,21 +55,19 @@ FEED_FORWARD = Series(f"feed-forward's output ({', '.join(_FEED_FORWARDS)})", "a
 PRODUCT = Series(f"its neurons or gated product, into {' or '.join(_FEED_FORWARDS)}", "product", "^", "#000006")
 
 
-SCORES = Series("attention scores; last in the decoder: logits", "scores", "v", "#000009")
+SCORES = Series("attention scores and their span; last in the decoder: logits", "scores", "v", "#000009")
 
 
-SERIES = (STREAM, ATTENTION, FEED_FORWARD, PRODUCT)
+SERIES = (STREAM, ATTENTION, FEED_FORWARD, PRODUCT, SCORES)
 
 
-BRACKETS = (Series("residual stream", STREAM.css, STREAM.marker, STREAM.placeholder), *SERIES[1:], SCORES)
+BRACKETS = (Series("residual stream", STREAM.css, STREAM.marker, STREAM.placeholder), *SERIES[1:])
 
 
 _INK, _GRID, _LIMIT, _PAPER = "#000001", "#000002", "#000003", "#000007"
 
 
-_VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {
-    s.placeholder: s.css for s in (*SERIES, SCORES)
-}
+_VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s.placeholder: s.css for s in SERIES}
 
 
 @dataclass(frozen=True)
@@ -108,13 +106,14 @@ def pictures(signals: Sequence[SignalEntry], family: str | None) -> list[Picture
 
 
 def points(signals: Sequence[SignalEntry], stack: str, family: str | None) -> list[Point]:
-    """Return the points of one stack: norm inputs, sublayer outputs and neurons, spread evenly within their block.
+    """Return the points of one stack: norm inputs, sublayer outputs, neurons and scores, spread evenly within their
+    block, and the logits behind the last.
 
     A norm begins a sublayer, the output that follows in the report's order ends it. Zeros and infinite values have no
     place on a log axis and are left out.
     """
     outputs = roles_of(named(family)).feed_forward_outputs
-    found = [s for s in signals if stack_of(s.module) == stack]
+    found = [s for s in signals if stack_of(s.module) == stack or (s.kind, stack) == ("logits", "decoder")]
     place: dict[tuple[str, str], tuple[int, int]] = {}
     sublayers: Counter[int] = Counter()
     for s in found:
@@ -126,7 +125,14 @@ def points(signals: Sequence[SignalEntry], stack: str, family: str | None) -> li
     result = []
     for s in found:
         written = place.get((s.module, s.side if s.kind == "residual" else "output"))
-        if s.kind == "residual" and s.side == "input":
+        if s.kind == "logits":
+            series, x = SCORES, float(end)
+        elif s.kind == "scores":
+            within = next((xy for (module, _), xy in place.items() if module.startswith(f"{s.module}.")), None)
+            if within is None:
+                continue
+            series, x = SCORES, at(within, sublayers)
+        elif s.kind == "residual" and s.side == "input":
             series, x = STREAM, float(end) if written is None else at(written, sublayers)
         elif written is not None and s.kind == "residual":
             series = FEED_FORWARD if last(s.module) in outputs else ATTENTION
@@ -283,7 +289,7 @@ def series_of(site: BoundEntry, gated: bool, feed_forwards: Sequence[str]) -> Se
         return BRACKETS[2] if last(name) in feed_forwards else BRACKETS[1]
     if kind == ("product" if gated else "activation"):
         return BRACKETS[3]
-    return {"residual": BRACKETS[0], "scores": SCORES, "logits": SCORES}.get(kind)
+    return {"residual": BRACKETS[0], "scores": SCORES, "masked scores": SCORES, "logits": SCORES}.get(kind)
 
 
 def bracket_pictures(certificate: CertificateEntry, family: str | None) -> list[Picture]:

@@ -31,12 +31,14 @@ from ..wording import (
     counted,
     excess,
     headroom,
+    headroom_or_excess,
     infinite,
     known,
     listed,
     magnitude,
     percent,
     power,
+    reached,
     rounded_down,
     rounded_up,
     scientific,
@@ -47,7 +49,7 @@ from ..wording import (
     times,
 )
 from .figures import BRACKETS, SERIES, bracket_pictures, curve_pictures, pictures
-from .remedies import after_breaking, unsafe_sites
+from .remedies import after_breaking, missed_goals, unsafe_sites
 from .rows import (
     BF16_BITS,
     MOST_UNCERTIFIED,
@@ -60,6 +62,7 @@ from .rows import (
     found_by,
     kept_bits_tables,
     least_precise,
+    tier_rows,
     uncertified_rows,
     underflow_rows,
 )
@@ -128,6 +131,7 @@ def render(report: Report) -> str:
         overflowed=any(is_overflow(site.observed) for site in certificate.sites) if certificate else False,
         covers=covers,
         leaves=leaves,
+        tiers=tier_rows(report),
         unproven=unproven[:UNCERTIFIED_SHOWN],
         more_unproven=unproven[UNCERTIFIED_SHOWN:MOST_UNCERTIFIED],
         one_reason=len({(site.reason, site.remedy) for site in unproven}) == 1,
@@ -155,11 +159,19 @@ def render(report: Report) -> str:
         columns=[(i, *COLUMNS[i]) for i in data["columns"]],
         site_data=data,
         hidden_sites=all_sites(report) - len(data["rows"]),
-        machine=[(key, value) for key, value in dump(report.environment).items() if key != "versions"],
+        machine=machine_rows(report),
         replaced=[name for name in report.source.left_out if not name.endswith("/")],
         folders=[name for name in report.source.left_out if name.endswith("/")],
         hashes=hash_rows(report),
     )
+
+
+def machine_rows(report: Report) -> list[tuple[str, object]]:
+    """Return what is known of the machine but for versions, with the devices of each part of the work in words."""
+    given = dump(report.environment)
+    devices = given.pop("devices", {})
+    rows = [(key, value) for key, value in given.items() if key != "versions"]
+    return rows + [(f"device of the {part}", ", then ".join(names)) for part, names in devices.items()]
 
 
 def jinja_environment() -> Environment:
@@ -230,6 +242,7 @@ def verdict_sentence(report: Report) -> str:
         ran = "nothing overflowed in what was run" if regimes else "nothing was run"
         over = len(uncertified_rows(report))
         why = f"bounds pass the limit at {counted(over, 'place')}" if over and not regimes else ""
+        why = "; ".join(f"{entry.signal}: {entry.reason}" for entry in missed_goals(report)) or why
         return f"Unsafe in fp16: {ran}, but {why or 'see below what passes its limit'}."
     nonfinite, saturated = (max(getattr(regimes[b], key) for b in broken) for key in ("nonfinite", "saturated"))
     what = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
@@ -249,15 +262,15 @@ def figures(report: Report) -> list[Figure]:
     if regimes:
         name = "half" if "half" in regimes else min(regimes, key=lambda n: regimes[n].headroom_bits)
         regime = regimes[name]
-        value = headroom(regime.headroom_bits)
+        value = headroom_or_excess(regime.headroom_bits, regime.reached)
         place = first_broken(regime) or regime.tightest
-        reached = "overflow" if value == "none" else f"max |x| {magnitude(regime.amax)} of 65504"
-        result.append(Figure(f"headroom in {name}", value, f"{reached} at {place}" if place else reached))
+        said = reached(regime.reached)
+        said = said if said == "overflow" else f"max |x| {said} of 65504"
+        result.append(Figure(f"headroom in {name}", value, f"{said} at {place}" if place else said))
     attack, certificate = report.attack, report.certificate
     if attack is not None and attack.sites:
         most = min(attack.sites, key=lambda site: site.headroom_bits)
-        reached = f"max |x| {site_magnitude(most.worst)} at {most.name}"
-        note = f"{reached}, the worst of {counted(attack.steps, 'gradient step')}"
+        note = f"max |x| {reached(most.worst)} at {most.name}, the worst of {counted(attack.steps, 'gradient step')}"
         result.append(Figure("headroom under attack", headroom(attack.worst_headroom_bits), note))
     if certificate is not None and certificate.holds:
         places = counted(len(certificate.sites), "place")
@@ -305,14 +318,9 @@ def closeness(close: FidelityEntry, *, finetuned: bool = False) -> tuple[str, st
     return (f"{ratio:.3g}× closer" if ratio >= 1 else f"{fp16 / max(bf16, 1e-300):.3g}× further off"), note
 
 
-def site_magnitude(amax: float | None) -> str:
-    """Return the largest value of an fp16 site; what is beyond fp16 has overflowed."""
-    return "overflow" if amax is None or is_overflow(amax) else magnitude(amax)
-
-
 def found_magnitude(found: float | None) -> str:
     """Return the worst value found at a site of the certificate, "–" where none was looked for."""
-    return "–" if found is None else site_magnitude(found)
+    return "–" if found is None else reached(found)
 
 
 def is_overflow(found: float | None) -> bool:
@@ -347,8 +355,8 @@ def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
                 "safe": not regime.broken,
                 "nonfinite": regime.nonfinite,
                 "saturated": regime.saturated,
-                "amax": site_magnitude(regime.amax),
-                "bits": headroom(regime.headroom_bits),
+                "amax": reached(regime.reached),
+                "bits": headroom_or_excess(regime.headroom_bits, regime.reached),
                 "tightest": first_broken(regime) or regime.tightest or "–",
             }
         )
@@ -364,7 +372,7 @@ def unsafe_rows(report: Report) -> dict[str, Any]:
         "limits": [entry for entry in report.unsafe if entry.regimes is None],
         "sites": sites[:MOST_UNSAFE],
         "more": max(0, len(sites) - MOST_UNSAFE),
-        "remedy": after_breaking(report, clean) if broken else "",
+        "remedy": after_breaking(report, clean) if broken else report.finetune.next if report.finetune else "",
     }
 
 
@@ -613,7 +621,7 @@ def cell(row: Sequence[Any], column: int, strings: Sequence[str]) -> dict[str, s
     if column in (0, 1, 7, 8):
         text = "" if value is None else strings[value]
     elif column == 2:
-        text = site_magnitude(value) if row[6] is not None else magnitude(value)
+        text = reached(value) if row[6] is not None else magnitude(value)
     elif column in (4, 5):
         text = f"{value:,}"
     else:
@@ -653,7 +661,7 @@ def compact(report: Report, most: int) -> dict[str, Any]:
                 [
                     pointer(site.name),
                     pointer(name),
-                    json_number(site.amax),
+                    json_number(site.reached),
                     json_headroom(site.headroom_bits),
                     site.nonfinite,
                     site.saturated,

@@ -10,8 +10,12 @@ from ..rescaling.planner import Fallback, Violation
 from ..wording import listed
 from .schema import CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
 
-IMMOVABLE = ("scores", "gate", "activation", "logits", "position bias")
+IMMOVABLE = ("scores", "masked scores", "gate", "activation", "logits", "position bias")
 """Kinds of site that no coupling reaches."""
+
+
+MASKED = ":masked"
+"""How the sites end that say what a mask must add at least."""
 
 
 OUTPUT = "the output, against bf16's error"
@@ -71,6 +75,11 @@ def passed_limit(violation: Violation) -> UnsafeEntry:
     return UnsafeEntry(signal=violation.signal, excess_bits=violation.excess_bits, remedy=PENALTY, reason=PASSED)
 
 
+def sinks(least: float) -> str:
+    """Return why a tier that squares the stream in fp16 does not hold where a token's mean square is so small."""
+    return f"the mean square of a token in the stream falls to {least:.2g}, where fp16 squares vanish"
+
+
 def inexact(excess_bits: float, *, finite: bool) -> UnsafeEntry:
     """Return an output that is less accurate than bf16's, by so many bits, as an entry of the report."""
     return UnsafeEntry(signal=OUTPUT, excess_bits=excess_bits, remedy=INEXACT if finite else NOT_FINITE, reason=PASSED)
@@ -92,6 +101,8 @@ def unsafe_sites(regimes: Mapping[str, RegimeEntry], *, converted: bool = False)
         counts = ", ".join(
             f"{count:,} {kind}" for count, kind in ((nonfinite, "inf/NaN"), (saturated, "saturated")) if count
         )
+        # Of a mask's own site it counts the masked positions that have a weight.
+        reason = f"{saturated:,} masked positions that count" if signal.endswith(MASKED) else counts
         # What overflowed was at least 65536.
         excess = [
             -math.log2(FP16_MAX / OVERFLOWED) if s.headroom_bits is None or s.amax == OVERFLOWED else -s.headroom_bits
@@ -104,7 +115,7 @@ def unsafe_sites(regimes: Mapping[str, RegimeEntry], *, converted: bool = False)
                 nonfinite=nonfinite,
                 saturated=saturated,
                 excess_bits=max(0.0, *excess),
-                reason=f"{counts} in {', '.join(found)}",
+                reason=f"{reason} in {', '.join(found)}",
                 remedy=remedy,
             )
         )
@@ -139,6 +150,27 @@ def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     return OVER_AT_EVERY_EXPONENT, PENALTY
 
 
+def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Report:
+    """Return the report of a finetune that ended unsafe or without what was asked of it (``missed``), with ``remedy``
+    in the place of another finetune."""
+    finetune = report.finetune.model_copy(update={"next": remedy}) if report.finetune is not None else None
+    unsafe = [
+        *(entry.model_copy(update={"remedy": entry.remedy.replace(FINETUNE, remedy)}) for entry in report.unsafe),
+        *(entry.model_copy(update={"remedy": remedy}) for entry in missed),
+    ]
+    uncertified = [
+        entry.model_copy(update={"remedy": entry.remedy.replace(FINETUNE, remedy)})
+        for entry in report.uncertified or ()
+    ]
+    changed = {"verdict": "unsafe", "finetune": finetune, "unsafe": unsafe, "uncertified": uncertified}
+    return report.model_copy(update=changed)
+
+
+def missed_goals(report: Report) -> list[UnsafeEntry]:
+    """Return what was asked of a finetune and not delivered."""
+    return [entry for entry in report.unsafe if entry.regimes is None and entry.reason != PASSED and entry.reason]
+
+
 def after_breaking(report: Report, clean: Sequence[str]) -> str:
     """Return what to do with a checkpoint that broke, in sentences: convert it, or what is left where that was done.
 
@@ -147,7 +179,7 @@ def after_breaking(report: Report, clean: Sequence[str]) -> str:
     if report.plan is None:
         return "Convert the checkpoint (bf16-to-fp16 convert SOURCE OUT): rescaling is exact and lowers most of these."
     if report.finetune is not None:
-        further = "Finetune it further (more steps, or a larger penalty.headroom_bits)"
+        further = report.finetune.next[:1].upper() + report.finetune.next[1:]
     else:
         further = "Finetune it with the activation-magnitude penalty (bf16-to-fp16 finetune RECIPE)"
     if clean:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..bounds.tiers import TIERS
 from ..families.known import named, roles_of
 from ..families.roles import block_of, stack_of
 from ..wording import counted, infinite, percent, tightness
@@ -21,6 +22,9 @@ from .schema import (
     UnprovenEntry,
     WeightsEntry,
 )
+
+STRICTEST = TIERS[-1].name
+
 
 TIGHTEST = 8
 """Sites of the certificate named below its picture."""
@@ -94,21 +98,40 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
         f"kernels that accumulate in fp32 in any order, or in up to {sums} rounded to fp16 and added in fp16",
     ]
     leaves = [
-        ("kernels that accumulate everything in fp16, or a LayerNorm that computes E[x²] − E[x]²", ""),
+        ("a LayerNorm that computes E[x²] − E[x]²", ""),
         ("the loss and the backward pass", ""),
         ("rows of attention that see no position at all", ""),
         ("other weights than those in the files: adapters, quantisation", ""),
         ("precision: it says that nothing overflows, not that nothing is lost", ""),
     ]
     if squares:
-        covers.append("squares of the residual stream, summed in fp16 by a norm")
+        covers.append("norms that compute in fp16, squares of the residual stream included")
     else:
-        leaves.insert(1, ("kernels that sum squares of the residual stream in fp16", "--target norm-safe"))
+        leaves.insert(1, ("norms that square the residual stream in fp16", "--target norm-safe"))
+    if report.tiers and report.tiers[STRICTEST].proof == "certified":
+        covers.append("kernels that make every sum in fp16, in any order")
+    else:
+        leaves.insert(0, ("kernels that accumulate everything in fp16", "--target fp16-accumulate"))
     if certificate.train_mode:
         covers.append("training mode: dropout at the config's rates")
     else:
         leaves.insert(1, ("training mode, with dropout", "--target train"))
     return covers, leaves
+
+
+# --- tiers ---------------------------------------------------------------------------------------------------------
+
+
+def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """Return of every tier its name, what it means, whether the checkpoint holds in it, and the runtimes that it
+    stands for."""
+    rows = []
+    for tier in TIERS:
+        if (entry := report.tiers.get(tier.name)) is not None:
+            how = {"certified": "holds for every input", "observed": "holds on what was run", None: "not shown"}
+            said = how[entry.proof] + (f": {entry.reason}" if entry.reason else "")
+            rows.append((tier.name, tier.words, said, ", ".join(entry.runtimes)))
+    return rows
 
 
 # --- precision -------------------------------------------------------------------------------------------------------

@@ -164,21 +164,28 @@ class InputKind(ReportObject):
 
 class Inputs(ReportObject):
     """What was run, from which the same can be run again; ``chosen``: ids by the reason that each was chosen for, empty
-    where every id was run; ``sha256``: of all ids and masks."""
+    where every id was run; ``left_out``: kinds of batches for which memory was short; ``sha256``: of all ids and masks.
+    """
 
     seed: Count | None = None
     data: Text | None = None
     batches: list[InputKind] = []
     chosen: dict[str, list[Count]] = {}
+    left_out: list[str] = []
     sha256: str | None = None
 
 
 class Environment(ReportObject):
-    """The versions, machine and dtype that the figures were made with; None for a package that is not installed."""
+    """The versions, machine and dtype that the figures were made with; None for a package that is not installed.
+
+    ``device``: that was asked for. ``devices``: those that each part of the work ran on, the CPU last where another ran
+    out of memory.
+    """
 
     versions: dict[str, str | None] = {}
     python: str | None = None
     device: str | None = None
+    devices: dict[str, list[str]] = {}
     dtype: str | None = None
 
 
@@ -190,7 +197,7 @@ class SiteEntry(ReportObject):
 
     ``amax``: the largest |x|, 65536 for an overflow. ``limit`` and ``headroom_bits``: None for what is not fp16.
     ``nonfinite`` and ``saturated`` count elements other than by design; ``benign``: the reason why what is so is
-    harmless.
+    harmless. ``fp32``: the largest |x| in fp32 where the site broke in fp16 and fp32 was run.
     """
 
     name: str
@@ -201,6 +208,12 @@ class SiteEntry(ReportObject):
     saturated: Count
     benign: str | None
     dtype: str | None = None
+    fp32: NumberOrNaN | None = None
+
+    @property
+    def reached(self) -> float:
+        """The largest |x|, of a site that broke that in fp32 where it is known."""
+        return self.amax if self.fp32 is None else self.fp32
 
     @property
     def broken(self) -> bool:
@@ -215,10 +228,20 @@ class SunkSignal(ReportObject):
     amax: Real
 
 
+class RunEntry(ReportObject):
+    """What a regime ran on under one attention: how many of the ``inputs``' batches, and of which kinds."""
+
+    attention: str
+    batches: Count
+    kinds: list[str]
+
+
 class RegimeEntry(ReportObject):
     """What one regime showed: totals, and its sites from the tightest on.
 
     ``amax`` and ``headroom_bits`` are those of the tightest site; ``nonfinite_logits`` counts what a user would see.
+    ``runs``: what ran, by attention. ``same_as``: the regime that computes the very same on this checkpoint, whose run
+    this is, None where it ran itself.
     """
 
     nonfinite: Count
@@ -227,7 +250,14 @@ class RegimeEntry(ReportObject):
     headroom_bits: Real
     nonfinite_logits: Count = 0
     underflow: list[SunkSignal] = []
+    runs: list[RunEntry] = []
+    same_as: str | None = None
     sites: list[SiteEntry]
+
+    @property
+    def reached(self) -> float:
+        """The largest |x|, of a regime that broke that of the site where it did so first, in fp32 where it is known."""
+        return next((site.reached for site in self.broken_sites), self.amax)
 
     @property
     def broken(self) -> bool:
@@ -308,6 +338,16 @@ class UnprovenEntry(ReportObject):
     excess_bits: NumberOrNaN
     reason: str
     remedy: str
+
+
+class TierEntry(ReportObject):
+    """An arithmetic of runtimes: whether the checkpoint holds in it, by bound ("certified") or on what was run
+    ("observed"), the runtimes that it stands for, and why not."""
+
+    holds: Flag
+    proof: Literal["certified", "observed"] | None
+    runtimes: list[str]
+    reason: str = ""
 
 
 class AttackedSite(ReportObject):
@@ -404,14 +444,16 @@ class UnsafeEntry(ReportObject):
 class FinetuneEntry(ReportObject):
     """What a finetune did.
 
-    ``skipped``: steps whose gradient was not finite. ``rewinds``: after a spike of the loss. ``evaluations``: losses
-    and headroom on held-out data, by step. ``curves``: by name, a value for each of ``step``. ``fidelity``: of the
-    output to the original.
+    ``devices``: it ran on, one after the other. ``skipped``: steps whose gradient was not finite. ``rewinds``: after a
+    spike of the loss. ``evaluations``: losses and headroom on held-out data, by step. ``curves``: by
+    name, a value for each of ``step``. ``fidelity``: of the output to the original. ``next``: how to go on where it
+    did not deliver what the recipe asks for.
     """
 
     recipe: dict[str, Any] = {}
     data: dict[str, Any] = {}
     processes: Count = 1
+    devices: list[str] = []
     steps: Count = 0
     tokens: Count = 0
     skipped: list[dict[str, Any]] = []
@@ -419,6 +461,7 @@ class FinetuneEntry(ReportObject):
     evaluations: list[dict[str, Any]] = []
     curves: dict[str, list[Count | Real | None]] = {}
     fidelity: FidelityEntry | None = None
+    next: str = ""
 
 
 class Lineage(ReportObject):
@@ -440,6 +483,7 @@ class Report(ReportObject):
     proof: Literal["certified", "observed"] | None = None
     family: str | None = None
     target: str | None = None
+    tiers: dict[str, TierEntry] = {}
     source: Source = Source()
     output: Output = Output()
     train_mode: Flag = False
@@ -508,6 +552,52 @@ class Verification(ReportObject):
     files: Count
     certificate: CertificateEntry | None
     regimes: dict[str, RegimeEntry]
+    environment: Environment
+
+
+class ArithmeticEntry(ReportObject):
+    """In which format a runtime computed: matrix products and all floating-point operations by format (None for their
+    number where it has one format for all), and how that was found out. ``native``: every product in fp16."""
+
+    native: Flag
+    products: dict[str, Count | None]
+    operations: dict[str, Count | None]
+    how: str
+
+
+class ComparisonEntry(ReportObject):
+    """How far what was computed is from stock code in fp32 on the same weights.
+
+    ``elements``, and how many of them are ``nonfinite`` or ``zeros``. ``error``: Σ(x − fp32)² / Σ fp32². ``largest``:
+    the largest |x − fp32| over the largest |fp32|. Both are null where a value is not finite.
+    """
+
+    path: str
+    elements: Count
+    nonfinite: Count
+    zeros: Count
+    error: NumberOrNaN
+    largest: NumberOrNaN
+
+
+class RuntimeCheck(ReportObject):
+    """What ``check`` found: a checkpoint in another runtime, beside the source there and stock code in bf16.
+
+    ``verdict``: "unsafe" where a value is not finite or the error is above that of bf16; else "safe" where the runtime
+    computed in fp16; else None, since nothing is shown.
+    """
+
+    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
+    verdict: Literal["safe", "unsafe"] | None
+    runtime: str
+    runtime_version: str
+    device: str
+    arithmetic: ArithmeticEntry
+    compared: str
+    rows: Count
+    output: ComparisonEntry
+    source: ComparisonEntry | None
+    bf16: ComparisonEntry
     environment: Environment
 
 

@@ -13,8 +13,13 @@ STORED = {"F64", "F32", "F16", "BF16"}
 """Dtypes that ``undo`` can write back, in safetensors' spelling."""
 
 
-def read_plan(path: Path, target: str | None = None) -> Plan:
-    """Return the plan that a report holds.
+def read_plan(path: Path) -> Plan:
+    """Return the plan that a report holds; raise UserError as ``read_plan_and_target``."""
+    return read_plan_and_target(path)[0]
+
+
+def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, str]:
+    """Return the plan that a report holds, and the target that it was made for.
 
     Raises UserError where the file cannot be read or holds none, or one that was made for another ``target``.
     """
@@ -26,10 +31,10 @@ def read_plan(path: Path, target: str | None = None) -> Plan:
     except UserError as error:
         raise UserError(f"{path}: holds no plan of this program; give an {REPORT} that convert wrote") from error
     assert report.plan is not None  # asked for
-    made_for = report.target or target
+    made_for = report.target or target or "half"
     if target is not None and made_for != target:
         raise UserError(f"{path}: the plan was made for --target {made_for}; give that, or leave --plan away")
-    return report.plan
+    return report.plan, made_for
 
 
 def check_written_files(folder: Path, sha256: Mapping[str, str]) -> None:

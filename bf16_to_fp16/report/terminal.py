@@ -22,22 +22,27 @@ from ..wording import (
     counted,
     excess,
     headroom,
+    headroom_or_excess,
     infinite,
+    listed,
     over_limit,
+    reached,
     rounded_down,
     rounded_up,
+    scientific,
     significant_bits,
     tightness,
     times,
 )
-from .remedies import CONVERT, FINETUNE, after_breaking, passed_limit
-from .rows import carried_over, least_precise
+from .remedies import CONVERT, FINETUNE, PASSED, after_breaking, missed_goals, passed_limit
+from .rows import carried_over, least_precise, tier_rows
 from .schema import (
     REPORT,
     AttackEntry,
     CertificateEntry,
     RegimeEntry,
     Report,
+    RuntimeCheck,
     SignalEntry,
     SiteEntry,
     UnsafeEntry,
@@ -69,6 +74,7 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
     screen = console()
     if verbose:
         print_certified(screen, report)
+        print_tiers(screen, report)
         if report.regimes:
             screen.print(regime_table(report.regimes))
             print_underflow(screen, report.regimes)
@@ -78,6 +84,8 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
     if report.signals:
         screen.print(source_line(report.signals))
     screen.print(output_line(report))
+    if report.tiers:
+        screen.print(Text(tiers_line(report)), soft_wrap=True)
     if not report.safe:
         screen.print(Text(next_step(report)))
     screen.print(Text(load_line(report, out)), soft_wrap=True)
@@ -100,12 +108,23 @@ def source_line(signals: Sequence[SignalEntry]) -> Text:
     )
 
 
+def tiers_line(report: Report) -> str:
+    """Return the tiers in which a checkpoint holds, each with how that is known, and those in which it is not shown
+    to."""
+    held = [f"{name} ({entry.proof})" for name, entry in report.tiers.items() if entry.holds]
+    other = [name for name, entry in report.tiers.items() if not entry.holds]
+    return "tiers: " + (f"holds in {listed(held)}" if held else "none") + (f"; not in {listed(other)}" if other else "")
+
+
 def output_line(report: Report) -> Text:
     """Return whether an output is safe, what that rests on, and how near the limit it came."""
     certificate, regimes = report.certificate, report.regimes
     if not report.safe:
         first = next((site for regime in regimes.values() for site in regime.broken_sites), None)
-        where = f"overflows in {', '.join(report.broken_regimes)}, first at {first.name}" if first else "see the report"
+        if first is not None:
+            where = f"overflows in {', '.join(report.broken_regimes)}, first at {first.name}"
+        else:
+            where = "; ".join(f"{e.signal}: {e.reason}" for e in missed_goals(report)) or "see the report"
         return bad("output: unsafe", where)
     said = "nothing overflowed on what was run"
     if certificate is not None and certificate.holds:
@@ -117,8 +136,7 @@ def output_line(report: Report) -> Text:
     tightest = min(regimes.values(), key=lambda regime: regime.headroom_bits)
     return good(
         "output: safe",
-        f"{said}; the largest value run, {magnitude_or_overflow(tightest.amax)}, is"
-        f" {below_limit(tightest.headroom_bits)}",
+        f"{said}; the largest value run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}",
     )
 
 
@@ -188,8 +206,8 @@ def print_attack(screen: Console, attack: AttackEntry, certificate: CertificateE
         top = bounds[site.name]
         table.add_row(
             Name(site.name),
-            magnitude_or_overflow(site.random),
-            magnitude_or_overflow(site.worst),
+            reached(site.random),
+            reached(site.worst),
             bound_of(top),
             plain(site.limit),
             times(tightness(top, site.worst)).replace("–", "-"),
@@ -222,6 +240,7 @@ def print_certificate(report: Report) -> None:
             over_or_left(site.headroom_bits),
         )
     screen.print(table)
+    print_tiers(screen, report)
     if len(over) > len(shown):
         screen.print(f"and {len(over) - len(shown)} more over their limit; --json FILE lists all")
     print_uncertified(screen, report)
@@ -262,6 +281,16 @@ def print_certified(screen: Console, report: Report) -> None:
     else:
         over = f"not certified at {len(certificate.over)} of {len(certificate.sites)} sites, the worst below"
         screen.print(f"{over}: safe there on what was run" if report.safe else over)
+
+
+def print_tiers(screen: Console, report: Report) -> None:
+    """Print in which arithmetics a checkpoint holds, and the runtimes that each stands for."""
+    rows = tier_rows(report)
+    if rows:
+        table = Table("tier", "arithmetic", "this checkpoint", "stands for")
+        for row in rows:
+            table.add_row(*row)
+        screen.print(table)
 
 
 def exactness(folder: Path) -> str:
@@ -307,8 +336,8 @@ def regime_table(regimes: Mapping[str, RegimeEntry]) -> Table:
             name,
             f"{regime.nonfinite:,}",
             f"{regime.saturated:,}",
-            magnitude_or_overflow(regime.amax),
-            headroom(regime.headroom_bits),
+            reached(regime.reached),
+            headroom_or_excess(regime.headroom_bits, regime.reached),
             Name(regime.tightest or "-"),
         )
     return table
@@ -331,8 +360,8 @@ def site_table(title: str, sites: Sequence[SiteEntry]) -> Table:
     for site in sites:
         table.add_row(
             Name(site.name),
-            magnitude_or_overflow(site.amax),
-            "-" if site.headroom_bits is None else headroom(site.headroom_bits),
+            reached(site.reached) if site.limit is not None else plain(site.amax),
+            "-" if site.headroom_bits is None else headroom_or_excess(site.headroom_bits, site.reached),
             f"{site.nonfinite:,}",
             f"{site.saturated:,}",
             site.benign or "",
@@ -410,7 +439,7 @@ def print_unsafe(screen: Console, entries: Sequence[UnsafeEntry]) -> None:
     """Print what no exponent can hold, and the remedy."""
     for site in [entry for entry in entries if entry.regimes is not None][:WORST_SITES]:
         screen.print(f"unsafe: {site.signal}, {site.reason}; {site.remedy}", markup=False)
-    for limit in [entry for entry in entries if entry.regimes is None][:WORST_SITES]:
+    for limit in [entry for entry in entries if entry.regimes is None and entry.reason in ("", PASSED)][:WORST_SITES]:
         screen.print(
             f"over its limit with margin: {limit.signal} by {excess(limit.excess_bits)} bits; {limit.remedy}",
             markup=False,
@@ -461,11 +490,6 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
         print_unsafe(screen, [passed_limit(violation) for violation in planned.violations])
 
 
-def magnitude_or_overflow(value: float) -> str:
-    """Return a magnitude with four digits, "overflow" for one beyond fp16."""
-    return plain(value) if value <= FP16_MAX else "overflow"
-
-
 def print_upload(upload: Any, repo: str, *, whole: bool, aside: bool = False) -> None:
     """Print what would be uploaded: files with their sizes, and the card, of which ``whole`` shows every line.
 
@@ -501,6 +525,43 @@ def print_published(result: Mapping[str, Any]) -> None:
         kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
         files = counted(len(result["uploaded"]), "file")
         screen.print(f"{result['url']} ({kind}): {files} in {result['commit']}", markup=False, soft_wrap=True)
+
+
+def counts(numbers: Mapping[str, int | None]) -> list[str]:
+    """Return numbers of operations by format, each with its format."""
+    return [f"{'all' if number is None else f'{number:,}'} in {kind}" for kind, number in sorted(numbers.items())]
+
+
+def print_check(result: RuntimeCheck) -> None:
+    """Print what a runtime made of source and output, side by side with bf16, in which arithmetic, and the verdict."""
+    screen = console()
+    screen.print(f"{result.runtime} {result.runtime_version} on {result.device}")
+    arithmetic = result.arithmetic
+    for title, numbers in (("matrix products", arithmetic.products), ("operations", arithmetic.operations)):
+        screen.print(f"{title}: " + ", ".join(counts(numbers)))
+    screen.print(f"how that is known: {arithmetic.how}")
+    table = Table(result.compared, "non-finite", "zeros", "error", "largest")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = {"source": result.source, "output": result.output, "in torch, bf16": result.bf16}
+    for title, entry in rows.items():
+        if entry is not None:
+            table.add_row(
+                title,
+                f"{entry.nonfinite:,} of {entry.elements:,}",
+                f"{entry.zeros:,}",
+                scientific(entry.error),
+                scientific(entry.largest),
+            )
+    screen.print(table)
+    screen.print("error: Σ(x − fp32)² / Σ fp32², fp32 being stock code in torch; largest: max |x − fp32| / max |fp32|")
+    if result.verdict == "unsafe":
+        wrong = "gives inf or NaN" if result.output.nonfinite else "is further from fp32 than bf16 is"
+        screen.print(bad("unsafe", f"the output {wrong} in {result.runtime}"))
+    elif result.verdict == "safe":
+        screen.print(good("safe", f"finite, and nearer to fp32 than bf16, in fp16 arithmetic in {result.runtime}"))
+    else:
+        screen.print(f"no evidence: {result.runtime} did not compute in fp16 on this device")
 
 
 def print_verification(result: Verification) -> None:

@@ -23,11 +23,13 @@ named and keeps the exponents that its observed range asks for.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from ..bounds.arithmetic import growth
+from ..bounds.certificate import SQUARING
 from ..errors import UserError
 from ..families.types import (
     RESIDUAL,
@@ -40,10 +42,11 @@ from ..families.types import (
     Sign,
     TensorReader,
 )
-from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, NORM_SAFE_LIMIT
+from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
+from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
 from .plan import Drift, Plan
-from .rounding_loss import GRID, LossTable, loss_table, signal_noise
+from .rounding_loss import LossTable, channel_energy, loss_table, signal_noise
 
 MARGIN_BITS = 1.25
 """How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
@@ -141,17 +144,33 @@ def make_plan(
     margin_bits: float = MARGIN_BITS,
     bounds: Mapping[str, ModuleRange] | None = None,
     residual_exponent: int | None = None,
+    advance: Advance | None = None,
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
 
     weights: unscaled. ranges: what each module's input and output reach on the source, from observation or, where
-    nothing is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` (also ‖h‖₂ of the residual
-    stream under 256) or ``train`` (2 more bits, and gate pre-activations under 147.8). margin_bits: kept between a
-    range and its limit. bounds: what they can reach on any input, held under the limits as well where that is worth it.
-    residual_exponent: the only one to consider, where it has been decided.
+    nothing is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` and ``fp16-accumulate``
+    (also ‖h‖₂² of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and
+    gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: what they can reach on
+    any input, held under the limits as well where that is worth it. residual_exponent: the only one to consider, where
+    it has been decided. advance: called with the axes of tensors that have been looked at, which takes most of the
+    time, and their number.
     """
     search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds)
+    search.advance = advance
     return search.run(None if residual_exponent is None else [residual_exponent])
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A signal's least cost with and without its bounds, its cost at exponent 0 without them, the place of each
+    channel's exponent among −24…24 (int8 [channels]), and the proof that was given up, if any."""
+
+    cost: float
+    free: float
+    unmoved: float
+    index: torch.Tensor
+    fallback: Fallback | None = None
 
 
 class _Costs:
@@ -174,6 +193,11 @@ class _Costs:
         self.elements = sum(math.prod(t.shape) for t in layout.tensors.values())
         self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
         self.tables: dict[tuple[str, int], LossTable] = {}
+        self.energies: dict[tuple[str, int], torch.Tensor] = {}
+        self.solved: dict[str, dict[int, Solution]] = {}
+        self.tried: list[int] = []
+        self.advance: Advance | None = None
+        self.looked_at: set[tuple[str, int]] = set()
         self.chosen: dict[str, torch.Tensor] = {}
         self.fallbacks: dict[str, Fallback] = {}
         self.touched: dict[str, list[tuple[ResolvedTensor, int, Sign]]] = {name: [] for name in layout.signals}
@@ -200,11 +224,38 @@ class _Costs:
         applied."""
         key = (tensor.name, axis)
         if key not in self.tables:
-            other = tensor.axes[1 - axis] if len(tensor.axes) == 2 else None
-            exponents = self.chosen.get(other.signal) if other else None
-            shift = exponents * other.sign if other and exponents is not None else None
-            self.tables[key] = loss_table(self.weights(tensor.name), axis, shift)
+            self.tables[key] = loss_table(self.weights(tensor.name), axis, self.shift(tensor, axis))
+            self.energies[key] = self.tables[key].energy
+            self.looked_at.add(key)
+            if self.advance is not None:
+                self.advance(len(self.looked_at), sum(map(len, self.touched.values())))
         return self.tables[key]
+
+    def energy(self, tensor: ResolvedTensor, axis: int) -> torch.Tensor:
+        """Return the energy of the tensor's loss table, without making one."""
+        key = (tensor.name, axis)
+        if key not in self.energies:
+            self.energies[key] = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
+        return self.energies[key]
+
+    def shift(self, tensor: ResolvedTensor, axis: int) -> torch.Tensor | None:
+        """Return the vector exponents chosen for a tensor's other axis, None where none are."""
+        other = tensor.axes[1 - axis] if len(tensor.axes) == 2 else None
+        exponents = self.chosen.get(other.signal) if other else None
+        return exponents * other.sign if other and exponents is not None else None
+
+    def release(self, signal: ResolvedSignal) -> None:
+        """Free the tables of a signal's weights, which take far more memory than what was found with them."""
+        for tensor, axis, _ in self.touched[signal.name]:
+            self.tables.pop((tensor.name, axis), None)
+
+    def forget(self, tensor: ResolvedTensor, axis: int) -> None:
+        """Drop what is known of a tensor along an axis, since its other axis has been scaled."""
+        self.tables.pop((tensor.name, axis), None)
+        self.energies.pop((tensor.name, axis), None)
+        carried = tensor.axes[axis] if axis < len(tensor.axes) else None
+        if carried is not None:
+            self.solved.pop(carried.signal, None)
 
     def offset(self, tensor: ResolvedTensor, axis: int, r: int) -> int:
         """Return the residual exponent's part in a tensor's exponent on the axes other than ``axis``."""
@@ -225,26 +276,34 @@ class _Costs:
             return as_shares(torch.stack(squares).prod(0))
         if not readers:
             return as_shares(squares[-1])
-        return as_shares(sum((as_shares(squares[-1] * self.table(t, a).energy) for t, a in readers), 0 * ones))
+        return as_shares(sum((as_shares(squares[-1] * self.energy(t, a)) for t, a in readers), 0 * ones))
 
     # -- what an exponent costs -------------------------------------------------------------------------------------
 
     def channel_costs(self, signal: ResolvedSignal, r: int) -> torch.Tensor:
         """Return the cost of every exponent −24…24 for every channel of a signal: float64 [channels, 49]."""
+        return next(self.costs_by_residual(signal, [r]))
+
+    def costs_by_residual(self, signal: ResolvedSignal, tried: list[int]) -> Iterator[torch.Tensor]:
+        """Yield ``channel_costs`` for each residual exponent, each weight's cost worked out once for all of them."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
+        own = RESTRAINT / signal.size * exponents.abs().double().expand(signal.size, -1)
+        tables = [(self.table(tensor, axis), tensor, axis, sign) for tensor, axis, sign in self.touched[signal.name]]
         share = self.importance(signal)[:, None]
-        cost = RESTRAINT / signal.size * exponents.abs().double().expand(signal.size, -1)
-        for tensor, axis, sign in self.touched[signal.name]:
-            cost = cost + self.weight_cost(
-                self.table(tensor, axis), sign * exponents + self.offset(tensor, axis, r), share
-            )
+        weights = []
+        for table, tensor, axis, sign in tables:
+            offsets = [self.offset(tensor, axis, r) for r in tried]
+            least = min(offsets) - CHANNEL_RANGE
+            every = torch.arange(least, max(offsets) + CHANNEL_RANGE + 1)
+            weights.append((self.weight_cost(table, every, share), sign * exponents - least, offsets))
         for point in signal.seen:
             observed = self.seen(point)
             if observed is not None:
                 at = point.sign * exponents
-                cost = cost + share * signal_noise(observed.mean_square, at)
-                cost = cost + EXCESS * excess_bits(observed.amax.double()[:, None] * 2.0**at, self.limit)
-        return cost
+                own = own + share * signal_noise(observed.mean_square, at)
+                own = own + EXCESS * excess_bits(observed.amax.double()[:, None] * 2.0**at, self.limit)
+        for number in range(len(tried)):
+            yield sum((cost.index_select(1, at + offsets[number]) for cost, at, offsets in weights), own)
 
     def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
         """Return what the bounds add to ``channel_costs``: float64 [channels, 49], zeros without a certificate."""
@@ -257,28 +316,38 @@ class _Costs:
                 cost = cost + EXCESS * excess_bits(possible.amax.double()[:, None] * 2.0**at, PROOF_LIMIT)
         return cost
 
-    def best(self, signal: ResolvedSignal, r: int) -> tuple[float, float, torch.Tensor, Fallback | None]:
-        """Return a signal's least cost with and without its bounds, the index of each channel's exponent, and whether
-        its proof was given up."""
-        costs = self.channel_costs(signal, r)
-        free = float(costs.amin(1).sum())
-        if self.bounds is None:
-            return free, free, costs.argmin(1), None
-        held = costs + self.proof_costs(signal)
+    def best(self, signal: ResolvedSignal, r: int) -> Solution:
+        """Return what a signal costs at its best exponents, which are found for all residual exponents at once."""
+        known = self.solved.setdefault(signal.name, {})
+        if r not in known:
+            tried = sorted({*self.tried, r} - known.keys())
+            proof = None if self.bounds is None else self.proof_costs(signal)
+            for at, costs in zip(tried, self.costs_by_residual(signal, tried), strict=True):
+                known[at] = self.solution(signal, costs, proof)
+            self.release(signal)
+        return known[r]
+
+    def solution(self, signal: ResolvedSignal, costs: torch.Tensor, proof: torch.Tensor | None) -> Solution:
+        """Return the best exponents by their costs, those of the bounds included unless they cost too much."""
+        free, unmoved = float(costs.amin(1).sum()), float(costs[:, CHANNEL_RANGE].sum())
+        if proof is None:
+            return Solution(free, free, unmoved, costs.argmin(1).to(torch.int8))
+        held = costs + proof
         proven = float(held.amin(1).sum())
         price = PROOF_WORTH * len(signal.seen)
         if proven <= free + price:
-            return proven, free, held.argmin(1), None
+            return Solution(proven, free, unmoved, held.argmin(1).to(torch.int8))
         impossible = proven - free > EXCESS * 2.0**-10
-        return free + price, free, costs.argmin(1), Fallback(signal.name, proven, free, impossible)
+        given_up = Fallback(signal.name, proven, free, impossible)
+        return Solution(free + price, free, unmoved, costs.argmin(1).to(torch.int8), given_up)
 
     def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """Return the cost of a weight's channels at ``exponents``: error energy by share, inexact elements, excess
         over 65504."""
-        at = (exponents + GRID).clamp(0, 2 * GRID)
+        lossy, error = table.at(exponents)
         energy = table.energy[:, None].clamp(min=1e-300)
-        cost = share * (table.error[:, at].double() / energy).clamp(max=1.0)
-        cost = cost + self.lossy_price * table.lossy[:, at].double()
+        cost = share * (error.double() / energy).clamp(max=1.0)
+        cost = cost + self.lossy_price * lossy.double()
         return cost + EXCESS * excess_bits(table.amax[:, None] * 2.0 ** exponents.double(), self.limit)
 
     def residual_cost(self, r: int) -> float:
@@ -324,14 +393,15 @@ class _Costs:
         movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
         solved = [self.best(s, r) for s in movable]
         stream = self.residual_cost(r)
-        cost, free = stream + sum(s[0] for s in solved), stream + sum(s[1] for s in solved)
+        cost, free = stream + sum(s.cost for s in solved), stream + sum(s.free for s in solved)
         if self.residual_excess(r) == 0:
             return cost, free, True
         return cost + PROOF_WORTH * len(self.layout.signals[RESIDUAL].seen), free, False
 
     def norm_limit(self, margin_bits: float) -> torch.Tensor:
-        """Return the limit on ‖h‖₂ of the stream, infinite unless the target is norm-safe."""
-        return torch.tensor(NORM_SAFE_LIMIT * 2.0**-margin_bits if self.target == "norm-safe" else math.inf)
+        """Return the limit on ‖h‖₂ of the stream, infinite unless norms square it in fp16."""
+        squared = FP16_MAX / growth(self.layout.signals[RESIDUAL].size)
+        return torch.tensor(math.sqrt(squared) * 2.0**-margin_bits if self.target in SQUARING else math.inf)
 
     def stream_norm(self, ranges: Mapping[str, ModuleRange], module: str) -> torch.Tensor:
         """Return the largest ‖h‖₂ at a norm's input."""
@@ -383,7 +453,8 @@ class _PlanSearch(_Costs):
         """Enumerate r, solve the channels, move gains where needed, and collect what cannot be held."""
         movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
         steady = [s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY]
-        totals = {r: self.total_cost(r) for r in candidates or self.candidates()}
+        self.tried = candidates or self.candidates()
+        totals = {r: self.total_cost(r) for r in self.tried}
         by_exponent = {r: cost for r, (cost, *_) in totals.items()}
         least = min((cost for cost in by_exponent.values() if math.isfinite(cost)), default=math.inf)
         if least == math.inf:
@@ -394,6 +465,7 @@ class _PlanSearch(_Costs):
         r = min((e for e, cost in by_exponent.items() if cost <= least + INDIFFERENCE), key=abs)
         if not totals[r][2]:
             self.fallbacks[RESIDUAL] = self.residual_fallback(r)
+        self.tried = [r]
         for signal in movable + steady:
             self.settle(signal, r)
         gains = [s for s in self.layout.signals.values() if s.kind is Kind.NORM and self.gain_is_needed(s, r)]
@@ -444,7 +516,7 @@ class _PlanSearch(_Costs):
             observed = self.seen(point)
             if observed is not None and point.sign > 0 and float(observed.amax.amax()) > 0:
                 tops.append(whole_log2(self.limit / float(observed.amax.amax())))
-                if point.side == "input" and self.target == "norm-safe":
+                if point.side == "input" and self.target in SQUARING:
                     room = self.norm_limit(self.margin_bits) / self.stream_norm(self.ranges, point.module)
                     tops.append(whole_log2(float(room)))
         top = max(-RESIDUAL_RANGE, min(RESIDUAL_RANGE, min(tops, default=0)))
@@ -454,27 +526,27 @@ class _PlanSearch(_Costs):
 
     def settle(self, signal: ResolvedSignal, r: int) -> None:
         """Choose every channel's exponent of one signal; ties go to the exponent nearest 0."""
-        *_, index, fallback = self.best(signal, r)
-        best = index - CHANNEL_RANGE
+        solution = self.best(signal, r)
+        best = solution.index.to(torch.int32) - CHANNEL_RANGE
         self.fallbacks.pop(signal.name, None)
-        if fallback is not None:
-            self.fallbacks[signal.name] = fallback
+        if solution.fallback is not None:
+            self.fallbacks[signal.name] = solution.fallback
         changed = not same(self.chosen.get(signal.name), best)
-        self.chosen[signal.name] = best.to(torch.int32)
+        self.chosen[signal.name] = best
         if changed:
             for tensor, axis, _ in self.touched[signal.name]:
-                self.tables.pop((tensor.name, 1 - axis), None)
+                self.forget(tensor, 1 - axis)
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
         """Return whether at gain 0 a norm's output or a reader breaks a limit, or one weight of a reader is inexact."""
-        return float(self.channel_costs(signal, r)[:, CHANNEL_RANGE].sum()) > self.lossy_price / 2
+        return self.best(signal, r).unmoved > self.lossy_price / 2
 
     def resettle_writers(self, norm: ResolvedSignal, r: int) -> None:
         """Solve again the channels that the readers of a moved norm write, since their tables have changed."""
         for tensor, *_ in list(self.touched[norm.name]):
             written = tensor.axes[0]
             if len(tensor.axes) == 2 and written is not None and written.signal in self.chosen:
-                self.tables.pop((tensor.name, 0), None)
+                self.forget(tensor, 0)
                 self.settle(self.layout.signals[written.signal], r)
 
     # -- what cannot be held ----------------------------------------------------------------------------------------
@@ -530,6 +602,3 @@ def folded(values: torch.Tensor) -> int | list[int]:
     """Return a vector as one integer if all its elements agree, else as a list."""
     items = [int(v) for v in values]
     return items[0] if len(set(items)) == 1 else items
-
-
-TARGETS = ("half", "norm-safe", "train")

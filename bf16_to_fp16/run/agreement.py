@@ -11,10 +11,14 @@ refused.
 
 from __future__ import annotations
 
+import json
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from ..errors import UserError
 from ..families.known import FAMILIES, may_be_absent, stock_class
 from ..families.resolve import resolve
 from ..families.types import Attention, Family, FeedForward, Layout, StackEnds, config_value
-from .stock import eps_attribute, load_config
+from .stock import eps_attribute, load_config, quiet, without_values
 from .texts import first_line
 
 FREE_KEYS = frozenset(
@@ -76,86 +80,147 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     where = f"{checkpoint.folder}/config.json"
     with quiet():
         config = load_config(checkpoint.folder)
-    check_buckets(layout, where)
-    asked: set[str] = set()
-    written = dict(vars(config))
-    with quiet():
-        try:
-            model, info = built(checkpoint, config, asked)
-        except Exception as error:  # every field has its own way to fail
-            raise UserError(
-                f"{checkpoint.folder}: cannot be loaded ({first_line(error)});"
-                " check its files, config.json first of all"
-            ) from error
-        # A key is the better explanation of what follows from it.
-        check_keys(layout, type(config), written, asked, where)
-        check_weights(checkpoint, layout, info)
-        # Before the forward, in which impossible numbers fail with messages of their own.
-        check_modules(layout, model, where)
-        try:
-            scales = run_short(model, layout)
-        except Exception as error:
-            check_keys(layout, type(config), written, asked, where)
-            raise UserError(
-                f"{where}: stock code cannot run the model ({first_line(error)});"
-                " use the config.json that belongs to these weights"
-            ) from error
-    if scales != (layout.head_scale != 1.0):
+        check_buckets(layout, where)
+        written = _Written(config, layout, where)
+        stock = of_stock_code(checkpoint, layout, written)
+    check_weights(checkpoint, layout, stock.info)
+    check_modules(layout, stock.model, where)
+    if isinstance(stock.scales, Exception):
         raise UserError(
-            f"{where}: stock code {'multiplies' if scales else 'does not multiply'} the decoder's output by d^-1/2"
-            " before the head, unlike the keys say that the bounds are made from; take it from the original checkpoint"
+            f"{where}: stock code cannot run the model ({first_line(stock.scales)});"
+            " use the config.json that belongs to these weights"
+        ) from stock.scales
+    if stock.scales != (layout.head_scale != 1.0):
+        raise UserError(
+            f"{where}: stock code {'multiplies' if stock.scales else 'does not multiply'} the decoder's output by"
+            " d^-1/2 before the head, unlike the keys say that the bounds are made from; take it from the original"
+            " checkpoint"
         )
-    check_keys(layout, type(config), written, asked, where)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the bars and messages of the stock loader, whose findings are checked here, off the screen."""
-    from transformers.utils import logging
+class _Written:
+    """A stock config as its folder gives it, which notes the attributes that stock code asks for.
 
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+    ``refused``: the attributes that do not follow from the keys that the layout is made from, nor are harmless, each
+    with the line that says so. To ask for one that the file spells out raises that line, before anything can come
+    of it.
+    """
+
+    def __init__(self, config: Any, layout: Layout, where: str) -> None:
+        self.config, self.values = config, dict(vars(config))
+        self.refused = refusals(layout, type(config), self.values, where)
+        spelt = {type(config).attribute_map.get(key, key) for key in layout.config}
+        self.spelt = {name: UserError(line) for name, line in self.refused.items() if name in spelt}
+        self.asked: set[str] = set()
+
+    def noting(self) -> Any:
+        """Return a copy of the config that notes the name of every attribute that it, or a copy of it, is asked for."""
+        kind: Any = type(self.config)
+
+        def attribute(config: Any, name: str) -> Any:
+            name = kind.attribute_map.get(name, name)
+            self.asked.add(name)
+            if name in self.spelt:
+                raise self.spelt[name]
+            return kind.__getattribute__(config, name)
+
+        copy = deepcopy(self.config)
+        copy.__class__ = type(kind.__name__, (kind,), {"__getattribute__": attribute})
+        return copy
+
+    def check(self, *, derived: bool) -> None:
+        """Raise UserError for what stock code has asked for and must not: with ``derived`` also for attributes that
+        the file does not spell out."""
+        # What is raised while it asks, it may catch.
+        for name in sorted(self.asked & self.spelt.keys()):
+            raise self.spelt[name]
+        for name in sorted(self.asked & self.refused.keys()) if derived else ():
+            raise UserError(self.refused[name])
+
+    def answers(self) -> dict[str, object]:
+        """Return what stock code has asked for, with the values that it was given."""
+        return {name: self.values.get(name, _ABSENT) for name in self.asked}
+
+    def same(self, answers: Mapping[str, object]) -> bool:
+        """Return whether this config gives the very answers that another one gave."""
+        return all(identical(self.values.get(name, _ABSENT), value) for name, value in answers.items())
 
 
-def built(checkpoint: Checkpoint, config: Any, asked: set[str]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the stock model of a checkpoint on the meta device and what its loader says of the weights.
+def identical(one: object, other: object) -> bool:
+    """Return whether two values of a config are of one type and equal."""
+    return one is other or (type(one) is type(other) and one == other)
 
-    asked: receives the names of the config's attributes that stock code asks for, now and whenever the model runs.
+
+@dataclass(frozen=True)
+class _Stock:
+    """What stock code made of a config and of tensors of certain shapes.
+
+    ``answers``: all that it asked of the config. ``model``: on the meta device. ``info``: what the loader says of the
+    weights. ``scales``: whether it scales what the decoder gives before the head, or why it could not be run.
+    """
+
+    kind: Any
+    shapes: Mapping[str, tuple[int, ...]]
+    answers: Mapping[str, object]
+    model: nn.Module
+    info: Mapping[str, Any]
+    scales: bool | Exception
+
+
+known: deque[_Stock] = deque(maxlen=8)
+"""What has been built last: stock code does the same wherever what it asks for is the same. A conversion looks at the
+source and at what it wrote, with one config."""
+
+
+def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> _Stock:
+    """Return what stock code makes of a checkpoint, which is built and run only where it asks for something new.
+
+    Raises UserError where it asks for what does not follow from the keys that the layout is made from, or cannot build
+    the model.
     """
     import transformers
 
-    weights = {name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()}
     kind: Any = getattr(transformers, stock_class(checkpoint.config))
-    return kind.from_pretrained(
-        None,
-        config=noting(config, asked),
-        state_dict=weights,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        device_map={"": "meta"},
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
+    if kind.can_generate():
+        with loading(checkpoint, written):
+            # Made of all that the config holds, whatever is asked for by name: a refused key may be why it fails.
+            try:
+                transformers.GenerationConfig.from_model_config(written.config)
+            except Exception:
+                written.asked.update(written.spelt)
+                raise
+    for stock in reversed(known):
+        if stock.kind is kind and stock.shapes == shapes and written.same(stock.answers):
+            written.asked.update(stock.answers)
+            written.check(derived=True)
+            known.remove(stock)
+            known.append(stock)
+            return stock
+    with loading(checkpoint, written):
+        model, info = without_values(checkpoint, written.noting(), torch.float32, "eager", any_shape=True)
+    scales: bool | Exception
+    try:
+        scales = run_short(model, layout)
+    except Exception as error:
+        scales = error
+    written.check(derived=True)
+    stock = _Stock(kind, shapes, written.answers(), model, info, scales)
+    if not isinstance(scales, Exception):
+        known.append(stock)
+    return stock
 
 
-def noting(config: Any, asked: set[str]) -> Any:
-    """Return a copy of a stock config that notes the name of every attribute that it, or a copy of it, is asked for."""
-    kind: Any = type(config)
-
-    def attribute(self: Any, name: str) -> Any:
-        asked.add(kind.attribute_map.get(name, name))
-        return kind.__getattribute__(self, name)
-
-    copy = deepcopy(config)
-    copy.__class__ = type(kind.__name__, (kind,), {"__getattribute__": attribute})
-    return copy
+@contextmanager
+def loading(checkpoint: Checkpoint, written: _Written) -> Iterator[None]:
+    """Turn whatever stock code raises into a UserError: every field has its own way to fail."""
+    try:
+        yield
+    except Exception as error:
+        written.check(derived=False)
+        raise UserError(
+            f"{checkpoint.folder}: cannot be loaded ({first_line(error)}); check its files, config.json first of all"
+        ) from error
 
 
 def check_weights(checkpoint: Checkpoint, layout: Layout, info: Mapping[str, Any]) -> None:
@@ -235,53 +300,68 @@ def check_buckets(layout: Layout, where: str) -> None:
 
 
 def run_short(model: Any, layout: Layout) -> bool:
-    """Run a meta model of one layer a stack on two tokens, as stock users do, and return whether it scales what its
-    decoder gives before the head."""
-    family = layout.family
-    small = deepcopy(model.config)
-    for stack in (family.encoder, family.decoder):
-        if hasattr(small, stack.layers):
-            setattr(small, stack.layers, 1)
-    with torch.device("meta"), torch.no_grad():
-        short = type(model)(small).eval()
-        ids = torch.zeros(1, 2, dtype=torch.int64)
+    """Run a meta model on two tokens through the first layer of each stack, as stock users do, and return whether it
+    scales what its decoder gives before the head."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    seen: dict[str, Tensor] = {}
+    with ExitStack() as stack, torch.no_grad():
+        for part in layout.stacks():
+            stack.enter_context(first_layer(model.get_submodule(part.ends.at)))
         if layout.encoder_only:
-            short(input_ids=ids)
+            model(input_ids=ids)
             return False
-        seen: dict[str, Tensor] = {}
-        decoder = layout.stacks()[1].ends.at
-        head = short.get_submodule(family.head.removesuffix(".weight"))
-        short.get_submodule(decoder).register_forward_hook(lambda _, __, out: seen.update(out=out[0]))
-        head.register_forward_pre_hook(lambda _, inputs: seen.update(head=inputs[0]))
-        short(input_ids=ids, decoder_input_ids=ids, use_cache=True)
+        decoder = model.get_submodule(layout.stacks()[1].ends.at)
+        head = model.get_submodule(layout.family.head.removesuffix(".weight"))
+        stack.callback(decoder.register_forward_hook(lambda _, __, out: seen.update(out=out[0])).remove)
+        stack.callback(head.register_forward_pre_hook(lambda _, inputs: seen.update(head=inputs[0])).remove)
+        model(input_ids=ids, decoder_input_ids=ids, use_cache=True)
     return seen["head"] is not seen["out"]
 
 
-def check_keys(layout: Layout, kind: Any, written: Mapping[str, Any], asked: set[str], where: str) -> None:
-    """Raise UserError for an attribute of the config, as the folder gives it, that stock code asks for and that does
-    not follow from the keys that the layout is made from."""
+@contextmanager
+def first_layer(stack: nn.Module) -> Iterator[None]:
+    """Leave a stack only the first of its layers for a while."""
+    (name, layers), *_ = ((n, m) for n, m in stack.named_children() if isinstance(m, nn.ModuleList))
+    setattr(stack, name, layers[:1])
+    try:
+        yield
+    finally:
+        setattr(stack, name, layers)
+
+
+def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Return the attributes of the config, as the folder gives it, that do not follow from the keys that the layout is
+    made from and are not harmless, each with the line that refuses it."""
     family = layout.family
     free = {*FREE_KEYS, *family.free_keys, *family.dropout.values()}
     free |= {known.initialisation.factor for known in FAMILIES}
     if layout.encoder_only:
         free.add("is_encoder_decoder")  # published encoders have either
-    expected = vars(kind(**understood(family, layout.config)))
-    implementation = written.get("_attn_implementation_internal")
-    if implementation not in ATTENTIONS:
-        raise UserError(
-            f"{where}: asks for the attention implementation {shown(implementation)}, about which nothing is known;"
-            " remove the key"
-        )
-    for name in sorted(asked - free - {"_attn_implementation_internal"}):
-        found, wanted = written.get(name, _ABSENT), expected.get(name, _ABSENT)
-        if found is not wanted and (type(found) is not type(wanted) or found != wanted):
-            spelt = [k for k, v in layout.config.items() if kind.attribute_map.get(k, k) == name and v == found]
-            value = f"is {shown(found)}" if found is not _ABSENT else "is missing"
+    expected = following(kind, json.dumps(understood(family, layout.config)))
+    attention = "_attn_implementation_internal"
+    found: dict[str, str] = {}
+    for name in {*written, *expected} - free - {attention}:
+        value, wanted = written.get(name, _ABSENT), expected.get(name, _ABSENT)
+        if not identical(value, wanted):
+            spelt = [k for k, v in layout.config.items() if kind.attribute_map.get(k, k) == name and v == value]
+            says = f"is {shown(value)}" if value is not _ABSENT else "is missing"
             follows = f"to be {wanted!r}" if wanted is not _ABSENT else "not to be there"
-            raise UserError(
-                f"{where}: {next(iter(spelt), name)!r} {value}, which stock code goes by, where the other keys ask for"
+            found[name] = (
+                f"{where}: {next(iter(spelt), name)!r} {says}, which stock code goes by, where the other keys ask for"
                 f" it {follows}; remove it, or take the file from the original checkpoint"
             )
+    if written.get(attention) not in ATTENTIONS:
+        found[attention] = (
+            f"{where}: asks for the attention implementation {shown(written[attention])}, about which nothing is known;"
+            " remove the key"
+        )
+    return found
+
+
+@cache
+def following(kind: Any, keys: str) -> Mapping[str, object]:
+    """Return the attributes of a stock config that has these keys, JSON, and no others."""
+    return dict(vars(kind(**json.loads(keys))))
 
 
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:

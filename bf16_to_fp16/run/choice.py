@@ -1,35 +1,38 @@
 """Which ids of a large vocabulary the probe runs.
 
-A row of the embedding table enters a pre-norm model as one more bounded vector. What it can reach depends on its
-length, on its entries in the channels that norms amplify, on how it lies to the strongest neurons, and on its
-direction. Rows that are extreme in the first three, and rows that cover the table's directions by farthest-point
-traversal (Gonzalez, 1985), stand for all others. Table and feed-forward weights are read once, in parts.
+Candidates are gathered from the embedding table: rows that are longest, shortest, or extreme in an outlier channel,
+rows that should drive the first layers' longest rows and every feed-forward's strongest neurons farthest, by what each
+token does alone in a model made linear (``alone``), and some at random. They are then carried alone through every
+sublayer as it is, and those that reach farthest at each site are chosen. The table is read once, in parts, every other
+weight three times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ..families.resolve import resolve
 from ..families.types import FeedForward, Layout, TensorSource
+from .alone import Weights, forward, pulled_back, slopes
 
-CHOSEN = 384
-"""How many ids are chosen; a vocabulary that has no more is run whole."""
+CHOSEN, WHOLE = 256, 384
+"""How many ids are chosen, and the largest vocabulary that is run whole instead."""
 
 
-SPECIAL, LONGEST, SHORTEST, CHANNELS, NEURONS, COVER, DRAWN = (
+SPECIAL, LONGEST, SHORTEST, CHANNELS, ENCODER, DECODER, DRAWN = (
     "special",
     "largest norm",
     "smallest norm",
     "outlier channels",
-    "strongest neurons",
-    "cover",
+    "largest alone in the encoder",
+    "largest alone in the decoder",
     "random",
 )
-"""Why an id was chosen; ``DRAWN``: where there were no weights to choose by."""
+"""Why an id was chosen."""
 
 
 _NORMS = 16
@@ -40,12 +43,31 @@ _CHANNELS = 24
 """Channels whose largest and smallest entry is taken."""
 
 
-_NEURONS = 160
-"""Ids for neurons. Each neuron has up to five: two that make its product large, two small, one for its gate."""
+_MOST = {LONGEST: _NORMS, SHORTEST: _NORMS, CHANNELS: 2 * _CHANNELS}
 
 
-_SAMPLE = 4096
-"""Rows of the table from which the cover is taken."""
+_CANDIDATES = 768
+"""Tokens that are carried through the layers."""
+
+
+_DRAWN, _TYPICAL = 128, 64
+"""Candidates that are drawn at random, and how many of them stand for a typical token."""
+
+
+_RUNNERS = 8
+"""Candidates for a product of two neurons."""
+
+
+_RANKS = 4
+"""How many candidates a site can bring in."""
+
+
+_PRODUCTS = 1 << 24
+"""Most products of rows of the table and of weights: those of 500 rows of weights at a vocabulary of 32,128."""
+
+
+_DIRECTIONS = 512
+"""Most rows of weights that the table is held against."""
 
 
 _ELEMENTS = 1 << 22
@@ -59,128 +81,144 @@ def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -
     return {SPECIAL: first, DRAWN: [i for i in others if i not in first][: CHOSEN - len(first)]}
 
 
-def chosen(source: TensorSource, special: Iterable[int], generator: torch.Generator) -> dict[str, list[int]]:
+def chosen(
+    source: TensorSource, layout: Layout, special: Iterable[int], generator: torch.Generator
+) -> dict[str, list[int]]:
     """Return ``CHOSEN`` different ids of a checkpoint or model by reason, each under the first one it was chosen for.
 
-    Raises UserError where it is of no known family.
+    layout: what its tensors are.
     """
-    layout = resolve(source)
-    table = layout.tensors[layout.family.embedding]
-    name, (vocabulary, width) = str(table.source), table.shape
-    gates, linears = neurons(source, layout)
-    sample = torch.randperm(vocabulary, generator=generator)[:_SAMPLE].sort().values
-    sampled, lengths = torch.empty(len(sample), width), torch.empty(vocabulary, dtype=torch.float64)
-    entries = _Extremes(2 * width, 1)
-    products, reaches = _Extremes(2 * len(gates), 2), _Extremes(len(gates), 1)
-    step = max(1, _ELEMENTS // width)
-    for start in range(0, vocabulary, step):
-        rows = source.read_rows(name, start, min(start + step, vocabulary)).float()
-        stop = start + len(rows)
-        lengths[start:stop] = rows.double().square().sum(1)
-        inside = (sample >= start) & (sample < stop)
-        sampled[inside] = rows[sample[inside] - start]
-        entries.add(torch.cat([rows, -rows], 1), start)
-        directions = unit(rows - rows.mean(1, keepdim=True) if layout.family.centred_norm else rows)
-        gate, linear = directions @ gates.t(), directions @ linears.t()
-        # The activations behind a gate let what is positive through.
-        product = gate.clamp(min=0) * linear
-        products.add(torch.cat([product, -product], 1), start)
-        reaches.add(gate, start)
-    norms = [stack.sublayers[0].norm for stack in layout.stacks() if stack.sublayers]
-    gain = torch.stack([vector(source, layout, norm) for norm in norms]).amax(0) if norms else torch.ones(width)
-    reach = gain * entries.values[0].view(2, width).amax(0)
-    channels = reach.argsort(descending=True, stable=True)[:_CHANNELS]
-    order = lengths.argsort(stable=True)
-    best, second = products.ids.view(2, 2, len(gates))
-    driving = torch.cat([best, reaches.ids, second])
+    weights = Weights(source, layout)
+    others = torch.randperm(weights.vocabulary, generator=generator)[:_CANDIDATES].tolist()
+    extremes, best = scanned(weights, others[:_TYPICAL])
     found: dict[str, list[int]] = {}
     seen: set[int] = set()
 
-    def add(reason: str, ids: Iterable[int], most: int) -> None:
-        found[reason] = []
+    def add(reason: str, ids: Iterable[int], most: int = CHOSEN) -> None:
+        new = found.setdefault(reason, [])
         for i in ids:
-            if len(found[reason]) < most and len(seen) < CHOSEN and i not in seen:
+            if len(seen) == CHOSEN or len(new) == most:
+                break
+            if i not in seen:
                 seen.add(i)
-                found[reason].append(i)
+                new.append(i)
 
-    add(SPECIAL, sorted(set(special)), CHOSEN)
-    add(LONGEST, order.flip(0).tolist(), _NORMS)
-    add(SHORTEST, order.tolist(), _NORMS)
-    add(CHANNELS, entries.ids[0].view(2, width)[:, channels].t().flatten().tolist(), CHOSEN)
-    add(NEURONS, driving.flatten().tolist(), _NEURONS)
-    add(COVER, sample[farthest(sampled)].tolist(), CHOSEN)
-    return found
+    add(SPECIAL, sorted(set(special)))
+    for reason, ids in extremes.items():
+        add(reason, ids, _MOST[reason])
+    ordered = dict.fromkeys([*seen, *others[:_DRAWN], *best, *others])
+    candidates = list(ordered)[:_CANDIDATES]
+    farthest: list[tuple[str, list[int]]] = []
+    for step in forward(weights, candidates):
+        reason = ENCODER if step.stack.is_encoder else DECODER
+        for values in (step.stream, *step.made):
+            order = values.abs().amax(1).argsort(descending=True, stable=True)
+            farthest.append((reason, [candidates[i] for i in order[:_RANKS].tolist()]))
+    for rank in range(_RANKS):
+        for reason, ids in farthest:
+            add(reason, ids[rank : rank + 1])
+    add(DRAWN, others)
+    return {reason: ids for reason, ids in found.items() if ids}
+
+
+def scanned(weights: Weights, sample: Sequence[int]) -> tuple[dict[str, list[int]], list[int]]:
+    """Read the table once and return, best first, the ids of its extreme rows by reason, and those that should reach
+    farthest before the rows of weights that ``directions`` gives.
+
+    sample: ids for whose typical token the model is made linear.
+    """
+    rows, groups, gated = directions(weights, sample)
+    gate, linear = (torch.cat([torch.empty(0, dtype=torch.int64), *(pair[i] for pair in gated)]) for i in (0, 1))
+    lengths = torch.empty(weights.vocabulary, dtype=torch.float64)
+    entries, single = _Extremes(2 * weights.width, 1), _Extremes(2 * len(rows), 1)
+    products = _Extremes(2 * len(gate), _RUNNERS)
+    step = max(1, _ELEMENTS // weights.width)
+    for start in range(0, weights.vocabulary, step):
+        part = weights.rows(start, min(start + step, weights.vocabulary))
+        lengths[start : start + len(part)] = part.double().square().sum(1)
+        entries.add(torch.cat([part, -part], 1).t(), start)
+        reached = rows @ functional.normalize(part).t()
+        single.add(torch.cat([reached, -reached]), start)
+        # The activations behind a gate let what is positive through.
+        product = reached[gate].clamp(min=0) * reached[linear]
+        products.add(torch.cat([product, -product]), start)
+    norms = [weights.matrix(stack.sublayers[0].norm).abs() for stack in weights.layout.stacks() if stack.sublayers]
+    reach = torch.stack(norms).amax(0) * entries.values.view(2, -1).amax(0)
+    channels = reach.argsort(descending=True, stable=True)[:_CHANNELS]
+    order = lengths.argsort(stable=True)
+    extremes = {
+        LONGEST: order.flip(0)[:CHOSEN].tolist(),
+        SHORTEST: order[:CHOSEN].tolist(),
+        CHANNELS: entries.ids.view(2, -1)[:, channels].t().flatten().tolist(),
+    }
+    places = torch.arange(len(gate)).split([len(pair[0]) for pair in gated])
+    ranked = [*(products.ranked(group) for group in places), *(single.ranked(group) for group in groups)]
+    return extremes, [i for column in zip_longest(*ranked) for i in column if i is not None]
 
 
 class _Extremes:
-    """The ``count`` largest values of each column seen so far, and the rows that they stand in."""
+    """The ``most`` largest values of each row so far, and the numbers of their columns; the second half of the rows are
+    the first's negatives."""
 
-    def __init__(self, columns: int, count: int) -> None:
-        self.values = torch.full((count, columns), -torch.inf)
-        self.ids = torch.zeros((count, columns), dtype=torch.int64)
+    def __init__(self, rows: int, most: int) -> None:
+        self.values = torch.full((rows, most), -torch.inf)
+        self.ids = torch.zeros((rows, most), dtype=torch.int64)
 
     def add(self, values: Tensor, start: int) -> None:
-        """Add [rows, columns], the first of them row ``start``."""
-        best = values.topk(min(len(self.values), len(values)), dim=0)
-        joined = torch.cat([self.values, best.values])
-        self.values, places = joined.topk(len(self.values), dim=0)
-        self.ids = torch.cat([self.ids, best.indices + start]).gather(0, places)
+        """Add [rows, columns], the first column being number ``start``."""
+        most = self.values.shape[1]
+        best, places = values.max(1, keepdim=True) if most == 1 else values.topk(min(most, values.shape[1]))
+        joined, ids = torch.cat([self.values, best], 1), torch.cat([self.ids, places + start], 1)
+        self.values, places = joined.topk(most)
+        self.ids = ids.gather(1, places)
+
+    def ranked(self, rows: Tensor) -> list[int]:
+        """Return the numbers of the columns in which these rows or their negatives are largest, largest first."""
+        values, ids = (x.unflatten(0, (2, -1))[:, rows].flatten() for x in (self.values, self.ids))
+        return [int(i) for i in ids[values.argsort(descending=True, stable=True)]]
 
 
-def neurons(source: TensorSource, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return the rows, times the gain before them, of the gate and of the linear that it multiplies for the strongest
-    neurons, fp32 [neurons, width]; those of all feed-forwards alternate.
+def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Return which directions of an embedding drive what can become large, fp32 [rows, width], which rows belong to
+    one linear, and which are gates and the linears that they multiply.
 
-    Half are those with the largest product of row norms, half those with the largest of that times what the output
-    adds for it. Without a gate both are the same row.
+    They are the longest rows of the attention that reads a stack's embedding first, and the neurons that add most in
+    every feed-forward, pulled back to the embedding.
     """
-    sublayers = [s for stack in layout.stacks() for s in stack.sublayers if isinstance(s, FeedForward)]
-    each = max(1, -(-_NEURONS // (5 * max(1, len(sublayers)))))
-    gates: list[list[Tensor]] = []
-    linears: list[list[Tensor]] = []
+    sublayers = [
+        sublayer
+        for stack in weights.layout.stacks()
+        for place, sublayer in enumerate(stack.sublayers)
+        if place == 0 or isinstance(sublayer, FeedForward)
+    ]
+    room = min(_DIRECTIONS, _PRODUCTS // weights.vocabulary)
+    neurons = max(1, room // 4 // max(1, sum(isinstance(w, FeedForward) for w in sublayers)))
+    first = max(1, room // 4 // max(1, len(weights.layout.stacks()) * 3))
+    read: dict[str, list[Tensor]] = {}
     for sublayer in sublayers:
-        gain = vector(source, layout, sublayer.norm)
-        linear = matrix(source, layout, sublayer.linear) * gain
-        gate = matrix(source, layout, sublayer.gate) * gain if sublayer.gate else linear
-        product = linear.norm(dim=1) * (gate.norm(dim=1) if sublayer.gate else 1)
-        added = product * matrix(source, layout, sublayer.output).norm(dim=0)
-        ranked = torch.stack([x.argsort(descending=True, stable=True) for x in (product, added)], 1).flatten()
-        best = list(dict.fromkeys(ranked[: 4 * each].tolist()))[:each]
-        gates.append(list(gate[best]))
-        linears.append(list(linear[best]))
-    width = layout.tensors[layout.family.embedding].shape[1]
-
-    def alternating(rows: list[list[Tensor]]) -> Tensor:
-        flat = [own[i] for i in range(each) for own in rows if i < len(own)]
-        return torch.stack(flat) if flat else torch.empty(0, width)
-
-    return alternating(gates), alternating(linears)
-
-
-def matrix(source: TensorSource, layout: Layout, module: str) -> Tensor:
-    """Return a module's weight in fp32."""
-    return source.read(str(layout.tensors[f"{module}.weight"].source)).float()
-
-
-def vector(source: TensorSource, layout: Layout, norm: str) -> Tensor:
-    """Return the magnitudes of a norm's gain in fp32."""
-    return matrix(source, layout, norm).abs()
-
-
-def unit(rows: Tensor) -> Tensor:
-    """Return rows divided by their lengths; zeros stay."""
-    return rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def farthest(rows: Tensor) -> list[int]:
-    """Return ``CHOSEN`` of these rows (or all) in the order in which they cover their directions: the longest first,
-    then always the one whose direction is farthest from all before it."""
-    directions, last = unit(rows), int(rows.norm(dim=1).argmax())
-    nearest = torch.full((len(rows),), -torch.inf)
-    found = []
-    for _ in range(min(CHOSEN, len(rows))):
-        found.append(last)
-        nearest = torch.maximum(nearest, directions @ directions[last])
-        nearest[last] = torch.inf
-        last = int(nearest.argmin())
-    return found
+        if isinstance(sublayer, FeedForward):
+            modules = [module for module in (sublayer.gate, sublayer.linear) if module]
+            made = [weights.before(sublayer.norm, weights.matrix(module)) for module in modules]
+            adds = weights.matrix(sublayer.output).norm(dim=0)
+            for x in made:
+                adds = adds * x.norm(dim=1)
+            best = adds.argsort(descending=True, stable=True)[:neurons]
+            read[sublayer.norm] = [x[best] for x in made]
+        else:
+            made = [
+                weights.before(sublayer.norm, weights.matrix(module))
+                for module in (sublayer.query, sublayer.key, sublayer.value)
+            ]
+            read[sublayer.norm] = [x[x.norm(dim=1).argsort(descending=True, stable=True)[:first]] for x in made]
+    pulled = pulled_back(weights, {norm: torch.cat(made) for norm, made in read.items()}, slopes(weights, sample))
+    places = torch.arange(sum(map(len, pulled.values())))
+    groups: list[Tensor] = []
+    gated: list[tuple[Tensor, Tensor]] = []
+    gates = {w.norm for w in sublayers if isinstance(w, FeedForward) and w.gate}
+    for norm in pulled:
+        own = list(places.split([len(x) for x in read[norm]] + [len(places) - sum(map(len, read[norm]))]))
+        places = own.pop()
+        groups += own
+        if norm in gates:
+            gated.append((own[0], own[1]))
+    return torch.cat([torch.empty(0, weights.width), *pulled.values()]), groups, gated

@@ -1,8 +1,9 @@
 """The token batches on which a model is observed.
 
-Two sources. Without data, a built-in probe needs no tokenizer and looks where activations differ: random ids,
-the longest sequence, one repeated token, padded rows of mixed lengths, on each side the ids that ``choice`` finds in
-the weights (of a small vocabulary every id, as on request of a large one), and a ``generate`` with cache and beams.
+Two sources. Without data, a built-in probe needs no tokenizer and looks where activations differ: random ids, the
+longest sequence, one repeated token, padded rows of mixed lengths, rows of a few tokens, where nothing is averaged, on
+each side the ids that ``choice`` finds in the weights (of a small vocabulary every id, as on request of a large one),
+and a ``generate`` with cache and beams.
 With data (JSONL, CSV, Parquet, text, or a dataset of the Hub) the checkpoint's own tokenizer makes the batches.
 Everything is seeded, so that two audits of one checkpoint see the same tokens.
 """
@@ -10,10 +11,12 @@ Everything is seeded, so that two audits of one checkpoint see the same tokens.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,10 @@ from torch import Tensor, nn
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, first_line
 from ..families.known import is_encoder_class, of_model_type
-from ..families.types import TensorSource
-from . import choice
+from ..families.resolve import resolve
+from ..families.types import Layout, TensorSource
+from ..progress import Progress
+from . import choice, memory
 from .texts import texts
 
 IGNORED_LABEL = -100
@@ -36,14 +41,24 @@ _LOGIT_BUDGET = 2**27
 
 
 _PROBE_LOGITS = 2**25
-"""Most logits of the whole probe: those of about a thousand positions at a vocabulary of 32,128."""
+"""Most logits of the probe, random ids and short rows apart: those of about a thousand positions at a vocabulary of
+32,128."""
 
 
-RANDOM, LONG, REPEATED, PADDED, CHOSEN, SWEEP, GENERATE, DATA = BATCH_KINDS = (
+GENERATION_SHARE = 1 / 4
+"""Largest share of the memory at hand that a generation's weights may take."""
+
+
+_SHORT, _SHORT_DECODER = 8, 4
+"""Tokens of the longest of the short rows, and in the decoder, where each costs the vocabulary's logits."""
+
+
+RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, GENERATE, DATA = BATCH_KINDS = (
     "random ids",
     "long",
     "repeated",
     "padded",
+    "short",
     "chosen ids",
     "vocabulary sweep",
     "generate",
@@ -113,6 +128,22 @@ def batches(
     return _tokenised(config, source, data, seed, examples, length)
 
 
+def generation_bytes(layout: Layout) -> int:
+    """Return the most memory that the weights take with which a model generates in a walk: those of the decoder and the
+    head, to which it comes back, in fp32 and cast to fp16 by autocast."""
+    if layout.encoder_only:
+        return 0
+    at = layout.stacks()[1].ends.at + "."
+    head = layout.family.head if layout.family.head in layout.tensors else layout.family.embedding
+    return 6 * sum(math.prod(t.shape) for name, t in layout.tensors.items() if name.startswith(at) or name == head)
+
+
+def left_out(inputs: Sequence[Batch]) -> list[str]:
+    """Return the kinds of batches that a probe has and these inputs lack: ``generate``, where memory is short."""
+    decodes = any(batch.decoder_input_ids is not None for batch in inputs)
+    return [GENERATE] if decodes and not any(batch.generate for batch in inputs) else []
+
+
 def audit_batches(
     config: Any,
     folder: Path,
@@ -121,29 +152,70 @@ def audit_batches(
     seed: int = 0,
     sweep: bool = False,
     chosen: Mapping[str, Sequence[int]] | None = None,
+    opened: tuple[TensorSource, Layout] | None = None,
+    progress: Progress | None = None,
 ) -> list[Batch]:
     """Return what an audit runs on: the built-in probe, its ids chosen by the weights in ``folder`` unless they are
-    given or all are wanted, and ``data`` where given.
+    given or all are wanted, and ``data`` where given; without generation where its weights would take more than
+    ``GENERATION_SHARE`` of the memory at hand.
 
-    Arguments and errors are those of ``batches``.
+    opened: the checkpoint in ``folder`` and its layout, where the caller has them. progress: says what is left out.
+    Other arguments and errors are those of ``batches``.
     """
-    if chosen is None and not sweep and not is_small(config):
-        chosen = chosen_ids(config, open_checkpoint(folder), seed=seed)
+    if opened is None:
+        checkpoint = open_checkpoint(folder)
+        opened = checkpoint, resolve(checkpoint)
+    if chosen is None and not sweep:
+        chosen = chosen_ids(config, *opened, seed=seed)
     inputs = batches(config, None, None, seed=seed, sweep=sweep, chosen=chosen)
-    return inputs if data is None else inputs + batches(config, folder, data, seed=seed)
+    if data is not None:
+        inputs += batches(config, folder, data, seed=seed)
+    if generation_bytes(opened[1]) <= GENERATION_SHARE * memory.available():
+        return inputs
+    inputs = [batch for batch in inputs if not batch.generate]
+    if progress is not None:
+        progress.say("Not enough memory to run generate, which needs the whole decoder at once: it is left out")
+    return inputs
+
+
+def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
+    """Return rows of every batch but one that generates as a single batch of one shape, for what is built for a shape.
+
+    Rows are taken from each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length``
+    positions and filled up with padding; the decoder's begin with the start token.
+    """
+    each = [list(_rows(batch)) for batch in inputs if not batch.generate]
+    turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
+    count = max(4, min(16, _PROBE_LOGITS // (int(config.vocab_size) * decoder_length)))
+    encoder, decoder = zip(*turns[:count], strict=True)
+    ids, mask = stack([row[:length] for row in encoder], _pad(config))
+    if not has_decoder(config):
+        return Batch("rows of every kind", ids, mask, head=False)
+    decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], _pad(config))
+    decoder_ids[:, 0] = _start(config)
+    return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
+
+
+def _rows(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of a batch without padding, for the encoder and for the decoder; of an encoder alone twice the same."""
+    decoder, decoder_mask = batch.decoder_input_ids, batch.decoder_attention_mask
+    if decoder is None or decoder_mask is None:
+        decoder, decoder_mask = batch.input_ids, batch.attention_mask
+    for ids, mask, other, other_mask in zip(batch.input_ids, batch.attention_mask, decoder, decoder_mask, strict=True):
+        yield ids[mask.bool()], other[other_mask.bool()]
 
 
 def is_small(config: Any) -> bool:
     """Return whether a vocabulary is so small that the probe runs every id."""
-    return int(config.vocab_size) <= choice.CHOSEN
+    return int(config.vocab_size) <= choice.WHOLE
 
 
-def chosen_ids(config: Any, source: TensorSource, *, seed: int = 0) -> dict[str, list[int]] | None:
+def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
     """Return which ids of a large vocabulary the probe should run, by reason, chosen by the weights of a checkpoint or
-    model; None for a small one, of which it runs all."""
+    model of this layout; None for a small one, of which it runs all."""
     if is_small(config):
         return None
-    return choice.chosen(source, _special(config), torch.Generator().manual_seed(seed))
+    return choice.chosen(source, layout, _special(config), torch.Generator().manual_seed(seed))
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
@@ -160,7 +232,8 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
     ``batches``: in their order, each run of one kind as one entry: kind, number of batches, rows of them all, and the
     longest encoder and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the
     name of a dataset of the Hub, and how many rows of it were drawn; None without data. ``chosen``: ids by the reason
-    that each was chosen for, empty where every id is run. ``sha256``: of all ids and masks.
+    that each was chosen for, empty where every id is run. ``left_out``: kinds that did not run, as ``left_out`` says.
+    ``sha256``: of all ids and masks.
     """
     digest = hashlib.sha256()
     entries: list[dict[str, Any]] = []
@@ -192,6 +265,7 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
         "data": None if data is None else {"name": shown, "rows": drawn},
         "batches": entries,
         "chosen": {reason: list(ids) for batch in inputs for reason, ids in batch.chosen.items()},
+        "left_out": left_out(inputs),
         "sha256": digest.hexdigest(),
     }
 
@@ -226,8 +300,8 @@ def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
             attention_mask=mask,
             num_beams=2,
             do_sample=False,
-            max_new_tokens=8,
-            min_new_tokens=8,
+            max_new_tokens=4,
+            min_new_tokens=4,
             use_cache=_cacheable(stock.config),
         )
         return None
@@ -321,13 +395,14 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
             kind=kind,
         )
 
-    repeated = ids(2, 1).repeat(1, min(128, length))
+    repeated = ids(2, 1).repeat(1, min(64, length))
     made = [
         batch(RANDOM, "random ids", ids(4, 64), ids(4, 32)),
         batch(LONG, f"one sequence of {length} tokens", ids(1, length), ids(1, min(length, 128))),
-        batch(REPEATED, "one token repeated", repeated, repeated[:, :64]),
+        batch(REPEATED, "one token repeated", repeated, repeated[:, :32]),
         _padded(config, [ids(1, n)[0] for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
     ]
+    made += _short(config, min(length, _SHORT), generator)
     if sweep or is_small(config):
         made += _sweep(config, vocabulary, min(length, 128))
     else:
@@ -335,42 +410,58 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         made += _chosen(config, ids_by_reason, min(length, 128))
     made = _within_budget(made, vocabulary)
     if decodes:
-        made.append(_generation(made[3]))
+        made.append(_generation(next(batch for batch in made if batch.kind == PADDED)))
     return made
 
 
 def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """The batches with logits for the first ones only, as many positions as the budget suffices for; for one batch in
-    any case, as there is nothing to compare models by without."""
+    """The batches with logits as far as the budget suffices, random ids and the first short rows in any case."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
+    unseen = {RANDOM, SHORT}
     for batch in made:
         positions = 0 if batch.decoder_input_ids is None else batch.decoder_input_ids.numel()
-        kept = batch.head and (positions <= left or not result)
+        kept = batch.head and (positions <= left or batch.kind in unseen)
         left -= positions if kept else 0
+        unseen.discard(batch.kind)
         result.append(batch if kept else replace(batch, head=False))
     return result
 
 
+def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
+    """Rows of one token to ``longest``, with and without end token, and every special token alone and before the end:
+    filled up on the right, then the same rows filled up on the left; the decoder's, which are shorter, on the right."""
+    vocabulary = int(config.vocab_size)
+    end = [i for i in [getattr(config, "eos_token_id", None)] if isinstance(i, int) and 0 <= i < vocabulary]
+    drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
+    rows = [row for ids in [*drawn, *([i] for i in _special(config))] for row in ([ids, ids + end] if end else [ids])]
+    encoder = [torch.tensor(row[-longest:]) for row in rows]
+    right = _padded(config, encoder, [row[-_SHORT_DECODER:] for row in reversed(encoder)], "short rows", SHORT)
+    ids = torch.full_like(right.input_ids, _pad(config))
+    for filled, row in zip(ids, encoder, strict=True):
+        filled[-len(row) :] = row
+    mask = right.attention_mask.flip(1)
+    return [right, replace(right, description="short rows, padded on the left", input_ids=ids, attention_mask=mask)]
+
+
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
-    """The chosen ids in the encoder and, in reverse order, in the decoder: once in long rows and once in rows of four,
-    in which a token has the context almost for itself."""
+    """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, in pairs, and
+    each alone, with no other to be averaged with."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
     decodes = has_decoder(config)
     made: list[Batch] = []
-    for columns in dict.fromkeys((min(length, len(ids)), min(length, len(ids), 4))):
+    for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
         full = len(ids) // columns * columns
-        for part in (ids[:full], ids[full:]):
-            if not len(part):
+        for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1)):
+            if not rows.numel():
                 continue
-            encoder = part.view(-1, min(columns, len(part)))
-            mask, reverse = torch.ones_like(encoder), part.flip(0).view_as(encoder)
-            name = f"chosen ids in rows of {encoder.shape[1]}"
+            mask = torch.ones_like(rows)
+            name = f"chosen ids in rows of {rows.shape[1]}"
             reasons = by_reason if not made else {}
             made.append(
-                Batch(name, encoder, mask, reverse, mask, kind=CHOSEN, chosen=reasons)
+                Batch(name, rows, mask, rows.flip(1), mask, kind=CHOSEN, chosen=reasons)
                 if decodes
-                else Batch(name, encoder, mask, head=False, kind=CHOSEN, chosen=reasons)
+                else Batch(name, rows, mask, head=False, kind=CHOSEN, chosen=reasons)
             )
     return made
 
@@ -401,7 +492,9 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
 
 
 def _generation(batch: Batch) -> Batch:
-    return Batch("generate with cache and beams", batch.input_ids, batch.attention_mask, generate=True, kind=GENERATE)
+    """The first two rows of a batch, from which beam search makes a few tokens."""
+    ids, mask = batch.input_ids[:2], batch.attention_mask[:2]
+    return Batch("generate with cache and beams", ids, mask, generate=True, kind=GENERATE)
 
 
 def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ A CPU accumulates such products in fp32 and overflows to inf as tensor cores do,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,8 +59,62 @@ def is_matrix_product(func: Any) -> bool:
 
 def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
     """Return a matrix product of 16-bit operands, computed in fp32 and rounded once."""
-    exact = func(*(a.float() if isinstance(a, Tensor) else a for a in args), **(kwargs or {}))
+    exact = func(*(_widened(a) if isinstance(a, Tensor) else a for a in args), **(kwargs or {}))
     return exact.to(args[0].dtype)
+
+
+class Widened:
+    """fp32 copies of 16-bit weights, made at their first use and kept until ``clear``.
+
+    A weight is what a linear multiplies by, a transposed matrix. A copy whose values are those of an fp32 weight that
+    was ``offer``ed is that weight.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
+        self._offered: list[Tensor] = []
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Return the copy of a weight."""
+        key = (weight.data_ptr(), weight.shape)
+        if key not in self._copies:
+            wide = weight.float()
+            for known in self._offered:
+                if known.shape == wide.shape[::-1] and torch.equal(known.t(), wide):
+                    wide = known.t()
+                    break
+            # With the weight itself, so that nothing else comes to lie where it does.
+            self._copies[key] = (weight, wide)
+        return self._copies[key][1]
+
+    def offer(self, weight: Tensor) -> None:
+        """Note an fp32 weight that is in memory until ``clear``."""
+        self._offered.append(weight)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._copies.clear()
+        self._offered.clear()
+
+
+_kept: Widened | None = None
+
+
+@contextmanager
+def weights_widened_once() -> Iterator[Widened]:
+    """Yield the copies of weights that products of 16-bit operands then share, in every thread."""
+    global _kept
+    before, _kept = _kept, Widened()
+    try:
+        yield _kept
+    finally:
+        _kept = before
+
+
+def _widened(operand: Tensor) -> Tensor:
+    if _kept is None or operand.dim() != 2 or operand.is_contiguous() or not operand.t().is_contiguous():
+        return operand.float()
+    return _kept.of(operand)
 
 
 def is_cpu_half(args: tuple[Any, ...]) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoint.reader import SAFETENSORS_DTYPES, Checkpoint
 from ..errors import UserError, first_line
 from ..families.known import family_of, may_be_absent, stock_class
 
@@ -22,7 +25,7 @@ def load_config(folder: Path) -> Any:
     except Exception as error:  # each field has its own validation, with exceptions of its own
         raise UserError(f"{folder}/config.json: {' '.join(str(error).split())}; mend the file") from error
     try:
-        stock_class(config.to_dict())
+        stock_class({"model_type": config.model_type, "architectures": config.architectures})
     except UserError as error:
         raise UserError(f"{folder}/{error}") from None
     for key in ("decoder_start_token_id", "pad_token_id"):
@@ -55,13 +58,122 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
             output_loading_info=True,
         )
     except Exception as error:  # safetensors, pickle and transformers each raise their own kinds
-        raise UserError(f"{folder}: cannot be loaded ({first_line(error)}); check its files") from error
+        raise cannot_be_loaded(folder, error) from error
+    check_complete(folder, config, info)
+    return model.half().eval() if half else model.eval()
+
+
+def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
+    """Return the stock model of a checkpoint as ``load`` gives it, dtypes and all, on torch's meta device: without its
+    values, except those of tensors that no file holds and stock code makes, and of buffers.
+
+    Two tensors that stock code ties for being equal are one parameter only where the checkpoint lacks one of them.
+    Raises ``UserError`` as ``load`` does.
+    """
+    folder = checkpoint.folder
+    config = load_config(folder)
+    with quiet():
+        try:
+            model, info = without_values(checkpoint, config, dtype, attention)
+            if model.can_generate():
+                model.adjust_generation_fn(None, False, None, str(folder), local_files_only=True, **NOTHING_REMOTE)
+        except Exception as error:  # as in ``load``
+            raise cannot_be_loaded(folder, error) from error
+    check_complete(folder, config.to_dict(), info)
+    model.config.name_or_path = str(folder)
+    fill_in(model, checkpoint)
+    return model.half().eval() if half else model.eval()
+
+
+NOTHING_REMOTE = {
+    "cache_dir": None,
+    "force_download": False,
+    "proxies": None,
+    "token": None,
+    "revision": None,
+    "subfolder": "",
+    "trust_remote_code": False,
+}
+"""What stock code is told when it looks for the settings of a generation."""
+
+
+def without_values(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, attention: str, *, any_shape: bool = False
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return the stock model of a checkpoint on the meta device, and what its own loader says of the weights.
+
+    any_shape: note weights of other shapes there, instead of raising what stock code raises.
+    """
+    import transformers
+
+    weights = {
+        name: torch.empty(info.shape, dtype=SAFETENSORS_DTYPES[info.dtype], device="meta")
+        for name, info in checkpoint.tensors.items()
+    }
+    model, info = getattr(transformers, stock_class(checkpoint.config)).from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype,
+        attn_implementation=attention,
+        device_map={"": "meta"},
+        ignore_mismatched_sizes=any_shape,
+        output_loading_info=True,
+    )
+    return model, info
+
+
+def fill_in(model: Any, checkpoint: Checkpoint) -> None:
+    """Give a model on the meta device its buffers, and the parameters that no file holds as stock code makes them."""
+    stored = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in checkpoint.tensors}
+    made = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        if id(tensor) in stored:
+            continue
+        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if name in checkpoint.tensors:
+            value.copy_(checkpoint.read(name))
+        else:
+            made[path] = module
+        if attribute in module._buffers:
+            module._buffers[attribute] = value
+        else:
+            module._parameters[attribute] = torch.nn.Parameter(value)
+    with torch.random.fork_rng(devices=[]):
+        for module in made.values():
+            model._init_weights(module)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the bars and messages of the stock loader, whose findings are checked here, off the screen."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def check_complete(folder: Path, config: Mapping[str, object], info: Mapping[str, Any]) -> None:
+    """Raise UserError for a tensor that stock code did not find."""
     missing = sorted(set(info["missing_keys"]) - may_be_absent(family_of(config)))
     if missing:
         raise UserError(
             f"{folder}: tensor {missing[0]} is missing, and stock code would fill it at random; complete the checkpoint"
         )
-    return model.half().eval() if half else model.eval()
+
+
+def cannot_be_loaded(folder: Path, error: Exception) -> UserError:
+    """Return what to tell the user whose checkpoint stock code cannot load."""
+    return UserError(f"{folder}: cannot be loaded ({first_line(error)}); check its files")
 
 
 def eps_attribute(norm: torch.nn.Module) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import tiny
 
-from bf16_to_fp16.auditing.fidelity import Fidelity, fidelity
+from bf16_to_fp16.auditing.fidelity import Fidelity, compared, fidelity, output_on
 from bf16_to_fp16.auditing.regimes import RegimeResult
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import Certificate
@@ -33,6 +33,18 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
     return copy.deepcopy(model).to(dtype)
 
 
+def measure(reference: Any, bf16: Any, fp16: Any, inputs: Sequence[Batch]) -> Fidelity:
+    """The fidelity of models in memory, on the inputs that are compared."""
+
+    def outputs(model: Any) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [output_on(batch, run_batch(model, batch)) for batch in compared(inputs)]
+
+    found = [None if model is None else outputs(model) for model in (reference, bf16, fp16)]
+    decodes = inputs[0].decoder_input_ids is not None
+    return fidelity(found[0] or [], found[1], found[2] or [], probabilities=decodes)
+
+
 def padded(model: Any) -> Batch:
     return batches(model.config, None, None)[3]
 
@@ -40,7 +52,7 @@ def padded(model: Any) -> Batch:
 @pytest.mark.parametrize("kind", ["t5", "gated", "pegasus", "t5-encoder"])
 def test_a_model_is_no_different_from_itself(kind: str) -> None:
     model = model_of(kind)
-    same = fidelity(model, copy.deepcopy(model), copy.deepcopy(model), batches(model.config, None, None))
+    same = measure(model, copy.deepcopy(model), copy.deepcopy(model), batches(model.config, None, None))
     assert same.kl_bf16 == same.kl_fp16 == same.max_logit_error_bf16 == same.max_logit_error_fp16 == 0
     assert same.top1_bf16 == same.top1_fp16 == (None if kind == "t5-encoder" else 1.0)
     assert same.measure == ("relative squared error" if kind == "t5-encoder" else "kl")
@@ -50,7 +62,7 @@ def test_a_model_is_no_different_from_itself(kind: str) -> None:
 def test_fp16_is_nearer_to_fp32_than_bf16_where_all_fits(kind: str) -> None:
     model = model_of(kind)
     inputs = batches(model.config, None, None)
-    measured = fidelity(model, cast(model, torch.bfloat16), cast(model, torch.float16), inputs)
+    measured = measure(model, cast(model, torch.bfloat16), cast(model, torch.float16), inputs)
     assert measured.kl_bf16 is not None
     assert 0 < measured.kl_fp16 < measured.kl_bf16 / 16
 
@@ -63,7 +75,7 @@ def test_the_divergence_is_that_of_the_definition() -> None:
     keep = batch.decoder_attention_mask.bool()
     with torch.no_grad():
         p, q = (run_batch(m, batch).logits[keep].double() for m in (model, other))
-    measured = fidelity(model, None, other, [batch])
+    measured = measure(model, None, other, [batch])
     expected = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="batchmean", log_target=True)
     assert measured.kl_fp16 == pytest.approx(float(expected), rel=1e-9)
     assert measured.max_logit_error_fp16 == pytest.approx(float((p - q).abs().max()), rel=1e-12)
@@ -79,7 +91,7 @@ def test_the_error_of_an_encoder_is_relative_to_its_states() -> None:
     with torch.no_grad():
         x, y = (run_batch(m, batch).last_hidden_state[batch.attention_mask.bool()].double() for m in (model, other))
     expected = (x - y).square().sum() / x.square().sum()
-    assert fidelity(model, None, other, [batch]).kl_fp16 == pytest.approx(float(expected), rel=1e-9)
+    assert measure(model, None, other, [batch]).kl_fp16 == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_padding_of_the_decoder_does_not_count() -> None:
@@ -91,7 +103,7 @@ def test_padding_of_the_decoder_does_not_count() -> None:
     ids = batch.decoder_input_ids.clone()
     ids[batch.decoder_attention_mask == 0] = 50
     changed = replace(batch, decoder_input_ids=ids)
-    assert fidelity(model, None, other, [batch]) == fidelity(model, None, other, [changed])
+    assert measure(model, None, other, [batch]) == measure(model, None, other, [changed])
 
 
 def test_a_model_that_gives_nan_is_infinitely_far_and_null_in_json() -> None:
@@ -99,7 +111,7 @@ def test_a_model_that_gives_nan_is_infinitely_far_and_null_in_json() -> None:
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.lm_head.weight[3] = torch.nan
-    measured = fidelity(model, copy.deepcopy(model), broken, [padded(model)])
+    measured = measure(model, copy.deepcopy(model), broken, [padded(model)])
     assert measured.kl_fp16 == measured.max_logit_error_fp16 == math.inf
     entry = json.loads(json.dumps(measured.to_json(), allow_nan=False))
     assert entry["kl_fp16"] is None
@@ -112,7 +124,7 @@ def test_nothing_to_compare_on_is_an_error() -> None:
     model = model_of("t5")
     generation = batches(model.config, None, None)[-1]
     with pytest.raises(ValueError, match="no batch to compare on"):
-        fidelity(model, None, model, [generation])
+        measure(model, None, model, [generation])
 
 
 def apart(kl_bf16: float | None, kl_fp16: float) -> Fidelity:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support import masks, tiny
 
 from bf16_to_fp16.auditing.regimes import (
     REGIMES,
@@ -34,7 +34,7 @@ from bf16_to_fp16.report.schema import (
     Report,
     regimes_of,
 )
-from bf16_to_fp16.run.probe import audit_batches, batches, describe_batches
+from bf16_to_fp16.run.probe import Batch, audit_batches, batches, describe_batches
 from bf16_to_fp16.run.stock import load, load_config
 
 WO = "encoder.block.1.layer.1.DenseReluDense.wo"
@@ -115,6 +115,24 @@ def test_eager_shows_scores_that_sdpa_keeps_to_itself(tmp_path: Path) -> None:
     )
     assert any(s.name.endswith(":scores") for s in eager.sites)
     assert not any(s.name.endswith(":scores") for s in sdpa.sites)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_masked_position_that_counts_is_unsafe_where_the_mask_is_finite_alone(share: float) -> None:
+    model = masks.spanning("gated", 48000.0 * share)
+    ids = torch.tensor([[5, 6, 7, 8, masks.LOUD, masks.LOUD], [1, 2, 3, 4, 5, 6]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+    batch = Batch("padded", ids, mask, ids, mask)
+    half = regimes_of({"half": audit_model(model.half(), [batch], regime="half")})
+    amp = audit_model(model.float(), [batch], regime="amp")
+    wins = share == 1.0
+    names = {f"{stack}.block.0.layer.0.SelfAttention:masked" for stack in ("encoder", "decoder")}
+    rows = unsafe_sites(half)
+    assert amp.safe and {row.signal for row in rows} == (names if wins else set())
+    assert all("masked positions that count in half" in row.reason and row.excess_bits > 0.5 for row in rows)
+    widest = next(s for s in half["half"].sites if s.name in names)
+    assert widest.amax == pytest.approx(2 * 48000 * share, rel=0.02)
+    assert half["half"].saturated == sum(row.saturated or 0 for row in rows)
 
 
 def test_totals_are_those_of_the_sites_and_the_tightest_comes_first(tmp_path: Path) -> None:
@@ -415,12 +433,23 @@ def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path) -> None:
     assert report["attack"]["worst_headroom_bits"] < 0 and report["verdict"] == "unsafe"
 
 
-def test_progress_counts_every_step_once(tmp_path: Path) -> None:
+def test_progress_rises_to_its_total(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
-    audit_folder(saved("t5", tmp_path), advance=lambda done, total: steps.append((done, total)))
+    audit_folder(saved("t5", tmp_path), regimes=("half",), advance=lambda done, total: steps.append((done, total)))
     total = steps[0][1]
-    assert steps == [(i, total) for i in range(1, total + 1)]
-    assert total == 3 * 2 * 6  # regimes, attentions, batches
+    assert steps == sorted(steps) and steps[-1] == (total, total)
+    assert total == 2 * (3 + 1 + 2 + 1 + 1 + 3)  # blocks, final norms, head, embeddings; once more for generate
+
+
+def test_what_half_shows_to_fit_runs_on_less_in_stock_and_amp_and_else_on_all(tmp_path: Path) -> None:
+    fits, breaks = audit_folder(saved("t5", tmp_path / "a")), audit_folder(saved("t5", tmp_path / "b", overflow))
+    ran = {name: [run.batches for run in result.runs] for name, result in fits.items()}
+    assert ran["stock"] == ran["amp"] == [3, 1] and ran["half"][0] > 4 and ran["half"][1] == 2
+    assert fits["amp"].runs[0].kinds == ("random ids", "padded", "generate")
+    assert {tuple(run.batches for run in result.runs) for result in breaks.values()} == {tuple(ran["half"])}
+    assert {name: result.same_as for name, result in fits.items()} == dict.fromkeys(ran)
+    pegasus = audit_folder(saved("pegasus", tmp_path / "c"))
+    assert pegasus["stock"].same_as == "half" and pegasus["stock"].sites == pegasus["half"].sites
 
 
 def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
@@ -429,11 +458,12 @@ def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
     folder = saved("t5", tmp_path / "model")
     ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
     (tmp_path / "data.txt").write_text("!!\n!\n")  # byte 33 is id 36, within the vocabulary
-    steps: list[int] = []
     inputs = audit_batches(load_config(folder), folder, str(tmp_path / "data.txt"), seed=0)
-    result = audit_folder(folder, regimes=("half",), inputs=inputs, advance=lambda done, total: steps.append(total))
-    assert result["half"].safe
-    assert steps == [2 * (6 + 2)] * 16  # attentions, batches of the probe and of the data
+    half = audit_folder(folder, regimes=("half",), inputs=inputs)["half"]
+    assert half.safe
+    eager, sdpa = half.runs
+    assert (eager.attention, eager.batches, eager.kinds[-1]) == ("eager", len(inputs), "data")
+    assert (sdpa.attention, sdpa.batches, sdpa.kinds) == ("sdpa", 4, ("padded", "generate", "data"))
 
 
 def broken_config(folder: Path, **changes: Any) -> None:
@@ -457,8 +487,8 @@ def without_tensor(folder: Path) -> None:
         (lambda f: (f / "config.json").write_text("{"), "config.json"),
         (lambda f: broken_config(f, architectures=["BartForConditionalGeneration"]), "the known ones are t5: T5For"),
         (lambda f: broken_config(f, model_type="nonsense"), "config.json"),
-        (lambda f: (f / "model.safetensors").unlink(), "cannot be loaded"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"123"), "cannot be loaded"),
+        (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"123"), "3 bytes are too few for a safetensors file"),
         (without_tensor, "tensor encoder.block.0.layer.0.SelfAttention.q.weight is missing"),
     ],
 )
@@ -535,9 +565,9 @@ def test_what_a_bound_covers_goes_with_target_and_mode() -> None:
         assert any("dropout" in line for line in covers) is (name == "train")
         assert any("squares" in line for line in covers) is (name != "half")
     assert {name: sorted(each) for name, each in options.items()} == {
-        "half": ["--target norm-safe", "--target train"],
-        "norm-safe": ["--target train"],
-        "train": [],
+        "half": ["--target fp16-accumulate", "--target norm-safe", "--target train"],
+        "norm-safe": ["--target fp16-accumulate", "--target train"],
+        "train": ["--target fp16-accumulate"],
     }
     assert report_rows.coverage(Report()) == ([], [])
 

@@ -20,26 +20,28 @@ from support.adversary import adverse_inputs, cancelling, observe, scaled
 from support.contract import FREE, broken, certified
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.auditing.regimes import audit_model
-from bf16_to_fp16.bounds import spectral
-from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, Arithmetic
+from bf16_to_fp16.bounds import factored, spectral
+from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, UNIT32, Arithmetic, norm_units
 from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
+from bf16_to_fp16.bounds.factored import chunks
 from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, GatedNeurons, PlainNeurons
 from bf16_to_fp16.bounds.linear import (
     NORM_ERROR,
     NormOutput,
     bound_linear,
-    chunks,
     column_norms,
     in_ball,
     knapsack,
     lengthened,
+    rms_normalised,
     row_norms,
     squared_matrix_vector,
 )
-from bf16_to_fp16.bounds.spectral import gram, largest_eigenvalue
+from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.certify import certify
@@ -69,7 +71,8 @@ def test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16(kind: str) -> None:
             # That says something: nearly every bound has a value beside it, which for most comes close.
             bounds = {s.name: s.bound for s in certificate.sites if s.kind not in FREE}
             shares = sorted(seen[name] / limit for name, limit in bounds.items() if name in seen)
-            assert len(shares) > 0.8 * len(bounds) and shares[len(shares) // 2] > 0.8
+            # A LayerNorm is allowed what fp32 may lose of its mean.
+            assert len(shares) > 0.8 * len(bounds) and shares[len(shares) // 2] > (0.7 if kind == "pegasus" else 0.8)
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -229,25 +232,88 @@ def test_layer_norms_of_nearly_constant_inputs_stay_under_their_bound(magnitude:
         assert bool((norm(x).detach().double().abs() <= top).all())
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-12])
-def test_layer_norms_outputs_stay_in_the_ball_however_near_constant_their_inputs_are(eps: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shares, without = [], []
-    for width in (5, 33, 128):
-        norm = torch.nn.LayerNorm(width, eps=eps).requires_grad_(False)
-        for mean in (1.0, 70.0, 30000.0):
-            for power in range(-2, 28, 2):
-                noise = torch.randn(64, width, generator=generator) * torch.rand(64, 1, generator=generator)
-                x = mean * (1 + 2.0**-power * noise)
-                length = norm(x).double().norm(dim=1) / width**0.5
-                magnitude = x.double().abs().mean(1)
-                allowed = torch.tensor([lengthened(m, eps) for m in magnitude.tolist()]) * (1 + NORM_ERROR)
-                shares.append(float((length / allowed).max()))
-                without.append(float(length.max()))
+def nasty(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows that are hard on a norm: nearly constant ones, with outliers first or last, drifting, alternating."""
+    generator = torch.Generator().manual_seed(width)
+    rows = []
+    for mean in (1.0, 70.0, 2999.0, 30000.0):
+        for power in (0, 4, 8, 10, 11, 12, 16, 20, 24):
+            noise = torch.randn(12, width, generator=generator) * torch.rand(12, 1, generator=generator)
+            noise[4:6] = noise[4:6].sort(dim=1).values
+            noise[6:8] = torch.tensor([1.0, -1.0]).repeat(width)[:width]
+            noise[8:10] = noise[8:10].abs()
+            noise[10, 0], noise[11, -1] = 30.0, 30.0
+            rows.append(mean * (1 + 2.0**-power * noise))
+    return torch.cat(rows).clamp(-65504, 65504).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_layer_norms_are_no_further_off_than_their_units(dtype: torch.dtype) -> None:
+    """Mean, standard deviation and length of the output against fp64, on the kernel of this machine."""
+    shares: list[float] = []
+    most: dict[int, float] = {}
+    for width in (5, 24, 64, 128, 257, 768, 1024, 4096):
+        x = nasty(width, dtype)
+        exact, magnitude = x.double(), x.double().abs().mean(1)
+        unit = UNIT32 * magnitude
+        for eps in (1e-5, 1e-12):
+            # With fp32 gains, fp16 inputs get fp32 statistics, from a kernel of their own.
+            _, mean, rstd = torch.native_layer_norm(x, [width], torch.ones(width), torch.zeros(width), eps)
+            assert mean.dtype == rstd.dtype == torch.float32
+            n = (x.float() - mean) * rstd
+            deviation = exact.std(1, correction=0)
+            slack = NORM_ERROR * deviation
+            off = (mean.double()[:, 0] - exact.mean(1)).abs() - slack
+            found = (rstd.double()[:, 0] ** -2 - eps).clamp(min=0).sqrt()
+            short = torch.where(found > 0, deviation - found, 0.0) - slack
+            most[width] = max(most.get(width, 0.0), float((off / unit).max()), float((short / unit).max()))
+            assert most[width] <= norm_units(width)
+            length = n.double().norm(dim=1) / width**0.5
+            allowed = torch.tensor([lengthened(m, eps, width) for m in magnitude.tolist()]) * (1 + NORM_ERROR)
+            shares.append(float((length / allowed).max()))
     assert max(shares) <= 1
-    # Some kernels are off by enough to show at a tiny eps: without the allowance √d would be passed.
-    assert eps > 1e-9 or max(without) > 1.1
-    assert max(shares) > 0.9
+    # The control: four units, which were taken once, are too few.
+    assert dtype == torch.float16 or max(most.values()) > 4
+
+
+def truncated_sums(products: np.ndarray, at_once: int) -> np.ndarray:
+    """Return the sums of the rows as tensor cores add them: some at a time, all cut off at 2⁻²³ of the largest."""
+
+    def cut(values: np.ndarray, largest: np.ndarray) -> np.ndarray:
+        unit = np.exp2(np.floor(np.log2(np.maximum(largest, 1e-300))) - 23)
+        return np.trunc(values / unit) * unit
+
+    total = np.zeros(len(products))
+    for start in range(0, products.shape[1], at_once):
+        parts = np.column_stack([total, products[:, start : start + at_once]])
+        total = cut(parts, np.abs(parts).max(1, keepdims=True)).sum(1)
+        total = cut(total, np.abs(total))
+    return total
+
+
+@pytest.mark.parametrize("at_once", [4, 8, 16])
+def test_truncated_accumulation_is_within_the_error_of_a_sum(at_once: int) -> None:
+    """Where every cut goes the same way: small products behind a large one, of one sign and of both."""
+    generator = np.random.default_rng(0)
+    a, b = (generator.uniform(1, 2, (32, 4096)).astype(np.float16).astype(np.float64) for _ in range(2))
+    products = a * b
+    products[:16, :at_once] *= 4096
+    products[8:24] *= generator.choice([-1, 1], (16, 4096))
+    products[4:8, -at_once:] *= -4096
+    off = np.abs(truncated_sums(products, at_once) - products.sum(1)) / np.abs(products).sum(1)
+    allowed = Arithmetic(splits=0).gamma(4096)
+    assert off.max() <= allowed
+    # The control: one rounding a product would not be enough at 4 at once.
+    assert at_once > 4 or off.max() > 0.1 * allowed
+
+
+def test_rms_norms_stay_in_their_ball() -> None:
+    for width in (5, 64, 1024, 4096):
+        norm = T5LayerNorm(width, eps=0.0).requires_grad_(False)
+        radius = rms_normalised(torch.ones(width, dtype=torch.float64), Arithmetic()).radius
+        x = nasty(width, torch.float32)
+        lengths = norm(x[x.abs().amax(1) > 0]).double().norm(dim=1)
+        assert 0.9999 * width**0.5 < float(lengths.max()) <= radius
 
 
 def test_dropout_multiplies_the_bounds_in_train_mode() -> None:
@@ -355,15 +421,19 @@ def test_a_guess_that_is_too_low_is_not_believed(monkeypatch: pytest.MonkeyPatch
         assert true <= largest_eigenvalue(gram(rows)) <= 4 * true
 
 
+def nothing_kept() -> Spectra:
+    return Spectra(lambda name: torch.zeros(0))
+
+
 def test_a_negative_weight_behind_a_gate_takes_the_other_sign() -> None:
     one = torch.ones(2, dtype=torch.float64)
     exact = Arithmetic(exact=True)
     source = NormOutput(one, None, math.sqrt(2), 0.0, 0 * one)
     gate = bound_linear(source, torch.tensor([[1.0, 0], [1, 0]]), None, exact)
     other = bound_linear(source, torch.tensor([[1.0, 0], [-1, 0]]), None, exact)
-    neurons = GatedNeurons(gate, other, exact, 1.0)
+    neurons = GatedNeurons(gate, other, exact, 1.0, nothing_kept())
     # n = (√2, 0) gives 2 and −2, so 2 − (−2).
-    assert 4 <= neurons.row(torch.tensor([1.0, -1.0], dtype=torch.float64)) <= 4.001
+    assert 4 <= neurons.row(torch.tensor([1.0, -1.0], dtype=torch.float64), 0) <= 4.001
 
 
 def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts() -> None:
@@ -372,7 +442,8 @@ def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts() -> None:
     assert len(list(chunks(out))) > 1
     one = torch.ones(24, dtype=torch.float64)
     source = NormOutput(one, None, math.sqrt(24), 0.0, 0 * one)
-    neurons = PlainNeurons(bound_linear(source, weight, None, Arithmetic()), "relu", Arithmetic(), 1.0)
+    made = bound_linear(source, weight, None, Arithmetic())
+    neurons = PlainNeurons(made, "relu", Arithmetic(), 1.0, nothing_kept())
     apart = torch.cat([neurons.side(rows) for rows in out.split(1000)])
     assert torch.allclose(neurons.side(out), apart, rtol=1e-12)
     assert torch.allclose(column_norms(out), out.norm(dim=0))
@@ -381,11 +452,11 @@ def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts() -> None:
 
 
 @pytest.mark.parametrize("size", [10.0, 100.0, 300.0])
-@pytest.mark.parametrize("wide", [0, spectral.WIDE])
+@pytest.mark.parametrize("wide", [0, factored.WIDE])
 def test_weights_far_too_large_for_a_layer_norm_get_a_verdict(
     size: float, wide: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spectral, "WIDE", wide)  # both ways of finding an eigenvalue, without a large matrix
+    monkeypatch.setattr(factored, "WIDE", wide)  # both ways of finding an eigenvalue, without a large matrix
     model = tiny.build("pegasus", encoder_layers=16, decoder_layers=16)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -797,7 +868,7 @@ def test_roundings_that_all_go_up_stay_under_the_bounds_and_come_close(kind: str
     close = [seen[s.name] / s.bound for s in checked if s.kind not in (*UNREACHED, "activation")]
     # A LayerNorm is also allowed what fp32 may lose of deviations that are small beside the stream.
     assert len(close) > 50
-    assert subnormal or min(close) > 1 - (128 if kind == "pegasus" else 16) * UNIT
+    assert subnormal or min(close) > (0.5 if kind == "pegasus" else 1 - 16 * UNIT)
 
 
 @pytest.mark.parametrize("kind", ["t5", "pegasus"])
@@ -976,7 +1047,7 @@ def test_the_steps_of_gelu_new_before_its_tanh_have_bounds_which_may_be_inf(kind
 
 
 def test_the_callers_precision_changes_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spectral, "WIDE", 1)  # everything in fp32, of which autocast and TF32 take hold
+    monkeypatch.setattr(factored, "WIDE", 1)  # everything in fp32, of which autocast and TF32 take hold
     model = ModelTensors(tiny.build("gated", factor=1.0))
     layout = resolve(model)
     before = torch.get_float32_matmul_precision()
@@ -986,6 +1057,7 @@ def test_the_callers_precision_changes_no_bound(monkeypatch: pytest.MonkeyPatch)
 
     def reader(name: str) -> torch.Tensor:
         inside.add(torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision)
+        inside.add("ieee" if matmul is None else torch.backends.cuda.matmul.fp32_precision)
         inside.add("autocast" if torch.is_autocast_enabled("cpu") else "plain")
         return source_weights(model, layout)(name)
 
@@ -1004,7 +1076,7 @@ def test_the_callers_precision_changes_no_bound(monkeypatch: pytest.MonkeyPatch)
         assert matmul is None or matmul.fp32_precision == set_by_caller
     finally:
         torch.set_float32_matmul_precision(before)
-    assert inside == {"highest" if matmul is None else "ieee", "plain"}
+    assert inside - {"highest"} == {"ieee", "plain"}
 
 
 @pytest.mark.parametrize("kind", ["t5", "pegasus", "t5-encoder"])

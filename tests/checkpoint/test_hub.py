@@ -122,6 +122,40 @@ def test_a_hub_that_fails_all_the_time_is_one_line(hub: HubServer) -> None:
     assert "fails (500) however often it is asked" in refused("org/theirs", hub)
 
 
+PAGE = b"<!DOCTYPE html><html><body>Log in</body></html>"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/revision/", PAGE),
+        ("/revision/", b'{"sha": "12'),
+        ("/revision/", b"\xff\xfe"),
+        ("/revision/", []),
+        ("/revision/", {"siblings": [{"size": 3}]}),
+        ("/revision/", {"id": "org/theirs", "sha": "../..", "siblings": 3}),
+        ("/tree/", PAGE),
+        ("/tree/", b'[{"type": "file", '),
+        ("/tree/", [{"type": "file", "path": "config.json"}]),
+        ("/tree/", [{"type": "file", "path": "config.json", "size": "x", "oid": "1"}]),
+        ("/tree/", {"error": "none"}),
+        ("/tree/", [3]),
+        ("/resolve/", PAGE),
+        ("/resolve/", b'{"model_type": "t5", '),
+    ],
+)
+def test_a_hub_that_answers_nonsense_is_one_line(
+    path: str, body: object, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults += [Fault("GET", path, 200, body=body, times=99), Fault("HEAD", path, 200, body=body, times=99)]
+    assert cli.main(["convert", "org/theirs", str(tmp_path / "out"), "--endpoint", hub.endpoint]) == 2
+    printed = capsys.readouterr().err
+    # The client's own bars may stand above it.
+    assert printed.splitlines()[-1].startswith("error: ") and printed.count("error: ") == 1
+    assert WRITER not in printed and "Traceback" not in printed
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_disk_that_fills_up_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -135,8 +135,12 @@ def test_a_subfolder_is_a_checkpoint_of_its_own(tmp_path: Path, folder: Path) ->
     os.rename(folder / "model.safetensors", tmp_path / "pipeline" / "model.safetensors")
     (tmp_path / "model_index.json").write_text("{}")
     assert open_checkpoint(tmp_path, "pipeline").folder == tmp_path / "pipeline"
-    with pytest.raises(UserError, match="--subfolder"):
+    with pytest.raises(UserError, match=r"name one with --subfolder: pipeline$"):
         open_checkpoint(tmp_path)
+    os.renames(tmp_path / "pipeline", tmp_path / "text_encoder_2")
+    with pytest.raises(UserError, match=r"name one with --subfolder: text_encoder_2$"):
+        open_checkpoint(tmp_path)
+    os.renames(tmp_path / "text_encoder_2", tmp_path / "pipeline")
     for name, problem in (("../pipeline", "leaves"), ("/etc", "leaves"), ("absent", "has no folder")):
         with pytest.raises(UserError, match=problem):
             open_checkpoint(tmp_path, name)

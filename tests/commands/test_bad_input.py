@@ -727,12 +727,12 @@ def test_without_a_tokenizer_it_works_and_says_so(
     assert "has no tokenizer" not in capfd.readouterr().err
 
 
-def test_more_processes_than_examples_are_one_line(good: Path, tmp_path: Path) -> None:
+def test_more_processes_than_examples_are_one_line(good: Path, warm_python: Path, tmp_path: Path) -> None:
     """The real launcher, two processes and one example."""
     shutil.copytree(good, tmp_path / "source")
     ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "source")
     file = recipe(Place(tmp_path), content=b"one line\n", data={"first_sentinel": 96})[1]
-    said = run(command("ddp", 2, Path(file), tmp_path / "out"), status=1)  # the launcher's own status
+    said = run(command(warm_python, "ddp", 2, Path(file), tmp_path / "out"), status=1)  # the launcher's own status
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert "text.txt" in line and "2 processes" in line and "launch fewer processes" in line
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
@@ -36,20 +37,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(inputs: Path) -> Callable[[str], dict[str, str]]:
-    """Return a function that gives what a job's output is when nothing disturbs it."""
-    known: dict[str, dict[str, str]] = {}
-
-    def of(name: str) -> dict[str, str]:
-        if name not in known:
-            root = faults.place(JOBS[name], inputs)
-            assert faults.run(JOBS[name], root) in (0, 1)
-            known[name] = faults.content(root / "out")
-            assert not faults.wrong_after(JOBS[name], root, known[name], strays=False)
-            shutil.rmtree(root)
-        return known[name]
-
-    return of
+def whole(inputs: Path) -> Callable[[str], faults.Whole]:
+    """Return a function that gives a job's run when nothing disturbs it, which it runs once."""
+    return functools.cache(lambda name: faults.undisturbed(JOBS[name], inputs))
 
 
 def assert_a_second_run_succeeds(name: str, root: Path, wanted: dict[str, str]) -> None:
@@ -63,10 +53,9 @@ def assert_a_second_run_succeeds(name: str, root: Path, wanted: dict[str, str]) 
 
 @pytest.mark.parametrize("name", KILLS)
 def test_a_kill_at_any_moment_leaves_all_or_nothing_and_a_second_run_succeeds(
-    name: str, inputs: Path, whole: Callable[[str], dict[str, str]]
+    name: str, inputs: Path, whole: Callable[[str], faults.Whole]
 ) -> None:
-    job, wanted = JOBS[name], whole(name)
-    names = faults.moments(job, inputs)
+    job, names, wanted = JOBS[name], whole(name).moments, whole(name).content
     # The last of each kind, the renames among them, and as many at random.
     last = {kind: number for number, kind in enumerate(names, 1)}
     chance = random.Random(7)
@@ -86,11 +75,11 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing_and_a_second_run_succeeds(
     assert_a_second_run_succeeds(name, root, wanted)
 
 
-def test_a_kill_at_any_time_leaves_all_or_nothing(inputs: Path, whole: Callable[[str], dict[str, str]]) -> None:
+def test_a_kill_at_any_time_leaves_all_or_nothing(inputs: Path, whole: Callable[[str], faults.Whole]) -> None:
     name = "convert, audited"
     root, chance = faults.place(JOBS[name], inputs), random.Random(3)
     began = time.monotonic()
-    wanted = whole(name)
+    wanted = whole(name).content
     took = time.monotonic() - began
     killed = 0
     for _ in range(4):
@@ -101,15 +90,17 @@ def test_a_kill_at_any_time_leaves_all_or_nothing(inputs: Path, whole: Callable[
     assert_a_second_run_succeeds(name, root, wanted)
 
 
-def test_a_finetune_that_is_killed_goes_on_and_leaves_no_strays(inputs: Path) -> None:
-    job, chance = JOBS["finetune"], random.Random(5)
-    names = faults.moments(job, inputs)
+def test_a_finetune_that_is_killed_goes_on_to_the_same_bits_and_leaves_no_strays(
+    inputs: Path, whole: Callable[[str], faults.Whole]
+) -> None:
+    job, names, chance = JOBS["finetune"], whole("finetune").moments, random.Random(5)
     root = faults.place(job, inputs)
     for at in sorted(chance.sample(range(1, len(names) // 2), 2)):
         assert faults.disturbed(job, root, at, faults.kill) == -signal.SIGKILL
         assert not (root / "out").exists()
     assert faults.run(job, root, log=root / "log") in (0, 1), (root / "log").read_text()
-    assert not faults.wrong_after(job, root, faults.content(root / "out"), strays=False)
+    assert faults.content(root / "out") == whole("finetune").content
+    assert not faults.wrong_after(job, root, whole("finetune").content, strays=False)
     states = [path.name for path in (root / "out.run").iterdir()]
     assert not [name for name in states if name.startswith(".")]
 
@@ -155,10 +146,9 @@ def test_a_publication_that_is_killed_leaves_all_or_nothing_and_a_second_run_suc
 @pytest.mark.parametrize("kind", faults.DISK)
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_disk_that_fails_is_one_line_and_leaves_nothing(
-    name: str, kind: str, inputs: Path, whole: Callable[[str], dict[str, str]]
+    name: str, kind: str, inputs: Path, whole: Callable[[str], faults.Whole]
 ) -> None:
-    job, wanted = JOBS[name], whole(name)
-    names = faults.moments(job, inputs)
+    job, names, wanted = JOBS[name], whole(name).moments, whole(name).content
     # A disk that refuses even to remove can be left clean by nobody.
     possible = [at for at, event in enumerate(names, 1) if event not in ("os.rmdir", "os.remove")]
     first = {names[at - 1]: at for at in reversed(possible)}
@@ -202,9 +192,10 @@ def test_a_real_limit_on_files_is_one_line_and_leaves_nothing(limit: int, inputs
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("name", ["convert", "undo"])
-def test_termination_and_interruption_clean_up(name: str, number: int, status: int, inputs: Path) -> None:
-    job = JOBS[name]
-    names = faults.moments(job, inputs)
+def test_termination_and_interruption_clean_up(
+    name: str, number: int, status: int, inputs: Path, whole: Callable[[str], faults.Whole]
+) -> None:
+    job, names = JOBS[name], whole(name).moments
     root = faults.place(job, inputs)
     inside = [at for at, kind in enumerate(names, 1) if at < names.index("fsync") + 1]
     for at in sorted(random.Random(number).sample(inside, 3)):
@@ -216,9 +207,9 @@ def test_termination_and_interruption_clean_up(name: str, number: int, status: i
 
 
 def test_of_two_conversions_to_one_place_one_wins_and_one_says_so(
-    inputs: Path, whole: Callable[[str], dict[str, str]]
+    inputs: Path, whole: Callable[[str], faults.Whole]
 ) -> None:
-    job, wanted = JOBS["convert"], whole("convert")
+    job, wanted = JOBS["convert"], whole("convert").content
     root = faults.place(job, inputs)
     both = multiprocessing.get_context("fork").Barrier(2)
 

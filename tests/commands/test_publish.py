@@ -253,6 +253,15 @@ def test_a_card_that_was_edited_goes_up_with_its_own_hash(run: Run, hub: HubServ
     assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
 
 
+def test_a_checkpoint_below_a_repository_is_verified_by_its_folders_name(hub: HubServer, folder: Path) -> None:
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    hub.add("me/pipeline", {f"text_encoder_2/{name}": content for name, content in files.items()} | {"x": b""})
+    with pytest.raises(UserError, match="of its own; give --subfolder text_encoder_2"):
+        verify("me/pipeline", endpoint=hub.endpoint)
+    below = verify("me/pipeline", subfolder="text_encoder_2", endpoint=hub.endpoint, run_model=False)
+    assert below["verified"] and below["source"]["revision"]
+
+
 def test_publish_from_python_raises_one_line_without_the_token(hub: HubServer, folder: Path) -> None:
     hub.add("them/model", {}, private=False)
     with pytest.raises(UserError) as caught:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -44,8 +43,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 
 
 @pytest.mark.parametrize("version", ["5", "4"])
-def test_logits_are_the_versions_own_on_the_source(pairs: Pairs, version: str, compat_python: Path) -> None:
-    python = sys.executable if version == "5" else compat_python
+def test_logits_are_the_versions_own_on_the_source(
+    pairs: Pairs, version: str, warm_python: Path, compat_python: Path
+) -> None:
+    python = warm_python if version == "5" else compat_python
     folders = [folder for pair in pairs.values() for folder in pair]
     outcomes = compute_logits(folders, python)
     for name, source, out in zip(pairs, outcomes[::2], outcomes[1::2], strict=True):
@@ -63,10 +64,10 @@ def drift_of(folder: Path) -> float:
 
 
 def test_untied_umt5_differs_between_the_versions_by_the_root_of_the_width_before_and_after(
-    pairs: Pairs, compat_python: Path
+    pairs: Pairs, warm_python: Path, compat_python: Path
 ) -> None:
     for folder in pairs["umt5"]:
-        (five,), (four,) = (compute_logits([folder], p) for p in (sys.executable, compat_python))
+        (five,), (four,) = (compute_logits([folder], p) for p in (warm_python, compat_python))
         width = read_config(folder)["d_model"]
         assert isinstance(width, int)
         assert relative_error(five.output * math.sqrt(width), four.output) <= 10 * NEAR
@@ -80,10 +81,12 @@ def test_ctranslate2_reads_a_converted_t5_and_scores_as_on_the_source(pairs: Pai
         assert relative_error(out, source) <= 1e-4, name
 
 
-def test_stock_fp16_loading_gives_finite_logits_in_both_versions(pairs: Pairs, compat_python: Path) -> None:
+def test_stock_fp16_loading_gives_finite_logits_in_both_versions(
+    pairs: Pairs, warm_python: Path, compat_python: Path
+) -> None:
     names = [*KINDS, *DEMOS]
-    reference = compute_logits([pairs[name][0] for name in names], sys.executable)
-    for python in (sys.executable, compat_python):
+    reference = compute_logits([pairs[name][0] for name in names], warm_python)
+    for python in (warm_python, compat_python):
         stock = compute_logits([pairs[name][1] for name in names], python, "float16")
         for name, fp32, fp16 in zip(names, reference, stock, strict=True):
             scale = math.sqrt(tiny.T5_SHAPE["d_model"]) if name == "umt5" and python == compat_python else 1.0

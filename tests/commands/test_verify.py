@@ -16,6 +16,7 @@ from bf16_to_fp16 import UserError, certify, cli, convert, verify
 from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.commands.verify import repeat_audit
+from bf16_to_fp16.devices import Device
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.run import probe
@@ -79,6 +80,17 @@ def test_an_untouched_folder_is_verified_in_every_check(converted: Path, source:
     assert result["verified"] and result["verdict"] == "safe" and set(result["checks"].values()) == {"passed"}
     assert result["source"] == {"path": "out", "revision": None} and result["files"] == len(records(converted)) - 1
     assert result["certificate"]["holds"] and set(result["regimes"]) == {"stock", "amp", "half"}
+
+
+def test_a_converted_folder_inside_another_is_verified_by_its_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    below = folder.rename(folder.with_name("text_encoder_2"))
+    assert verify(below.parent, subfolder="text_encoder_2", run_model=False)["verified"]
+    assert cli.main(["verify", str(below.parent), "--subfolder", "text_encoder_2", "--no-audit"]) == 0
+    capsys.readouterr()
+    assert cli.main(["verify", str(below.parent)]) == 2
+    assert "has no fp16_report.json of its own; give --subfolder text_encoder_2" in capsys.readouterr().err
 
 
 def test_exit_status_and_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +273,7 @@ def test_the_audit_is_repeated_with_the_reports_seed_target_and_on_more_data(
     report |= {"inputs": {"seed": 7}, "target": "train"}
     config = load_config(folder)
     wanted = audit_folder(folder, inputs=probe.audit_batches(config, folder, None, seed=7), seed=7, train_mode=True)
-    assert repeat_audit(folder, read(Report, report), Progress(quiet=True)) == wanted
+    assert repeat_audit(folder, read(Report, report), Progress(quiet=True), Device("cpu")) == wanted
     with pytest.raises(UserError, match=r"none\.txt: no such file"):
         verify(folder, data=str(folder / "none.txt"))
 

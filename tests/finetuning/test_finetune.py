@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +10,22 @@ import pytest
 import torch
 import transformers
 import yaml
+from support import tiny
+from support.devices import STAND_IN
 from support.learner import recipe_tree, saved, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.commands.undo import undo
+from bf16_to_fp16.devices import Device
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe, read_recipe
-from bf16_to_fp16.finetuning.run import finetune, make_accelerator, train, with_known_sentinels
+from bf16_to_fp16.finetuning.run import finetune, make_accelerator, train, train_on_device, with_known_sentinels
+from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run.stock import load, load_config
@@ -60,8 +60,15 @@ def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     assert report["command"] == "bf16-to-fp16 finetune recipe.yaml"
     assert report["source"]["path"].endswith(source.name) and list(report["source"]["sha256"]) == ["model.safetensors"]
+    assert report["verdict"] == "safe"
     run = report["finetune"]
-    assert run["steps"] == 6 and run["processes"] == 1 and [e["step"] for e in run["evaluations"]] == [0, 6]
+    assert "next" not in run or run["next"] == ""
+    assert (
+        run["steps"] == 6
+        and run["processes"] == 1
+        and run["devices"] == ["cpu"]
+        and [e["step"] for e in run["evaluations"]] == [0, 6]
+    )
     assert run["recipe"]["source"] == source.name and run["data"]["objective"] == "span-corruption"
     assert str(tmp_path) not in json.dumps(run) and run["fidelity"]["kl_fp16"] > report["fidelity"]["kl_fp16"]
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", dtype=torch.float16)
@@ -75,15 +82,46 @@ def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path
     assert undo(tmp_path / "out", tmp_path / "back").is_dir()
 
 
+def test_a_pegasus_whose_head_stands_apart_is_finetuned_with_one_embedding(tmp_path: Path, source: Path) -> None:
+    """Stock Pegasus then ties nothing, so that files hold the embedding under three names."""
+    model = tiny.pegasus(
+        vocab_size=384, d_model=12, encoder_layers=1, decoder_layers=1, tie_word_embeddings=False, dropout=0.0
+    )
+    with torch.no_grad():
+        for part in (model.model.encoder, model.model.decoder):
+            part.embed_tokens.weight.copy_(model.model.shared.weight)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "apart")
+    transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "apart")
+    changes = {"data": {"objective": "span-corruption"}, "schedule": {"steps": 1, "warmup": 1}}
+    recipe = written(source, tmp_path, source=str(tmp_path / "apart"), penalty={"probe": False}, **changes)
+    result = finetune(recipe, overrides=("evaluation.examples=4", "quality.max_loss_rise=null"))
+    assert result is not None and result.safe
+    embedding = load(tmp_path / "out", torch.float32).model
+    weights = [part.embed_tokens.weight for part in (embedding.encoder, embedding.decoder)]
+    assert torch.equal(*weights) and not torch.equal(weights[0], model.model.shared.weight.float())
+
+
+def test_what_the_end_cannot_write_is_known_before_the_first_step(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise UserError("tensor lm_head.weight is missing")
+
+    monkeypatch.setattr("bf16_to_fp16.finetuning.run.convert_by", refuse)
+    with pytest.raises(UserError, match="lm_head"):
+        finetune(written(source, tmp_path), overrides=("rescale=false",))
+    assert not RunFolder(tmp_path / "out.run", 1).steps() and not (tmp_path / "out.run" / "trained").exists()
+
+
 def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(source: Path, tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
-        model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e5)
-        model.encoder.block[1].layer[1].DenseReluDense.wi_1.weight.mul_(1e3)
+        model.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e5)
+        model.encoder.block[0].layer[1].DenseReluDense.wi_1.weight.mul_(1e3)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "model")
     recipe = written(source, tmp_path, source=str(tmp_path / "model"), rescale=False)
-    with pytest.raises(UserError, match=r"encoder.block.1.layer.1.DenseReluDense.wo is not finite in fp16 before") as e:
+    with pytest.raises(UserError, match=r"encoder.block.0.layer.1.DenseReluDense.wo is not finite in fp16 before") as e:
         finetune(recipe, overrides=("precision=fp16",))
     assert "set rescale: true, or precision: [bf16, fp16]" in str(e.value)
     assert not (tmp_path / "out").exists()
@@ -100,7 +138,7 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
         (["penalty.headroom=3"], "unknown key penalty.headroom; did you mean penalty.headroom_bits?"),
         (["compile=true"], "compile hides the operations"),
         (["attention=sdpa"], "attention sdpa hides its scores"),
-        (["device=cuda"], "device is cuda and there is none here"),
+        (["device=cuda"], "device cuda: this machine has no CUDA device that torch can use; choose auto or cpu"),
         (["out={source}"], "exists; choose another output path"),
         (["source=nowhere"], "nowhere is not a folder here"),
         (["data.path=nowhere.txt"], "nowhere.txt"),
@@ -117,29 +155,31 @@ def test_bad_input_is_one_line_and_nothing_at_out(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(source: Path, tmp_path: Path) -> None:
-    """kill -9 at whatever moment; the same files as of a run that was never stopped."""
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "whole").mkdir()
-    whole = written(source, tmp_path / "whole", schedule={"steps": 40})
-    cut = written(source, tmp_path / "cut", schedule={"steps": 40})
-    assert finetune(whole) is not None
-    command = [sys.executable, "-m", "bf16_to_fp16", "finetune", str(cut)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    states = tmp_path / "cut" / "out.run"
-    for _ in range(3000):
-        if list(states.glob("step-0000001*")):
-            break
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "cut" / "out").exists()
-    assert not list(states.glob("step-00000040"))
-    assert finetune(cut) is not None
-    for name in ("out/model.safetensors", "out.run/log.jsonl", "out/config.json"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+class FullOnce(TorchDispatchMode):
+    """A device whose memory is full in the eighth backward through an embedding, and never again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            self.calls += 1
+            if self.calls == 8:
+                raise torch.OutOfMemoryError("out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_run_whose_device_is_full_goes_on_on_the_cpu_from_its_last_state(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bf16_to_fp16.finetuning.run.Device", lambda name, progress: Device(STAND_IN, progress))
+    recipe = read_recipe(written(source, tmp_path, checkpointing={"every": 1}), ("rescale=false",))
+    with FullOnce():
+        run = train_on_device(recipe, open_checkpoint(source), None)
+    rows = [json.loads(line) for line in (tmp_path / "out.run" / "log.jsonl").read_text().splitlines()]
+    assert list(run.devices) == [str(STAND_IN), "cpu"] and run.outcome.steps == 6
+    assert [row["step"] for row in rows if "precision" in row] == [1, 2, 3, 4, 5, 6]
 
 
 DEMO_DATA = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
@@ -207,7 +247,7 @@ def test_a_start_that_fits_fp16_begins_there_and_another_in_bf16(tmp_path: Path,
     assert [row["precision"] for row in rows if "precision" in row] == ["fp16"] * 6
     large = tiny_model()
     with torch.no_grad():
-        large.encoder.block[1].layer[0].SelfAttention.q.weight.mul_(3e6)
+        large.encoder.block[0].layer[0].SelfAttention.q.weight.mul_(3e6)
     large.to(torch.bfloat16).save_pretrained(tmp_path / "large")
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "large")
     (tmp_path / "second").mkdir()

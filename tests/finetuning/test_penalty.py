@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support import masks, tiny
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,6 +95,25 @@ def test_training_brings_a_site_under_its_target_and_its_weight_rises_and_falls(
     assert weights[0] == pytest.approx(0.5)  # a bit over, times dual_step
     assert 0 < top < len(weights) - 1
     assert weights[-1] < weights[top]
+
+
+def test_training_brings_what_a_mask_must_add_under_what_it_adds() -> None:
+    model = masks.spanning("gated", 48000.0)
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([[5, 6, 7, 8, masks.LOUD, masks.LOUD]])
+    mask = (ids != masks.LOUD).long()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    largest = []
+    with ActivationPenalty(model, dual_step=0.5) as penalty:
+        for _ in range(40):
+            optimizer.zero_grad()
+            logits = model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids).logits
+            (penalty() + 0 * logits.sum()).backward()
+            optimizer.step()
+            found = penalty.observations().items()
+            largest.append([seen.amax for site, seen in found if site.endswith("SelfAttention:masked")])
+    assert all(seen.target == FP16_MAX / 2 for site, seen in found if site.endswith(":masked"))
+    assert min(largest[0]) > FP16_MAX and len(largest[-1]) == 2 and max(largest[-1]) < FP16_MAX / 2
 
 
 @pytest.mark.parametrize("site", [SCORES, GATE, LOGITS])
@@ -388,8 +407,8 @@ def test_a_site_that_runs_twice_pulls_at_its_largest() -> None:
         for scales in ((1.0, 8.0), (8.0, 1.0), (8.0,)):
             for scale in scales:
                 model(scale * x)
-            totals.append(penalty())
-    assert float(totals[0]) == float(totals[1]) == float(totals[2])
+            totals.append(penalty().item())
+    assert totals[0] == totals[1] == totals[2]
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

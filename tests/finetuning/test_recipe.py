@@ -159,7 +159,7 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
         ("out=7", "out is 7, a whole number; give text"),
         ("data=texts.jsonl", "data is 'texts.jsonl', text; give a section"),
         ("schedule=[1]", "schedule is [1], a list; give a section"),
-        ("target=full", "target is 'full'; use one of half, norm-safe, train"),
+        ("target=full", "target is 'full'; use one of auto, half, norm-safe, fp16-accumulate, train"),
         ("optimizer.rounding=stochastik", "(nearest: stochastic)"),
         ("precision=[fp16, bf16]", "precision is [fp16, bf16]; use one of [fp16], [bf16, fp16], [fp32]"),
         ("precision=int8", "precision is 'int8'; use one of fp16, bf16, fp32"),

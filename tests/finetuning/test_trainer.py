@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import subprocess
 import sys
 import time
@@ -308,6 +309,27 @@ def test_a_new_process_reads_moments_in_8_bits(tmp_path: Path) -> None:
     assert done.stdout == "True\n", done.stderr
 
 
+def test_a_full_disk_keeps_the_last_whole_state_and_a_damaged_one_is_named(folder: Path, tmp_path: Path) -> None:
+    recipe, run = recipe_for(folder, tmp_path / "out"), tmp_path / "run"
+    trainer = trainer_of(recipe, folder, run)
+    trainer._save()
+    trainer.position.step = 4
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (1 << 10, 35 << 10):  # the weights do not fit, nor the state beside them
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(UserError, match=r"step-00000004.*free some space; the same command then goes on") as e:
+                trainer._save()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "\n" not in str(e.value)
+        assert trainer.states.steps() == [0] and not list(run.glob(".step*"))
+    weights = trainer.states.of(0) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model.safetensors: cannot be read; remove .*step-00000000 to go on"):
+        trainer_of(recipe, folder, run).train()
+
+
 def test_a_state_that_would_run_code_is_refused(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
 
@@ -563,14 +585,21 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_run_of_another_recipe_is_not_continued(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(folder, tmp_path / "out")
-    trainer_of(recipe, folder, tmp_path / "run").train()
-    other = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"learning_rate": 0.1})})
-    with pytest.raises(UserError, match="holds a run with another schedule; restore the recipe"):
-        trainer_of(other, folder, tmp_path / "run").train()
-    quieter = recipe.model_copy(update={"logging": recipe.logging.model_copy(update={"every": 7})})
-    assert trainer_of(quieter, folder, tmp_path / "run").train().steps == 8
+def test_a_run_of_another_recipe_is_not_continued_but_one_that_has_ended_takes_more_steps(
+    folder: Path, tmp_path: Path
+) -> None:
+    def run(**changes: Any) -> int:
+        schedule = {"warmup": 1, **changes.pop("schedule")}
+        recipe = recipe_for(folder, tmp_path / "out", schedule=schedule, **changes)
+        return trainer_of(recipe, folder, tmp_path / "run").train().steps
+
+    assert run(schedule={"steps": 2}) == 2
+    for other in ({"steps": 2, "learning_rate": 0.1}, {"steps": 3, "learning_rate": 0.1}, {"steps": 1}):
+        with pytest.raises(UserError, match="holds a run with another schedule; restore the recipe"):
+            run(schedule=other)
+    assert run(schedule={"steps": 2}, logging={"every": 7}) == 2
+    assert run(schedule={"steps": 3}, logging={"every": 1}) == 3
+    assert 3 in losses_of(tmp_path / "run")
 
 
 def test_a_bad_batch_is_skipped_counted_and_named(folder: Path, tmp_path: Path) -> None:
@@ -742,7 +771,7 @@ def test_a_run_that_went_back_and_is_killed_ends_with_the_same_bits(folder: Path
 def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(folder: Path, tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
-        model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e7)
+        model.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e7)
     recipe = recipe_for(
         folder,
         tmp_path / "out",
@@ -753,7 +782,7 @@ def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(folder: Path, t
     )
     with pytest.raises(UserError, match=r"5 steps in a row overflow, down to a loss scale of 2048") as caught:
         trainer_of(recipe, folder, tmp_path / "run", model=model).train()
-    assert "encoder.block.1.layer.1.DenseReluDense.wo" in str(caught.value) and "rescale" in str(caught.value)
+    assert "encoder.block.0.layer.1.DenseReluDense.wo" in str(caught.value) and "rescale" in str(caught.value)
     trainer = trainer_of(recipe, folder, tmp_path / "gradients")
     trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(UserError, match=r"5 steps in a row overflow, .* though every activation is inside its target;"):
@@ -861,18 +890,24 @@ def test_the_teachers_top_logits_are_those_of_the_batch_after_a_rewind_and_a_res
     assert sorted(found[0]) == list(range(1, 29)) and found[0] == pytest.approx(found[1], rel=2e-3)
 
 
-def test_gradient_checkpointing_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
+def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cube_holds(
+    folder: Path, tmp_path: Path
+) -> None:
     found = []
     for name, on in (("plain", False), ("recomputed", True)):
         recipe = recipe_for(
             folder,
             tmp_path / "out",
             gradient_checkpointing=on,
-            precision="fp32",
-            penalty={"form": "amax", "headroom_bits": 14.0},
+            penalty={"form": "amax", "headroom_bits": 8.0},
+            stability={"loss_scale": 16.0},
         )
-        trainer = trainer_of(recipe, folder, tmp_path / name)
-        trainer.train()
+        model = tiny_model()
+        with torch.no_grad():
+            model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.mul_(100)
+        trainer = trainer_of(recipe, folder, tmp_path / name, model)
+        assert trainer.train().skipped == () and trainer.penalty is not None
+        assert trainer.penalty.observations()["encoder.block.0.layer.1.DenseReluDense.wi_0"].amax > 148
         found.append(trainer.weights())
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 

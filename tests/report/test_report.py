@@ -15,8 +15,9 @@ import pytest
 import torch
 from pydantic import BaseModel, ValidationError
 from support import tiny
+from support.runtimes import torch_in
 
-from bf16_to_fp16 import UserError, audit, certify, convert, undo, verify
+from bf16_to_fp16 import UserError, audit, certify, check, convert, undo, verify
 from bf16_to_fp16.auditing.regimes import RegimeResult, SiteResult
 from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -33,6 +34,7 @@ from bf16_to_fp16.report.schema import (
     RegimeEntry,
     Report,
     ReportObject,
+    RuntimeCheck,
     SunkSignal,
     Text,
     Verification,
@@ -42,6 +44,7 @@ from bf16_to_fp16.report.schema import (
     read_report,
 )
 from bf16_to_fp16.run.probe import batches, describe_batches
+from bf16_to_fp16.run.runtimes.known import RUNTIMES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "bf16_to_fp16"
@@ -72,17 +75,23 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     changed = Path(shutil.copytree(converted, folder / "changed"))
     (changed / "README.md").write_text("# Mine\n")
     (folder / "log.jsonl").write_text('{"step": 10, "task_loss": 2.5}\n')
-    lineage = lineage_of(open_checkpoint(source), recipe, Run(folder, Outcome(10, 100, (), (), ()), {}, 1, None))
+    lineage = lineage_of(
+        open_checkpoint(source), recipe, Run(folder, Outcome(10, 100, (), (), ()), {}, 1, ["cpu"], None)
+    )
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
-    sunk = SiteResult("a", 1e-5, 65504.0, 32.6, 0, 0, None, "float16")
+    sunk = SiteResult("a", 1e-5, 65504.0, 32.6, 0, 0, None, "float16", fp32=1e5)
     regime = RegimeResult("half", 0, 0, 1e-5, 32.6, 0, (sunk,), (sunk,))
     model = tiny.build("t5-encoder", num_layers=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RUNTIMES, "onnxruntime", torch_in(torch.float16))
+        checked = check(converted, "onnxruntime", source=source)
     return {
         "convert": report,
         "finetune": descended(report, lineage, FidelityEntry(kl_fp16=1.0)),
         "lineage": lineage,
         "audit": Report.model_validate(attacked),
         "certify": Report.model_validate(certify(source)),
+        "check": RuntimeCheck.model_validate(checked),
         "verify": Verification.model_validate(verify(converted)),
         "verify what was changed": Verification.model_validate(verify(changed)),
         "regime": RegimeEntry.model_validate(regime.to_json()),

@@ -18,7 +18,6 @@ from support import fakes
 from bf16_to_fp16 import cli
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.report.terminal import (
-    magnitude_or_overflow,
     plain,
     print_audit,
     print_conversion,
@@ -26,7 +25,7 @@ from bf16_to_fp16.report.terminal import (
 )
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Planned
-from bf16_to_fp16.wording import headroom
+from bf16_to_fp16.wording import headroom, reached
 
 SCRIPT = """
 import time
@@ -142,7 +141,7 @@ def test_a_narrow_terminal_cuts_neither_a_number_nor_a_name(width: int, monkeypa
     text = "\n".join(lines)
     for site in report.regimes["half"].sites[:6]:
         assert all(part in text for part in re.findall(r"[^.:]+[.:]?", site.name))
-        assert magnitude_or_overflow(site.amax) in text and headroom(site.headroom_bits) in text
+        assert reached(site.reached) in text and headroom(site.headroom_bits) in text
     if width == 120:
         assert any(report.regimes["half"].sites[1].name in line for line in lines)
 

@@ -27,7 +27,7 @@ from bf16_to_fp16.families.types import (
     multiplied_by,
     output_of,
 )
-from bf16_to_fp16.numerics import FP16_MAX, NORM_SAFE_LIMIT
+from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.report.remedies import passed_limit
@@ -92,7 +92,7 @@ def test_norm_safe_keeps_the_norm_of_the_stream_under_256() -> None:
     planned = make_plan(layout, source_weights(source, layout), ranges, target="norm-safe")
     apply(model, layout, planned.plan)
     after = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
-    assert all(r.norm.norm_max <= NORM_SAFE_LIMIT / 2**1.25 for r in after.values() if r.norm is not None)
+    assert all(r.norm.norm_max <= 256 / 2**1.25 for r in after.values() if r.norm is not None)
     half = make_plan(layout, source_weights(source, layout), ranges)
     assert planned.plan.residual_exponent < half.plan.residual_exponent
 
@@ -130,7 +130,7 @@ def test_the_loss_table_counts_what_fp16_loses() -> None:
     weight = (torch.randn(7, 400) * 2.0 ** torch.randint(-20, 4, (7, 400))).bfloat16()
     weight[0, :5] = torch.tensor([0.0, 2.0**-24, 2.0**-30, 1.0, -3.0])
     table = loss_table(weight, 0)
-    assert torch.equal(table.energy, weight.double().square().sum(1))
+    torch.testing.assert_close(table.energy, weight.double().square().sum(1), rtol=2**-51, atol=0)
     for exponent in range(-GRID, 11):
         exact = weight.double() * 2.0**exponent
         if float(exact.abs().max()) > FP16_MAX:
@@ -339,11 +339,12 @@ def test_the_residual_exponent_costs_the_streams_noise_and_what_the_weights_it_a
 
 
 def test_a_stream_whose_norm_no_exponent_brings_under_256_is_named() -> None:
-    """‖h‖₂ of 2³⁵ at the smallest exponent, −24, is 2¹¹: over 2⁸ with its margin by 4.25 bits."""
+    """‖h‖₂ of 2³⁵ at the smallest exponent, −24, is 2¹¹: over 2⁸, less what fp16 adds in
+    summing two squares, with its margin by 4.25 bits."""
     model = by_hand({"embed": ONES, "norm": [1.0, 1.0], "v": ONES, "o": ONES}, norm_max=2.0**35)
     planned = make_plan(*model, target="norm-safe")
     assert planned.plan.residual_exponent == -24
-    assert {v.signal: v.excess_bits for v in planned.violations} == {"norm (input)": pytest.approx(4.25, abs=1e-6)}
+    assert {v.signal: v.excess_bits for v in planned.violations} == {"norm (input)": pytest.approx(4.25, abs=1e-2)}
     assert make_plan(*model).violations == ()
 
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from bf16_to_fp16.rescaling import rounding_loss as losses
-from bf16_to_fp16.rescaling.rounding_loss import GRID, STEP_NOISE, LossTable, loss_table, signal_noise
+from bf16_to_fp16.rescaling.rounding_loss import (
+    GRID,
+    STEP_NOISE,
+    LossTable,
+    channel_energy,
+    loss_table,
+    signal_noise,
+)
 
 
 def at(table: LossTable, exponent: int) -> list[float]:
@@ -66,3 +73,38 @@ def test_the_total_of_a_table_is_one_channel() -> None:
 def test_a_signals_noise_is_the_last_step_against_its_mean_square() -> None:
     noise = signal_noise(torch.tensor([1.0, 4.0, 0.0]), torch.tensor([0, -3]))
     assert noise.tolist() == [[STEP_NOISE, STEP_NOISE * 64], [STEP_NOISE / 4, STEP_NOISE * 16], [0, 0]]
+
+
+def naive(weight: torch.Tensor, axis: int, other: torch.Tensor, exponent: int) -> tuple[torch.Tensor, ...]:
+    """Return the losses at an exponent and the energy and largest weight, element by element as they are defined."""
+    x = weight.double() * 2.0 ** (other if axis == 0 else other[:, None]).double()
+    mantissa, above = torch.frexp(weight.float())
+    bits = torch.where(mantissa == 0, 0, (mantissa.double().abs() * 2**24).long())
+    lowest = torch.log2((bits & -bits).clamp(min=1).double()).long() - 24 + above
+    lowest = torch.maximum(lowest, above - 11) + (other if axis == 0 else other[:, None])
+    lossy = (x != 0) & (lowest < -24 - exponent)
+    vanished = lossy & (x.abs() * 2.0**exponent < 2.0**-25)
+    error = torch.where(vanished, x.square(), torch.where(lossy, STEP_NOISE * 0.25**exponent, 0.0))
+    return lossy.sum(1 - axis), error.sum(1 - axis), x.square().sum(1 - axis), x.abs().amax(1 - axis)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_tables_are_their_definition_on_subnormals_zeros_and_huge_weights(dtype: torch.dtype, axis: int) -> None:
+    torch.manual_seed(0)
+    reach = 14 if dtype == torch.float16 else 110
+    weight = (torch.randn(6, 40) * 2.0 ** torch.randint(-reach, reach, (6, 40))).to(dtype)
+    weight[:, :20] = torch.randn(6, 20).to(dtype)
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    weight[0], weight[:, 1] = 0, 0
+    weight[1, :4] = torch.tensor([smallest, 0, -3 * smallest, torch.finfo(dtype).max], dtype=torch.float64).to(dtype)
+    other = torch.randint(-20, 20, (weight.shape[1 - axis],), dtype=torch.int32)
+    for shift in (torch.zeros_like(other), other):
+        table = loss_table(weight, axis, shift)
+        assert torch.equal(table.amax, naive(weight, axis, shift, 0)[3])
+        for exponent in (-GRID, -40, -13, 0, 7, 40, GRID):
+            lossy, error, energy, _ = naive(weight, axis, shift, exponent)
+            assert torch.equal(table.lossy[:, exponent + GRID].long(), lossy)
+            torch.testing.assert_close(table.error[:, exponent + GRID], error.float(), rtol=2e-7, atol=1e-44)
+            torch.testing.assert_close(table.energy, energy, rtol=1e-14, atol=0)
+        torch.testing.assert_close(channel_energy(weight, axis, shift), energy, rtol=1e-14, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -9,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from support import tiny
+from support.learner import recipe_tree
 
-from bf16_to_fp16 import cli
+from bf16_to_fp16 import cli, convert, rescale
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, FeedForward
+from bf16_to_fp16.report.schema import REPORT
 from bf16_to_fp16.run.agreement import agreed_layout, check_agreement
 
 
@@ -70,7 +75,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("t5", {"per_layer_config": {"0": {"num_heads": 1}}}, "per-layer"),
     ("t5", {"fusion_config": {"x": True}}, "fusion"),
     ("t5", {"fusion_config": {}}, "'fusion_config' is {}"),
-    ("t5", {"text_config": {"model_type": "t5"}}, "cannot be loaded"),
+    ("t5", {"text_config": {"model_type": "t5"}}, "'text_config' is"),
     ("t5", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
     ("pegasus", {"is_causal": False}, "'is_causal' is False"),
     ("pegasus", {"is_causal": None}, "'is_causal' is None"),
@@ -103,24 +108,56 @@ def test_a_key_by_which_stock_code_runs_another_model_is_one_line(
     assert named in printed.err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["certify", "{0}"],
-        ["audit", "{0}"],
-        ["convert", "{0}", "{1}"],
-        ["convert", "{0}", "{1}", "--no-audit"],
-    ],
-    ids=" ".join,
+@pytest.fixture(scope="module")
+def spoilt(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A source, what ``convert`` made of it, that with a config that stock code reads otherwise and a report to match,
+    and a recipe for such a source."""
+    root = tmp_path_factory.mktemp("spoilt")
+    convert(folders["t5"], root / "whole", run_model=False)
+    edited(folders["t5"], root / "source", dense_act_fn="relu2")
+    converted = edited(root / "whole", root / "converted", dense_act_fn="relu2")
+    report = json.loads((converted / REPORT).read_text())
+    for entry in report["output"]["files"]:
+        if entry["name"] == "config.json":
+            entry["sha256"] = hashlib.sha256((converted / "config.json").read_bytes()).hexdigest()
+            entry["nbytes"] = (converted / "config.json").stat().st_size
+    (converted / REPORT).write_text(json.dumps(report))
+    recipe = root / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_tree(root / "source", root / "out")))
+    return {path.stem: path for path in root.iterdir()}
+
+
+COMMANDS = (
+    "certify {source}",
+    "audit {source}",
+    "convert {source} {out}",
+    "convert {source} {out} --no-audit",
+    "finetune {recipe}",
+    "verify {converted} --no-audit",
+    "verify {whole} --original {source} --no-audit",
+    "publish {converted} me/it --dry-run",
 )
-def test_every_command_goes_through_the_same_door(
-    arguments: list[str], folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_that_claims_something_goes_through_the_same_door(
+    command: str, spoilt: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = edited(folders["t5"], tmp_path / "edited", dense_act_fn="relu2")
+    out = spoilt["source"].parent / "out"
     capsys.readouterr()
-    assert cli.main([argument.format(folder, tmp_path / "out") for argument in arguments]) == 2
+    assert cli.main([part.format(**spoilt, out=out) for part in command.split()]) == 2
     printed = capsys.readouterr()
-    assert "'dense_act_fn'" in printed.err and printed.err.startswith("error: ") and not (tmp_path / "out").exists()
+    # What a command says of its progress may stand above it.
+    said = printed.err.splitlines()[-1]
+    assert "'dense_act_fn'" in said and said.startswith("error: ") and printed.err.count("error: ") == 1
+    assert not out.exists()
+
+
+def test_a_model_that_is_not_its_configs_is_not_rescaled() -> None:
+    model = tiny.t5(num_layers=1, num_decoder_layers=1)
+    model.encoder.block[0].layer[1].DenseReluDense.act = torch.nn.GELU()
+    with pytest.raises(UserError, match=r"DenseReluDense\.act is GELU"):
+        rescale(model, [])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The probe covers what it says, and bad data is one line of what to do."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,17 @@ from support import tiny
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.run import texts
-from bf16_to_fp16.run.probe import IGNORED_LABEL, SWEEP, Batch, audit_batches, batches, describe_batches, run_batch
+from bf16_to_fp16.run.probe import (
+    IGNORED_LABEL,
+    SHORT,
+    SWEEP,
+    Batch,
+    audit_batches,
+    batches,
+    describe_batches,
+    one_batch,
+    run_batch,
+)
 
 TEXTS = ["the cat sat", "a dog ran far away", "the dog sat", "it rained"]
 
@@ -34,8 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=words_tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
-    config_of("t5").save_pretrained(folder)
-    return folder
+    return tiny.save(tiny.build("t5"), folder)
 
 
 def same(a: list[Batch], b: list[Batch]) -> bool:
@@ -72,6 +82,25 @@ def test_the_probe_has_padding_on_both_sides_and_a_generation() -> None:
     assert any((b.attention_mask == 0).any() for b in made)
     assert any(b.decoder_attention_mask is not None and (b.decoder_attention_mask == 0).any() for b in made)
     assert sum(b.generate for b in made) == 1
+
+
+@pytest.mark.parametrize("kind", ["t5", "pegasus", "t5-encoder"])
+def test_short_rows_have_every_length_and_special_token_with_and_without_end_and_padding_on_both_sides(
+    kind: str,
+) -> None:
+    config = config_of(kind)
+    right, left = (b for b in batches(config, None, None) if b.kind == SHORT)
+    end = config.eos_token_id
+    rows = [ids[mask == 1].tolist() for ids, mask in zip(right.input_ids, right.attention_mask, strict=True)]
+    assert rows == [ids[mask == 1].tolist() for ids, mask in zip(left.input_ids, left.attention_mask, strict=True)]
+    assert {len(row) for row in rows if row[-1] != end} == set(range(1, 9))
+    assert {len(row) for row in rows if row[-1] == end} >= set(range(2, 9))
+    for special in {config.pad_token_id, end, config.vocab_size - 1}:
+        assert [special] in rows and [special, end] in rows
+    assert bool(right.attention_mask[:, 0].all()) and bool(left.attention_mask[:, -1].all())
+    assert not left.attention_mask[:, 0].all() and not right.attention_mask[:, -1].all()
+    assert (right.decoder_input_ids is None) is (kind == "t5-encoder")
+    assert right.input_ids.numel() + left.input_ids.numel() < 400
 
 
 @pytest.mark.parametrize("kind", ["t5-encoder", "umt5-encoder"])
@@ -252,10 +281,11 @@ def test_the_inputs_are_listed_by_kind_with_their_shapes() -> None:
     assert [tuple(entry.values()) for entry in listed["batches"]] == [
         ("random ids", 1, 4, 64, 32),
         ("long", 1, 1, 512, 128),
-        ("repeated", 1, 2, 128, 64),
+        ("repeated", 1, 2, 64, 32),
         ("padded", 1, 4, 48, 24),
+        ("short", 2, 44, 8, 4),
         ("vocabulary sweep", 6, 40, 128, 128),
-        ("generate", 1, 4, 48, None),
+        ("generate", 1, 2, 48, None),
     ]
     assert list(listed["batches"][0]) == ["kind", "batches", "rows", "encoder", "decoder"]
     assert sum(len(b.input_ids) for b in made) == sum(entry["rows"] for entry in listed["batches"])
@@ -280,6 +310,17 @@ def test_the_inputs_digest_tells_the_same_tokens_from_others(source: Path, tmp_p
     one, other = batches(config, None, None)[:1], batches(config, None, None)[:1]
     other[0].attention_mask[0, -1] = 0
     assert describe_batches(one, seed=0)["sha256"] != describe_batches(other, seed=0)["sha256"]
+
+
+@pytest.mark.parametrize(("memory", "left_out"), [(0, ["generate"]), (math.inf, [])])
+def test_without_the_memory_of_a_decoder_nothing_is_generated_and_the_inputs_say_so(
+    memory: float, left_out: list[str], source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bf16_to_fp16.run.memory.available", lambda: memory)
+    made = audit_batches(config_of("t5"), source, None)
+    listed = describe_batches(made, seed=0)
+    assert listed["left_out"] == left_out
+    assert ("generate" in [entry["kind"] for entry in listed["batches"]]) == (not left_out)
 
 
 def test_of_data_the_inputs_name_the_file_without_its_folder_and_the_rows(source: Path, tmp_path: Path) -> None:
@@ -315,3 +356,18 @@ def test_a_tokenizer_of_another_checkpoint_is_found_out(source: Path, tmp_path: 
     (tmp_path / "a.txt").write_text("\n".join(TEXTS))
     with pytest.raises(UserError, match="past the vocabulary of 5"):
         batches(config_of("t5", vocab_size=5), source, str(tmp_path / "a.txt"))
+
+
+def test_rows_of_every_batch_fit_into_one_of_one_shape() -> None:
+    config = config_of("t5")
+    inputs = batches(config, None, None)
+    one = one_batch(config, inputs, length=24, decoder_length=8)
+    assert one.decoder_input_ids is not None and one.decoder_attention_mask is not None
+    assert one.input_ids.shape[1] == 24 and one.decoder_input_ids.shape[1] == 8
+    assert (one.decoder_input_ids[:, 0] == config.decoder_start_token_id).all()
+    firsts = [batch.input_ids[0][batch.attention_mask[0].bool()][:24] for batch in inputs if not batch.generate]
+    rows = [ids[mask.bool()] for ids, mask in zip(one.input_ids, one.attention_mask, strict=True)]
+    assert all(any(torch.equal(first, row) for row in rows) for first in firsts)
+    assert len(set(map(len, rows))) > 1
+    config.vocab_size = 250_000
+    assert len(one_batch(config, inputs).input_ids) == 4

@@ -165,8 +165,16 @@ def watch(root: Path, act: Callable[[int, str], None]) -> None:
     sys.addaudithook(hook)
 
 
-def moments(job: Job, inputs: Path) -> list[str]:
-    """Return the names of all moments of an undisturbed run, in order."""
+@dataclass(frozen=True)
+class Whole:
+    """An undisturbed run: the names of all its moments in order, and the ``content`` of its output."""
+
+    moments: Sequence[str]
+    content: dict[str, str]
+
+
+def undisturbed(job: Job, inputs: Path) -> Whole:
+    """Run a job undisturbed, and return what it did and made."""
     root = place(job, inputs)
     prepare(job, root)
     read, write = os.pipe()
@@ -182,9 +190,11 @@ def moments(job: Job, inputs: Path) -> list[str]:
     os.close(write)
     with os.fdopen(read) as names:
         found = names.read().split("\n")[:-1]
-    os.waitpid(number, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) in (0, 1)
+    made = content(root / "out")
+    assert not wrong_after(job, root, made, strays=False)
     shutil.rmtree(root)
-    return found
+    return Whole(found, made)
 
 
 def prepare(job: Job, root: Path) -> None:

@@ -44,7 +44,7 @@ class Fault:
     path: str
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    body: dict[str, Any] = field(default_factory=dict)
+    body: object = field(default_factory=dict)
     cut: int | None = None
     after: bool = False
     times: int = 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,19 +16,22 @@ ROOT = Path(__file__).parents[2]
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def command(config: str, processes: int, recipe: Path, out: Path, *options: str, settings: tuple[str, ...] = ()) -> Any:
-    """The command line of a user; options are accelerate's, settings the recipe's."""
-    head = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", f"launch/accelerate/{config}.yaml"]
+def command(
+    python: Path, config: str, processes: int, recipe: Path, out: Path, *options: str, settings: tuple[str, ...] = ()
+) -> list[str]:
+    """The command line of a user with that interpreter; options are accelerate's, settings the recipe's."""
+    accelerate = [python, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    head = [*accelerate, "--config_file", f"launch/accelerate/{config}.yaml"]
     number = ["--num_processes", processes, "--main_process_port", 0]
     run = ["-m", "bf16_to_fp16", "finetune", recipe, "--set", f"out={out}"]
     return [str(part) for part in (*head, *number, *options, *run, *(x for s in settings for x in ("--set", s)))]
 
 
-def run(arguments: list[str], environment: Mapping[str, str] = ON_CPU, status: int = 0) -> str:
-    """Run a command in the repository's folder and return what it said."""
+def run(arguments: list[str], environment: Mapping[str, str] = ON_CPU, status: int = 0, folder: Path = ROOT) -> str:
+    """Run a command in the repository's folder, or another, and return what it said."""
     process = subprocess.Popen(
         arguments,
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

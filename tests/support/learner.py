@@ -20,7 +20,7 @@ def tiny_model(seed: int = 0, dropout: float = 0.1) -> Any:
             d_model=16,
             d_kv=8,
             d_ff=32,
-            num_layers=2,
+            num_layers=1,
             num_heads=2,
             feed_forward_proj="gated-gelu",
             decoder_start_token_id=0,
@@ -31,7 +31,7 @@ def tiny_model(seed: int = 0, dropout: float = 0.1) -> Any:
     return model
 
 
-def saved(folder: Path, lines: int, dropout: float = 0.1, dtype: torch.dtype = torch.float32) -> Path:
+def saved(folder: Path, lines: int, dropout: float = 0.1, dtype: torch.dtype = torch.float32, layers: int = 2) -> Path:
     """Save the model with its tokenizer and so many lines of ``text.txt``, and return the folder."""
     tiny_model(dropout=dropout).to(dtype).save_pretrained(folder)
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(folder)

@@ -1,0 +1,117 @@
+"""Weights times factors, made a few rows at a time: what the bounds take norms, products and eigenvalues of.
+
+A matrix of factors is never in memory as a whole, only as many rows of it as a core's cache holds, since new memory for
+a copy of each weight costs more than the arithmetic on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+WIDE = 1 << 18
+"""Elements from which matrices are multiplied in fp32, chunk by chunk."""
+
+
+IN_CACHE = 1 << 17
+"""Elements of the rows that are made at a time."""
+
+
+class Sized(Protocol):
+    """A matrix or what stands for one: its dtype and number of elements."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that it is stored in."""
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+
+
+def working_dtype(matrix: Sized) -> torch.dtype:
+    """Return fp64 for matrices that are cheap in it or have it already, else fp32."""
+    return torch.float64 if matrix.numel() < WIDE or matrix.dtype == torch.float64 else torch.float32
+
+
+def chunks(matrix: Tensor, elements: int = IN_CACHE) -> Iterator[Tensor]:
+    """Yield a matrix in runs of rows of so many elements at most; as a rule what a core's cache holds in fp64."""
+    rows = max(1, elements // max(1, matrix.shape[1]))
+    for start in range(0, matrix.shape[0], rows):
+        yield matrix[start : start + rows]
+
+
+@dataclass(frozen=True)
+class Factored:
+    """diag(rows)·W·diag(columns) for a weight [m, d] in any floating dtype; columns: fp64 [d]; rows: fp64 [m], None for
+    ones; name: the weight's."""
+
+    weight: Tensor
+    columns: Tensor
+    rows: Tensor | None = None
+    name: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the weight is stored in."""
+        return self.weight.dtype
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.weight.numel()
+
+    def part(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return rows from ``start`` to ``stop``; each element is off by four units of the dtype at most."""
+        made = self.weight[start:stop].to(dtype) * self.columns.to(dtype)
+        return made if self.rows is None else made.mul_(self.rows[start:stop, None].to(dtype))
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield all rows in the working dtype, as many at a time as a core's cache holds."""
+        dtype, count = working_dtype(self), len(self.weight)
+        rows = max(1, IN_CACHE // max(1, self.weight.shape[1]))
+        for start in range(0, count, rows):
+            yield self.part(start, min(start + rows, count), dtype)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Return some rows in fp64."""
+        return self.part(rows.start, rows.stop, torch.float64)
+
+    def whole(self) -> Tensor:
+        """Return all rows at once, in the working dtype."""
+        return self.part(0, len(self.weight), working_dtype(self))
+
+
+@dataclass(frozen=True)
+class Tall:
+    """Blocks of rows under one another, each a sum of factored weights; a Gram matrix is taken of it.
+
+    ``label``: its name among those of a model, "" for none. ``length``: at least the Frobenius norms of its summands
+    added up, of a block, and over the blocks the root of their squares.
+    """
+
+    blocks: tuple[tuple[Factored, ...], ...]
+    label: str
+    length: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return sum(len(block[0].weight) for block in self.blocks), self.blocks[0][0].weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that its rows are made in."""
+        return working_dtype(self.blocks[0][0])
+
+    def parts(self, rows: int) -> Iterator[Tensor]:
+        """Yield all rows, so many at a time at most."""
+        for first, *others in self.blocks:
+            for start in range(0, len(first.weight), rows):
+                stop = min(start + rows, len(first.weight))
+                made = first.part(start, stop, self.dtype)
+                for other in others:
+                    made += other.part(start, stop, self.dtype)
+                yield made

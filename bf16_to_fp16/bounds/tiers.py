@@ -1,0 +1,67 @@
+"""The tiers: arithmetics that runtimes use, from that of PyTorch's kernels to sums in fp16 throughout.
+
+Each holds where its own certificate does, and with it every weaker one: the bounds only grow from one to the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..families.types import Layout, TensorReader
+from .arithmetic import Arithmetic
+from .certificate import is_certified
+from .spectral import Spectra
+
+
+@dataclass(frozen=True)
+class Tier:
+    """An arithmetic: its name, the target that asks for it, what it says, and the runtimes that it stands for."""
+
+    name: str
+    target: str
+    words: str
+    runtimes: tuple[str, ...]
+
+
+TIERS = (
+    Tier(
+        "torch",
+        "half",
+        "norms and softmax in fp32, sums in fp32 or in up to 8 parts",
+        ("PyTorch (transformers, diffusers)", "vLLM", "Text Embeddings Inference"),
+    ),
+    Tier(
+        "norm-fp16",
+        "norm-safe",
+        "norms square, sum and divide in fp16",
+        ("ONNX exports in fp16 (ONNX Runtime, TensorRT)", "ComfyUI's own T5", "OpenVINO in fp16", "some NPUs"),
+    ),
+    Tier(
+        "fp16-accumulate",
+        "fp16-accumulate",
+        "every sum in fp16, in any order",
+        ("ggml on a V100", "torch.backends.cuda.matmul.allow_fp16_accumulation", "mobile delegates"),
+    ),
+)
+"""From the weakest to the strictest."""
+
+
+def certified_tiers(
+    layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
+) -> dict[str, bool]:
+    """Return by tier whether its certificate holds for the given weights.
+
+    holds: whether that for ``target`` does. arithmetic: of the weakest tier. spectra: as ``bound`` takes them.
+    """
+    found: dict[str, bool] = {}
+    targets = [tier.target for tier in TIERS]
+    # What the weakest tier says is part of every target.
+    covered = targets.index(target) if target in targets else 0
+    for i, tier in enumerate(TIERS):
+        if holds and i <= covered:
+            found[tier.name] = True
+        elif (not holds and tier.target == target) or not all(found.values()):
+            found[tier.name] = False
+        else:
+            found[tier.name] = is_certified(layout, weights, arithmetic, tier.target, spectra)
+    return found

@@ -1,0 +1,42 @@
+"""What a user names as a source, checked before anything heavy is imported: a folder here, or an id on the Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ..errors import UserError
+
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
+
+
+CONVERTED = "a converted folder or a Hub id like org/name"
+
+
+def looks_like_repo_id(source: str) -> bool:
+    """Return whether ``source`` is spelled like ``name[@revision]`` or ``org/name[@revision]``."""
+    return REPO_ID.fullmatch(source.partition("@")[0]) is not None
+
+
+def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool = False) -> Path | None:
+    """Return the folder (or the file, where that may be one) that a source names, None for a Hub id.
+
+    Raises UserError for what is neither; wanted: what it then tells to give.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir() or (or_file and folder.exists()):
+        return folder
+    if folder.exists() or not looks_like_repo_id(str(source)):
+        raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}; give {wanted}")
+    return None
+
+
+def written_folder(folder: str | Path) -> Path:
+    """Return a folder that exists, as one that convert wrote does; raise UserError for anything else."""
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give the folder that convert wrote")
+    return folder

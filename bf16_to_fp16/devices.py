@@ -1,0 +1,157 @@
+"""Where the work runs: one parser for a device's name, and the CPU for what a device has no memory for.
+
+A device is asked for by name and used part by part. What runs out of its memory is run again on the CPU, as is the
+rest of that part; what ran where is kept for the report. torch is imported when a device is looked for, so that
+a name can be refused without it.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .environment import environment
+from .errors import UserError
+from .progress import Progress
+from .wording import counted
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+T = TypeVar("T")
+
+DEVICE_NAMES = "auto, cpu, cuda, cuda:N or mps"
+
+
+def is_device_name(name: str) -> bool:
+    """Return whether a device may be asked for by this name."""
+    return re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?|mps", name, flags=re.ASCII) is not None
+
+
+def checked_name(name: str) -> str:
+    """Return the name of a device; raise UserError for one of no known form."""
+    if not is_device_name(name):
+        raise UserError(f"device {name!r} is unknown; choose {DEVICE_NAMES}")
+    return name
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """Return the device of a name: auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps.
+
+    A ``torch.device`` is taken as it is. Raises UserError for another name, or for a device that is not there.
+    """
+    import torch
+
+    if isinstance(name, torch.device) and name.type not in ("cuda", "mps"):
+        return name
+    name = checked_name(str(name))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        others = {0: "auto or cpu", 1: "auto, cpu or cuda:0"}.get(count, f"auto, cpu or cuda:0 to cuda:{count - 1}")
+        has = f"this machine has {counted(count, 'CUDA device') if count else 'no CUDA device'} that torch can use"
+        raise UserError(f"device {name}: {has}; choose {others}")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device mps: this machine has no MPS device that torch can use; choose auto or cpu")
+    return device
+
+
+def shown(device: torch.device) -> str:
+    """Return a device's name for people: "cpu", or with its maker's name, "cuda:0 (NVIDIA H200)"."""
+    import torch
+
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+class Device:
+    """A device that work runs on, part by part; a part that its memory has no room for goes on on the CPU.
+
+    ``asked``, ``name``: the device. ``used``: for each part of the work the devices that it ran on, one after the
+    other.
+    """
+
+    def __init__(self, name: str | torch.device = "auto", progress: Progress | None = None) -> None:
+        """Find the device, which is said when it is first used; raises UserError as ``find_device`` does."""
+        self.progress = progress or Progress(quiet=True)
+        self.asked = find_device(name)
+        self.name = shown(self.asked)
+        self.used: dict[str, list[str]] = {}
+
+    def run(self, part: str, work: Callable[[torch.device], T], *, wide: bool = False) -> T:
+        """Return what ``work`` makes on the device; where that has no memory left, on the CPU, which is said.
+
+        wide: the work needs fp64, which MPS lacks, and so runs on the CPU there.
+        """
+        import torch
+
+        on_cpu = torch.device("cpu")
+        if not self.used:
+            self.progress.say(f"Device: {self.name}")
+        if self.used.get(part, [""])[-1] == shown(on_cpu) or self.asked == on_cpu:
+            self.note(part, on_cpu)
+            return work(on_cpu)
+        if wide and self.asked.type == "mps":
+            self.progress.say(f"mps has no fp64, so the {part} is computed on the CPU")
+            self.note(part, on_cpu)
+            return work(on_cpu)
+        self.note(part, self.asked)
+        try:
+            return work(self.asked)
+        except RuntimeError as error:  # MPS has no kind of its own for it
+            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+                raise
+        # Out of the handler, whose traceback holds what fills the memory.
+        gc.collect()
+        if self.asked.type == "cuda":
+            torch.cuda.empty_cache()
+        self.progress.say(f"{self.asked} is out of memory: the {part} goes on on the CPU")
+        self.note(part, on_cpu)
+        return work(on_cpu)
+
+    def note(self, part: str, place: torch.device) -> None:
+        """Note on which device a part of the work runs."""
+        ran = self.used.setdefault(part, [])
+        if shown(place) not in ran[-1:]:
+            ran.append(shown(place))
+
+    def environment(self) -> dict[str, Any]:
+        """Return the ``environment`` entry of a report on the work."""
+        return environment(self.name, self.used)
+
+
+_products: ContextVar[tuple[Device, str] | None] = ContextVar("products", default=None)
+
+
+@contextmanager
+def products_on(device: Device, part: str) -> Iterator[None]:
+    """Run the functions that are marked with ``on_device`` on a device, as a part of its work."""
+    token = _products.set((device, part))
+    try:
+        yield
+    finally:
+        _products.reset(token)
+
+
+def on_device(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of tensors on the CPU that runs where ``products_on`` says and gives its result on the CPU.
+
+    Each call stands for itself, so a device that is out of memory costs no more than the call.
+    """
+
+    @wraps(product)
+    def placed(*tensors: Tensor) -> Tensor:
+        chosen = _products.get()
+        if chosen is None:
+            return product(*tensors)
+        device, part = chosen
+        return device.run(part, lambda place: product(*(x.to(place) for x in tensors)).cpu(), wide=True)
+
+    return placed

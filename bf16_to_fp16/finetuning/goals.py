@@ -1,0 +1,150 @@
+"""What a recipe asks of a finetune, whether it was delivered, and how to go on where it was not.
+
+A result that overflows nowhere may still keep less headroom than was asked for, or little of the original. Either makes
+the verdict unsafe. Whether more steps will help is read from the run: headroom that still grew from its second quarter
+to its last will grow on; otherwise it has reached a plateau, and another run has to ask differently.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..report.build import FP16_RANGE_BITS
+from ..report.remedies import going_on
+from ..report.schema import FinetuneEntry, Report, UnsafeEntry
+from .recipe import Recipe
+
+PLATEAU_BITS = 0.05
+"""Bits that half a run must bring for more steps to be worth their time."""
+
+
+LEAST_POINTS = 8
+"""Of a curve from which a plateau can be told."""
+
+
+TOLERANCE_BITS = 0.005
+"""What headroom may lack: less than its two digits show."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """The command line of a finetune: the recipe's file as it was given, and its overrides."""
+
+    recipe: str = "recipe.yaml"
+    overrides: tuple[str, ...] = ()
+
+    def line(self, **settings: object) -> str:
+        """Return the command line, which with other settings (``schedule__steps``) replaces the output."""
+        changed = tuple(f"{key.replace('__', '.')}={value}" for key, value in settings.items())
+        names = {part.partition("=")[0] for part in changed}
+        kept = tuple(part for part in self.overrides if part.partition("=")[0].strip() not in names)
+        words = [word for part in kept + changed for word in ("--set", part)]
+        return shlex.join(["bf16-to-fp16", "finetune", self.recipe, *words, *(["--force"] if changed else [])])
+
+    def published(self) -> Command:
+        """Return it as a report shows it: of absolute paths only the last part."""
+
+        def shown(value: str) -> str:
+            path = value.strip().strip("\"'")
+            return Path(path).name if Path(path).is_absolute() else value
+
+        pairs = [part.partition("=") for part in self.overrides]
+        return Command(shown(self.recipe), tuple(f"{key}{equals}{shown(value)}" for key, equals, value in pairs))
+
+
+def steps_more(headroom: Sequence[float], steps: int, missing: float) -> int | None:
+    """Return how many further steps are likely to bring the ``missing`` bits, at least a quarter and at most four times
+    of those taken; None where the headroom has stopped growing.
+
+    headroom: of the run in bits, at equal distances; as many steps again where it says too little.
+    """
+    if len(headroom) < LEAST_POINTS:
+        return steps
+    quarter = len(headroom) // 4
+    gained = median(headroom[-quarter:]) - median(headroom[quarter : 2 * quarter])
+    if gained < PLATEAU_BITS:
+        return None
+    # Half again as many: what remains comes slower.
+    wanted = 1.5 * missing / gained * steps / 2
+    return math.ceil(min(max(wanted, steps / 4), 4 * steps))
+
+
+def how_to_go_on(
+    recipe: Recipe, run: FinetuneEntry, delivered: float, quality: Sequence[UnsafeEntry], command: Command
+) -> str:
+    """Return the remedy of a finetune that did not deliver: the command that goes on with the run, or for a plateau the
+    one that begins another.
+
+    delivered: least headroom of the output in bits. quality: what it lost of the original.
+    """
+    another = f"{Path(recipe.checkpointing.folder or f'{recipe.out}.run').name}-2"
+    missing = recipe.penalty.headroom_bits - delivered
+    if missing <= TOLERANCE_BITS and quality:
+        kept = min(0.9, (1 + recipe.distillation.weight) / 2)
+        line = command.line(
+            distillation__weight=max(kept, recipe.distillation.weight),
+            schedule__learning_rate=f"{recipe.schedule.learning_rate / 2:g}",
+            checkpointing__folder=another,
+        )
+        return f"begin another run that holds on to the original: {line}"
+    curve = [bits for bits in run.curves.get("headroom_bits", ()) if bits is not None]
+    last = curve[-max(1, len(curve) // 4) :]
+    # Where the training keeps what was asked for and the audit does not, it has yet to meet such inputs: its own curve
+    # does not say when.
+    kept_there = bool(last) and median(last) >= recipe.penalty.headroom_bits
+    more = run.steps if kept_there else steps_more(curve, run.steps, min(missing, FP16_RANGE_BITS))
+    if more is not None:
+        return f"go on: {command.line(schedule__steps=run.steps + more)}"
+    line = command.line(schedule__learning_rate=f"{recipe.schedule.learning_rate * 2:g}", checkpointing__folder=another)
+    return f"more steps will not help, the headroom has stopped growing; begin another run: {line}"
+
+
+def lost_quality(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> list[UnsafeEntry]:
+    """Return what the last evaluation shows to be lost beyond what ``quality`` allows, without a remedy yet.
+
+    Nothing is judged that was not measured: the divergence without a teacher, either without held-out data.
+    """
+    wanted, found = recipe.quality, []
+    if not evaluations:
+        return []
+    first, last = evaluations[0], evaluations[-1]
+
+    def missed(signal: str, reason: str, over: float) -> None:
+        bits = math.log2(over) if 0 < over < math.inf else FP16_RANGE_BITS
+        found.append(UnsafeEntry(signal=signal, excess_bits=bits, reason=reason, remedy=""))
+
+    kl = last.get("held_out_divergence")
+    if kl is not None and wanted.max_kl is not None and not kl <= wanted.max_kl:
+        reason = f"{kl:.3g} nats per target token on held-out data, where quality.max_kl is {wanted.max_kl:g}"
+        missed("divergence from the original", reason, kl / wanted.max_kl)
+    before, after = (each.get("held_out_loss") for each in (first, last))
+    most = wanted.max_loss_rise
+    if before is not None and after is not None and most is not None and not after <= before * (1 + most):
+        rise = after / max(before, 1e-30) - 1
+        reason = f"{before:.4g} to {after:.4g}, a rise of {rise:.1%}, where quality.max_loss_rise is {most:g}"
+        missed("held-out loss", reason, (1 + rise) / (1 + most))
+    return found
+
+
+def judged(report: Report, recipe: Recipe, command: Command) -> Report:
+    """Return the report of a finetune with what was asked for and not delivered among what is unsafe, and with how to
+    go on as every remedy."""
+    run = report.finetune
+    assert run is not None and report.regimes  # convert audits what was finetuned
+    tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits)
+    delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
+    missed = quality = lost_quality(recipe, run.evaluations)
+    if recipe.penalty.form in ("amax", "smooth-max", "hinge") and not delivered >= asked - TOLERANCE_BITS:
+        reason = f"{delivered:.2f} bits are left at {tightest.tightest}, where penalty.headroom_bits is {asked:g}"
+        short = UnsafeEntry(signal="headroom", excess_bits=asked - delivered, reason=reason, remedy="")
+        missed = [short, *quality]
+    if report.safe and not missed:
+        return report
+    remedy = how_to_go_on(recipe, run, delivered, quality, command)
+    return going_on(report, missed, remedy)

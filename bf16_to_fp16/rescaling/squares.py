@@ -1,0 +1,48 @@
+"""What a stream's squares would be in fp16: both ends of what norms read, for runtimes whose norms square it there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..bounds.arithmetic import growth
+from ..families.types import RESIDUAL, Layout
+from ..numerics import FP16_MAX, NORM_FLOOR
+from ..ranges import ModuleRange
+
+
+@dataclass(frozen=True)
+class Squares:
+    """The largest sum of squares that a norm makes, as fp16 may sum it, and the least mean of any token."""
+
+    largest: float
+    least: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the sum neither overflows nor the mean falls where squares lose more than bf16 does."""
+        return self.largest <= FP16_MAX and self.least >= NORM_FLOOR
+
+
+def squares_of(layout: Layout, ranges: Mapping[str, ModuleRange] | None, residual_exponent: int) -> Squares | None:
+    """Return the squares of the stream that norms read, seen at the source, after its rescaling; None where none was
+    seen."""
+    found = ranges or {}
+    seen = [norm for path in layout.norms if path in found and (norm := found[path].norm) is not None]
+    if not seen:
+        return None
+    power = 4.0**residual_exponent
+    return Squares(
+        max(norm.norm_max**2 for norm in seen) * growth(layout.signals[RESIDUAL].size) * power,
+        min(float(norm.variances[:, 0].min()) for norm in seen) * power,
+    )
+
+
+def can_fit(layout: Layout, ranges: Mapping[str, ModuleRange] | None) -> bool:
+    """Return whether some exponent would bring both ends inside, or nothing is known of them."""
+    squares = squares_of(layout, ranges, 0)
+    if squares is None or squares.largest == 0:
+        return True
+    most = math.floor(math.log2(FP16_MAX / squares.largest) / 2)
+    return squares.least * 4.0**most >= NORM_FLOOR

@@ -1,0 +1,180 @@
+"""A token alone in its row, computed from the weights: forwards through every sublayer, and back to the embedding.
+
+With no other token to be averaged with, an attention gives a token its own values, so that a model is a chain of
+matrices with neurons and norms between. It is run here without being built, one sublayer's weights at a time, in fp32;
+a decoder's token reads what the encoder made of the same id. That need not be what stock code computes to the last bit:
+it decides what the probe runs, and no figure comes from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..families.resolve import unscaled
+from ..families.types import Attention, FeedForward, Layout, ResolvedStack, Sublayer, TensorSource, config_value
+
+
+class Weights:
+    """A layout's weights in fp32, unscaled, and what its modules compute with them.
+
+    ``vocabulary``, ``width``: of the embedding table.
+    """
+
+    def __init__(self, source: TensorSource, layout: Layout) -> None:
+        self.source, self.layout = source, layout
+        table = layout.tensors[layout.family.embedding]
+        self.table, (self.vocabulary, self.width) = str(table.source), table.shape
+
+    def read(self, name: str) -> Tensor | None:
+        """Return a tensor of the layout, None where it has none of that name."""
+        tensor = self.layout.tensors.get(name)
+        return None if tensor is None else unscaled(self.source, tensor).float()
+
+    def matrix(self, module: str) -> Tensor:
+        """Return the weight of a module."""
+        weight = self.read(f"{module}.weight")
+        assert weight is not None
+        return weight
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return rows of the embedding table."""
+        return self.source.read_rows(self.table, start, stop).float()
+
+    def linear(self, module: str, x: Tensor) -> Tensor:
+        """Return what a linear gives."""
+        return functional.linear(x, self.matrix(module), self.read(f"{module}.bias"))
+
+    def norm(self, module: str, x: Tensor) -> Tensor:
+        """Return what a norm gives."""
+        gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps
+        if self.layout.family.centred_norm:
+            return functional.layer_norm(x, gain.shape, gain, shift, eps)
+        return functional.rms_norm(x, gain.shape, gain, eps)
+
+    def embedded(self, stack: ResolvedStack, rows: Tensor) -> Tensor:
+        """Return what a stack begins with for tokens at its first position."""
+        scale = stack.ends.scale
+        if scale and config_value(self.layout.family, self.layout.config, scale):
+            rows = rows * math.sqrt(self.width)
+        positions = self.read(stack.ends.positions)
+        return rows if positions is None else rows + positions[0]
+
+    def before(self, norm: str, rows: Tensor) -> Tensor:
+        """Return rows that read a norm's output, [rows, width], as rows that read its input divided by its length."""
+        rows = rows * self.matrix(norm)
+        return rows - rows.mean(1, keepdim=True) if self.layout.family.centred_norm else rows
+
+    def activated(self, sublayer: FeedForward, x: Tensor) -> Tensor:
+        """Return what the activation of a feed-forward makes of its input."""
+        from transformers.activations import ACT2FN
+
+        made: Tensor = ACT2FN[sublayer.activation](x)
+        return made
+
+
+@dataclass
+class Step:
+    """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each.
+
+    ``sublayer``: None for the final norm of a stack. ``stream``: what the norm reads. ``made``: its output, then those
+    of the sublayer's linears, with the neurons before the last, which joins the stream.
+    """
+
+    stack: ResolvedStack
+    norm: str
+    sublayer: Sublayer | None
+    stream: Tensor
+    made: list[Tensor]
+
+
+def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
+    """Yield what every sublayer makes of each id alone in its row, in the encoder and then in the decoder."""
+    table = torch.cat([weights.rows(i, i + 1) for i in ids])
+    memory = torch.empty(0)
+    for stack in weights.layout.stacks():
+        stream = weights.embedded(stack, table)
+        for sublayer in stack.sublayers:
+            normed = weights.norm(sublayer.norm, stream)
+            if isinstance(sublayer, Attention):
+                read = memory if sublayer.memory else normed
+                made = [weights.linear(sublayer.query, normed)]
+                made += [weights.linear(module, read) for module in (sublayer.key, sublayer.value)]
+            elif sublayer.gate:
+                made = [weights.linear(module, normed) for module in (sublayer.gate, sublayer.linear)]
+                made.append(weights.activated(sublayer, made[0]) * made[1])
+            else:
+                made = [weights.linear(sublayer.linear, normed)]
+                made.append(weights.activated(sublayer, made[0]))
+            made.append(weights.linear(sublayer.output, made[-1]))
+            yield Step(stack, sublayer.norm, sublayer, stream, [normed, *made])
+            stream = stream + made[-1]
+        memory = weights.norm(stack.ends.norm, stream)
+        yield Step(stack, stack.ends.norm, None, stream, [memory])
+
+
+@dataclass
+class Slopes:
+    """How steep norms and neurons are for a typical token.
+
+    ``norms``: one over the length that a norm divides by, by its path. ``neurons``: by feed-forward, [neurons] each,
+    what the output gains with each linear's: the gate first where there is one.
+    """
+
+    norms: dict[str, float] = field(default_factory=dict)
+    neurons: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
+    """Return the mean slopes over these ids alone."""
+    found = Slopes()
+    for step in forward(weights, ids):
+        stream, sublayer = step.stream, step.sublayer
+        if weights.layout.family.centred_norm:
+            stream = stream - stream.mean(1, keepdim=True)
+        found.norms[step.norm] = float((stream.square().mean(1) + weights.layout.eps).rsqrt().mean())
+        if isinstance(sublayer, FeedForward):
+            with torch.enable_grad():
+                x = step.made[1].detach().requires_grad_()
+                y = weights.activated(sublayer, x)
+                (slope,) = torch.autograd.grad(y.sum(), x)
+            each = [slope * step.made[2], y.detach()] if sublayer.gate else [slope]
+            found.neurons[sublayer.at] = [values.mean(0) for values in each]
+    return found
+
+
+def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> dict[str, Tensor]:
+    """Return rows that read a norm's input as rows that read the embedding of the same token, alone in its row, in the
+    model made linear with ``typical`` slopes; fp32 [rows, width] by the norm's path."""
+    order: list[str] = []
+    rows = memory = torch.empty(0, weights.width)
+    for stack in reversed(weights.layout.stacks()):
+        direct = rows
+        if stack.is_encoder:
+            # The decoder's rows go on through what it reads of the encoder.
+            rows = weights.before(stack.ends.norm, memory) * typical.norms[stack.ends.norm]
+        for sublayer in reversed(stack.sublayers):
+            back = rows @ weights.matrix(sublayer.output)
+            if isinstance(sublayer, FeedForward):
+                modules = [module for module in (sublayer.gate, sublayer.linear) if module]
+                pairs = zip(typical.neurons[sublayer.at], modules, strict=True)
+                back = sum(((back * slope) @ weights.matrix(module) for slope, module in pairs), torch.zeros(()))
+            else:
+                back = back @ weights.matrix(sublayer.value)
+            if isinstance(sublayer, Attention) and sublayer.memory:
+                memory = memory + back
+            else:
+                rows = rows + weights.before(sublayer.norm, back) * typical.norms[sublayer.norm]
+            own = read.get(sublayer.norm)
+            if own is not None:
+                order.append(sublayer.norm)
+                rows = torch.cat([rows, own * typical.norms[sublayer.norm]])
+                memory = torch.cat([memory, torch.zeros_like(own)])
+        if stack.is_encoder:
+            rows[: len(direct)] += direct
+    return dict(zip(order, rows.split([len(read[norm]) for norm in order]), strict=True))

@@ -1,0 +1,121 @@
+"""Eigenvalues that are carried over from a source: sound for what was written, close to what its files alone give."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support import tiny
+from support.adversary import adverse_inputs, observe
+from support.contract import FREE, broken
+from torch import Tensor
+
+from bf16_to_fp16.bounds.certificate import bound, fp16_weights
+from bf16_to_fp16.bounds.factored import Factored, Tall
+from bf16_to_fp16.bounds.spectral import CARRIED, Spectra
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.rescaling.weights import source_weights
+from bf16_to_fp16.run.stock import load
+
+
+def tall(weights: dict[str, Tensor], factor: float = 1.0) -> Tall:
+    """Return the sum of two matrices over a third, of which ``factor`` scales every row."""
+    made = {}
+    for name, weight in weights.items():
+        rows = torch.full((len(weight),), factor, dtype=torch.float64)
+        made[name] = Factored(weight, torch.linspace(0.5, 2, weight.shape[1], dtype=torch.float64), rows, name)
+    length = sum(float((m[0 : len(m.weight)]).norm()) for m in made.values())
+    return Tall(((made["a"], made["b"]), (made["c"],)), "a matrix", length)
+
+
+def whole(matrix: Tall) -> Tensor:
+    return torch.cat(list(matrix.parts(7))).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("power", [0, -5])
+def test_a_carried_eigenvalue_is_above_that_of_weights_changed_in_the_worst_direction(
+    dtype: torch.dtype, power: int
+) -> None:
+    generator = torch.Generator().manual_seed(power)
+    weights = {name: torch.randn(n, 12, generator=generator).to(dtype) for name, n in (("a", 30), ("b", 30), ("c", 9))}
+    spectra = Spectra(weights.__getitem__)
+    before = spectra.largest(tall(weights))
+    assert before >= float(torch.linalg.matrix_norm(whole(tall(weights)), 2)) ** 2
+    # Along the leading singular vectors a change is added to the norm in full.
+    left, values, right = torch.linalg.svd(whole(tall(weights)), full_matrices=False)
+    change = 0.9 * CARRIED * values[0] * torch.outer(left[30:, 0], right[0]) / torch.linspace(0.5, 2, 12)
+    changed = {name: weight.double() * 2.0**power for name, weight in weights.items()}
+    changed["c"] += 2.0**power * change
+    changed = {name: weight.float() for name, weight in changed.items()}
+    found = replace(spectra, fixed=True).carried(tall(changed))
+    true = float(torch.linalg.matrix_norm(whole(tall(changed)), 2)) ** 2
+    assert found is not None and true <= found <= 4.0**power * before * (1 + CARRIED) ** 2 * (1 + 1e-4)
+    assert true > 4.0**power * before * (1 + 1e-4)
+
+
+def test_an_eigenvalue_of_other_weights_is_computed_and_not_kept() -> None:
+    weights = {name: torch.randn(n, 12) for name, n in (("a", 30), ("b", 30), ("c", 9))}
+    spectra = Spectra(weights.__getitem__)
+    spectra.largest(tall(weights))
+    others = {name: weight + 0.1 * torch.randn_like(weight) for name, weight in weights.items()}
+    fixed = replace(spectra, fixed=True)
+    kept = dict(spectra.found)
+    found = fixed.largest(tall(others))
+    assert fixed.carried(tall(others)) is None and fixed.found == kept
+    assert found >= float(torch.linalg.matrix_norm(whole(tall(others)), 2)) ** 2
+    fewer = {name: weight[:5] for name, weight in weights.items()}
+    assert fixed.carried(tall(fewer)) is None
+    assert fixed.carried(tall({name: weight * math.nan for name, weight in weights.items()})) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("gated", torch.float32), ("t5", torch.float32), ("pegasus", torch.bfloat16)]
+)
+def test_no_adversarial_input_passes_a_certificate_that_was_carried_over(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The source's eigenvalues, the written weights: above what those reach, and within the slack of a certificate
+    from the written files alone."""
+    source = open_checkpoint(tiny.save(tiny.build(kind, 3, factor=8.0), tmp_path / "source", dtype))
+    layout = resolve(source)
+    spectra = Spectra(source_weights(source, layout))
+    bound(layout, spectra.read, spectra=spectra)
+    convert(source.source, tmp_path / "out", run_model=False)
+    written = open_checkpoint(tmp_path / "out")
+    found, alone = (
+        bound(resolve(written), fp16_weights(written, resolve(written)), spectra=s)
+        for s in (replace(spectra, fixed=True), None)
+    )
+    for one, other in zip(found.sites, alone.sites, strict=True):
+        assert other.largest * (1 - 1e-9) <= one.largest * (1 + 2 * CARRIED)
+        assert one.largest <= other.largest * (1 + 2 * CARRIED)
+    half = load(tmp_path / "out", torch.float16, half=True)
+    inputs = adverse_inputs(copy.deepcopy(half).float(), resolve(written), 8, 3)
+    assert not broken(found, observe(half, resolve(written), inputs), FREE)
+
+
+def test_convert_takes_every_eigenvalue_over_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.save(tiny.build("gated", 1), tmp_path / "source")
+    computed: list[str] = []
+    largest = Spectra.largest
+
+    def watched(self: Spectra, matrix: Tall) -> float:
+        known = matrix.label in self.found
+        if not known:
+            computed.append(matrix.label)
+        elif self.carried(matrix) is None:
+            computed.append(f"again {matrix.label}")
+        return largest(self, matrix)
+
+    monkeypatch.setattr(Spectra, "largest", watched)
+    report = convert(source, tmp_path / "out", run_model=False).report
+    assert report["proof"] == "certified"
+    # Each once, of the source.
+    assert len(computed) == len(set(computed)) > 0 and not [label for label in computed if label.startswith("again")]

@@ -1,0 +1,108 @@
+"""What was asked of a finetune and not delivered: the verdict, and the command that goes on."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import Any
+
+import pytest
+from support import fakes
+
+from bf16_to_fp16.finetuning.goals import Command, judged, lost_quality, steps_more
+from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
+from bf16_to_fp16.report.page import verdict_sentence
+from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.report.terminal import next_step
+
+COMMAND = Command("r.yaml", ("schedule.steps=100", "seed=1"))
+
+
+def recipe(**changes: Any) -> Recipe:
+    return parse_recipe({"source": "a", "out": "folder/b", "data": {"path": "c.txt"}, **changes})
+
+
+def evaluated(*found: tuple[float | None, float | None]) -> list[dict[str, Any]]:
+    return [{"step": i, "held_out_loss": loss, "held_out_divergence": kl} for i, (loss, kl) in enumerate(found)]
+
+
+def finetuned(headroom: float, *, curve: list[float] | None = None, kl: float = 0.01, steps: int = 100) -> Report:
+    report = fakes.conversion()
+    report["verdict"], report["unsafe"] = "safe", []
+    for regime in report["regimes"].values():
+        regime["headroom_bits"] = headroom + 1
+    next(iter(report["regimes"].values()))["headroom_bits"] = headroom
+    run = {"steps": steps, "evaluations": evaluated((2.0, 0.0), (2.01, kl)), "curves": {"headroom_bits": curve or []}}
+    return read(Report, report | {"finetune": run})
+
+
+def after(report: Report, **changes: Any) -> tuple[Report, str]:
+    result = judged(report, recipe(**changes), COMMAND)
+    assert result.finetune is not None
+    return result, result.finetune.next
+
+
+def test_less_headroom_than_was_asked_for_is_unsafe_with_the_command_that_goes_on() -> None:
+    for headroom in (1.0, 0.998):
+        assert after(finetuned(headroom)) == (finetuned(headroom), "")
+    result, go_on = after(finetuned(0.9))
+    assert result.verdict == "unsafe" and result.unsafe[-1].excess_bits == pytest.approx(0.1)
+    assert "0.90 bits are left" in result.unsafe[-1].reason and "headroom_bits is 1" in verdict_sentence(result)
+    assert go_on == "go on: bf16-to-fp16 finetune r.yaml --set seed=1 --set schedule.steps=200 --force"
+    assert result.unsafe[-1].remedy == go_on and next_step(result) == f"next: {go_on}"
+    assert after(finetuned(2.9), penalty={"headroom_bits": 3.0})[0].verdict == "unsafe"
+    # Without a target there is nothing that was asked for.
+    assert after(finetuned(0.5), penalty={"form": "none"})[0].verdict == "safe"
+
+
+def test_headroom_that_no_longer_grows_is_a_plateau_and_that_which_does_says_how_long() -> None:
+    assert steps_more([0.0, 1.0], 100, 9.0) == 100
+    rising = [0.01 * i for i in range(100)]
+    assert steps_more(rising, 100, 0.5) == 75  # half a bit in the last half, and half as much again
+    assert steps_more(rising, 100, 0.01) == 25 and steps_more(rising, 100, 99.0) == 400
+    flat = [min(0.3, x) for x in rising]
+    assert steps_more(flat, 100, 0.5) is None
+    result, said = after(finetuned(0.3, curve=flat))
+    assert said.startswith("more steps will not help, the headroom has stopped growing; begin another run: ")
+    assert said.endswith("--set schedule.learning_rate=0.008 --set checkpointing.folder=b.run-2 --force")
+    assert result.verdict == "unsafe" and "--set schedule.steps=100 " in said
+    # The training keeps it, and only the audit found inputs that pass it.
+    assert "schedule.steps=200" in after(finetuned(0.9, curve=[min(1.1, 5 * x) for x in rising]))[1]
+
+
+def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
+    result, said = after(finetuned(3.0, kl=1060.0))
+    assert result.verdict == "unsafe" and "1.06e+03 nats per target token" in verdict_sentence(result)
+    assert said.startswith("begin another run that holds on to the original: bf16-to-fp16 finetune r.yaml")
+    assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
+
+
+@pytest.mark.parametrize(
+    ("found", "missed"),
+    [
+        ([], []),
+        ([(2.0, None), (2.09, None)], []),
+        ([(2.0, None), (2.2, None)], ["held-out loss"]),
+        ([(None, 0.0), (None, 0.3)], ["divergence from the original"]),
+        ([(2.0, 0.0), (math.nan, math.inf)], ["divergence from the original", "held-out loss"]),
+    ],
+)
+def test_quality_is_judged_by_the_last_evaluation_as_far_as_it_was_measured(
+    found: list[tuple[float | None, float | None]], missed: list[str]
+) -> None:
+    assert [entry.signal for entry in lost_quality(recipe(), evaluated(*found))] == missed
+
+
+def test_a_published_command_names_no_folder_of_this_machine() -> None:
+    given = Command("/folder/of/mine/r.yaml", ('out="/folder/of/mine/b"', "data.path=texts/a.txt"))
+    words = [
+        "bf16-to-fp16",
+        "finetune",
+        "/folder/of/mine/r.yaml",
+        "--set",
+        'out="/folder/of/mine/b"',
+        "--set",
+        "data.path=texts/a.txt",
+    ]
+    assert shlex.split(given.line()) == words
+    assert given.published().line() == "bf16-to-fp16 finetune r.yaml --set out=b --set data.path=texts/a.txt"

@@ -1,0 +1,241 @@
+"""A walk over the files gives what whole models give, to the last bit, in the memory of a block."""
+
+import ctypes
+import json
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.forked import in_a_fork
+from torch import Tensor
+
+from bf16_to_fp16 import convert
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.conversion.planning import checkpoint_batches, observe_source
+from bf16_to_fp16.devices import Device
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.observe.meter import RangeObserver, observe_ranges
+from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.observe.sites import Site
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.schema import REPORT
+from bf16_to_fp16.run import probe
+from bf16_to_fp16.run.lanes import Walk
+from bf16_to_fp16.run.probe import Batch, batches, run_batch
+from bf16_to_fp16.run.stock import load
+
+WAYS = {
+    "fp32": (torch.float32, False, "eager"),
+    "bf16": (torch.bfloat16, False, "eager"),
+    "stock": (torch.float16, False, "eager"),
+    "stock, SDPA": (torch.float16, False, "sdpa"),
+    "half": (torch.float16, True, "eager"),
+    "half, SDPA": (torch.float16, True, "sdpa"),
+    "amp": (torch.float32, False, "eager"),
+}
+
+
+def run(model: Any, batch: Batch, amp: bool) -> list[Tensor]:
+    """What stock code gives, of a generation the ids."""
+    with torch.no_grad(), torch.autocast("cpu", torch.float16) if amp else nullcontext():
+        if not batch.generate:
+            return [run_batch(model, batch)[0]]
+        more = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
+        return [model.generate(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **more)]
+
+
+def shown(site: Site) -> tuple[Any, ...]:
+    counts: tuple[int, ...] = (site.nonfinite, site.saturated, site.benign)
+    if ":weight" in site.name:  # autocast casts a weight once for all lanes
+        counts = tuple(map(bool, counts))
+    return (site.name, site.dtype, site.limit, site.amax, *counts, site.reason)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints that overflow in fp16: tied and untied heads, in shards, without Pegasus's positions and bias."""
+    root = tmp_path_factory.mktemp("lanes")
+    small: dict[str, Any] = {"num_layers": 2, "num_decoder_layers": 1}
+    made = {kind: tiny.build(kind, **small) for kind in ("t5", "gated", "umt5", "t5-encoder")}
+    made["pegasus"] = tiny.build("pegasus", encoder_layers=1, decoder_layers=2)
+    folders = {kind: tiny.save(model, root / kind, max_shard_size="20KB") for kind, model in made.items()}
+    assert len(list(folders["gated"].glob("*.safetensors"))) > 1
+    return folders
+
+
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder"])
+@pytest.mark.parametrize("way", WAYS)
+def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way: str, folders: dict[str, Path]) -> None:
+    dtype, half, attention = WAYS[way]
+    whole = load(folders[kind], dtype, half=half, attention=attention)
+    made = batches(whole.config, None, None)
+    inputs = [batch for batch in made if batch.kind in ("random ids", "padded", "generate")]
+    observer = SiteObserver(whole)
+    with observer:
+        expected = [run(whole, batch, way == "amp") for batch in inputs]
+    observers: list[SiteObserver] = []
+
+    def observed(batch: Batch) -> Any:
+        def lane(model: Any) -> list[Tensor]:
+            observers.append(observers[-1].beside(model) if observers else SiteObserver(model))
+            with observers[-1]:
+                return run(model, batch, way == "amp")
+
+        return lane
+
+    walk = Walk(open_checkpoint(folders[kind]))
+    lanes = [walk.add(observed(b), dtype, half=half, attention=attention, again=b.generate) for b in inputs]
+    walk.run()
+    for lane, outputs in zip(lanes, expected, strict=True):
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(lane.result, outputs, strict=True))
+    first, second = ([s for s in o.sites() if s.calls] for o in (observers[0], observer))
+    assert sorted(map(shown, first), key=str) == sorted(map(shown, second), key=str)
+    # What broke first, and what ran first, stand in the same order.
+    assert [s.name for s in sorted(first, key=lambda s: s.order)] == [
+        s.name for s in sorted(second, key=lambda s: s.order)
+    ]
+
+
+def test_ranges_of_lanes_are_those_of_a_whole_model(folders: dict[str, Path]) -> None:
+    whole = load(folders["pegasus"], torch.float32)
+    inputs = batches(whole.config, None, None)
+    expected = observe_ranges(whole, inputs)
+    walk = Walk(open_checkpoint(folders["pegasus"]))
+    observers: list[RangeObserver] = []
+
+    def observed(batch: Batch) -> Any:
+        def lane(model: Any) -> None:
+            observers.append(RangeObserver(model, observers[-1] if observers else None))
+            with observers[-1]:
+                run_batch(model, batch)
+
+        return lane
+
+    for batch in inputs:
+        walk.add(observed(batch), torch.float32, again=batch.generate)
+    walk.run()
+    found = observers[0].ranges()
+    assert set(found) == set(expected)
+    for path, seen in expected.items():
+        for side in ("input", "output"):
+            ours, theirs = getattr(found[path], side), getattr(seen, side)
+            assert torch.equal(ours.amax, theirs.amax) and torch.equal(ours.mean_square, theirs.mean_square)
+        assert found[path].scores == seen.scores
+
+
+def test_positions_and_bias_that_no_file_holds_are_those_that_stock_code_makes(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny.save(tiny.build("pegasus", encoder_layers=1, decoder_layers=1), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if "embed_positions" not in n and n != "final_logits_bias"}
+    assert len(kept) == len(tensors) - 3
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    whole = load(folder, torch.float16, half=True)
+    batch = batches(whole.config, None, None)[3]
+    walk = Walk(open_checkpoint(folder))
+    lane = walk.add(lambda model: run(model, batch, False), torch.float16, half=True)
+    walk.run()
+    assert torch.equal(lane.result[0], run(whole, batch, False)[0])
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict[str, Path]) -> None:
+    walk = Walk(open_checkpoint(folders["t5"]))
+    ended, before = [], threading.active_count()
+    batch = batches(load(folders["t5"], torch.float32).config, None, None)[0]
+
+    def fails(model: Any) -> None:
+        model.encoder.final_layer_norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(error("here")))
+        run_batch(model, batch)
+
+    def waits(model: Any) -> None:
+        try:
+            run_batch(model, batch)
+        finally:
+            ended.append(model)
+
+    lanes = [walk.add(waits, torch.float32), walk.add(fails, torch.float32), walk.add(waits, torch.float16)]
+    with pytest.raises(error, match="here"):
+        walk.run()
+    assert len(ended) == 2 and threading.active_count() == before
+    assert not any(lane._result for lane in lanes)
+
+
+def test_a_weight_is_in_memory_only_while_a_lane_is_at_its_place(folders: dict[str, Path]) -> None:
+    """Also where autocast keeps copies of its own."""
+    walk = Walk(open_checkpoint(folders["gated"]))
+    batch = batches(load(folders["gated"], torch.float32).config, None, None)[0]
+    largest: list[int] = []
+
+    def loaded(model: Any) -> Iterator[int]:
+        for weight in {id(p): p for p in model.parameters()}.values():
+            yield weight.untyped_storage().nbytes()
+
+    def looks(model: Any) -> None:
+        for module in (*model.encoder.block, *model.decoder.block, model.lm_head):
+            module.register_forward_hook(lambda *_: largest.append(sum(loaded(model))))
+        run(model, batch, True)
+
+    walk.add(looks, torch.float32)
+    walk.run()
+    model = load(folders["gated"], torch.float32)
+    places = (*model.encoder.block, *model.decoder.block, model.lm_head)
+    rest = len({id(p) for p in model.parameters()})  # one element of each weight that is not loaded
+    for place, seen in zip(places, largest, strict=True):
+        assert 0 <= seen - 4 * sum(p.numel() for p in place.parameters()) <= 4 * rest
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit does not count all memory")
+def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_certified_and_audited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 blocks of 8.5 MB in fp32, of which 19 would fit. The plan is made before: its tables grow with the channels,
+    of which this model has many for its size."""
+    shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 22, "num_decoder_layers": 2}
+    folder, out = tiny.save(tiny.t5(**shape), tmp_path / "source"), tmp_path / "out"
+    gather = probe.audit_batches
+
+    def repeated(*given: Any, **options: Any) -> list[Batch]:
+        return [batch for batch in gather(*given, **options) if batch.kind == probe.REPEATED or batch.generate]
+
+    monkeypatch.setattr(probe, "audit_batches", repeated)  # one batch shows it as well as all
+
+    def limited(action: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            # What is freed goes back, so that no gaps count.
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 19)
+            torch.set_num_threads(1)
+            used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+            resource.setrlimit(resource.RLIMIT_DATA, (used + 160 * 2**20,) * 2)
+            action()
+
+        return run
+
+    def planned() -> None:
+        torch.set_num_threads(1)
+        plan.write_text(json.dumps(convert(folder, out, run_model=False, dry_run=True).report))
+
+    def converted() -> None:
+        quiet, checkpoint = Progress(quiet=True), open_checkpoint(folder)
+        inputs = checkpoint_batches(checkpoint, resolve(checkpoint), None, 0)
+        observe_source(checkpoint, inputs, quiet, Device("cpu", quiet))
+        convert(folder, out, plan=plan)
+
+    plan, log = tmp_path / "plan.json", tmp_path / "log"
+    assert in_a_fork(planned, log)[0] == 0, log.read_text()
+    assert in_a_fork(limited(lambda: load(folder, torch.float32)), log)[0] != 0 and "allocate" in log.read_text()
+    assert in_a_fork(limited(converted), log)[0] == 0, log.read_text()
+    report = json.loads((out / REPORT).read_text())
+    assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
+    assert report["regimes"]["half"]["runs"][0]["kinds"] == [probe.REPEATED, probe.GENERATE]
+
+
+M_MMAP_THRESHOLD = -3

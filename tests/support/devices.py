@@ -1,0 +1,35 @@
+"""A device to test with where there is none: it computes as the CPU does, and its memory is full after some copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STAND_IN = torch.device("meta")
+"""A device that every torch has; its tensors have no values."""
+
+
+class StandIn(TorchDispatchMode):
+    """Context manager in which what is copied to ``STAND_IN`` stays on the CPU, until so many copies fill its
+    memory."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.copies = room, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func is torch.ops.aten._to_copy.default
+            and kwargs.get("device") == STAND_IN
+            and args[0].device.type == "cpu"
+        ):
+            if self.copies == self.room:
+                raise torch.OutOfMemoryError(f"{STAND_IN} is out of memory")
+            self.copies += 1
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        return func(*args, **kwargs)

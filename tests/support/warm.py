@@ -1,0 +1,202 @@
+"""Programs that begin at once: forks of a process that has imported torch, transformers and this package.
+
+``interpreter`` is a file that is called as Python is (``-m MODULE``, ``-c CODE`` or a script, and arguments) and lends
+its arguments, environment, working folder and standard streams to such a fork. Whoever starts, kills or awaits it sees
+what a Python of its own would show, but for the seconds of its imports and for what they decide: variables that are
+read while importing, and the seed of hashes. ``python -m support.warm FOLDER OWNER`` makes it in FOLDER and serves it
+until the process OWNER ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import numpy
+import psutil
+import torch
+
+INTERPRETER = """#!{python} -IS
+import json, os, signal, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+lent = json.dumps([sys.argv, dict(os.environ), os.getcwd()]).encode()
+socket.send_fds(server, [len(lent).to_bytes(8, "little")], [0, 1, 2])
+server.sendall(lent)
+number = int.from_bytes(server.recv(8), "little")
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, lambda received, frame: os.kill(number, received))
+ended = os.waitstatus_to_exitcode(int.from_bytes(server.recv(8), "little"))
+if ended < 0:
+    if -ended != signal.SIGKILL:
+        signal.signal(-ended, signal.SIG_DFL)
+    os.kill(os.getpid(), -ended)
+sys.exit(ended)
+"""
+
+IMPORTED = ("accelerate.commands.accelerate_cli", "deepspeed", "torch.distributed.run", "transformers.trainer_seq2seq")
+"""What programs here import besides this package and its families' modules."""
+
+
+def interpreter(shared: Path, owner: int) -> Path:
+    """Return the interpreter that all workers of a run share in the folder ``shared``, starting it for the first."""
+    shared.mkdir(exist_ok=True)
+    with open(shared / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = shared / "python"
+        if not path.exists():
+            with open(shared / "log", "w") as log:
+                command = [sys.executable, "-m", "support.warm", str(shared), str(owner)]
+                root, tests = Path(__file__).parents[2], Path(__file__).parents[1]
+                environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{tests}", "CUDA_VISIBLE_DEVICES": ""}
+                server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            while not path.exists():
+                assert server.poll() is None, (shared / "log").read_text()
+                time.sleep(0.05)
+        return path
+
+
+def import_all() -> None:
+    """Import what programs here use, all that this package is made of included."""
+    import bf16_to_fp16
+    from bf16_to_fp16.families.known import FAMILIES
+
+    for module in pkgutil.walk_packages(bf16_to_fp16.__path__, "bf16_to_fp16."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    models = (f"transformers.models.{f.model_type}.modeling_{f.model_type}" for f in FAMILIES)
+    for name in (*models, *IMPORTED):
+        importlib.import_module(name)
+
+
+def start(connection: socket.socket) -> int:
+    """Fork for what a caller has lent, and return the child's process id."""
+    head, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    length, parts = int.from_bytes(head, "little"), b""
+    while len(parts) < length:
+        parts += connection.recv(length - len(parts))
+    arguments, environment, folder = json.loads(parts)
+    number = os.fork()
+    if number:
+        connection.sendall(number.to_bytes(8, "little"))
+    else:
+        for stream, place in zip(streams, (0, 1, 2), strict=True):
+            os.dup2(stream, place)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+    for stream in streams:
+        os.close(stream)
+    if not number:
+        end(partial(run, *arguments))
+    return number
+
+
+def end(action: Callable[[], None]) -> NoReturn:
+    """Run ``action`` and end this process as Python would, without taking apart all that it has imported: that would
+    touch, and so copy, the memory that it shares with others."""
+    status = 0
+    try:
+        action()
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException as error:
+        traceback.print_exc()
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def run(program: str, *arguments: str) -> None:
+    """Do what Python does with a command line."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What a process of its own begins with by chance.
+    random.seed()
+    numpy.random.seed()
+    torch.manual_seed(random.getrandbits(32))
+    sys.executable = os.environ["PYTHON_EXEC"] = program  # torch's launcher starts its processes by the latter
+    kind, *words = (word for word in arguments if word not in ("-u", "-I"))
+    if kind == "-m":
+        sys.argv, sys.path[0] = words, os.getcwd()
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[1:]], os.getcwd()
+        exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv, sys.path[0] = [kind, *words], str(Path(kind).parent)
+        runpy.run_path(kind, run_name="__main__")
+
+
+def serve(listener: socket.socket, owner: int) -> None:
+    """Start a fork for every caller, tell each how its own ended, and kill that of a caller that has gone."""
+    running: dict[socket.socket, int] = {}
+    while Path(f"/proc/{owner}").exists():
+        ready, _, _ = select.select([listener, *running], [], [], 0.02 if running else 0.5)
+        for each in ready:
+            if each is listener:
+                connection, _ = listener.accept()
+                running[connection] = start(connection)
+            else:
+                kill(running[each])
+        for connection, number in list(running.items()):
+            ended, status = os.waitpid(number, os.WNOHANG)
+            if ended:
+                if connection not in ready:
+                    connection.sendall(status.to_bytes(8, "little"))
+                connection.close()
+                del running[connection]
+    for number in running.values():
+        kill(number)
+
+
+def kill(number: int) -> None:
+    """kill -9 for a child and what it has started."""
+    process = psutil.Process(number)  # ours still, even where it has ended
+    for each in (*process.children(recursive=True), process):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def main(folder: Path, owner: int) -> None:
+    """Import, then serve the interpreter in ``folder``, which appears there once it can be called."""
+    import_all()
+    gc.freeze()  # the memory that all share is not written to when one collects its garbage
+    address = str(folder / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        being_made = folder / "python.new"
+        being_made.write_text(INTERPRETER.format(python=sys.executable, address=address))
+        being_made.chmod(0o755)
+        being_made.rename(folder / "python")
+        serve(listener, owner)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

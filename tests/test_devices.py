@@ -1,0 +1,147 @@
+"""Devices by name, and what happens where one is not there or has no memory left."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.devices import STAND_IN, StandIn
+
+from bf16_to_fp16 import UserError, audit, certify, convert
+from bf16_to_fp16.devices import Device, find_device, on_device, products_on
+from bf16_to_fp16.progress import Progress
+
+
+class Said(Progress):
+    """Progress that keeps what it says."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.build("t5-encoder"), tmp_path_factory.mktemp("devices") / "source")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:0 ", "CPU", "cpu:0", "", "meta"])
+def test_another_name_is_refused_with_those_that_there_are(name: str) -> None:
+    with pytest.raises(UserError, match=r"is unknown; choose auto, cpu, cuda, cuda:N or mps"):
+        find_device(name)
+
+
+@pytest.mark.parametrize(
+    ("count", "name", "wanted"),
+    [
+        (0, "cuda", "device cuda: this machine has no CUDA device that torch can use; choose auto or cpu"),
+        (1, "cuda:3", "device cuda:3: this machine has 1 CUDA device that torch can use; choose auto, cpu or cuda:0"),
+        (2, "cuda:2", "2 CUDA devices that torch can use; choose auto, cpu or cuda:0 to cuda:1"),
+        (0, "mps", "device mps: this machine has no MPS device that torch can use; choose auto or cpu"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch, count: int, name: str, wanted: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(UserError) as refused:
+        find_device(name)
+    assert wanted in str(refused.value)
+    assert find_device("auto").type == ("cuda" if count else "cpu")
+    assert find_device(torch.device("cpu")).type == "cpu"
+
+
+def test_a_product_that_a_device_has_no_memory_for_is_made_on_the_cpu_and_only_that_is_made_again() -> None:
+    places = []
+
+    @on_device
+    def double(x: torch.Tensor) -> torch.Tensor:
+        places.append(said.lines[1:])
+        return 2 * x
+
+    said = Said()
+    device = Device(STAND_IN, said)
+    with StandIn(room=2), products_on(device, "certificate"):
+        made = [double(torch.tensor([float(i)])).item() for i in range(4)]
+    full = f"{STAND_IN} is out of memory: the certificate goes on on the CPU"
+    assert made == [0.0, 2.0, 4.0, 6.0]
+    assert places == [[], [], [full], [full]]
+    assert said.lines == [f"Device: {STAND_IN}", full]
+    assert device.used == {"certificate": [str(STAND_IN), "cpu"]}
+
+
+def test_what_goes_wrong_otherwise_is_not_taken_for_full_memory() -> None:
+    def broken(place: torch.device) -> None:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        Device(STAND_IN).run("audit", broken)
+
+
+def test_the_cpu_itself_out_of_memory_is_not_tried_again() -> None:
+    tried = []
+
+    def full(place: torch.device) -> None:
+        tried.append(place)
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Device("cpu").run("audit", full)
+    assert len(tried) == 1
+
+
+def without_devices(report: Any) -> Any:
+    return {**report, "environment": {}}
+
+
+@pytest.mark.parametrize("room", [0, 3, 10**9])
+def test_a_certificate_is_the_same_whenever_the_device_runs_full(source: Path, room: int) -> None:
+    with StandIn(room) as device:
+        expected = certify(source, device="cpu")
+        found = certify(source, device=STAND_IN)
+    assert without_devices(found) == without_devices(expected)
+    assert device.copies == room or (room == 10**9 and device.copies)
+    ran = [str(STAND_IN)] + ["cpu"] * (room < 10**9)
+    assert found["environment"]["devices"] == {"certificate": ran}
+    assert expected["environment"]["devices"] == {"certificate": ["cpu"]}
+
+
+def test_an_audit_is_the_same_where_the_device_runs_full_halfway(source: Path) -> None:
+    said = Said()
+    with StandIn(room=20):
+        expected = audit(source, regimes=("half",), device="cpu")
+        found = audit(source, regimes=("half",), device=STAND_IN, progress=said)
+    assert without_devices(found) == without_devices(expected)
+    assert found["environment"]["devices"] == {"audit": [str(STAND_IN), "cpu"]}
+    assert f"{STAND_IN} is out of memory: the audit goes on on the CPU" in said.lines
+
+
+def test_a_conversion_on_a_device_that_is_full_says_what_ran_where(source: Path, tmp_path: Path) -> None:
+    with StandIn(room=0):
+        result = convert(source, tmp_path / "out", device=STAND_IN)
+    told = json.loads((tmp_path / "out" / "fp16_report.json").read_text())["environment"]
+    both = [str(STAND_IN), "cpu"]
+    assert told["device"] == str(STAND_IN)
+    assert {part: told["devices"][part] for part in ("observation", "certificate", "audit")} == {
+        "observation": both,
+        "certificate": both,
+        "audit": both,
+    }
+    assert "device of the audit" in (tmp_path / "out" / "fp16_report.html").read_text()
+    assert result.safe
+
+
+@pytest.mark.gpu
+def test_bounds_and_audit_on_a_gpu_are_those_of_the_cpu(source: Path) -> None:
+    ours, theirs = (certify(source, device=name) for name in ("cpu", "cuda"))
+    for here, there in zip(ours["certificate"]["sites"], theirs["certificate"]["sites"], strict=True):
+        assert there["bound"] == pytest.approx(here["bound"], rel=1e-6)
+    assert "cuda" in theirs["environment"]["devices"]["certificate"][0]
+    assert audit(source, device="cuda")["verdict"] == audit(source, device="cpu")["verdict"]
