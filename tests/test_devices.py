@@ -123,6 +123,16 @@ def test_an_audit_is_the_same_where_the_device_runs_full_halfway(source: Path) -
     assert f"{STAND_IN} is out of memory: the audit goes on on the CPU" in said.lines
 
 
+@pytest.mark.parametrize("room", [0, 10**9])
+def test_the_worst_inputs_are_searched_on_the_device_and_are_those_of_the_cpu(source: Path, room: int) -> None:
+    given: Any = {"regimes": ("half",), "attention": ("eager",), "attack_steps": 2}
+    with StandIn(room):
+        expected = audit(source, device="cpu", **given)
+        found = audit(source, device=STAND_IN, **given)
+    assert without_devices(found) == without_devices(expected)
+    assert found["environment"]["devices"]["attack"] == ([str(STAND_IN)] if room else [str(STAND_IN), "cpu"])
+
+
 def test_a_conversion_on_a_device_that_is_full_says_what_ran_where(source: Path, tmp_path: Path) -> None:
     with StandIn(room=0):
         result = convert(source, tmp_path / "out", device=STAND_IN)

@@ -379,6 +379,7 @@ def audit_model(
     gradients are left as they were.
     """
     was_training, stock = model.training, _attention_of(model)
+    cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     merged: dict[str, tuple[int, SiteResult]] = {}
     nonfinite_logits = steps = 0
     model.train(train_mode)
@@ -386,7 +387,7 @@ def audit_model(
         for implementation in attention:
             _set_attention(model, implementation)
             observer = SiteObserver(model)
-            with observer, torch.random.fork_rng(devices=[]):
+            with observer, torch.random.fork_rng(devices=cards):
                 torch.manual_seed(seed)
                 for batch in batches:
                     nonfinite_logits += _step(model, batch, regime, train_mode)

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-STAND_IN = torch.device("meta")
-"""A device that every torch has; its tensors have no values."""
+STAND_IN = torch.device("cpu", 1)
+"""A device that torch takes for another than the CPU, and whose tensors are on the CPU all the same."""
 
 
 class StandIn(TorchDispatchMode):
-    """Context manager in which what is copied to ``STAND_IN`` stays on the CPU, until so many copies fill its
-    memory."""
+    """Context manager in which so many copies to ``STAND_IN`` fill its memory; those of other threads do not count."""
 
     def __init__(self, room: int) -> None:
         super().__init__()
@@ -23,13 +22,8 @@ class StandIn(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            func is torch.ops.aten._to_copy.default
-            and kwargs.get("device") == STAND_IN
-            and args[0].device.type == "cpu"
-        ):
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == STAND_IN:
             if self.copies == self.room:
                 raise torch.OutOfMemoryError(f"{STAND_IN} is out of memory")
             self.copies += 1
-            kwargs = kwargs | {"device": torch.device("cpu")}
         return func(*args, **kwargs)
