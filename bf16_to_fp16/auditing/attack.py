@@ -35,6 +35,7 @@ from ..numerics import FP16_MAX, headroom_bits
 from ..observe.observer import SiteObserver
 from ..observe.points import watched
 from ..rescaling.weights import ModelTensors
+from ..run.stock import set_attention
 
 LENGTH = 16
 """Positions of an attack's sequences: enough for every score and every mixture of values."""
@@ -498,7 +499,7 @@ def attack(
     """
     wide, half = copy.deepcopy(model).float().eval(), copy.deepcopy(model).half().eval()
     for each in (wide, half):
-        each.set_attn_implementation("eager")
+        set_attention(each, "eager")
         each.requires_grad_(False)
     if certificate is None:
         certificate = bound(layout, fp16_weights(ModelTensors(copy.deepcopy(half).cpu()), layout))

@@ -33,7 +33,7 @@ from ..run import probe
 from ..run.lanes import Lane, Walk
 from ..run.probe import Batch
 from ..run.scaled_attention import SCALED, register
-from ..run.stock import load, load_config
+from ..run.stock import load, load_config, set_attention
 from .fidelity import Outputs, add_outputs, compared, output_on
 
 REGIMES = ("stock", "amp", "half")
@@ -410,7 +410,7 @@ def _attention_of(model: Any) -> str:
 
 def _set_attention(model: Any, implementation: str) -> None:
     try:
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
     except ValueError as error:
         raise UserError(
             f"{type(model).__name__} has no {implementation} attention; leave it out of --attention"

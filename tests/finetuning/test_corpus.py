@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -33,6 +32,7 @@ from bf16_to_fp16.finetuning.objectives import (
 )
 from bf16_to_fp16.finetuning.recipe import Data
 
+datasets = pytest.importorskip("datasets")
 torch.set_num_threads(1)
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
