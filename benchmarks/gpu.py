@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import itertools
 import json
 import os
@@ -36,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -94,7 +95,7 @@ class Sizes:
     models: int  # random ones
     attack_steps: int
     fsdp_steps: int
-    optimizer_layers: int
+    optimizer: dict[str, list[torch.Size]]  # shapes of parameters by name
     rounds: int
     penalty: str
     layers: tuple[synthetic.Shape, ...]  # to be bounded
@@ -110,13 +111,18 @@ ON_A_CARD = Sizes(
         *((m, 10240, 4096) for m in (1, 16, 128, 2048)),
         *((m, 4096, 10240) for m in (1, 16, 2048)),
         *((m, 65536, 64) for m in (1, 32, 256)),
+        *((m, 131072, m) for m in (8, 64)),
+        (64, 16384, 64),
         (512, 64, 512),
     ),
     demos=DEMOS,
     models=10,
     attack_steps=24,
     fsdp_steps=6,
-    optimizer_layers=6,
+    optimizer={
+        "T5-small": optimizer_cost.shapes(6),
+        "4 layers of the XXL encoder": [torch.Size(s) for s in XXL.with_layers(4).tensors().values()],
+    },
     rounds=9,
     penalty="small",
     layers=(synthetic.SHAPES["t5-v1_1-large"].with_layers(1), XXL.with_layers(1)),
@@ -127,11 +133,11 @@ TINY = Sizes(
     steps=1,
     scaler_steps=1,
     products=((4, 600, 8),),
-    demos=(DEMOS[1],),
+    demos=("tiny",),
     models=1,
     attack_steps=1,
     fsdp_steps=1,
-    optimizer_layers=1,
+    optimizer={"tiny": [torch.Size([40, 50]), torch.Size([50])]},
     rounds=1,
     penalty="tiny",
     layers=(synthetic.Shape(32, 48, 2, 64, 1, 0, d_kv=16),),
@@ -170,10 +176,13 @@ class Session:
         return self.device.type == "cuda"
 
     def demo(self, name: str) -> Path:
-        """Return a demo checkpoint as convert leaves it, on the device."""
+        """Return a demo checkpoint, or a tiny one, as convert leaves it on the device."""
         if name not in self.converted:
-            out = self.folder / name
-            convert(ROOT / "bf16_to_fp16" / "demo_data" / name, out, device=self.device, run_model=self.on_cuda)
+            out, source = self.folder / name, ROOT / "bf16_to_fp16" / "demo_data" / name
+            if not source.is_dir():
+                source = self.folder / f"{name}-source"
+                synthetic.write(source, self.sizes.encoder)
+            convert(source, out, device=self.device, run_model=self.on_cuda)
             self.converted[name] = out
         return self.converted[name]
 
@@ -254,7 +263,8 @@ def run_finetune(session: Session, part: Part) -> None:
         part.add("loss scale at the end", narrow[-1]["loss_scale"])
     part.add("held-out loss before", evaluations[0]["held_out_loss"], "nats")
     part.add("held-out loss after", evaluations[-1]["held_out_loss"], "nats", "at most 1.01 times before")
-    part.add("what was written is safe", "yes" if result.safe else "no", "", "yes" if session.on_cuda else None)
+    for name, regime in result.report["regimes"].items():
+        part.add(f"headroom of what was written, {name}", regime["headroom_bits"], "bits", "above 0")
     part.add("device of the training", ", ".join(result.report["finetune"]["devices"]))
     session.finetuned = out
 
@@ -273,7 +283,9 @@ def run_scaler(session: Session, part: Part) -> None:
 def scaled_loop(session: Session, folder: Path) -> tuple[int, float, float, str]:
     """Return the steps taken, the last scale, the median seconds of a step, and the dtype of a linear's output."""
     place = session.device
-    recipe = hard_recipe(session, session.folder / "none", f"data.batch_size={16 if session.on_cuda else 2}")
+    recipe = hard_recipe(
+        session, session.folder / "none", "data.first_sentinel=383", f"data.batch_size={16 if session.on_cuda else 2}"
+    )
     corpus = open_corpus(recipe.data, folder, load_config(folder))
     model = load(folder, torch.float32).to(place).train()
     seen: set[torch.dtype] = set()
@@ -301,6 +313,10 @@ def scaled_loop(session: Session, folder: Path) -> tuple[int, float, float, str]
     return taken, scaler.get_scale(), seconds, ", ".join(str(d).removeprefix("torch.") for d in seen)
 
 
+FSDP_STATES = {"single": "whole", "fsdp": "of each process"}
+"""How each configuration writes its states."""
+
+
 def run_fsdp(session: Session, part: Part) -> None:
     """One process under FSDP2 beside one without, both in fp16 on the card."""
     if not session.on_cuda:
@@ -315,6 +331,9 @@ def run_fsdp(session: Session, part: Part) -> None:
         rows = logged(out)
         losses[config] = [row["loss"] for row in rows]
         part.add(f"{config}.yaml: fp16 steps", sum(row["precision"] == "fp16" for row in rows), f"of {len(rows)}")
+        # Of a model that is whole in each process the first one writes the state.
+        sharded = any(out.with_name(f"{out.name}.run").glob("step-*/accelerate"))
+        part.add(f"{config}.yaml: states", "of each process" if sharded else "whole", "", FSDP_STATES[config])
     pairs = zip(losses["single"], losses["fsdp"], strict=True)
     part.add("largest difference of a step's loss", max(abs(a - b) / abs(a) for a, b in pairs), "relative", "0.02")
 
@@ -378,17 +397,17 @@ def limited(result: RegimeResult) -> dict[str, float]:
     return {site.name: site.amax for site in result.sites if site.limit is not None}
 
 
-def compare(session: Session, where: str, certificate: Certificate, seen: dict[str, float]) -> tuple[int, float]:
-    """Compare the largest value at every site with its bound; return how many have one, and the largest share of it."""
-    compared, most = 0, 0.0
+def compare(session: Session, part: Part, where: str, certificate: Certificate, seen: Mapping[str, float]) -> None:
+    """Compare the largest value at every site that has a bound with it."""
+    shares = []
     for name, amax in seen.items():
         limit = certificate.at(name)
         if limit is not None:
-            compared += 1
-            most = max(most, amax / limit if limit > 0 else float(amax > 0))
+            shares.append(amax / limit if limit > 0 else float(amax > 0))
             if not amax <= limit:
                 session.violations.append(f"{where}: {name} reached {amax!r} past its bound of {limit!r}")
-    return compared, most
+    part.add(f"{where}: largest value of {len(shares)} sites", max(shares), "of its bound", "at most 1")
+    part.add(f"{where}: median", statistics.median(shares), "of its bound")
 
 
 def run_audit(session: Session, part: Part) -> None:
@@ -407,8 +426,7 @@ def run_audit(session: Session, part: Part) -> None:
                 results = audit_folder(folder, regimes=regimes, device=session.device)
             for regime, result in results.items():
                 where = f"{name}, {regime}, {shown(allowed)}"
-                compared, most = compare(session, where, certificate, limited(result))
-                part.add(f"{where}: largest value", most, f"of its bound, {compared} sites", "at most 1")
+                compare(session, part, where, certificate, limited(result))
                 if not result.safe:
                     part.add(f"{where}: verdict", "unsafe", "", "safe")
     tally = Tally()
@@ -458,15 +476,14 @@ def run_attack(session: Session, part: Part) -> None:
     model = load(checkpoint.folder, torch.float16, half=True).to(session.device)
     begin = time.perf_counter()
     length = 16 if session.on_cuda else 3
-    sites = None if session.on_cuda else ["model.decoder.layers.0.fc2"]
+    sites = None if session.on_cuda else ["encoder.block.0.layer.1.DenseReluDense.wo"]
     found = attack(model, layout, steps=session.sizes.attack_steps, certificate=certificate, length=length, sites=sites)
     part.add(f"{name}: {session.sizes.attack_steps} steps", time.perf_counter() - begin, "s")
     for what, reached in (
         ("worst found", {f.name: f.worst for f in found.found}),
         ("any embedding covered", {f.name: f.covered for f in found.found}),
     ):
-        compared, most = compare(session, f"attack on {name}, {what}", certificate, reached)
-        part.add(f"{name}, {what}", most, f"of its bound, {compared} sites", "at most 1")
+        compare(session, part, f"{name}, {what}", certificate, reached)
     part.add(f"{name}: headroom at the worst", found.worst_headroom_bits, "bits", "above 0")
 
 
@@ -478,21 +495,23 @@ def run_optimizer(session: Session, part: Part) -> None:
     wanted = ("torch fused", "moments, compiled", "bf16, bfloat16 moments, eager", "torchao")
     if not session.on_cuda:
         wanted = ("bf16, bfloat16 moments, eager",)
-    found = list(
-        optimizer_cost.measured(
-            session.device.type,
-            session.sizes.optimizer_layers,
-            session.sizes.rounds,
-            lambda name: any(each in name for each in wanted),
+    for label, sizes in session.sizes.optimizer.items():
+        found = list(
+            optimizer_cost.measured(
+                session.device.type,
+                sizes,
+                session.sizes.rounds,
+                lambda name: any(each in name for each in wanted),
+            )
         )
-    )
-    for row in found:
-        ours = row.name.startswith("AdamW") and "compiled" in row.name
-        part.add(row.name, row.times, "times torch's fused bf16", "1.2" if ours else None)
-        part.add(f"{row.name}: transient memory", row.transient, "MB")
-    if found:
-        part.add("torch's fused bf16 step", min(row.baseline for row in found), "ms")
-    if not any("torchao" in row.name for row in found) and session.on_cuda:
+        count = sum(size.numel() for size in sizes) / 1e6
+        least = min(row.baseline for row in found)
+        part.add(f"{label}, {count:.0f} million in {len(sizes)} tensors: torch's fused bf16 step", least, "ms")
+        for row in found:
+            ours = row.name.startswith("AdamW") and "compiled" in row.name
+            part.add(f"{label}: {row.name}", row.times, "times torch's fused bf16", "1.2" if ours else None)
+            part.add(f"{label}: {row.name}, transient memory", row.transient, "MB")
+    if importlib.util.find_spec("torchao") is None:
         part.add("torchao", "not installed: not compared")
 
 
@@ -516,16 +535,13 @@ def run_certificate(session: Session, part: Part) -> None:
         synthetic.write(folder, shape, outliers=True)
         checkpoint = open_checkpoint(folder)
         layout = resolve(checkpoint)
-        seconds, bounds = {}, {}
-        places: list[str | torch.device] = [session.device]
-        if shape.d_model < 2048 and session.on_cuda:
-            places.append("cpu")
-        for place in places:
-            begin = time.perf_counter()
-            with products_on(Device(place), "certificate"):
-                found = bound(layout, fp16_weights(checkpoint, layout))
-            seconds[str(place)], bounds[str(place)] = time.perf_counter() - begin, found
-            part.add(f"{name}: on {place}", seconds[str(place)], "s")
+        bounds = {}
+        for place in dict.fromkeys((str(session.device), "cpu")):
+            begin, device = time.perf_counter(), Device(place)
+            with products_on(device, "certificate"):
+                bounds[place] = bound(layout, fp16_weights(checkpoint, layout))
+            part.add(f"{name}: with products on {place}", time.perf_counter() - begin, "s")
+            part.add(f"{name}: they ran on", ", ".join(device.used["certificate"]))
         if len(bounds) == 2:
             here, there = (each.sites for each in bounds.values())
             off = max(abs(a.bound / b.bound - 1) for a, b in zip(here, there, strict=True))
@@ -535,8 +551,7 @@ def run_certificate(session: Session, part: Part) -> None:
             with split_sums(allowed):
                 results = audit_folder(folder, regimes=("half",), device=session.device)
             where = f"{name}, half, {shown(allowed)}"
-            compared, most = compare(session, where, certificate, limited(results["half"]))
-            part.add(f"{where}: largest value", most, f"of its bound, {compared} sites", "at most 1")
+            compare(session, part, where, certificate, limited(results["half"]))
 
 
 def run_half(session: Session, part: Part) -> None:

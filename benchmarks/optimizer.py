@@ -15,7 +15,7 @@ import gc
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,14 +62,14 @@ def candidates() -> list[tuple[str, torch.dtype, Make]]:
     return rows
 
 
-def parameters(dtype: torch.dtype, device: str, layers: int) -> list[nn.Parameter]:
-    """Return random parameters with gradients."""
+def parameters(dtype: torch.dtype, device: str, sizes: Sequence[torch.Size]) -> list[nn.Parameter]:
+    """Return random parameters of these shapes with gradients."""
     torch.manual_seed(0)
 
     def random(shape: torch.Size, scale: float) -> Tensor:
         return torch.randn(shape, device=device).mul_(scale).to(dtype)
 
-    made = [nn.Parameter(random(shape, 0.05)) for shape in shapes(layers)]
+    made = [nn.Parameter(random(shape, 0.05)) for shape in sizes]
     for parameter in made:
         parameter.grad = random(parameter.shape, 1e-3)
     return made
@@ -124,15 +124,17 @@ class Measured:
     state: float
 
 
-def measured(device: str, layers: int, rounds: int, wanted: Callable[[str], bool]) -> Iterator[Measured]:
-    """Measure the rows that are wanted by name, one after the other."""
-    baseline = torch.optim.AdamW(parameters(BF16, device, layers), fused=True)
+def measured(
+    device: str, sizes: Sequence[torch.Size], rounds: int, wanted: Callable[[str], bool]
+) -> Iterator[Measured]:
+    """Measure the rows that are wanted by name, one after the other, on parameters of these shapes."""
+    baseline = torch.optim.AdamW(parameters(BF16, device, sizes), fused=True)
     baseline.step()
-    count = sum(shape.numel() for shape in shapes(layers))
+    count = sum(shape.numel() for shape in sizes)
     for name, dtype, make in candidates():
         if not wanted(name):
             continue
-        made = parameters(dtype, device, layers)
+        made = parameters(dtype, device, sizes)
         optimizer = make(made)
         optimizer.step()  # makes the states, compiles
         optimizer.step()
@@ -160,14 +162,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = options.device
-    sizes = [shape.numel() for shape in shapes(options.layers)]
+    sizes = shapes(options.layers)
+    count = sum(shape.numel() for shape in sizes)
     print(
-        f"{sum(sizes) / 1e6:.1f} million parameters in {len(sizes)} tensors, {device}, {options.threads} threads,"
+        f"{count / 1e6:.1f} million parameters in {len(sizes)} tensors, {device}, {options.threads} threads,"
         f" torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n"
     )
     print("| optimizer | step, times torch's fused bf16 | of that step, ms | transient MB | state, bytes an element |")
     print("|---|---|---|---|---|")
-    for row in measured(device, options.layers, options.rounds, lambda name: options.only in name):
+    for row in measured(device, sizes, options.rounds, lambda name: options.only in name):
         print(
             f"| {row.name} | {row.times:.2f} | {row.baseline:.2f} | {row.transient:.0f} | {row.state:.1f} |", flush=True
         )

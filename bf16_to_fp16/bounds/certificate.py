@@ -218,8 +218,9 @@ class _Findings:
     def checked(self, name: str, weight: Tensor) -> Tensor:
         """Record a tensor's largest entry; one that fp16 cannot hold becomes a site that fails."""
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
-        path = name.rsplit(".", 1)[0]
-        self.inner[f"{path}:{name.rsplit('.', 1)[-1]}"] = max(-low, high)
+        # The audit has one name for the casts of a module's parameters, weight and bias.
+        path = f"{name.rsplit('.', 1)[0]}:weight"
+        self.inner[path] = max(self.inner.get(path, 0.0), -low, high)
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
             raise UserError(
                 f"tensor {name}: weights are NaN or up to {max(-low, high):.3g}, which no exponent brings under 65504;"

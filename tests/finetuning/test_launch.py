@@ -283,6 +283,8 @@ def test_fp16_on_gpus_follows_fp32(
     )
     assert "error: " not in said
     assert finetuned(tmp_path / "out")["processes"] == processes
+    # Only where each process has parts does each write its own.
+    assert any((tmp_path / "out.run").glob("step-*/accelerate")) is (config != "single")
     rows, wanted = logged(tmp_path / "out"), logged(alone)
     for row, want in zip(rows, wanted, strict=True):
         assert (row["precision"], row["skipped"], row["tokens"]) == ("fp16", 0, want["tokens"])
