@@ -17,7 +17,7 @@ worst inputs. fsdp: one process under launch/accelerate/fsdp.yaml against one wi
 steps cost. certificate: bounds with the products of matrices on the device. half: `.half()` beside what stock code
 loads in fp16, at the XXL encoder's shape.
 
-The file is one JSON object: ``device``, ``torch``, ``transformers``, ``accelerate`` (versions), ``command``,
+The file, written anew after each part, is one JSON object: ``device``, ``torch``, ``transformers``, ``accelerate`` (versions), ``command``,
 ``seconds``, ``failed`` (names of parts), ``violations`` (lines, each a value beyond its bound) and ``parts``: name →
 {``seconds``, ``failed`` (a line, or null), ``rows``: [{``what``, ``value`` (number or text), ``unit``, ``target``
 (text, or null)}]}.
@@ -606,8 +606,11 @@ PARTS: dict[str, Callable[[Session, Part], None]] = {
 }
 
 
-def run_parts(session: Session, names: Sequence[str]) -> dict[str, Part]:
-    """Run parts one after the other and print their figures; one that fails says so and the others go on."""
+def run_parts(session: Session, names: Sequence[str], save: Callable[[Mapping[str, Part]], None]) -> dict[str, Part]:
+    """Run parts one after the other and print their figures; one that fails says so and the others go on.
+
+    save: is called with what there is after each part.
+    """
     parts = {}
     print("| part | what | figure | target |\n|---|---|---|---|")
     for name in names:
@@ -620,6 +623,7 @@ def run_parts(session: Session, names: Sequence[str]) -> dict[str, Part]:
             part.failed = f"{type(error).__name__}: {first_line(error)}"
         part.seconds = time.perf_counter() - begin
         print_rows(name, part)
+        save(parts)
         if session.on_cuda:
             torch.cuda.empty_cache()
     return parts
@@ -651,27 +655,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-gpu-") as scratch:
         sizes = ON_A_CARD if options.device == "cuda" else TINY
         session = Session(torch.device(options.device), sizes, Path(scratch))
-        parts = run_parts(session, [name for name in PARTS if name in options.only])
-    failed = [name for name, part in parts.items() if part.failed]
-    found = {
-        "device": torch.cuda.get_device_name() if session.on_cuda else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-        "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
-        "seconds": time.perf_counter() - begin,
-        "failed": failed,
-        "violations": session.violations,
-        "parts": {name: asdict(part) for name, part in parts.items()},
-    }
+        card = torch.cuda.get_device_name() if session.on_cuda else "cpu"
+
+        def save(parts: Mapping[str, Part]) -> None:
+            found = {
+                "device": card,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "accelerate": accelerate.__version__,
+                "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
+                "seconds": time.perf_counter() - begin,
+                "failed": [name for name, part in parts.items() if part.failed],
+                "violations": session.violations,
+                "parts": {name: asdict(part) for name, part in parts.items()},
+            }
+            if options.out is not None:
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+        parts = run_parts(session, [name for name in PARTS if name in options.only], save)
     print(
-        f"\n{found['device']}, torch {found['torch']}, transformers {found['transformers']}, {found['seconds']:.0f} s"
+        f"\n{card}, torch {torch.__version__}, transformers {transformers.__version__},"
+        f" {time.perf_counter() - begin:.0f} s"
     )
     for line in session.violations:
         print(f"PAST ITS BOUND: {line}", file=sys.stderr)
-    if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-    raise SystemExit(1 if failed or session.violations else 0)
+    raise SystemExit(1 if session.violations or any(part.failed for part in parts.values()) else 0)
 
 
 if __name__ == "__main__":
