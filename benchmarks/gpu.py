@@ -17,10 +17,10 @@ worst inputs. fsdp: one process under launch/accelerate/fsdp.yaml against one wi
 steps cost. certificate: bounds with the products of matrices on the device. half: `.half()` beside what stock code
 loads in fp16, at the XXL encoder's shape.
 
-The file, written anew after each part, is one JSON object: ``device``, ``torch``, ``transformers``, ``accelerate`` (versions), ``command``,
-``seconds``, ``failed`` (names of parts), ``violations`` (lines, each a value beyond its bound) and ``parts``: name →
-{``seconds``, ``failed`` (a line, or null), ``rows``: [{``what``, ``value`` (number or text), ``unit``, ``target``
-(text, or null)}]}.
+The file, written anew after each part, is one JSON object: ``device``, ``torch``, ``transformers``, ``accelerate``
+(versions), ``command``, ``seconds``, ``failed`` (names of parts), ``violations`` (lines, each a value beyond its bound)
+and ``parts``: name → {``seconds``, ``failed`` (a line, or null), ``rows``: [{``what``, ``value`` (number or text),
+``unit``, ``target`` (text, or null)}]}.
 """
 
 from __future__ import annotations
