@@ -79,12 +79,8 @@ def audit(
             certificate = bound(layout, fp16_weights(checkpoint, layout), advance=advance)
         model = load(checkpoint.folder, torch.float16, half=True)
         with progress.step("Searching for the worst inputs") as advance:
-            adversary = on.run(
-                "attack",
-                lambda place: attack(
-                    model.to(place), layout, steps=attack_steps, seed=seed, certificate=certificate, advance=advance
-                ),
-            )
+            given = {"steps": attack_steps, "seed": seed, "certificate": certificate, "advance": advance}
+            adversary = on.run("attack", lambda place: attack(model.to(place), layout, **given))
         seen = dict(adversary.worst)
         for site in results["half"].sites if "half" in results else ():
             seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
