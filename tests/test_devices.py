@@ -122,7 +122,7 @@ def test_a_certificate_is_the_same_whenever_the_device_runs_full(source: Path, r
 
 def test_an_audit_is_the_same_where_the_device_runs_full_halfway(source: Path) -> None:
     said = Said()
-    with StandIn(room=20):
+    with StandIn(room=100):
         expected = audit(source, regimes=("half",), device="cpu")
         found = audit(source, regimes=("half",), device=STAND_IN, progress=said)
     assert without_devices(found) == without_devices(expected)

@@ -107,7 +107,7 @@ class Certificate:
         if name in by_name or name in self.inner:
             return max(by_name.get(name, 0.0), self.inner.get(name, 0.0))
         plain = name.split("#")[0]
-        same = [v for n, v in by_name.items() if n.split("#")[0] == plain]
+        same = [v for values in (by_name, self.inner) for n, v in values.items() if n.split("#")[0] == plain]
         if same:
             return max(same)
         path, _, operation = plain.partition(":")
@@ -218,9 +218,7 @@ class _Findings:
     def checked(self, name: str, weight: Tensor) -> Tensor:
         """Record a tensor's largest entry; one that fp16 cannot hold becomes a site that fails."""
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
-        # The audit has one name for the casts of a module's parameters, weight and bias.
-        path = f"{name.rsplit('.', 1)[0]}:weight"
-        self.inner[path] = max(self.inner.get(path, 0.0), -low, high)
+        self.note_weight(name.rsplit(".", 1)[0], max(-low, high))
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
             raise UserError(
                 f"tensor {name}: weights are NaN or up to {max(-low, high):.3g}, which no exponent brings under 65504;"
@@ -230,6 +228,10 @@ class _Findings:
             self.note(name, "weight", math.inf)
             weight = torch.nan_to_num(weight.float(), 0.0, FP16_MAX, -FP16_MAX)
         return weight
+
+    def note_weight(self, path: str, amax: float) -> None:
+        """Record the largest entry of a weight or bias of module ``path``; the audit gives both one name."""
+        self.inner[f"{path}:weight"] = max(amax, self.inner.get(f"{path}:weight", 0.0))
 
     def weight(self, path: str) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of a linear."""
@@ -500,6 +502,7 @@ class _Walk(_Findings):
             expected.append((made.norms / made.radius).square() + made.centre.square())
         bound, partial = torch.cat(bounds), torch.cat(partials)
         self.note(path, "logits", bound, partial)
+        self.note_weight(path, self.inner[f"{name.rpartition('.')[0]}:weight"])
         self.inner[f"{path}:input"] = largest(final.bound)
         self.inputs[path] = (final.bound, square * scale**2)
         self.outputs[path] = (torch.maximum(bound, partial), torch.cat(expected))

@@ -34,7 +34,7 @@ TIERS = (
         "norm-fp16",
         "norm-safe",
         "norms square, sum and divide in fp16",
-        ("ONNX exports in fp16 (ONNX Runtime, TensorRT)", "ComfyUI's own T5", "OpenVINO in fp16", "some NPUs"),
+        ("ONNX exports in fp16 (ONNX Runtime, TensorRT)", "ComfyUI", "OpenVINO in fp16", "some NPUs"),
     ),
     Tier(
         "fp16-accumulate",

@@ -140,9 +140,8 @@ class _TapMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
-        # What a wrapper does to its weights without gradients is no part of the forward.
         call = self.tap._call
-        if call is not None and torch.is_grad_enabled():
+        if call is not None:
             self.tap._look(call, func, args, kwargs, out)
         return out
 
@@ -297,6 +296,10 @@ class Tap:
             return
         if function.moving:
             _carry_mask(function, func, args, kwargs, out)
+            return
+        # What a wrapper does without gradients is no part of the forward: ZeRO-3 gathers weights, and detaches what
+        # enters a module, masks too, in an autograd function of its own.
+        if not torch.is_grad_enabled():
             return
         if function.inplace:
             forget_origin(out)

@@ -178,7 +178,7 @@ def after_breaking(report: Report, clean: Sequence[str]) -> str:
     """
     if report.plan is None:
         return "Convert the checkpoint (bf16-to-fp16 convert SOURCE OUT): rescaling is exact and lowers most of these."
-    if report.finetune is not None:
+    if report.finetune is not None and report.finetune.next:
         further = report.finetune.next[:1].upper() + report.finetune.next[1:]
     else:
         further = "Finetune it with the activation-magnitude penalty (bf16-to-fp16 finetune RECIPE)"

@@ -90,7 +90,7 @@ def _onto(model: nn.Module, device: torch.device, stored: Collection[str]) -> di
 
 def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the same shape in the memory of one element."""
-    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    return torch.zeros((), dtype=tensor.dtype).to(device).expand(tensor.shape)
 
 
 def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:

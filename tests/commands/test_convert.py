@@ -106,7 +106,8 @@ def test_the_written_files_compute_the_sources_function(converted: tuple[Path, C
     elif result.report["weights"]["lossless_fraction"] == 1:
         assert error == 0
     else:
-        assert error <= 1e-6
+        # A stream small enough to be squared in fp16 rounds a few of the smallest weights.
+        assert error <= (1e-6 if result.report["target"] == "half" else 1e-5)
 
 
 def test_fp16_is_at_least_32_times_closer_than_bf16(converted: tuple[Path, Conversion]) -> None:
@@ -307,7 +308,7 @@ def test_a_tied_head_that_cannot_hold_the_factor_is_separated(tmp_path: Path) ->
     with torch.no_grad():
         model.decoder.final_layer_norm.weight.mul_(2.0**18)
     source = tiny.save(model, tmp_path / "source")
-    result = convert(source, tmp_path / "out")
+    result = convert(source, tmp_path / "out", target="half")
     assert result.plan.untied_head and result.out is not None
     assert json.loads((result.out / "config.json").read_text())["tie_word_embeddings"] is False
     assert compared(source, result.out) == 0
@@ -393,7 +394,7 @@ def test_a_failure_after_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
     source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
     # After the last write no input fails: the failure has to be planted.
-    monkeypatch.setattr(measuring, "audit_folder", fail)
+    monkeypatch.setattr(measuring, "run_regimes", fail)
     with pytest.raises(RuntimeError, match="planted"):
         convert(source, tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"source"}
@@ -477,7 +478,7 @@ def test_a_separated_pegasus_head_loads_in_stock_code(tmp_path: Path) -> None:
         for parameter in model.model.decoder.layer_norm.parameters():
             parameter.mul_(128)
     source = tiny.save(model, tmp_path / "source")
-    result = convert(source, tmp_path / "out")
+    result = convert(source, tmp_path / "out", target="half")
     assert result.plan.untied_head and result.out is not None
     names = set(load_file(result.out / "model.safetensors"))
     copies = {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"}
@@ -687,7 +688,7 @@ def test_data_is_observed_audited_and_compared_on_besides_the_probe(tmp_path: Pa
 
     masks = [b.decoder_attention_mask for b in inputs if b.head and b.decoder_attention_mask is not None]
     assert report["fidelity"]["positions"] == sum(int(mask.sum()) for mask in masks)
-    before = {(row["module"], row["side"]): row["before"] for row in report["signals"]}
+    before = {(row["module"], row["side"]): row["before"] for row in report["signals"] if row["kind"] != "scores"}
     reached, less = observe_ranges(model, inputs), observe_ranges(model, probe)
     assert before == {(m, s): float(getattr(reached[m], s).amax.max()) for m, s in before}
     assert before != {(m, s): float(getattr(less[m], s).amax.max()) for m, s in before}

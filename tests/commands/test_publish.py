@@ -319,7 +319,7 @@ def overflowing(folder: Path) -> None:
         weights = load_file(shard)
         for key in weights:
             if key.endswith("o.weight"):  # o and wo
-                weights[key] = (weights[key].float() * 512).clamp(-60000, 60000).half()
+                weights[key] = (weights[key].float() * 2.0**17).clamp(-60000, 60000).half()
         save_file(weights, shard, metadata={"format": "pt"})
     report = json.loads((folder / "fp16_report.json").read_text())
     new = {str(entry["name"]): entry for entry in records(folder)}

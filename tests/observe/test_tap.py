@@ -25,6 +25,7 @@ NOT_HANDED_OVER = (
     "constant",
     "embed_positions",  # fixed: it runs without gradients
     ":to",
+    ":weight",  # a copy of one, made by autocast
     ":clone",
     ":cat",
     "layer_norm.1",
@@ -344,3 +345,32 @@ def test_a_linear_that_is_no_torch_function_is_a_site_too(monkeypatch: pytest.Mo
     seen = tapped(model, batch)
     assert seen.keys() == plain.keys()
     assert seen == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["t5", "pegasus"])
+def test_a_mask_stays_a_mask_through_a_function_of_a_wrapper(kind: str) -> None:
+    class Passed(torch.autograd.Function):
+        """What ZeRO-3 makes of every tensor that enters a module."""
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.detach()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return grads
+
+    def wrap(module: nn.Module, args: Any) -> Any:
+        return tuple(Passed.apply(x) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+
+    model = built(kind)
+    batch = padded(model)
+    plain = tapped(model, batch)
+    for module in model.modules():
+        module.register_forward_pre_hook(wrap)
+    assert tapped(model, batch) == plain
+    assert any(name.endswith(":masked") for name in plain)

@@ -733,9 +733,10 @@ def test_a_finetune_without_a_log_keeps_the_curves_of_its_evaluations() -> None:
 def test_a_finetune_that_is_not_safe_is_not_sent_back_to_where_it_came_from() -> None:
     broken = fakes.conversion(safe=False)
     assert "bf16-to-fp16 finetune RECIPE" in Page(render(broken)).text
-    again = broken | {"finetune": finetuned()["finetune"]}
+    said = "go on: bf16-to-fp16 finetune recipe.yaml --set schedule.steps=400"
+    again = broken | {"finetune": finetuned()["finetune"] | {"next": said}}
     text = Page(render(again)).text
-    assert "Finetune it further" in text and "bf16-to-fp16 finetune RECIPE" not in text
+    assert f"G{said[1:]}" in text and "bf16-to-fp16 finetune RECIPE" not in text
 
 
 def test_curves_come_from_the_log_and_are_thinned(tmp_path: Path) -> None:

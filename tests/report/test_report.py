@@ -25,6 +25,7 @@ from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome
 from bf16_to_fp16.report.build import descended
+from bf16_to_fp16.report.remedies import going_on
 from bf16_to_fp16.report.schema import (
     REPORT,
     FidelityEntry,
@@ -88,6 +89,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     return {
         "convert": report,
         "finetune": descended(report, lineage, FidelityEntry(kl_fp16=1.0)),
+        "finetune that goes on": going_on(descended(report, lineage, FidelityEntry(kl_fp16=1.0)), [], "go on: ..."),
         "lineage": lineage,
         "audit": Report.model_validate(attacked),
         "certify": Report.model_validate(certify(source)),

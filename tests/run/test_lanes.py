@@ -1,11 +1,10 @@
 """A walk over the files gives what whole models give, to the last bit, in the memory of a block."""
 
-import ctypes
 import json
-import resource
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,12 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.forked import in_a_fork
 from torch import Tensor
 
-from bf16_to_fp16 import convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.conversion.planning import checkpoint_batches, observe_source
-from bf16_to_fp16.devices import Device
-from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.observe.meter import RangeObserver, observe_ranges
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import Site
-from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import REPORT
 from bf16_to_fp16.run import probe
 from bf16_to_fp16.run.lanes import Walk
@@ -195,47 +188,23 @@ def test_a_weight_is_in_memory_only_while_a_lane_is_at_its_place(folders: dict[s
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit does not count all memory")
 def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_certified_and_audited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, warm_python: Path
 ) -> None:
     """24 blocks of 8.5 MB in fp32, of which 19 would fit. The plan is made before: its tables grow with the channels,
     of which this model has many for its size."""
     shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 22, "num_decoder_layers": 2}
-    folder, out = tiny.save(tiny.t5(**shape), tmp_path / "source"), tmp_path / "out"
-    gather = probe.audit_batches
+    folder, out, plan = tiny.save(tiny.t5(**shape), tmp_path / "source"), tmp_path / "out", tmp_path / "plan.json"
 
-    def repeated(*given: Any, **options: Any) -> list[Batch]:
-        return [batch for batch in gather(*given, **options) if batch.kind == probe.REPEATED or batch.generate]
+    def does(action: str) -> subprocess.CompletedProcess[str]:
+        command = [str(warm_python), "-m", "support.limited", action, str(folder), str(out), str(plan)]
+        return subprocess.run(command, capture_output=True, text=True)
 
-    monkeypatch.setattr(probe, "audit_batches", repeated)  # one batch shows it as well as all
-
-    def limited(action: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            # What is freed goes back, so that no gaps count.
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 19)
-            torch.set_num_threads(1)
-            used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
-            resource.setrlimit(resource.RLIMIT_DATA, (used + 160 * 2**20,) * 2)
-            action()
-
-        return run
-
-    def planned() -> None:
-        torch.set_num_threads(1)
-        plan.write_text(json.dumps(convert(folder, out, run_model=False, dry_run=True).report))
-
-    def converted() -> None:
-        quiet, checkpoint = Progress(quiet=True), open_checkpoint(folder)
-        inputs = checkpoint_batches(checkpoint, resolve(checkpoint), None, 0)
-        observe_source(checkpoint, inputs, quiet, Device("cpu", quiet))
-        convert(folder, out, plan=plan)
-
-    plan, log = tmp_path / "plan.json", tmp_path / "log"
-    assert in_a_fork(planned, log)[0] == 0, log.read_text()
-    assert in_a_fork(limited(lambda: load(folder, torch.float32)), log)[0] != 0 and "allocate" in log.read_text()
-    assert in_a_fork(limited(converted), log)[0] == 0, log.read_text()
+    planned = does("plan")
+    assert planned.returncode == 0, planned.stderr
+    whole = does("load")
+    assert whole.returncode != 0 and "allocate" in whole.stderr
+    converted = does("convert")
+    assert converted.returncode == 0, converted.stderr
     report = json.loads((out / REPORT).read_text())
     assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
     assert report["regimes"]["half"]["runs"][0]["kinds"] == [probe.REPEATED, probe.GENERATE]
-
-
-M_MMAP_THRESHOLD = -3

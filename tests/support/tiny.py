@@ -144,7 +144,7 @@ ENTRIES = (
             "activation_function": ("relu", "relu", "gelu", "gelu_new", "silu"),
             "scale_embedding": (False, True),
         },
-        outliers={"pegasus": 150.0},
+        outliers={"pegasus": 100.0},
         wide=20.0,
     ),
 )

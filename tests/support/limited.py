@@ -1,0 +1,65 @@
+"""What a process does that may use only so much memory: ``python -m support.limited ACTION SOURCE OUT PLAN``.
+
+It is a process of its own, since one that has run other tests would compute in what they have freed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.conversion.planning import checkpoint_batches, observe_source
+from bf16_to_fp16.devices import Device
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.run import probe
+from bf16_to_fp16.run.stock import load
+
+ROOM = 160 * 2**20
+M_MMAP_THRESHOLD = -3
+
+
+def limit() -> None:
+    """Let this process have ``ROOM`` more bytes than it has."""
+    # What is freed goes back, so that no gaps count.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 19)
+    used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM,) * 2)
+
+
+def repeated(*given: Any, **options: Any) -> list[probe.Batch]:
+    """Gather one batch, which shows the use of memory as well as all, and what generates."""
+    return [batch for batch in gather(*given, **options) if batch.kind == probe.REPEATED or batch.generate]
+
+
+def main(action: str, source: Path, out: Path, plan: Path) -> None:
+    """Do one thing: ``plan`` without a limit; ``load`` the whole model; ``convert`` with the plan, and before it what
+    making the plan observes."""
+    torch.set_num_threads(1)
+    if action == "plan":
+        plan.write_text(json.dumps(convert(source, out, run_model=False, dry_run=True).report))
+        return
+    probe.audit_batches = repeated
+    limit()
+    if action == "load":
+        load(source, torch.float32)
+        return
+    progress = Progress(quiet=True)
+    checkpoint = open_checkpoint(source)
+    inputs = checkpoint_batches(checkpoint, resolve(checkpoint), None, 0)
+    observe_source(checkpoint, inputs, progress, Device("cpu", progress))
+    convert(source, out, plan=plan)
+
+
+gather = probe.audit_batches
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(Path, sys.argv[2:]))
