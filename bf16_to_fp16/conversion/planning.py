@@ -86,12 +86,17 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
         ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
         acceptable = drift_is_acceptable(opened, reference, progress)
 
-    def decided(target: str) -> Decided:
+    def decided(target: str, weaker: Decided | None = None) -> Decided:
+        def found(layout: Layout, planned: Planned) -> Decided:
+            return Decided(layout, planned.plan, target, planned, ranges, reference)
+
+        def worth(layout: Layout, planned: Planned) -> bool:
+            return weaker is None or costs_little(found(layout, planned), weaker)
+
         bounds = bound_source(checkpoint, target, options.max_length, progress, opened.spectra)
         with products_on(device, "certificate"):
-            grounds = Grounds(ranges, bounds, acceptable)
-            layout, planned = best_plan(opened, grounds, replace(options, target=target), progress)
-        return Decided(layout, planned.plan, target, planned, ranges, reference)
+            grounds = Grounds(ranges, bounds, acceptable, worth)
+            return found(*best_plan(opened, grounds, replace(options, target=target), progress))
 
     if options.target != AUTO:
         return decided(options.target)
@@ -99,7 +104,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     for tier in TIERS[1:]:
         if not can_fit(opened.layout, ranges):
             break
-        stricter = decided(tier.target)
+        stricter = decided(tier.target, weakest)
         if not costs_little(stricter, weakest):
             break
         best = stricter
@@ -147,11 +152,13 @@ class Grounds:
 
     ranges: what was observed; None plans from the bounds alone, which need no margin. acceptable: runs a plan whose
     drift was predicted to cost too much and says whether it may be taken, since the prediction weighs every norm alike.
+    worth: whether a plan may still be the one that is chosen, where bounds that are made for it can only be larger.
     """
 
     ranges: Mapping[str, ModuleRange] | None
     bounds: Bounds | None = None
     acceptable: Callable[[Layout, Plan], bool] | None = None
+    worth: Callable[[Layout, Planned], bool] = lambda *_: True
 
 
 def bound_source(
@@ -271,6 +278,8 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
             # LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponent they were made
             # for or a smaller one. Each round starts from the last one's plan, until that covers itself.
             if bounds is None or not layout.family.centred_norm or chosen <= exponent:
+                return planned
+            if not grounds.worth(layout, planned):
                 return planned
             exponent = chosen
 
