@@ -8,13 +8,11 @@ Heavy imports wait until a command needs them.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -809,7 +807,7 @@ def parse_size(text: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    quieten()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn in every process that is forked
     interrupts: list[int] = []
 
     def interrupt(number: int, _: Any) -> None:
@@ -873,19 +871,3 @@ def complain(message: str) -> int:
         time.sleep(10)
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return USAGE
-
-
-def quieten() -> None:
-    """Keep the libraries' own bars and advice off the screen; what matters of theirs is checked and said by this
-    program."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    # DeepSpeed remarks on standard output, among data; it sets its logger's level when imported, but a filter stays.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-    # torchao, which transformers imports where it is installed, lists kernels of other machines and torch's news.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # Its calls into torch, one warning for each process and function.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

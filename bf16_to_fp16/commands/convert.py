@@ -23,6 +23,7 @@ from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..progress import Progress
+from ..quiet import quiet
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
@@ -91,6 +92,7 @@ def convert(
     return convert_by(options, source, place, endpoint=endpoint, progress=progress)
 
 
+@quiet()
 def convert_by(
     options: Options,
     source: str | Path,

@@ -36,6 +36,7 @@ from ..families.known import is_encoder_class
 from ..families.resolve import resolve
 from ..observe.observer import SiteObserver
 from ..progress import Progress
+from ..quiet import quiet
 from ..report.build import other_sha256
 from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.apply import edited_config, writes
@@ -62,6 +63,7 @@ START_BATCHES = 4
 """Batches that the start must hold before the first step."""
 
 
+@quiet()
 def finetune(
     recipe: Recipe | str | Path | Mapping[str, Any],
     *,
@@ -213,6 +215,7 @@ def train(
     return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), weights if main else None)
 
 
+@quiet()
 def convert_or_finetune(
     recipe: str | Path,
     options: Options,
