@@ -18,8 +18,8 @@ without a forward pass (``convert(..., run_model=False)``): planned from bounds,
 
 converts a shape with outlier neurons once with all defaults, audit included, and prints each phase in seconds, in
 processor seconds and in U: one stock fp32 forward of 4 × 128 encoder and 4 × 32 decoder tokens. ``--until PHASE`` stops
-before the phase whose name begins so. With ``--certified`` nothing is run, and what was written is certified once more.
-With ``--audited`` the source is not converted but audited.
+before the phase whose name begins so; ``--device`` is ``convert``'s. With ``--certified`` nothing is run, and what was
+written is certified once more. With ``--audited`` the source is not converted but audited.
 """
 
 from __future__ import annotations
@@ -227,51 +227,80 @@ class Phases(Progress):
         self.lap(text)
 
 
-def whole(name: str, until: str | None, certified: bool, audited: bool) -> None:
+def one_forward(name: str, layers: int) -> tuple[float, float]:
+    """Return the seconds and processor seconds of one stock fp32 forward of 4 × 128 encoder and 4 × 32 decoder tokens
+    through a shape with so many layers, of the fastest of three."""
+    import torch
+
+    from bf16_to_fp16.run.stock import load
+
+    shape = synthetic.SHAPES[name].with_layers(layers)
+    with checkpoint(shape, 1) as (source, _, _):
+        model = load(source, torch.float32)
+    ids = torch.arange(512).view(4, 128) + 2
+    given = {"decoder_input_ids": ids[:, :32]} if shape.decoder_layers else {}
+    taken = []
+    with torch.no_grad():
+        for _ in range(3):
+            begin = time.perf_counter(), processor_seconds()
+            model(input_ids=ids, **given)
+            taken.append((time.perf_counter() - begin[0], processor_seconds() - begin[1]))
+    return min(taken)
+
+
+def unit(name: str) -> tuple[float, float]:
+    """Return U of a shape in seconds and in processor seconds.
+
+    It is measured with one layer and with three in each stack, each in a process of its own, and continued to all of
+    them: in fp32 a whole one may not fit.
+    """
+    found = []
+    for layers in (1, 3):
+        command = [sys.executable, __file__, "--unit", name, str(layers)]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found.append(json.loads(printed.splitlines()[-1]))
+    more = (synthetic.SHAPES[name].layers - 1) / 2
+    seconds, used = (one + more * (three - one) for one, three in zip(*found, strict=True))
+    return seconds, used
+
+
+def whole(name: str, until: str | None, certified: bool, audited: bool, device: str) -> None:
     """Convert a shape with its audit, or without one and certify it, or only audit it, and print the phases."""
     import torch
 
     from bf16_to_fp16 import audit, certify, convert
-    from bf16_to_fp16.run.stock import load
 
+    phases = Phases(until)
+    seconds, phases.unit = unit(name)
     with checkpoint(synthetic.SHAPES[name], None, outliers=True) as (source, out, size):
-        model = load(source, torch.float32)
-        ids = torch.arange(512).view(4, 128) + 2
-        given = {"decoder_input_ids": ids[:, :32]} if synthetic.SHAPES[name].decoder_layers else {}
-        phases = Phases(until)
-        taken = []
-        with torch.no_grad():
-            for _ in range(3):
-                begin = processor_seconds()
-                model(input_ids=ids, **given)
-                taken.append(processor_seconds() - begin)
-        del model
         begin = time.perf_counter()
         copying(source, out)()
         shutil.rmtree(out)
-        copy, phases.unit = time.perf_counter() - begin, min(taken)
+        copy = time.perf_counter() - begin
         print(
-            f"{name}, {size / 1e9:.2f} GB: U {phases.unit:.2f} processor seconds, cp -r {copy:.1f} s, load"
-            f" {os.getloadavg()[0]:.1f}\n| phase | seconds | processor | U |\n|---|---|---|---|"
+            f"{name}, {size / 1e9:.2f} GB, {device}: U {seconds:.2f} s, {phases.unit:.2f} processor seconds on"
+            f" {torch.get_num_threads()} threads, cp -r {copy:.1f} s, load {os.getloadavg()[0]:.1f}\n"
+            "| phase | seconds | processor | U |\n|---|---|---|---|"
         )
         start = phases.last = (time.perf_counter(), processor_seconds())
         with suppress(Stopped):
             if audited:
-                audit(str(source), progress=phases)
+                audit(str(source), progress=phases, device=device)
             else:
-                convert(str(source), out, run_model=not certified, progress=phases)
+                convert(str(source), out, run_model=not certified, progress=phases, device=device)
         phases.lap("between")
+        taken = time.perf_counter() - start[0]
         phases.last = start
         phases.lap("all")
-        print(f"peak memory {peak_megabytes() / 1e3:.2f} GB")
+        print(f"{taken / seconds:.0f} U by the clock, peak memory {peak_megabytes() / 1e3:.2f} GB")
         if certified:
             phases.last = (time.perf_counter(), processor_seconds())
-            certify(out, progress=phases)
+            certify(out, progress=phases, device=device)
 
 
 @contextmanager
 def checkpoint(
-    shape: synthetic.Shape, shards: int | None, *, outliers: bool = False
+    shape: synthetic.Shape | synthetic.PegasusShape, shards: int | None, *, outliers: bool = False
 ) -> Iterator[tuple[Path, Path, int]]:
     """Yield a source, a path for an output and the source's size; both are removed afterwards."""
     shards = shards or math.ceil(2 * shape.parameters / SHARD)
@@ -290,15 +319,22 @@ def main() -> None:
     parser.add_argument("--certified", action="store_true", help="with --scale or --whole")
     parser.add_argument("--audited", action="store_true", help="with --whole")
     parser.add_argument("--whole", metavar="SHAPE", choices=synthetic.SHAPES)
+    parser.add_argument("--device", default="cpu", help="with --whole")
     parser.add_argument("--until", metavar="PHASE", help="with --whole")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--unit", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         way, first, second = arguments.child
         print(json.dumps(child(way, Path(first), Path(second))))
         return
+    if arguments.unit:
+        name, layers = arguments.unit
+        print(json.dumps(one_forward(name, int(layers))))
+        return
     if arguments.whole:
-        return whole(arguments.whole, arguments.until, arguments.certified, arguments.audited)
+        a = arguments
+        return whole(a.whole, a.until, a.certified, a.audited, a.device)
     if arguments.scale:
         return scale(arguments.scale, arguments.rounds, arguments.certified)
     results: dict[str, list[dict[str, float]]] = {}

@@ -53,15 +53,16 @@ class Shape:
                     result |= {f"{at}.{kind}.{n}.weight": s for n, s in inside.items()}
                     result[f"{at}.layer_norm.weight"] = (d,)
             if layers:
-                bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-                result |= {bias: (32, self.heads), f"{stack}.final_layer_norm.weight": (d,)}
+                result[f"{stack}.final_layer_norm.weight"] = (d,)
+            for i in range(layers if self.model_type == "umt5" else min(layers, 1)):
+                result[f"{stack}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"] = (32, self.heads)
         return result
 
     def config(self) -> dict[str, object]:
         """Return what goes into config.json."""
         kind = "ForConditionalGeneration" if self.decoder_layers else "EncoderModel"
         return {
-            "architectures": [("MT5" if self.model_type == "mt5" else "T5") + kind],
+            "architectures": [self.model_type.upper() + kind],
             "model_type": self.model_type,
             "d_model": self.d_model,
             "d_kv": self.d_kv,
@@ -80,7 +81,79 @@ class Shape:
         }
 
 
-SHAPES = {
+@dataclass(frozen=True)
+class PegasusShape:
+    """The widths of a Pegasus, and the layers of each of its stacks."""
+
+    d_model: int
+    d_ff: int
+    heads: int
+    vocabulary: int
+    layers: int
+    positions: int = 512
+
+    @property
+    def decoder_layers(self) -> int:
+        """The layers of its decoder."""
+        return self.layers
+
+    def with_layers(self, layers: int) -> PegasusShape:
+        """Return the same with so many layers in each stack."""
+        return replace(self, layers=layers)
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights."""
+        return sum(math.prod(s) for s in self.tensors().values())
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor by its name."""
+        d = self.d_model
+        result: dict[str, tuple[int, ...]] = {
+            "model.shared.weight": (self.vocabulary, d),
+            "final_logits_bias": (1, self.vocabulary),
+        }
+        for stack, attentions in (("encoder", ("self_attn",)), ("decoder", ("self_attn", "encoder_attn"))):
+            linears = {f"{a}.{n}_proj": (d, d) for a in attentions for n in ("q", "k", "v", "out")}
+            linears |= {"fc1": (self.d_ff, d), "fc2": (d, self.d_ff)}
+            norms = [f"{a}_layer_norm" for a in attentions] + ["final_layer_norm"]
+            at = f"model.{stack}"
+            result |= {f"{at}.{POSITIONS}": (self.positions, d)}
+            result |= {f"{at}.layer_norm.{what}": (d,) for what in ("weight", "bias")}
+            for i in range(self.layers):
+                for name, size in linears.items():
+                    result |= {f"{at}.layers.{i}.{name}.weight": size, f"{at}.layers.{i}.{name}.bias": size[:1]}
+                result |= {f"{at}.layers.{i}.{n}.{what}": (d,) for n in norms for what in ("weight", "bias")}
+        return result
+
+    def config(self) -> dict[str, object]:
+        """Return what goes into config.json."""
+        both = {"layers": self.layers, "attention_heads": self.heads, "ffn_dim": self.d_ff}
+        return {
+            "architectures": ["PegasusForConditionalGeneration"],
+            "model_type": "pegasus",
+            "d_model": self.d_model,
+            **{f"{stack}_{key}": value for stack in ("encoder", "decoder") for key, value in both.items()},
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.positions,
+            "activation_function": "relu",
+            "scale_embedding": True,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        }
+
+
+POSITIONS = "embed_positions.weight"
+"""The end of the name of a table of fixed positions."""
+
+
+SHAPES: dict[str, Shape | PegasusShape] = {
+    "mt5-small": Shape(512, 1024, 6, 250112, 8, 8, "mt5"),
+    "pegasus-large": PegasusShape(1024, 4096, 16, 96103, 16),
+    "umt5-xxl-encoder": Shape(4096, 10240, 64, 256384, 24, 0, "umt5"),
     "t5-v1_1-small": Shape(512, 1024, 6, 32128, 8, 8),
     "t5-v1_1-base": Shape(768, 2048, 12, 32128, 12, 12),
     "t5-v1_1-large": Shape(1024, 2816, 16, 32128, 24, 24),
@@ -94,11 +167,15 @@ NORMALS = 1 << 24
 """How many different normal numbers weights are made of; more of them are repeated."""
 
 
+ENTERING, LEAVING = (".wi_0.weight", ".wi_1.weight", ".fc1.weight"), (".wo.weight", ".fc2.weight")
+"""The ends of the names of feed-forward weights, by whether their neurons are rows or columns."""
+
+
 OUTLIERS, IN, OUT = 3, 8.0, 64.0
 """Neurons of every feed-forward that stand out, and the factors of their rows and of their output columns."""
 
 
-def write(folder: Path, shape: Shape, shards: int = 1, *, outliers: bool = False) -> int:
+def write(folder: Path, shape: Shape | PegasusShape, shards: int = 1, *, outliers: bool = False) -> int:
     """Write a bf16 checkpoint, flushed to the disk, and return its size in bytes.
 
     Matrices are normal with standard deviation 1/√columns, norms about 1. Shards have about the same size. outliers:
@@ -118,12 +195,12 @@ def write(folder: Path, shape: Shape, shards: int = 1, *, outliers: bool = False
     placed: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         file = "model.safetensors" if shards == 1 else f"model-{number:05d}-of-{shards:05d}.safetensors"
-        tensors = {name: weight(table[name], normals) for name in group}
-        for name, tensor in tensors.items() if outliers else ():
-            if name.endswith((".wi_0.weight", ".wi_1.weight")):
-                tensor[:OUTLIERS] *= IN
-            elif name.endswith(".wo.weight"):
-                tensor[:, :OUTLIERS] *= OUT
+        tensors = {name: tensor(name, table[name], normals) for name in group}
+        for name, made in tensors.items() if outliers else ():
+            if name.endswith(ENTERING):
+                made[:OUTLIERS] *= IN
+            elif name.endswith(LEAVING):
+                made[:, :OUTLIERS] *= OUT
         save_file(tensors, folder / file, {"format": "pt"})
         placed |= dict.fromkeys(group, file)
     if shards > 1:
@@ -131,6 +208,17 @@ def write(folder: Path, shape: Shape, shards: int = 1, *, outliers: bool = False
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     sync(folder)
     return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+
+
+def tensor(name: str, size: tuple[int, ...], normals: torch.Tensor) -> torch.Tensor:
+    """Return what a checkpoint holds under a name: biases near 0, fixed positions as stock code makes them."""
+    if name.endswith(POSITIONS):
+        count, width = size
+        angles = torch.arange(count)[:, None] / 10000 ** (torch.arange(width // 2) * 2 / width)
+        return torch.cat([angles.sin(), angles.cos()], 1).bfloat16()
+    if name.endswith("bias"):
+        return weight(size, normals) - 1 if len(size) == 1 else torch.zeros(size, dtype=torch.bfloat16)
+    return weight(size, normals)
 
 
 def weight(size: tuple[int, ...], normals: torch.Tensor) -> torch.Tensor:

@@ -179,6 +179,12 @@ class Penalty(Section):
     dual_step: float = Field(default=0.05, gt=0, description="step of the dual ascent on each site's weight")
     weight: float | None = Field(default=None, ge=0, description="a fixed weight instead of the dual ascent")
 
+    @property
+    def trained_bits(self) -> float:
+        """Return the headroom in bits that training aims at: half a bit more, since audits meet inputs that it does
+        not."""
+        return self.headroom_bits + 0.5
+
     @model_validator(mode="after")
     def _agree(self) -> Penalty:
         if self.form in ("mean-square", "lp") and self.weight is None:

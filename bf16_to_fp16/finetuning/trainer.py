@@ -135,7 +135,7 @@ class Trainer:
         wanted = self.recipe.penalty
         return ActivationPenalty(
             self.stock,
-            headroom_bits=wanted.headroom_bits,
+            headroom_bits=wanted.trained_bits,
             form=wanted.form,
             dual_step=wanted.dual_step,
             weight=wanted.weight,
@@ -415,7 +415,7 @@ class Trainer:
             return
         if self.penalty is not None and p.step:
             limits = self.penalty.observations().values()
-            inside = all(o.excess_bits <= recipe.penalty.headroom_bits for o in limits)
+            inside = all(o.excess_bits <= recipe.penalty.trained_bits for o in limits)
             p.fitting = p.fitting + 1 if inside else 0
         if p.step >= due if due is not None else p.fitting >= FITTING_STEPS:
             p.phase = 1
