@@ -32,11 +32,12 @@ SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 FOLDER = click.Path(path_type=Path)
 
 
-source = click.argument("source")
+source = click.argument("source", type=click.Path())  # or a Hub id; what a shell completes
 
 
 data = click.option(
     "--data",
+    type=click.Path(),
     metavar="FILE",
     help="Text to run on besides the built-in probe: JSONL, CSV, Parquet, text, or a Hub dataset.",
 )
@@ -45,6 +46,7 @@ data = click.option(
 json_file = click.option(
     "--json",
     "json_file",
+    type=click.Path(),
     metavar="FILE",
     callback=lambda context, option, target: checked_target(target, "--json"),
     help="Write the report as JSON; - for standard output.",
@@ -500,7 +502,10 @@ def publish_command(
 @app.command("verify")
 @source
 @click.option(
-    "--original", metavar="SOURCE", help="What was converted (folder or Hub id): replay the recorded plan on it too."
+    "--original",
+    type=click.Path(),
+    metavar="SOURCE",
+    help="What was converted (folder or Hub id): replay the recorded plan on it too.",
 )
 @data
 @click.option("--no-audit", is_flag=True, help="Run nothing: hashes, plan and certificate only.")
@@ -542,14 +547,19 @@ def verify_command(
 
 
 @app.command("check")
-@click.argument("out", metavar="OUT")
+@click.argument("out", type=click.Path(), metavar="OUT")
 @click.option(
     "--runtime",
     type=click.Choice(["openvino", "onnxruntime", "ctranslate2", "onnx-reference"]),
     required=True,
     help="onnx-reference: numpy, every operation in fp16, norms included.",
 )
-@click.option("--source", metavar="SOURCE", help="What OUT was converted from (folder or Hub id), to run beside it.")
+@click.option(
+    "--source",
+    type=click.Path(),
+    metavar="SOURCE",
+    help="What OUT was converted from (folder or Hub id), to run beside it.",
+)
 @seed
 @json_file
 def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
@@ -643,7 +653,7 @@ class _Numbers(click.Command):
 
 
 @app.command("advise", cls=_Numbers)
-@click.argument("source", required=False, metavar="SOURCE")
+@click.argument("source", type=click.Path(), required=False, metavar="SOURCE")
 @click.option("--updates", is_flag=True, help="Which weights an optimizer's updates would not move, and what helps.")
 @click.option("--init", is_flag=True, help="How large weights should begin; SOURCE may be a hidden size.")
 @click.option(
@@ -665,7 +675,10 @@ class _Numbers(click.Command):
     help="updates: root mean square of a tensor's update over that of the tensor, instead of the optimizer's own.",
 )
 @click.option(
-    "--data", metavar="FILE", help="updates: text for real gradients: JSONL, CSV, Parquet, text, or a Hub dataset."
+    "--data",
+    type=click.Path(),
+    metavar="FILE",
+    help="updates: text for real gradients: JSONL, CSV, Parquet, text, or a Hub dataset.",
 )
 @click.option("--steps", type=int, default=8, show_default=True, help="updates: steps with real gradients.")
 @click.option("--batch-size", type=int, metavar="N", help="updates: examples of a step; advised on with the rate.")
