@@ -285,12 +285,16 @@ def convert_command(
 
 def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:
     """Print what was done, or for a dry run what would be."""
+    from .progress import roughly
     from .report import terminal
     from .report.schema import Report, read
+    from .wording import bytes_in_words
 
     report = read(Report, result.report)
     if result.out is None:
         terminal.print_planned(report, result.planned)
+        took = "" if result.seconds is None else f"; converting takes {roughly(result.seconds)} in all on this machine"
+        print(f"to write: {bytes_in_words(result.nbytes or 0)} of weights{took}")
         terminal.print_plan(report.plan or result.plan, result.planned)
         return
     terminal.print_conversion(report, result.out, verbose=verbose)
