@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 PYTEST_ARGS ?=
 
-.PHONY: install demo test quality bench docs compat runtimes clean
+.PHONY: install demo test quality bench gpu docs compat runtimes clean
 
 install: $(STAMP)
 
@@ -34,6 +34,12 @@ bench: install
 		"certify_cost.py t5-v1_1-base t5-v1_1-large flan-t5-xl" "certify_soundness.py 20" \
 		audit.py penalty.py optimizer.py "finetune.py --cost 10" peers.py; \
 	do echo "== $$run"; $(BIN)/python benchmarks/$$run || exit 1; done
+
+# What only a GPU can show, in less than nine minutes and without a network: in .venv where it is made, else with plain
+# python3; `make gpu PYTHON=…` for another, `make gpu DEVICE=cpu` for what runs without a card.
+gpu:
+	$(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3)) \
+		benchmarks/gpu.py --device $(or $(DEVICE),cuda) --out gpu.json
 
 # The pages of docs/ as a site in site/; tests/test_docs.py checks its links.
 docs: install

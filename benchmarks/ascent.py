@@ -23,6 +23,7 @@ from bf16_to_fp16.families.types import Attention, FeedForward, Layout
 from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+from bf16_to_fp16.run.stock import set_attention
 
 
 def certified(model: Any, arithmetic: Arithmetic, target: str = "half") -> Certificate:
@@ -63,11 +64,12 @@ def linears(layout: Layout) -> list[str]:
 def forward(model: Any, layout: Layout, batch: int, lengths: tuple[int, int]) -> None:
     """Run a model on fixed ids, which are of no account where its norms read something else."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (batch, lengths[0]), generator=generator)
+    place = next(model.parameters()).device
+    ids = torch.randint(model.config.vocab_size, (batch, lengths[0]), generator=generator).to(place)
     if layout.encoder_only:
         model(input_ids=ids)
     else:
-        decoder = torch.randint(model.config.vocab_size, (batch, lengths[1]), generator=generator)
+        decoder = torch.randint(model.config.vocab_size, (batch, lengths[1]), generator=generator).to(place)
         model(input_ids=ids, decoder_input_ids=decoder, use_cache=False)
 
 
@@ -237,7 +239,7 @@ def watch(
     under: AbstractContextManager[Any] | None = None,
 ) -> dict[str, float]:
     """Return the largest |x| at every site while ``run`` runs, ``under`` a context beneath the observer's."""
-    model.set_attn_implementation(attention)
+    set_attention(model, attention)
     observer = SiteObserver(model, fast_products=fast)
     with torch.set_grad_enabled(model.training), under or nullcontext(), observer:
         run()

@@ -15,7 +15,8 @@ import gc
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -61,14 +62,14 @@ def candidates() -> list[tuple[str, torch.dtype, Make]]:
     return rows
 
 
-def parameters(dtype: torch.dtype, device: str, layers: int) -> list[nn.Parameter]:
-    """Return random parameters with gradients."""
+def parameters(dtype: torch.dtype, device: str, sizes: Sequence[torch.Size]) -> list[nn.Parameter]:
+    """Return random parameters of these shapes with gradients."""
     torch.manual_seed(0)
 
     def random(shape: torch.Size, scale: float) -> Tensor:
         return torch.randn(shape, device=device).mul_(scale).to(dtype)
 
-    made = [nn.Parameter(random(shape, 0.05)) for shape in shapes(layers)]
+    made = [nn.Parameter(random(shape, 0.05)) for shape in sizes]
     for parameter in made:
         parameter.grad = random(parameter.shape, 1e-3)
     return made
@@ -111,6 +112,45 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One row: the least time of a step over that of the baseline, the baseline's in ms, by how many 10⁶ bytes memory
+    grows in a step, and the state's bytes an element."""
+
+    name: str
+    times: float
+    baseline: float
+    transient: float
+    state: float
+
+
+def measured(
+    device: str, sizes: Sequence[torch.Size], rounds: int, wanted: Callable[[str], bool]
+) -> Iterator[Measured]:
+    """Measure the rows that are wanted by name, one after the other, on parameters of these shapes."""
+    baseline = torch.optim.AdamW(parameters(BF16, device, sizes), fused=True)
+    baseline.step()
+    count = sum(shape.numel() for shape in sizes)
+    for name, dtype, make in candidates():
+        if not wanted(name):
+            continue
+        made = parameters(dtype, device, sizes)
+        optimizer = make(made)
+        optimizer.step()  # makes the states, compiles
+        optimizer.step()
+        pairs = [(seconds(baseline.step, device), seconds(optimizer.step, device)) for _ in range(rounds)]
+        base, ours = (min(times) for times in zip(*pairs, strict=True))
+        memory = transient_megabytes(optimizer.step, device)
+        held = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for state in optimizer.state.values()
+            for tensor in state.values()
+            if tensor.numel() > 1
+        }
+        yield Measured(name, ours / base, base * 1e3, memory, sum(held.values()) / count)
+        del optimizer, made
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -122,38 +162,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = options.device
-
-    baseline = torch.optim.AdamW(parameters(BF16, device, options.layers), fused=True)
-    baseline.step()
-    sizes = [shape.numel() for shape in shapes(options.layers)]
-    count = sum(sizes)
+    sizes = shapes(options.layers)
+    count = sum(shape.numel() for shape in sizes)
     print(
         f"{count / 1e6:.1f} million parameters in {len(sizes)} tensors, {device}, {options.threads} threads,"
         f" torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n"
     )
     print("| optimizer | step, times torch's fused bf16 | of that step, ms | transient MB | state, bytes an element |")
     print("|---|---|---|---|---|")
-    for name, dtype, make in candidates():
-        if options.only not in name:
-            continue
-        made = parameters(dtype, device, options.layers)
-        optimizer = make(made)
-        optimizer.step()  # makes the states, compiles
-        optimizer.step()
-        pairs = [(seconds(baseline.step, device), seconds(optimizer.step, device)) for _ in range(options.rounds)]
-        base, ours = (min(times) for times in zip(*pairs, strict=True))
-        memory = transient_megabytes(optimizer.step, device)
-        held = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for state in optimizer.state.values()
-            for tensor in state.values()
-            if tensor.numel() > 1
-        }
+    for row in measured(device, sizes, options.rounds, lambda name: options.only in name):
         print(
-            f"| {name} | {ours / base:.2f} | {base * 1e3:.0f} | {memory:.0f} | {sum(held.values()) / count:.1f} |",
-            flush=True,
+            f"| {row.name} | {row.times:.2f} | {row.baseline:.2f} | {row.transient:.0f} | {row.state:.1f} |", flush=True
         )
-        del optimizer, made
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
 
 

@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from bf16_to_fp16 import ActivationPenalty
 from bf16_to_fp16.observe.tap import Tap
+from bf16_to_fp16.run.stock import set_attention
 
 SIZES = {
     "tiny": {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_heads": 8, "vocab_size": 4096},
@@ -38,8 +40,19 @@ def model_of(size: str) -> T5ForConditionalGeneration:
     )
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(config).train()
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     return model
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row: sites seen and over their target, the least milliseconds of a step, and that over the plain step's."""
+
+    name: str
+    sites: int
+    over: int
+    milliseconds: float
+    times: float
 
 
 def naive(model: T5ForConditionalGeneration, target: float, sites: set[str]) -> State:
@@ -78,18 +91,32 @@ def main() -> None:
         model = model_of(size)
         ids = torch.randint(1, model.config.vocab_size, (args.rows, args.length))
         for dtype in (torch.float32, torch.bfloat16):
-            measure(model, ids, size, dtype, args.rounds)
+            for row in measured(model, ids, dtype, args.rounds):
+                print(
+                    f"{size:6} {str(dtype).removeprefix('torch.'):9} {row.name:24} {row.sites:5} {row.over:5}"
+                    f" {row.milliseconds:8.1f} {row.times:11.3f}",
+                    flush=True,
+                )
 
 
-def measure(model: T5ForConditionalGeneration, ids: Tensor, size: str, dtype: torch.dtype, rounds: int) -> None:
-    """Print a line for each state of one model and dtype."""
+def measured(
+    model: T5ForConditionalGeneration,
+    ids: Tensor,
+    dtype: torch.dtype,
+    rounds: int,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> list[Measured]:
+    """Measure the steps of one model that are wanted by name, and the plain one; on the ids' device, where the model
+    is."""
 
     def step(extra: Callable[[], Tensor | float]) -> float:
         start = time.perf_counter()
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
             loss = model(input_ids=ids, labels=ids).loss
         loss = loss + extra()
         loss.backward()
+        if ids.is_cuda:
+            torch.cuda.synchronize()
         took = time.perf_counter() - start
         model.zero_grad()
         return took
@@ -114,6 +141,7 @@ def measure(model: T5ForConditionalGeneration, ids: Tensor, size: str, dtype: to
         "naive, all inside": lambda: naive(model, 32752.0, sites),
         "naive, all over": lambda: naive(model, 1e-3, sites),
     }
+    states = {name: make for name, make in states.items() if name == "plain" or wanted(name)}
     times: dict[str, list[float]] = {name: [] for name in states}
     over: dict[str, int] = {}
     for _ in range(rounds + 1):
@@ -124,13 +152,8 @@ def measure(model: T5ForConditionalGeneration, ids: Tensor, size: str, dtype: to
             if isinstance(context, ActivationPenalty):
                 over[name] = sum(o.excess_bits > 0 for o in context.observations().values())
     plain = min(times["plain"][1:])
-    for name, taken in times.items():
-        least = min(taken[1:])
-        print(
-            f"{size:6} {str(dtype).removeprefix('torch.'):9} {name:24} {len(sites):5} {over.get(name, 0):5}"
-            f" {least * 1e3:8.1f} {least / plain:11.3f}",
-            flush=True,
-        )
+    least = {name: min(taken[1:]) for name, taken in times.items()}
+    return [Measured(n, len(sites), over.get(n, 0), 1e3 * took, took / plain) for n, took in least.items()]
 
 
 if __name__ == "__main__":

@@ -10,8 +10,15 @@ from support import tiny
 from support.devices import STAND_IN, StandIn
 
 from bf16_to_fp16 import UserError, audit, certify, convert
+from bf16_to_fp16.auditing.regimes import audit_folder
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.certificate import bound, fp16_weights
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.devices import Device, find_device, on_device, products_on
+from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
+
+DEMO_DATA = Path(__file__).parents[1] / "bf16_to_fp16" / "demo_data"
 
 
 class Said(Progress):
@@ -123,6 +130,16 @@ def test_an_audit_is_the_same_where_the_device_runs_full_halfway(source: Path) -
     assert f"{STAND_IN} is out of memory: the audit goes on on the CPU" in said.lines
 
 
+@pytest.mark.parametrize("room", [0, 10**9])
+def test_the_worst_inputs_are_searched_on_the_device_and_are_those_of_the_cpu(source: Path, room: int) -> None:
+    given: Any = {"regimes": ("half",), "attention": ("eager",), "attack_steps": 2}
+    with StandIn(room):
+        expected = audit(source, device="cpu", **given)
+        found = audit(source, device=STAND_IN, **given)
+    assert without_devices(found) == without_devices(expected)
+    assert found["environment"]["devices"]["attack"] == ([str(STAND_IN)] if room else [str(STAND_IN), "cpu"])
+
+
 def test_a_conversion_on_a_device_that_is_full_says_what_ran_where(source: Path, tmp_path: Path) -> None:
     with StandIn(room=0):
         result = convert(source, tmp_path / "out", device=STAND_IN)
@@ -145,3 +162,52 @@ def test_bounds_and_audit_on_a_gpu_are_those_of_the_cpu(source: Path) -> None:
         assert there["bound"] == pytest.approx(here["bound"], rel=1e-6)
     assert "cuda" in theirs["environment"]["devices"]["certificate"][0]
     assert audit(source, device="cuda")["verdict"] == audit(source, device="cpu")["verdict"]
+
+
+@pytest.fixture(scope="module", params=["t5-gated-bytes", "pegasus-bytes"])
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A demo checkpoint as it is converted on each device."""
+    folder = tmp_path_factory.mktemp("converted")
+    for name in ("cpu", "cuda"):
+        assert convert(DEMO_DATA / request.param, folder / name, device=name).safe
+    return {name: folder / name for name in ("cpu", "cuda")}
+
+
+@pytest.mark.gpu
+def test_a_conversion_on_a_gpu_is_that_of_the_cpu(converted: dict[str, Path]) -> None:
+    ours, theirs = (json.loads((folder / "fp16_report.json").read_text()) for folder in converted.values())
+    assert ours["plan"]["residual_exponent"] == theirs["plan"]["residual_exponent"]
+    assert ours["plan"]["exponents"] == theirs["plan"]["exponents"]
+    files = [{p.name: p.read_bytes() for p in folder.glob("*.safetensors")} for folder in converted.values()]
+    assert files[0] == files[1] and files[0]
+    assert "cuda" in theirs["environment"]["devices"]["audit"][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [0, 8])
+def test_no_value_on_a_gpu_passes_its_bound(
+    converted: dict[str, Path], splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matmul = torch.backends.cuda.matmul
+    monkeypatch.setattr(matmul, "allow_fp16_reduced_precision_reduction", splits > 0)
+    checkpoint = open_checkpoint(converted["cuda"])
+    layout = resolve(checkpoint)
+    certificate = bound(layout, fp16_weights(checkpoint, layout), Arithmetic(splits=splits))
+    compared = 0
+    for result in audit_folder(checkpoint.folder, device=torch.device("cuda")).values():
+        for site in result.sites:
+            limit = certificate.at(site.name) if site.limit is not None else None
+            if limit is not None:
+                compared += 1
+                assert site.amax <= limit, (result.regime, site.name)
+    assert compared > 300
+
+
+@pytest.mark.gpu
+def test_the_worst_inputs_are_searched_on_a_gpu(converted: dict[str, Path]) -> None:
+    report = audit(converted["cuda"], regimes=("half",), attention=("eager",), attack_steps=4, device="cuda")
+    assert "cuda" in report["environment"]["devices"]["attack"][0]
+    certified = {site["name"]: site["bound"] for site in report["certificate"]["sites"]}
+    found = [site for site in report["attack"]["sites"] if site["name"] in certified]
+    assert len(found) > 100
+    assert all(max(site["worst"], site["covered"]) <= certified[site["name"]] for site in found)

@@ -35,6 +35,7 @@ from ..numerics import FP16_MAX, headroom_bits
 from ..observe.observer import SiteObserver
 from ..observe.points import watched
 from ..rescaling.weights import ModelTensors
+from ..run.stock import set_attention
 
 LENGTH = 16
 """Positions of an attack's sequences: enough for every score and every mixture of values."""
@@ -253,7 +254,7 @@ class _Subject:
         def side() -> Tensor:
             ids = torch.randint(len(self.table), (rows, self.length), generator=self.generator)
             ids[::4] = ids[::4, :1]
-            return ids
+            return ids.to(self.table.device)
 
         return _Inputs(side(), None if self.layout.encoder_only else side())
 
@@ -312,8 +313,8 @@ class _Subject:
 
         nearest: the largest x·row − ‖row‖²/2, which is that of the row with the least ‖x − row‖.
         """
-        best = torch.full(x.shape[:2], -math.inf)
-        word = torch.zeros(x.shape[:2], dtype=torch.int64)
+        best = torch.full(x.shape[:2], -math.inf, device=x.device)
+        word = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
         for start in range(0, len(self.table), 4096):
             part = self.table[start : start + 4096]
             products = x @ part.t()
@@ -333,7 +334,7 @@ class _Subject:
         with torch.no_grad(), observer:
             for x, tokens in inputs:
                 again = joined([x, x.rows(slice(0, 1))])
-                mask = torch.ones(again.encoder.shape[:2], dtype=torch.int64)
+                mask = torch.ones(again.encoder.shape[:2], dtype=torch.int64, device=x.encoder.device)
                 mask[-1, 1:][-1:] = 0
                 self.run_ids(again, model, mask) if tokens else self.run(again, model, mask)
         # What has no limit in fp16 is benign; masks are not an input's doing.
@@ -360,14 +361,14 @@ class _Adversary(_Subject):
         """Climb over convex combinations of table rows from embeddings; return each row's best."""
         count = min(len(self.table), WORDS)
         words = torch.randperm(len(self.table), generator=self.generator)[:count]
-        table = self.table[words]
+        table = self.table[words.to(self.table.device)]
         # The starting point is one more word of each position; the others share what is left of the weight.
         lead = math.log(START_WEIGHT / (1 - START_WEIGHT))
 
         def logits() -> Tensor:
             drawn = 2 * torch.randn(len(climb.goals), self.length, count, generator=self.generator)
             first = drawn.logsumexp(-1, keepdim=True) + lead
-            return torch.cat([first, drawn], -1).requires_grad_()
+            return torch.cat([first, drawn], -1).to(table.device).requires_grad_()
 
         given = climb.start.sides
         sides = [logits() for _ in given]
@@ -490,17 +491,18 @@ def attack(
     """Return what ``steps`` gradient steps, most over embeddings and one in ``TOKEN_SHARE`` over tokens, find at each
     site of ``model``.
 
-    model: a stock model in eval mode with the weights that will run in fp16, in any dtype; it is not changed. sites:
-    audit names to go after, by default every linear, product, score, context, norm and residual add; a name given
-    several times gets as many rows. Every other operation is measured on the same inputs. certificate: the bounds that
-    say where to search harder, by default computed here. length: positions of both sides. Deterministic for a seed.
+    model: a stock model in eval mode with the weights that will run in fp16, in any dtype, on the device on which it is
+    searched; it is not changed. sites: audit names to go after, by default every linear, product, score, context, norm
+    and residual add; a name given several times gets as many rows. Every other operation is measured on the same
+    inputs. certificate: the bounds that say where to search harder, by default computed here. length: positions of both
+    sides. Deterministic for a seed, from which every device draws the same.
     """
     wide, half = copy.deepcopy(model).float().eval(), copy.deepcopy(model).half().eval()
     for each in (wide, half):
-        each.set_attn_implementation("eager")
+        set_attention(each, "eager")
         each.requires_grad_(False)
     if certificate is None:
-        certificate = bound(layout, fp16_weights(ModelTensors(half), layout))
+        certificate = bound(layout, fp16_weights(ModelTensors(copy.deepcopy(half).cpu()), layout))
     adversary = _Adversary(wide, layout, seed, min(length, longest(model.config)))
     if sites is None:
         sites = list(adversary.survey(adversary.embed(adversary.draw(1))))

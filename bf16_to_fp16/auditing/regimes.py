@@ -33,7 +33,7 @@ from ..run import probe
 from ..run.lanes import Lane, Walk
 from ..run.probe import Batch
 from ..run.scaled_attention import SCALED, register
-from ..run.stock import load, load_config
+from ..run.stock import load, load_config, set_attention
 from .fidelity import Outputs, add_outputs, compared, output_on
 
 REGIMES = ("stock", "amp", "half")
@@ -379,6 +379,7 @@ def audit_model(
     gradients are left as they were.
     """
     was_training, stock = model.training, _attention_of(model)
+    cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     merged: dict[str, tuple[int, SiteResult]] = {}
     nonfinite_logits = steps = 0
     model.train(train_mode)
@@ -386,7 +387,7 @@ def audit_model(
         for implementation in attention:
             _set_attention(model, implementation)
             observer = SiteObserver(model)
-            with observer, torch.random.fork_rng(devices=[]):
+            with observer, torch.random.fork_rng(devices=cards):
                 torch.manual_seed(seed)
                 for batch in batches:
                     nonfinite_logits += _step(model, batch, regime, train_mode)
@@ -409,7 +410,7 @@ def _attention_of(model: Any) -> str:
 
 def _set_attention(model: Any, implementation: str) -> None:
     try:
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
     except ValueError as error:
         raise UserError(
             f"{type(model).__name__} has no {implementation} attention; leave it out of --attention"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,10 @@ def audit(
             certificate = bound(layout, fp16_weights(checkpoint, layout), advance=advance)
         with progress.step("Searching for the worst inputs") as advance:
             model = load(checkpoint.folder, torch.float16, half=True)
-            adversary = attack(model, layout, steps=attack_steps, seed=seed, certificate=certificate, advance=advance)
+            find = partial(
+                attack, layout=layout, steps=attack_steps, seed=seed, certificate=certificate, advance=advance
+            )
+            adversary = on.run("attack", lambda place: find(model.to(place)))
         seen = dict(adversary.worst)
         for site in results["half"].sites if "half" in results else ():
             seen[site.name] = max(seen.get(site.name, 0.0), site.amax)

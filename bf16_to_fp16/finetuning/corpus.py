@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..run import probe
-from ..run.texts import open_texts, plain_errors
+from ..run.texts import PlainRows, open_texts, plain_errors
 from .objectives import (
     BYTE_SENTINEL,
     BYTE_SPAN,
@@ -101,7 +101,7 @@ class _Source(Protocol):
 
 
 class _TableRows:
-    """Rows that are all at hand, in an Arrow table on the disk."""
+    """Rows that are all at hand, in an Arrow table on the disk or in memory."""
 
     def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
         self.dataset, self.columns = _open(data, streaming=False)
@@ -117,6 +117,8 @@ class _TableRows:
 
     def _sizes(self) -> np.ndarray:
         """Characters of every row, 0 where the text is blank."""
+        if isinstance(self.dataset, PlainRows):
+            return np.array(self.dataset.sizes(), np.int64)
         import pyarrow.compute as compute
 
         sizes = [np.zeros(0, np.int64)]

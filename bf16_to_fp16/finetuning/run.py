@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -305,7 +306,7 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
 
     place = place or find_device(recipe.device)
     on_cpu = place.type == "cpu"
-    if place.index is not None:
+    if place.type == "cuda" and place.index is not None:
         torch.cuda.set_device(place)  # which is then the one that "cuda" means
     engine = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true")
     wanted = int(os.environ.get("WORLD_SIZE", "1"))
@@ -315,6 +316,10 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     # The recipe decides, whatever a launcher's configuration says.
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(recipe.data.gradient_accumulation)
+    if engine and find_spec("deepspeed") is None:
+        raise UserError(
+            'deepspeed is not installed; pip install "bf16_to_fp16[train]", or launch with launch/accelerate/fsdp.yaml'
+        )
     if engine and on_cpu:
         import deepspeed.ops
 

@@ -62,6 +62,7 @@ class _Operator:
     factory: bool
     matmul: bool
     softmax: bool
+    padded: bool
     cube: str | None
     masking: str | None
 
@@ -213,7 +214,8 @@ class SiteObserver(TorchDispatchMode):
             elif out.is_floating_point():
                 self._see(operator, args, kwargs, out, 0)
         elif isinstance(out, (tuple, list)):
-            for i, item in enumerate(out):
+            # What CUDA's fused attention keeps for its backward beside its output is filled up with inf.
+            for i, item in enumerate(out[:1] if operator.padded else out):
                 if isinstance(item, Tensor) and item.is_floating_point():
                     if operator.view:
                         self.views += 1
@@ -405,6 +407,7 @@ def _describe(func: Any) -> _Operator:
         factory=base in FACTORIES,
         matmul=is_matrix_product(func),
         softmax=base in ("_softmax", "_safe_softmax"),
+        padded=base == "_scaled_dot_product_efficient_attention",
         cube=cube,
         masking=MASKING.get(name),
     )

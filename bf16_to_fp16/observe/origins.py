@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, constant_pad_nd
 
 from ..numerics import FP16_MAX, FP16_STEP
 from .sites import Site
@@ -58,6 +58,7 @@ MASKING = {
     "masked_fill": "masked_fill",
     "clone": "copy",
     "_to_copy": "copy",
+    "constant_pad_nd": "pad",
 }
 """Operations through which a mask goes, and in which way."""
 
@@ -126,8 +127,11 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
     kind: the operation's in ``MASKING``.
     """
-    if kind == "copy":
+    if kind in ("copy", "pad"):
         found = _positions(args[0])
+        if kind == "pad" and isinstance(found, Tensor):
+            # CUDA's fused attention fills up a mask whose rows are no multiple of 16 bytes, and then leaves that out.
+            found = constant_pad_nd(found.expand(args[0].shape), args[1], False)
     elif kind == "pointwise":
         found = _either(_positions(args[0]), _positions(args[1]) if len(args) > 1 else False)
     elif kind == "where":

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..checkpoint.reader import Checkpoint
 from ..progress import Advance
 from .products import Widened, weights_widened_once
-from .stock import structure
+from .stock import set_attention, structure
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class _Model:
         """Return a model of its own modules and settings with these parameters."""
         shared = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         model = copy.deepcopy(self.module, shared)
-        model.set_attn_implementation(attention)
+        set_attention(model, attention)
         return model
 
     def stored(self, place: str) -> Iterable[tuple[str, nn.Parameter]]:

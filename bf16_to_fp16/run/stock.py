@@ -83,6 +83,18 @@ def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False,
     return model.half().eval() if half else model.eval()
 
 
+def set_attention(model: Any, implementation: str) -> None:
+    """Make a stock model and the stacks inside it run an attention; raises what stock code raises for one it has not.
+
+    A stack may have a config of its own of the same class, which some versions of transformers 5 leave as it is (5.17).
+    """
+    model.set_attn_implementation(implementation)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(module, "set_attn_implementation") and config._attn_implementation != implementation:
+            module.set_attn_implementation(implementation)
+
+
 NOTHING_REMOTE = {
     "cache_dir": None,
     "force_download": False,

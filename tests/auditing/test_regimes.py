@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import masks, tiny
 
 from bf16_to_fp16.auditing.regimes import (
@@ -35,7 +36,7 @@ from bf16_to_fp16.report.schema import (
     regimes_of,
 )
 from bf16_to_fp16.run.probe import Batch, audit_batches, batches, describe_batches
-from bf16_to_fp16.run.stock import load, load_config
+from bf16_to_fp16.run.stock import load, load_config, set_attention
 
 WO = "encoder.block.1.layer.1.DenseReluDense.wo"
 
@@ -587,3 +588,19 @@ def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool)
     assert report_rows.attack_breaks(Report(attack=attacked(1))) == (sites[1] if breaks else None)
     assert report_rows.found_by(Report(attack=attacked(1))) == "1 step of gradient search"
     assert report_rows.found_by(Report(attack=attacked(20), regimes={"half": half})).endswith("search and the probe")
+
+
+def test_an_attention_is_that_of_the_stacks_where_stock_code_leaves_them_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers 5.17 changes the config of the whole model alone, of which each stack has a copy."""
+
+    def own_config(self: Any, implementation: str) -> None:
+        self.config._attn_implementation_internal = implementation
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "set_attn_implementation", own_config)
+    model = tiny.build("t5")
+    for implementation in ("sdpa", "eager"):
+        set_attention(model, implementation)
+        used = {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
+        assert used == {implementation}

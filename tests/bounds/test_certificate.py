@@ -1084,3 +1084,14 @@ def test_progress_of_a_certificate_ends_at_its_total(kind: str) -> None:
     steps: list[tuple[int, int]] = []
     certified(tiny.build(kind), advance=lambda done, total: steps.append((done, total)))
     assert [done for done, _ in steps] == list(range(1, steps[-1][1] + 1))
+
+
+def test_a_cast_of_a_linears_parameters_is_bounded_by_its_bias_as_well() -> None:
+    """The audit has one name for what AMP casts, weight or bias."""
+    model = tiny.build("pegasus")
+    path = "model.encoder.layers.0.fc1"
+    with torch.no_grad():
+        model.get_submodule(path).bias[0] = 96.0
+        model.get_submodule(path).weight.clamp_(-2.0, 2.0)
+    _, certificate = certified(model)
+    assert certificate.at(f"{path}:weight") == 96.0

@@ -104,16 +104,12 @@ def test_a_short_finetune_from_plain_text_makes_it_safe_and_keeps_its_loss(
     assert loss_of(tmp_path / "out", torch.float16, held_out) <= 1.01 * original
 
 
-def test_five_lines_are_enough_for_it_to_fit_and_say_how_to_go_on_to_the_headroom_asked_for(tmp_path: Path) -> None:
-    """Shorter than by default: what 110 steps leave is less than the three bits that it asks for."""
-    recipe = five_lines(tmp_path)
-    result = finetune(recipe, overrides=("schedule.steps=110", "penalty.headroom_bits=3", "evaluation.every=1000"))
-    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
-    assert not broken_in_half(report) and result is not None and not result.safe
-    assert [entry["signal"] for entry in report["unsafe"]] == ["headroom"]
-    assert 0 < report["unsafe"][0]["excess_bits"] < 3
-    assert report["unsafe"][0]["remedy"] == report["finetune"]["next"]
-    assert report["finetune"]["next"].startswith("go on: bf16-to-fp16 finetune recipe.yaml --set penalty")
+def test_five_lines_are_enough_for_it_to_keep_the_headroom_asked_for(tmp_path: Path) -> None:
+    """Shorter than by default."""
+    result = finetune(five_lines(tmp_path), overrides=("schedule.steps=110", "evaluation.every=1000"))
+    report = assert_safe(result, tmp_path)
+    assert all(regime["headroom_bits"] >= Penalty().headroom_bits for regime in report["regimes"].values())
+    assert not report["finetune"].get("next")
     first, last = report["finetune"]["evaluations"]
     # The gaps have other lengths than those it was trained with, but its sentinels were found.
     assert last["held_out_loss"] <= 1.01 * first["held_out_loss"] < 2.5

@@ -1,11 +1,13 @@
 """The observer sees every operation, tells design from overflow, and leaves no trace."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from support import tiny
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from bf16_to_fp16.numerics import GELU_CUBE_BACKWARD_LIMIT
@@ -158,6 +160,44 @@ def test_a_mask_stays_one_through_views() -> None:
     assert site.nonfinite == 0
     assert site.benign == 6
     assert site.amax == 7.0
+
+
+class FilledUp(nn.Module):
+    """What CUDA's fused attention does to a mask whose rows are no multiple of 16 bytes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked = x.masked_fill(torch.arange(3) == 0, -65504.0)
+        return functional.pad(masked, (0, 5))[..., :3].clone()
+
+
+def test_a_mask_that_is_filled_up_for_a_kernel_stays_one() -> None:
+    sites = watch_module(FilledUp(), torch.full((2, 3), 7.0, dtype=torch.float16))
+    for name in ("model:constant_pad_nd", "model:clone"):
+        assert (sites[name].saturated, sites[name].benign, sites[name].amax) == (0, 2, 7.0), name
+
+
+class Efficient(TorchDispatchMode):
+    """A stand-in for CUDA's memory-efficient attention, whose log-sum-exp goes on with inf to a multiple of 32 rows."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._scaled_dot_product_efficient_attention.default:
+            return func(*args, **(kwargs or {}))
+        query = args[0]
+        rest = torch.full((*query.shape[:2], 32), math.inf)
+        return query.clone(), rest, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+
+
+class Fused(nn.Module):
+    """One attention by that kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(x, x, x, None, True)[0]
+
+
+def test_what_fused_attention_keeps_for_its_backward_is_no_signal() -> None:
+    with Efficient():
+        sites = watch_module(Fused(), torch.full((1, 2, 5, 8), 3.0, dtype=torch.float16))
+    assert {site.name: (site.amax, site.nonfinite) for site in sites.values()} == {"model:context": (3.0, 0)}
 
 
 class AddMask(nn.Module):

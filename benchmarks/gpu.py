@@ -1,0 +1,686 @@
+"""Everything that only a GPU can show, on one card of 80 GB or more, in less than nine minutes, without a network.
+
+    make gpu                                                     # or, the same:
+    python benchmarks/gpu.py --device cuda --out gpu.json
+    python benchmarks/gpu.py --device cuda --only audit attack   # some parts
+    python benchmarks/gpu.py --device cpu                        # what a CPU can run of it, at tiny shapes
+
+It needs torch, transformers, accelerate and what the package imports; not datasets, deepspeed, wandb or torchao. Parts
+run one after the other. One that fails is reported with its reason, the others go on, and the exit status is 1, as
+where a value passed its bound.
+
+finetune: the hard checkpoint by its recipe under CUDA autocast and the run's loss scale. scaler: a plain loop with
+torch.amp.GradScaler on what came of it, and on the source. kernels: fp16 products of many shapes against what the
+certificate assumes of them. audit: converted checkpoints in every regime, and random models whose norms read what
+gradient ascent found, on fp16 kernels with split sums allowed and not, against every bound. attack: the search for the
+worst inputs. fsdp: one process under launch/accelerate/fsdp.yaml against one without. optimizer, penalty: what their
+steps cost. certificate: bounds with the products of matrices on the device. half: `.half()` beside what stock code
+loads in fp16, at the XXL encoder's shape.
+
+The file, written anew after each part, is one JSON object: ``device``, ``torch``, ``transformers``, ``accelerate``
+(versions), ``command``, ``seconds``, ``failed`` (names of parts), ``violations`` (lines, each a value beyond its bound)
+and ``parts``: name → {``seconds``, ``failed`` (a line, or null), ``rows``: [{``what``, ``value`` (number or text),
+``unit``, ``target`` (text, or null)}]}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import accelerate
+import optimizer as optimizer_cost
+import penalty as penalty_cost
+import synthetic
+import torch
+import transformers
+from ascent import aims, ascend, certified, forward, watch
+from certify_soundness import Tally
+from models import random_model
+from support.adversary import free_norms
+from support.contract import FREE
+from torch import Tensor
+
+from bf16_to_fp16.auditing.attack import attack
+from bf16_to_fp16.auditing.regimes import REGIMES, RegimeResult, audit_folder
+from bf16_to_fp16.bounds.arithmetic import SPLITS, Arithmetic
+from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.devices import Device, products_on
+from bf16_to_fp16.errors import UserError, first_line
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.finetuning.corpus import open_corpus
+from bf16_to_fp16.finetuning.distillation import arguments, counted_positions, task_loss
+from bf16_to_fp16.finetuning.recipe import read_recipe
+from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.numerics import FP16_STEP
+from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.products import FastProducts
+from bf16_to_fp16.run.stock import load, load_config, set_attention
+
+ROOT = Path(__file__).parents[1]
+DEMOS = ("t5-gated-bytes", "pegasus-bytes")
+HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
+UNIT = 2.0**-11
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each part does."""
+
+    steps: int  # of the hard checkpoint's finetune
+    scaler_steps: int
+    products: tuple[tuple[int, int, int], ...]  # rows, inner dimension, columns
+    demos: tuple[str, ...]
+    models: int  # random ones
+    attack_steps: int
+    fsdp_steps: int
+    optimizer: dict[str, list[torch.Size]]  # shapes of parameters by name
+    rounds: int
+    penalty: str
+    layers: tuple[synthetic.Shape, ...]  # to be bounded
+    encoder: synthetic.Shape
+    batches: tuple[tuple[int, int], ...]  # rows and tokens for the encoder
+
+
+XXL = synthetic.SHAPES["t5-v1_1-xxl-encoder"]
+ON_A_CARD = Sizes(
+    steps=180,
+    scaler_steps=60,
+    products=(
+        *((m, 10240, 4096) for m in (1, 16, 128, 2048)),
+        *((m, 4096, 10240) for m in (1, 16, 2048)),
+        *((m, 65536, 64) for m in (1, 32, 256)),
+        *((m, 131072, m) for m in (8, 64)),
+        (64, 16384, 64),
+        (512, 64, 512),
+    ),
+    demos=DEMOS,
+    models=10,
+    attack_steps=24,
+    fsdp_steps=6,
+    optimizer={
+        "T5-small": optimizer_cost.shapes(6),
+        "4 layers of the XXL encoder": [torch.Size(s) for s in XXL.with_layers(4).tensors().values()],
+    },
+    rounds=9,
+    penalty="small",
+    layers=(synthetic.SHAPES["t5-v1_1-large"].with_layers(1), XXL.with_layers(1)),
+    encoder=XXL,
+    batches=((1, 512), (8, 512)),
+)
+TINY = Sizes(
+    steps=1,
+    scaler_steps=1,
+    products=((4, 600, 8),),
+    demos=("tiny",),
+    models=1,
+    attack_steps=1,
+    fsdp_steps=1,
+    optimizer={"tiny": [torch.Size([40, 50]), torch.Size([50])]},
+    rounds=1,
+    penalty="tiny",
+    layers=(synthetic.Shape(32, 48, 2, 64, 1, 0, d_kv=16),),
+    encoder=synthetic.Shape(32, 48, 2, 64, 2, 0, d_kv=16),
+    batches=((2, 16),),
+)
+
+
+@dataclass
+class Part:
+    """What one part has shown."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    failed: str | None = None
+
+    def add(self, what: str, value: float | str, unit: str = "", target: str | None = None) -> None:
+        """Add a figure."""
+        self.rows.append({"what": what, "value": value, "unit": unit, "target": target})
+
+
+@dataclass
+class Session:
+    """The device, the sizes, a folder for files, and every value beyond its bound."""
+
+    device: torch.device
+    sizes: Sizes
+    folder: Path
+    violations: list[str] = field(default_factory=list)
+    finetuned: Path | None = None
+    converted: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the device is a card."""
+        return self.device.type == "cuda"
+
+    def demo(self, name: str) -> Path:
+        """Return a demo checkpoint, or a tiny one, as convert leaves it on the device."""
+        if name not in self.converted:
+            out, source = self.folder / name, ROOT / "bf16_to_fp16" / "demo_data" / name
+            if not source.is_dir():
+                source = self.folder / f"{name}-source"
+                synthetic.write(source, self.sizes.encoder)
+            convert(source, out, device=self.device, run_model=self.on_cuda)
+            self.converted[name] = out
+        return self.converted[name]
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+
+    def timed(self, action: Callable[[], object], rounds: int) -> float:
+        """Return the median seconds of an action, after one that does not count."""
+        taken = []
+        for _ in range(rounds + 1):
+            self.wait()
+            begin = time.perf_counter()
+            action()
+            self.wait()
+            taken.append(time.perf_counter() - begin)
+        return statistics.median(taken[1:])
+
+    def splits(self) -> Sequence[bool]:
+        """Whether kernels may round partial sums to fp16: both ways on a card, on a CPU none does."""
+        return (True, False) if self.on_cuda else (False,)
+
+
+@contextmanager
+def split_sums(allowed: bool) -> Iterator[None]:
+    """Let cuBLAS round the partial sums of a split product to fp16, or not."""
+    backend = torch.backends.cuda.matmul
+    before = backend.allow_fp16_reduced_precision_reduction
+    backend.allow_fp16_reduced_precision_reduction = allowed
+    try:
+        yield
+    finally:
+        backend.allow_fp16_reduced_precision_reduction = before
+
+
+def shown(allowed: bool) -> str:
+    """Return the words for whether split sums are allowed."""
+    return "split-K on" if allowed else "split-K off"
+
+
+# ---- finetunes -------------------------------------------------------------------------------------------------------
+
+
+def hard_recipe(session: Session, out: Path, *changes: str) -> Any:
+    """Return the hard checkpoint's recipe on the device."""
+    there = {
+        "source": HARD,
+        "out": out,
+        "data.path": ROOT / "recipes" / "data" / "python-topics.txt.gz",
+        "data.held_out_path": ROOT / "bf16_to_fp16" / "demo_data" / "held_out.txt",
+        "device": session.device,
+        "evaluation.every": 100_000,
+    }
+    given = [f"{key}={json.dumps(str(value)) if not isinstance(value, int) else value}" for key, value in there.items()]
+    return read_recipe(ROOT / "recipes" / "demo" / "hard.yaml", [*given, *changes])
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's log that are steps."""
+    rows = map(json.loads, out.with_name(f"{out.name}.run").joinpath("log.jsonl").read_text().splitlines())
+    return [row for row in rows if "loss" in row]
+
+
+def run_finetune(session: Session, part: Part) -> None:
+    """The hard checkpoint by its recipe."""
+    out = session.folder / "hard-fp16"
+    steps = session.sizes.steps
+    tiny = [] if session.on_cuda else ["evaluation.examples=2", "data.batch_size=2", "rescale=false"]
+    result = finetune(hard_recipe(session, out, f"schedule.steps={steps}", "logging.every=1", *tiny))
+    assert result is not None
+    rows, evaluations = logged(out), result.report["finetune"]["evaluations"]
+    narrow = [row for row in rows if row["precision"] == "fp16"]
+    part.add("steps", len(rows))
+    part.add("of which under fp16 autocast", len(narrow))
+    part.add("skipped", rows[-1]["skipped"])
+    if narrow:
+        part.add("loss scale at the end", narrow[-1]["loss_scale"])
+    part.add("held-out loss before", evaluations[0]["held_out_loss"], "nats")
+    part.add("held-out loss after", evaluations[-1]["held_out_loss"], "nats", "at most 1.01 times before")
+    for name, regime in result.report["regimes"].items():
+        part.add(f"headroom of what was written, {name}", regime["headroom_bits"], "bits", "above 0")
+    part.add("device of the training", ", ".join(result.report["finetune"]["devices"]))
+    session.finetuned = out
+
+
+def run_scaler(session: Session, part: Part) -> None:
+    """A plain loop under autocast and torch's GradScaler, from the source and from what was finetuned."""
+    sources = {"source": HARD} | ({"finetuned": session.finetuned} if session.finetuned else {})
+    for name, folder in sources.items():
+        taken, scale, seconds, dtype = scaled_loop(session, folder)
+        part.add(f"{name}: steps taken by GradScaler", taken, f"of {session.sizes.scaler_steps}")
+        part.add(f"{name}: its scale at the end", scale)
+        part.add(f"{name}: a step", 1e3 * seconds, "ms")
+        part.add(f"{name}: dtype of a linear", dtype, "", "float16")
+
+
+def scaled_loop(session: Session, folder: Path) -> tuple[int, float, float, str]:
+    """Return the steps taken, the last scale, the median seconds of a step, and the dtype of a linear's output."""
+    place = session.device
+    recipe = hard_recipe(
+        session, session.folder / "none", "data.first_sentinel=383", f"data.batch_size={16 if session.on_cuda else 2}"
+    )
+    corpus = open_corpus(recipe.data, folder, load_config(folder))
+    model = load(folder, torch.float32).to(place).train()
+    seen: set[torch.dtype] = set()
+    watched = model.get_submodule("encoder.block.0.layer.0.SelfAttention.q")
+    watched.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    scaler = torch.amp.GradScaler(place.type)
+    batches, taken, ends = corpus.training_batches(), 0, [time.perf_counter()]
+    for _ in range(session.sizes.scaler_steps):
+        batch = next(batches)
+        assert batch.labels is not None
+        with nullcontext() if session.on_cuda else FastProducts():
+            with torch.autocast(place.type, torch.float16):
+                logits = model(**arguments(model, batch, place)).logits
+            loss = task_loss(logits, batch.labels.to(place)) / int(counted_positions(batch).sum())
+            before = scaler.get_scale()
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        taken += scaler.get_scale() >= before
+        session.wait()
+        ends.append(time.perf_counter())
+    seconds = statistics.median(b - a for a, b in itertools.pairwise(ends))
+    return taken, scaler.get_scale(), seconds, ", ".join(str(d).removeprefix("torch.") for d in seen)
+
+
+FSDP_STATES = {"single": "whole", "fsdp": "of each process"}
+"""How each configuration writes its states."""
+
+
+def run_fsdp(session: Session, part: Part) -> None:
+    """One process under FSDP2 beside one without, both in fp16 on the card."""
+    if not session.on_cuda:
+        part.add("FSDP", "left out: on a CPU accelerate runs DDP instead")
+        return
+    losses = {}
+    for config in ("single", "fsdp"):
+        out = session.folder / f"with-{config}"
+        begin = time.perf_counter()
+        launch(config, out, session.sizes.fsdp_steps)
+        part.add(f"{config}.yaml: the whole command", time.perf_counter() - begin, "s")
+        rows = logged(out)
+        losses[config] = [row["loss"] for row in rows]
+        part.add(f"{config}.yaml: fp16 steps", sum(row["precision"] == "fp16" for row in rows), f"of {len(rows)}")
+        # Of a model that is whole in each process the first one writes the state.
+        sharded = any(out.with_name(f"{out.name}.run").glob("step-*/accelerate"))
+        part.add(f"{config}.yaml: states", "of each process" if sharded else "whole", "", FSDP_STATES[config])
+    pairs = zip(losses["single"], losses["fsdp"], strict=True)
+    part.add("largest difference of a step's loss", max(abs(a - b) / abs(a) for a, b in pairs), "relative", "0.02")
+
+
+def launch(config: str, out: Path, steps: int) -> None:
+    """Finetune a demo checkpoint in one process of a configuration of launch/; RuntimeError with what it said."""
+    recipe = out.with_suffix(".yaml")
+    text = json.dumps(str(ROOT / "recipes" / "data" / "python-topics.txt.gz"))
+    source = json.dumps(str(ROOT / "bf16_to_fp16" / "demo_data" / DEMOS[0]))
+    recipe.write_text(
+        f"source: {source}\nout: {json.dumps(str(out))}\nprecision: fp16\ndevice: cuda\n"
+        f"data: {{path: {text}, first_sentinel: 383, input_length: 130, target_length: 62, batch_size: 8}}\n"
+        f"schedule: {{steps: {steps}}}\nlogging: {{every: 1}}\nevaluation: {{every: 1000, examples: 8}}\n"
+    )
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
+    command += [f"launch/accelerate/{config}.yaml", "--num_processes", "1", "--main_process_port", "0"]
+    command += ["-m", "bf16_to_fp16", "finetune", str(recipe)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    if done.returncode not in (0, 1) or not (out / "fp16_report.json").is_file():
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        wanted = [line for line in lines if "rror" in line] or lines or ["no message"]
+        raise RuntimeError(f"{config}.yaml ended with {done.returncode}: {wanted[0].strip()}")
+
+
+# ---- soundness -------------------------------------------------------------------------------------------------------
+
+
+def run_kernels(session: Session, part: Part) -> None:
+    """The error of fp16 products beside what the certificate allows one of them."""
+    generator = torch.Generator().manual_seed(0)
+    for allowed in session.splits():
+        worst, differing = 0.0, 0
+        arithmetic = Arithmetic(splits=SPLITS if allowed else 0)
+        for rows, inner, columns in session.sizes.products:
+            for signed in (True, False):
+                a, b = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (columns, inner)))
+                # Of one sign, partial sums are as large as the result, and every loss counts.
+                a, b = ((x if signed else x.abs()).mul_(0.3).half().to(session.device) for x in (a, b))
+                with split_sums(allowed):
+                    made = torch.nn.functional.linear(a, b).double()
+                with split_sums(False):
+                    differing += int((torch.nn.functional.linear(a, b).double() != made).sum())
+                exact, whole = (x @ y.t() for x, y in ((a.double(), b.double()), (a.abs().double(), b.abs().double())))
+                room = whole * arithmetic.gamma(inner)
+                room += (exact.abs() + room) * UNIT + arithmetic.splits * FP16_STEP + FP16_STEP / 2
+                share = float(((made - exact).abs() / room).max())
+                worst = max(worst, share)
+                if not share <= 1:
+                    session.violations.append(
+                        f"kernels, {shown(allowed)}: a product of {rows} × {inner} and {inner} × {columns} is off by"
+                        f" {share:.3f} times what is allowed"
+                    )
+        part.add(f"{shown(allowed)}: largest error of a product", worst, "of what is allowed", "at most 1")
+        if allowed:
+            part.add("elements that split-K changes", differing)
+
+
+def limited(result: RegimeResult) -> dict[str, float]:
+    """Return the largest value of every site that has a limit, those that compute in fp16."""
+    return {site.name: site.amax for site in result.sites if site.limit is not None}
+
+
+def compare(session: Session, part: Part, where: str, certificate: Certificate, seen: Mapping[str, float]) -> None:
+    """Compare the largest value at every site that has a bound with it."""
+    shares = []
+    for name, amax in seen.items():
+        limit = certificate.at(name)
+        if limit is not None:
+            shares.append(amax / limit if limit > 0 else float(amax > 0))
+            if not amax <= limit:
+                session.violations.append(f"{where}: {name} reached {amax!r} past its bound of {limit!r}")
+    part.add(f"{where}: largest value of {len(shares)} sites", max(shares), "of its bound", "at most 1")
+    part.add(f"{where}: median", statistics.median(shares), "of its bound")
+
+
+def run_audit(session: Session, part: Part) -> None:
+    """Every regime of converted checkpoints, and random models under an adversary, against every bound."""
+    folders = {name: session.demo(name) for name in session.sizes.demos}
+    if session.finetuned is not None and session.on_cuda:
+        folders["t5-hard-bytes, finetuned"] = session.finetuned
+    for name, folder in folders.items():
+        checkpoint = open_checkpoint(folder)
+        layout = resolve(checkpoint)
+        for allowed in session.splits():
+            arithmetic = Arithmetic(splits=SPLITS if allowed else 0)
+            certificate = bound(layout, fp16_weights(checkpoint, layout), arithmetic)
+            regimes = REGIMES if session.on_cuda else ("half",)
+            with split_sums(allowed):
+                results = audit_folder(folder, regimes=regimes, device=session.device)
+            for regime, result in results.items():
+                where = f"{name}, {regime}, {shown(allowed)}"
+                compare(session, part, where, certificate, limited(result))
+                if not result.safe:
+                    part.add(f"{where}: verdict", "unsafe", "", "safe")
+    tally = Tally()
+    for seed in range(session.sizes.models):
+        adverse(session, seed, tally)
+    session.violations += tally.violations
+    for way, count in tally.values.items():
+        most = max(share for (each, _), share in tally.largest.items() if each == way)
+        part.add(
+            f"{session.sizes.models} random models, {way}: largest value", most, f"of its bound, {count} sites", "1"
+        )
+
+
+def adverse(session: Session, seed: int, tally: Tally) -> None:
+    """Compare one random model in pure fp16 on the device, its norms reading what ascent found."""
+    r = random.Random(seed)
+    kind, wide = random_model(seed)
+    lengths, batch = ((9, 7), 12) if session.on_cuda else ((4, 3), 2)
+    half, double = copy.deepcopy(wide).half(), copy.deepcopy(wide).double().requires_grad_(False)
+    layout = resolve(ModelTensors(half))
+    certificates = {
+        allowed: certified(half, Arithmetic(max(lengths), splits=SPLITS if allowed else 0)) for allowed in (True, False)
+    }
+    set_attention(double, "eager")
+    steps = 25 if session.on_cuda else 2
+    inputs = ascend(double, layout, aims(layout, certificates[True], batch, lengths, r, 0.5), lengths, seed, steps)
+    placed = {path: x.to(session.device, torch.float16) for path, x in inputs.items()}
+    half.to(session.device)
+
+    def run() -> None:
+        with free_norms(half, placed):
+            forward(half, layout, batch, lengths)
+
+    for allowed in session.splits():
+        for attention in ("eager", "sdpa"):
+            with split_sums(allowed):
+                seen = watch(half, run, attention)
+            tally.compare(f"{attention}, {shown(allowed)}", f"seed {seed} {kind}", certificates[allowed], seen, FREE)
+
+
+def run_attack(session: Session, part: Part) -> None:
+    """The search for the worst inputs of the first demo checkpoint."""
+    name = session.sizes.demos[0]
+    checkpoint = open_checkpoint(session.demo(name))
+    layout = resolve(checkpoint)
+    certificate = bound(layout, fp16_weights(checkpoint, layout))
+    model = load(checkpoint.folder, torch.float16, half=True).to(session.device)
+    begin = time.perf_counter()
+    length = 16 if session.on_cuda else 3
+    sites = None if session.on_cuda else ["encoder.block.0.layer.1.DenseReluDense.wo"]
+    found = attack(model, layout, steps=session.sizes.attack_steps, certificate=certificate, length=length, sites=sites)
+    part.add(f"{name}: {session.sizes.attack_steps} steps", time.perf_counter() - begin, "s")
+    for what, reached in (
+        ("worst found", {f.name: f.worst for f in found.found}),
+        ("any embedding covered", {f.name: f.covered for f in found.found}),
+    ):
+        compare(session, part, f"{name}, {what}", certificate, reached)
+    part.add(f"{name}: headroom at the worst", found.worst_headroom_bits, "bits", "above 0")
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+def run_optimizer(session: Session, part: Part) -> None:
+    """A step of AdamW with stochastic rounding beside torch's fused one and torchao's."""
+    wanted = ("torch fused", "moments, compiled", "bf16, bfloat16 moments, eager", "torchao")
+    if not session.on_cuda:
+        wanted = ("bf16, bfloat16 moments, eager",)
+    for label, sizes in session.sizes.optimizer.items():
+        found = list(
+            optimizer_cost.measured(
+                session.device.type,
+                sizes,
+                session.sizes.rounds,
+                lambda name: any(each in name for each in wanted),
+            )
+        )
+        count = sum(size.numel() for size in sizes) / 1e6
+        least = min(row.baseline for row in found)
+        part.add(f"{label}, {count:.0f} million in {len(sizes)} tensors: torch's fused bf16 step", least, "ms")
+        for row in found:
+            ours = row.name.startswith("AdamW") and "compiled" in row.name
+            part.add(f"{label}: {row.name}", row.times, "times torch's fused bf16", "1.2" if ours else None)
+            part.add(f"{label}: {row.name}, transient memory", row.transient, "MB")
+    if importlib.util.find_spec("torchao") is None:
+        part.add("torchao", "not installed: not compared")
+
+
+def run_penalty(session: Session, part: Part) -> None:
+    """A training step under the penalty beside the plain one."""
+    model = penalty_cost.model_of(session.sizes.penalty).to(session.device)
+    rows, length = (8, 64) if session.on_cuda else (1, 4)
+    ids = torch.randint(1, model.config.vocab_size, (rows, length)).to(session.device)
+    dtypes = (torch.float32, torch.float16) if session.on_cuda else (torch.float32,)
+    for dtype in dtypes:
+        label = str(dtype).removeprefix("torch.")
+        for row in penalty_cost.measured(model, ids, dtype, session.sizes.rounds, lambda name: "amax" in name):
+            part.add(f"{label}, {row.name}", row.times, f"times plain ({row.milliseconds:.1f} ms)")
+
+
+def run_certificate(session: Session, part: Part) -> None:
+    """Bounds with the products of matrices on the device, and beside those of the CPU."""
+    for shape in session.sizes.layers:
+        name = f"d {shape.d_model}, feed-forward {shape.d_ff}, {shape.layers} layer a stack"
+        folder = session.folder / f"shape-{shape.d_model}"
+        synthetic.write(folder, shape, outliers=True)
+        checkpoint = open_checkpoint(folder)
+        layout = resolve(checkpoint)
+        bounds = {}
+        for place in dict.fromkeys((str(session.device), "cpu")):
+            begin, device = time.perf_counter(), Device(place)
+            with products_on(device, "certificate"):
+                bounds[place] = bound(layout, fp16_weights(checkpoint, layout))
+            part.add(f"{name}: with products on {place}", time.perf_counter() - begin, "s")
+            part.add(f"{name}: they ran on", ", ".join(device.used["certificate"]))
+        if len(bounds) == 2:
+            here, there = (each.sites for each in bounds.values())
+            off = max(abs(a.bound / b.bound - 1) for a, b in zip(here, there, strict=True))
+            part.add(f"{name}: largest difference of a bound", off, "relative", "1e-6")
+        certificate = bounds[str(session.device)]
+        for allowed in session.splits():
+            with split_sums(allowed):
+                results = audit_folder(folder, regimes=("half",), device=session.device)
+            where = f"{name}, half, {shown(allowed)}"
+            compare(session, part, where, certificate, limited(results["half"]))
+
+
+def run_half(session: Session, part: Part) -> None:
+    """`.half()` beside what stock code loads in fp16, and beside bf16: seconds and memory of one forward."""
+    shape = session.sizes.encoder
+    config = transformers.T5Config(**{k: v for k, v in shape.config().items() if k != "architectures"})
+    for name, dtype in (("half", torch.float16), ("stock fp16", torch.float16), ("bf16", torch.bfloat16)):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with session.device:
+                model = transformers.T5EncoderModel(config).eval()
+        finally:
+            torch.set_default_dtype(before)
+        model.to(dtype)
+        if name == "stock fp16":
+            # As from_pretrained(dtype=torch.float16) leaves it.
+            for path, module in model.named_modules():
+                if path.rpartition(".")[2] in (model._keep_in_fp32_modules or ()):
+                    module.float()
+        held = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
+        part.add(f"{name}: weights", held / 1e9, "GB")
+        for rows, tokens in session.sizes.batches:
+            ids = torch.randint(1, shape.vocabulary, (rows, tokens), device=session.device)
+
+            @torch.no_grad()
+            def encode(model: Any = model, ids: Tensor = ids) -> None:
+                model(input_ids=ids)
+
+            if session.on_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            seconds = session.timed(encode, session.sizes.rounds)
+            part.add(f"{name}: {rows} × {tokens} tokens", 1e3 * seconds, "ms")
+            if session.on_cuda:
+                part.add(f"{name}: {rows} × {tokens}, peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
+        del model
+        if session.on_cuda:
+            torch.cuda.empty_cache()
+
+
+PARTS: dict[str, Callable[[Session, Part], None]] = {
+    "finetune": run_finetune,
+    "scaler": run_scaler,
+    "kernels": run_kernels,
+    "audit": run_audit,
+    "attack": run_attack,
+    "fsdp": run_fsdp,
+    "optimizer": run_optimizer,
+    "penalty": run_penalty,
+    "certificate": run_certificate,
+    "half": run_half,
+}
+
+
+def run_parts(session: Session, names: Sequence[str], save: Callable[[Mapping[str, Part]], None]) -> dict[str, Part]:
+    """Run parts one after the other and print their figures; one that fails says so and the others go on.
+
+    save: is called with what there is after each part.
+    """
+    parts = {}
+    print("| part | what | figure | target |\n|---|---|---|---|")
+    for name in names:
+        part = parts[name] = Part()
+        begin = time.perf_counter()
+        try:
+            PARTS[name](session, part)
+            session.wait()
+        except (Exception, UserError) as error:
+            part.failed = f"{type(error).__name__}: {first_line(error)}"
+        part.seconds = time.perf_counter() - begin
+        print_rows(name, part)
+        save(parts)
+        if session.on_cuda:
+            torch.cuda.empty_cache()
+    return parts
+
+
+def print_rows(name: str, part: Part) -> None:
+    """Print every figure of a part as a row of a Markdown table."""
+    for row in part.rows:
+        value = row["value"] if isinstance(row["value"], (str, int)) else f"{row['value']:.4g}"
+        figure = f"{value} {row['unit']}".strip()
+        print(f"| {name} | {row['what']} | {figure} | {row['target'] or ''} |")
+    end = f"failed: {part.failed}" if part.failed else "the whole part"
+    print(f"| {name} | {end} | {part.seconds:.1f} s | |", flush=True)
+
+
+def main() -> None:
+    """Run the parts, print the table and write the JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device that torch can use; give --device cpu for what runs without one")
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-gpu-") as scratch:
+        sizes = ON_A_CARD if options.device == "cuda" else TINY
+        session = Session(torch.device(options.device), sizes, Path(scratch))
+        card = torch.cuda.get_device_name() if session.on_cuda else "cpu"
+
+        def save(parts: Mapping[str, Part]) -> None:
+            found = {
+                "device": card,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "accelerate": accelerate.__version__,
+                "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
+                "seconds": time.perf_counter() - begin,
+                "failed": [name for name, part in parts.items() if part.failed],
+                "violations": session.violations,
+                "parts": {name: asdict(part) for name, part in parts.items()},
+            }
+            if options.out is not None:
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+        parts = run_parts(session, [name for name in PARTS if name in options.only], save)
+    print(
+        f"\n{card}, torch {torch.__version__}, transformers {transformers.__version__},"
+        f" {time.perf_counter() - begin:.0f} s"
+    )
+    for line in session.violations:
+        print(f"PAST ITS BOUND: {line}", file=sys.stderr)
+    raise SystemExit(1 if session.violations or any(part.failed for part in parts.values()) else 0)
+
+
+if __name__ == "__main__":
+    main()
