@@ -75,17 +75,14 @@ def audit(
             ),
         )
     described = regimes_of(results)
-    searched: dict[str, Any] = {}
-    broken = False
+    searched, broken = dict[str, Any](), False
     if attack_steps is not None:
         with products_on(on, "certificate"), progress.step("Bounding every signal") as advance:
             certificate = bound(layout, fp16_weights(checkpoint, layout), advance=advance)
         with progress.step("Searching for the worst inputs") as advance:
             model = load(checkpoint.folder, torch.float16, half=True)
-            find = partial(
-                attack, layout=layout, steps=attack_steps, seed=seed, certificate=certificate, advance=advance
-            )
-            adversary = on.run("attack", lambda place: find(model.to(place)))
+            find = partial(attack, layout=layout, steps=attack_steps, seed=seed, certificate=certificate)
+            adversary = on.run("attack", lambda place: find(model.to(place), advance=advance))
         seen = dict(adversary.worst)
         for site in results["half"].sites if "half" in results else ():
             seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
