@@ -8,13 +8,11 @@ Heavy imports wait until a command needs them.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -34,11 +32,12 @@ SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 FOLDER = click.Path(path_type=Path)
 
 
-source = click.argument("source")
+source = click.argument("source", type=click.Path())  # or a Hub id; what a shell completes
 
 
 data = click.option(
     "--data",
+    type=click.Path(),
     metavar="FILE",
     help="Text to run on besides the built-in probe: JSONL, CSV, Parquet, text, or a Hub dataset.",
 )
@@ -47,6 +46,7 @@ data = click.option(
 json_file = click.option(
     "--json",
     "json_file",
+    type=click.Path(),
     metavar="FILE",
     callback=lambda context, option, target: checked_target(target, "--json"),
     help="Write the report as JSON; - for standard output.",
@@ -285,12 +285,16 @@ def convert_command(
 
 def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:
     """Print what was done, or for a dry run what would be."""
+    from .progress import roughly
     from .report import terminal
     from .report.schema import Report, read
+    from .wording import bytes_in_words
 
     report = read(Report, result.report)
     if result.out is None:
         terminal.print_planned(report, result.planned)
+        took = "" if result.seconds is None else f"; converting takes {roughly(result.seconds)} in all on this machine"
+        print(f"to write: {bytes_in_words(result.nbytes or 0)} of weights{took}")
         terminal.print_plan(report.plan or result.plan, result.planned)
         return
     terminal.print_conversion(report, result.out, verbose=verbose)
@@ -502,7 +506,10 @@ def publish_command(
 @app.command("verify")
 @source
 @click.option(
-    "--original", metavar="SOURCE", help="What was converted (folder or Hub id): replay the recorded plan on it too."
+    "--original",
+    type=click.Path(),
+    metavar="SOURCE",
+    help="What was converted (folder or Hub id): replay the recorded plan on it too.",
 )
 @data
 @click.option("--no-audit", is_flag=True, help="Run nothing: hashes, plan and certificate only.")
@@ -544,14 +551,19 @@ def verify_command(
 
 
 @app.command("check")
-@click.argument("out", metavar="OUT")
+@click.argument("out", type=click.Path(), metavar="OUT")
 @click.option(
     "--runtime",
     type=click.Choice(["openvino", "onnxruntime", "ctranslate2", "onnx-reference"]),
     required=True,
     help="onnx-reference: numpy, every operation in fp16, norms included.",
 )
-@click.option("--source", metavar="SOURCE", help="What OUT was converted from (folder or Hub id), to run beside it.")
+@click.option(
+    "--source",
+    type=click.Path(),
+    metavar="SOURCE",
+    help="What OUT was converted from (folder or Hub id), to run beside it.",
+)
 @seed
 @json_file
 def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
@@ -645,7 +657,7 @@ class _Numbers(click.Command):
 
 
 @app.command("advise", cls=_Numbers)
-@click.argument("source", required=False, metavar="SOURCE")
+@click.argument("source", type=click.Path(), required=False, metavar="SOURCE")
 @click.option("--updates", is_flag=True, help="Which weights an optimizer's updates would not move, and what helps.")
 @click.option("--init", is_flag=True, help="How large weights should begin; SOURCE may be a hidden size.")
 @click.option(
@@ -667,7 +679,10 @@ class _Numbers(click.Command):
     help="updates: root mean square of a tensor's update over that of the tensor, instead of the optimizer's own.",
 )
 @click.option(
-    "--data", metavar="FILE", help="updates: text for real gradients: JSONL, CSV, Parquet, text, or a Hub dataset."
+    "--data",
+    type=click.Path(),
+    metavar="FILE",
+    help="updates: text for real gradients: JSONL, CSV, Parquet, text, or a Hub dataset.",
 )
 @click.option("--steps", type=int, default=8, show_default=True, help="updates: steps with real gradients.")
 @click.option("--batch-size", type=int, metavar="N", help="updates: examples of a step; advised on with the rate.")
@@ -809,7 +824,7 @@ def parse_size(text: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    quieten()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn in every process that is forked
     interrupts: list[int] = []
 
     def interrupt(number: int, _: Any) -> None:
@@ -873,19 +888,3 @@ def complain(message: str) -> int:
         time.sleep(10)
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return USAGE
-
-
-def quieten() -> None:
-    """Keep the libraries' own bars and advice off the screen; what matters of theirs is checked and said by this
-    program."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    # DeepSpeed remarks on standard output, among data; it sets its logger's level when imported, but a filter stays.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-    # torchao, which transformers imports where it is installed, lists kernels of other machines and torch's news.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # Its calls into torch, one warning for each process and function.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from support import tiny
 from support.forked import in_a_fork
 
 from bf16_to_fp16 import __main__ as program
-from bf16_to_fp16 import __version__, cli
+from bf16_to_fp16 import __version__, cli, convert
 from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.environment import SCHEMA
 from bf16_to_fp16.report.schema import Report, dump, read
@@ -316,8 +318,21 @@ def test_json_goes_to_standard_output_alone(warm_python: Path, tmp_path: Path) -
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny.save(tiny.build("gated"), tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--dry-run"]) == 0
-    assert "residual" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "residual" in out and re.search(r"^to write: .* of weights; converting takes about \d+ s in all", out, re.M)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_dry_run_knows_the_size_of_the_weights_and_a_time_only_where_something_was_run(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("gated"), tmp_path / "source")
+    planned = convert(source, tmp_path / "out", dry_run=True)
+    blind = convert(source, tmp_path / "out", dry_run=True, run_model=False)
+    written = convert(source, tmp_path / "out", run_model=False)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        nbytes = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    assert planned.nbytes == blind.nbytes == nbytes and blind.seconds is None
+    assert planned.seconds is not None and planned.seconds > 0
+    assert written.nbytes is None
 
 
 def test_an_audit_can_be_written_as_a_page(tmp_path: Path) -> None:

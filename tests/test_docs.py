@@ -6,6 +6,7 @@ anchor of them.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -219,6 +220,34 @@ def test_a_command_that_the_program_has_not_is_found(line: str) -> None:
     (words,) = ours(line)
     with pytest.raises((click.ClickException, AssertionError)):
         parse(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["conv"], {"convert"}),
+        (["convert", "--target", "n"], {"norm-safe"}),
+        (["audit", "--tr"], {"--train-mode"}),
+    ],
+)
+def test_the_line_for_bash_completes(words: list[str], wanted: set[str]) -> None:
+    line = re.search(r"`(eval .*bash_source.*?)`", (ROOT / "docs/index.md").read_text(encoding="utf-8"))
+    assert line is not None
+    at = f"COMP_WORDS=(bf16-to-fp16 {shlex.join(words)}); COMP_CWORD={len(words)}"
+    script = f"{line[1]}\n{at}; _bf16_to_fp16_completion bf16-to-fp16; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(["bash", "-c", script], env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert (set(done.stdout.split()), done.stderr) == (wanted, "")
+
+
+def test_paths_are_completed_where_a_command_takes_them() -> None:
+    for command in cli.app.commands.values():
+        for parameter in command.params:
+            path = {"source", "out", "SOURCE", "OUT", "DIR", "FILE", "RECIPE", "REPORT"} & {
+                parameter.name,
+                parameter.metavar,
+            }
+            assert not path or isinstance(parameter.type, click.Path), (command.name, parameter.name)
 
 
 def test_every_option_spoken_of_is_one_of_the_program() -> None:

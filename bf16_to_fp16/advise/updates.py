@@ -28,6 +28,7 @@ from ..finetuning.corpus import open_corpus
 from ..finetuning.recipe import Data
 from ..optim import rounding
 from ..progress import Advance, Progress
+from ..quiet import quiet
 from ..run.probe import has_decoder
 from ..run.stock import load
 from ..wording import rounded_up
@@ -155,6 +156,7 @@ class Settings:
             )
 
 
+@quiet()
 def advise_updates(
     source: str | Path,
     *,

@@ -18,6 +18,7 @@ from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
+from ..quiet import quiet
 from ..report.remedies import over_limits, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
 from ..run import probe
@@ -25,6 +26,7 @@ from ..run.agreement import agreed_layout
 from ..run.stock import load, load_config
 
 
+@quiet()
 def audit(
     source: str | Path,
     *,

@@ -14,6 +14,7 @@ from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
+from ..quiet import quiet
 from ..report.build import tiers_by_bound
 from ..report.remedies import over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@quiet()
 def certify(
     source: str | Path,
     *,

@@ -20,6 +20,7 @@ from ..environment import SCHEMA, environment
 from ..errors import UserError
 from ..families.types import Layout
 from ..progress import Progress
+from ..quiet import quiet
 from ..report.schema import ArithmeticEntry, ComparisonEntry, Environment, RuntimeCheck, dump
 from ..run import probe
 from ..run.agreement import agreed_layout
@@ -29,6 +30,7 @@ from ..run.runtimes.types import Runtime, in_torch
 from ..run.stock import load_config
 
 
+@quiet()
 def check(
     out: str | Path,
     runtime: str,

@@ -25,6 +25,7 @@ from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
+from ..quiet import quiet
 from ..report.card import warned
 from ..report.page import render
 from ..report.schema import PAGE, REPORT, FileEntry, Report, dump, regimes_of
@@ -308,6 +309,7 @@ class Target:
             constants.HF_HUB_DISABLE_XET = before
 
 
+@quiet()
 def publish(
     folder: str | Path,
     repo_id: str,

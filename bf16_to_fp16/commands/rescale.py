@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import UserError
 from ..families.resolve import resolve
 from ..observe.meter import observe_ranges
+from ..quiet import quiet
 from ..rescaling.apply import apply
 from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS, make_plan
@@ -15,6 +16,7 @@ from ..run.agreement import check_modules
 from ..run.probe import Batch, batches, chosen_ids
 
 
+@quiet()
 def rescale(
     model: Any, inputs: list[Batch] | None = None, *, target: str = "half", margin_bits: float = MARGIN_BITS
 ) -> Plan:

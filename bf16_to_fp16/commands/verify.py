@@ -34,6 +34,7 @@ from ..errors import UserError
 from ..families.resolve import resolve
 from ..families.types import Layout
 from ..progress import Progress
+from ..quiet import quiet
 from ..report.remedies import CONVERT_AGAIN, REMOVE, RIGHT_REVISION, UNSAFE_BY_REPORT, unsafe_sites
 from ..report.schema import (
     REPORT,
@@ -99,6 +100,7 @@ class Problem:
         return f"{self.name}: {self.reason}; {self.remedy}"
 
 
+@quiet()
 def verify(
     source: str | Path,
     *,

@@ -350,8 +350,8 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` put in its place.
 
     The value of an override is read as YAML; sections that the file lacks are made. Raises UserError, one line with
-    the file and the key, for a file that cannot be read, is not UTF-8, YAML or a recipe, and for an override that is
-    not ``key=value``.
+    the file and the key, for a file that cannot be read, is not UTF-8, YAML or a recipe, for an override that is not
+    ``key=value``, and for a path that begins at the recipe instead of at the folder in which the command runs.
     """
     path = Path(path)
     try:
@@ -369,7 +369,20 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         raise UserError(f"{path}: a recipe is made of `key: value` lines, not {_kind(tree)}")
     for override in overrides:
         _override(tree, override, str(path))
-    return parse_recipe(tree, str(path))
+    recipe = parse_recipe(tree, str(path))
+    _check_places(recipe, path)
+    return recipe
+
+
+def _check_places(recipe: Recipe, path: Path) -> None:
+    """Raise UserError for a relative path that leads nowhere from here, but would from the recipe's folder."""
+    named = {"source": recipe.source, "data.path": recipe.data.path, "data.held_out_path": recipe.data.held_out_path}
+    for key, name in named.items():
+        if name is not None and not Path(name).expanduser().exists() and (beside := path.parent / name).exists():
+            raise UserError(
+                f"{path}: {key} {name} is not in {Path.cwd()}, where a recipe's paths begin, but beside the recipe;"
+                f" write {beside}"
+            )
 
 
 def parse_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:

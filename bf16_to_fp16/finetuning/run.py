@@ -37,6 +37,7 @@ from ..families.known import is_encoder_class
 from ..families.resolve import resolve
 from ..observe.observer import SiteObserver
 from ..progress import Progress
+from ..quiet import quiet
 from ..report.build import other_sha256
 from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.apply import edited_config, writes
@@ -63,6 +64,7 @@ START_BATCHES = 4
 """Batches that the start must hold before the first step."""
 
 
+@quiet()
 def finetune(
     recipe: Recipe | str | Path | Mapping[str, Any],
     *,
@@ -214,6 +216,7 @@ def train(
     return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), weights if main else None)
 
 
+@quiet()
 def convert_or_finetune(
     recipe: str | Path,
     options: Options,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -436,9 +437,12 @@ def ratio(bf16: float | None, fp16: float | None) -> str:
 
 
 def print_unsafe(screen: Console, entries: Sequence[UnsafeEntry]) -> None:
-    """Print what no exponent can hold, and the remedy."""
-    for site in [entry for entry in entries if entry.regimes is not None][:WORST_SITES]:
-        screen.print(f"unsafe: {site.signal}, {site.reason}; {site.remedy}", markup=False)
+    """Print what no exponent can hold, and under those that share it the remedy."""
+    broken = [entry for entry in entries if entry.regimes is not None][:WORST_SITES]
+    for remedy, sites in groupby(broken, key=lambda site: site.remedy):
+        for site in sites:
+            screen.print(f"unsafe: {site.signal}, {site.reason}", markup=False)
+        screen.print(f"next: {remedy}", markup=False)
     for limit in [entry for entry in entries if entry.regimes is None and entry.reason in ("", PASSED)][:WORST_SITES]:
         screen.print(
             f"over its limit with margin: {limit.signal} by {excess(limit.excess_bits)} bits; {limit.remedy}",

@@ -29,7 +29,7 @@ from ..errors import UserError
 from ..families.known import FAMILIES, may_be_absent, stock_class
 from ..families.resolve import resolve
 from ..families.types import Attention, Family, FeedForward, Layout, StackEnds, config_value
-from .stock import eps_attribute, load_config, quiet, without_values
+from .stock import eps_attribute, load_config, without_values
 from .texts import first_line
 
 FREE_KEYS = frozenset(
@@ -78,11 +78,10 @@ def agreed_layout(checkpoint: Checkpoint) -> Layout:
 def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     """Raise UserError where the stock model in the checkpoint's folder is not the one that its layout describes."""
     where = f"{checkpoint.folder}/config.json"
-    with quiet():
-        config = load_config(checkpoint.folder)
-        check_buckets(layout, where)
-        written = _Written(config, layout, where)
-        stock = of_stock_code(checkpoint, layout, written)
+    config = load_config(checkpoint.folder)
+    check_buckets(layout, where)
+    written = _Written(config, layout, where)
+    stock = of_stock_code(checkpoint, layout, written)
     check_weights(checkpoint, layout, stock.info)
     check_modules(layout, stock.model, where)
     if isinstance(stock.scales, Exception):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +71,12 @@ def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False,
     """
     folder = checkpoint.folder
     config = load_config(folder)
-    with quiet():
-        try:
-            model, info = without_values(checkpoint, config, dtype, attention)
-            if model.can_generate():
-                model.adjust_generation_fn(None, False, None, str(folder), local_files_only=True, **NOTHING_REMOTE)
-        except Exception as error:  # as in ``load``
-            raise cannot_be_loaded(folder, error) from error
+    try:
+        model, info = without_values(checkpoint, config, dtype, attention)
+        if model.can_generate():
+            model.adjust_generation_fn(None, False, None, str(folder), local_files_only=True, **NOTHING_REMOTE)
+    except Exception as error:  # as in ``load``
+        raise cannot_be_loaded(folder, error) from error
     check_complete(folder, config.to_dict(), info)
     model.config.name_or_path = str(folder)
     fill_in(model, checkpoint)
@@ -156,22 +154,6 @@ def fill_in(model: Any, checkpoint: Checkpoint) -> None:
     with torch.random.fork_rng(devices=[]):
         for module in made.values():
             model._init_weights(module)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the bars and messages of the stock loader, whose findings are checked here, off the screen."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def check_complete(folder: Path, config: Mapping[str, object], info: Mapping[str, Any]) -> None:

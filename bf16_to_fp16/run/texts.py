@@ -211,7 +211,8 @@ def local_files(path: str) -> list[Path] | None:
 def check_data_files(data: str, files: Iterable[Path], ending: str) -> None:
     """Raise UserError unless all ``files`` of ``data`` exist and there is a reader for their ``ending``."""
     if not all(file.is_file() for file in files):
-        raise UserError(f"{data}: no such file; give an existing .jsonl, .csv, .parquet or .txt")
+        where = "" if Path(data).is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"{data}: no such file{where}; give an existing .jsonl, .csv, .parquet or .txt")
     if ending.lower() not in KINDS:
         raise UserError(f"{data}: unknown kind of file {ending!r}; use .jsonl, .csv, .parquet or .txt")
 

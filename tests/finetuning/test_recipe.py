@@ -227,6 +227,25 @@ def test_a_missing_file_and_a_folder_are_one_line(tmp_path: Path) -> None:
     assert "is a folder; give the recipe's YAML file" in refusal(tmp_path)
 
 
+def test_a_path_that_begins_at_the_recipe_is_refused_with_the_one_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").mkdir()
+    recipe = write(Path("recipes"), FIVE_LINES)
+    assert read_recipe(recipe).data.path == "texts.jsonl"  # it is nowhere, which the reader of the data says
+    Path("recipes/texts.jsonl").touch()
+    wanted = f"data.path texts.jsonl is not in {tmp_path}, where a recipe's paths begin, but beside the recipe;"
+    assert refusal(recipe) == f"recipes/recipe.yaml: {wanted} write recipes/texts.jsonl"
+    assert read_recipe(recipe, ["data.path=recipes/texts.jsonl"]).data.path == "recipes/texts.jsonl"
+    assert "held_out_path texts.jsonl" in refusal(recipe, "data.path=a.txt", "data.held_out_path=texts.jsonl")
+    Path("recipes/org/model").mkdir(parents=True)
+    assert "source org/model is not in" in refusal(recipe, "data.path=a.txt")
+    Path("texts.jsonl").touch()
+    Path("org/model").mkdir(parents=True)
+    assert read_recipe(recipe).source == "org/model"
+
+
 def test_a_short_run_has_a_short_default_warmup() -> None:
     assert Schedule(steps=1000).warmup_steps == 50
     assert Schedule(steps=30).warmup_steps == 3

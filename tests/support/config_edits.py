@@ -30,6 +30,7 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.known import family_of, stock_class
 from bf16_to_fp16.families.types import Layout
 from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.quiet import quiet
 from bf16_to_fp16.run import agreement
 from bf16_to_fp16.run.stock import load
 
@@ -216,7 +217,7 @@ def run(case: Original, number: int, seed: int = 0) -> Outcomes:
     """Judge so many edits of a folder; of those that stock code builds as it did others, run one in ``AGAIN``."""
     outcomes, generator = Outcomes(Counter(), []), random.Random(seed)
     agreement.known = deque(agreement.known, maxlen=500)
-    with agreement.quiet():
+    with quiet():
         for edit in case.drawn(number, seed):
             try:
                 outcomes.counts[judge(case, edit, again=generator.random() < 1 / AGAIN)] += 1

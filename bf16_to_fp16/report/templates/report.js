@@ -1,7 +1,7 @@
 "use strict";
 (() => {
   const NAME = 0, REGIME = 1, AMAX = 2, BITS = 3, NONFINITE = 4, SATURATED = 5, LIMIT = 6, DTYPE = 7, BENIGN = 8, BOUND = 9, TIGHTNESS = 10;
-  const STEP = 100, FP16_MAX = 65504;
+  const STEP = matchMedia("(max-width: 720px)").matches ? 20 : 100, FP16_MAX = 65504;
   const data = JSON.parse(document.getElementById("site-data").textContent);
   const find = (id) => document.getElementById(id);
   const table = find("site-table"), body = table.tBodies[0];

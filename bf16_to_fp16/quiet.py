@@ -1,0 +1,46 @@
+"""Silence of the libraries beneath: what matters of theirs is checked here and said by this package.
+
+Their settings belong to the whole process, so they are put back: whoever calls this package from a program keeps the
+bars and messages that the program has chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+# torchao, which transformers imports where it is installed, lists the kernels of other machines and torch's news.
+TALKATIVE = ("huggingface_hub", "torchao", "torch.utils._pytree")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the bars, advice and warnings of the libraries off the screen; also a decorator."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging as stock
+
+    bars, downloads, level = stock.is_progress_bar_enabled(), not are_progress_bars_disabled(), stock.get_verbosity()
+    with ExitStack() as before:
+        before.enter_context(warnings.catch_warnings())
+        # Its calls into torch, one warning for each process and function.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        warnings.filterwarnings("ignore", message="Cannot disable progress bars")  # HF_HUB_DISABLE_PROGRESS_BARS=0
+        before.callback(stock.set_verbosity, level)
+        stock.set_verbosity(logging.CRITICAL)
+        before.callback(enable_progress_bars if downloads else disable_progress_bars)
+        before.callback(stock.enable_progress_bar if bars else stock.disable_progress_bar)  # first; downloads' as well
+        stock.disable_progress_bar()
+        for logger in map(logging.getLogger, TALKATIVE):
+            before.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        # DeepSpeed remarks on standard output, among data. It sets its logger's level when imported; a filter stays.
+        deepspeed = logging.getLogger("DeepSpeed")
+        deepspeed.addFilter(_is_error)
+        before.callback(deepspeed.removeFilter, _is_error)
+        yield
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
