@@ -230,7 +230,7 @@ class _Findings:
         return weight
 
     def note_weight(self, path: str, amax: float) -> None:
-        """Record the largest entry of a tensor of module ``path``, of which the audit gives weight and bias one name."""
+        """Record the largest entry of a tensor of module ``path``; the audit gives weight and bias one name."""
         self.inner[f"{path}:weight"] = max(amax, self.inner.get(f"{path}:weight", 0.0))
 
     def weight(self, path: str) -> tuple[Tensor, Tensor | None]:

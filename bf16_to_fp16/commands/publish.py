@@ -183,7 +183,8 @@ def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> No
     device = Device("auto", progress)
     if not upload.report.regimes:
         checkpoint = open_checkpoint(upload.folder)
-        if recompute(checkpoint, agreed_layout(checkpoint), upload.report, progress, device).holds or not upload.safe:
+        certificate, _ = recompute(checkpoint, agreed_layout(checkpoint), upload.report, progress, device)
+        if certificate.holds or not upload.safe:
             return
         check_safe(upload, "its certificate, computed again, does not hold", allow_unsafe)
         unsafe = upload.report.model_copy(update={"verdict": "unsafe", "proof": "observed"})
