@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from support import config_edits
 from support.tiny import KINDS, T5_SHAPE
 
+from bf16_to_fp16 import convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.run.agreement import agreed_layout
@@ -267,3 +268,22 @@ def test_without_the_door_4_would_make_another_model(tmp_path: Path, compat_pyth
     _, (own, *others) = under(compat_python, case, [{}, *kept_out])
     assert all(logits is not None and logits != own for logits in others)
     assert not any(is_taken(case, edit) for edit in kept_out)
+
+
+def test_a_tied_mt5_that_5_saves_without_a_flag_is_tied_in_4_once_converted(
+    tmp_path: Path, warm_python: Path, compat_python: Path
+) -> None:
+    """4.57 takes an MT5 to have a head of its own unless its config says otherwise, and fills it at random; a tied one
+    it scales, and 5 does not."""
+    torch.manual_seed(0)
+    model = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**T5_SHAPE))
+    model.save_pretrained(tmp_path / "source")
+    config = read_config(tmp_path / "source")
+    config.pop("tie_word_embeddings", None)
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "source", tmp_path / "out", run_model=False)
+    (source,) = compute_logits([tmp_path / "source"], compat_python)
+    assert source.missing == ("lm_head.weight",)
+    (five,), (four,) = (compute_logits([tmp_path / "out"], python) for python in (warm_python, compat_python))
+    assert four.missing == ()
+    assert relative_error(four.output * math.sqrt(T5_SHAPE["d_model"]), five.output) < 1e-5

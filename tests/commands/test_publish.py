@@ -340,7 +340,7 @@ def test_the_audit_is_repeated_and_an_unsafe_checkpoint_says_so_or_stays(
     assert ModelCard(up["README.md"].decode()).data.get("license") == "mit"
     assert json.loads(up["fp16_report.json"])["verdict"] == "unsafe" and b"Unsafe in fp16" in up["fp16_report.html"]
     problems = verify("me/out", endpoint=hub.endpoint)["problems"]
-    assert {p["check"] for p in problems} == {"certificate", "audit", "report", "tiers"}
+    assert {p["check"] for p in problems} == {"certificate", "audit", "report"}
     assert any("inf/NaN" in p["reason"] and "finetune" in p["remedy"] for p in problems)
     hub.seen.clear()
     status, out, _ = upload(run, folder, "--allow-unsafe")
