@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -61,3 +62,8 @@ class ModuleRange:
 
 Ranges = dict[str, ModuleRange]
 """Ranges by module path."""
+
+
+def norms_of(ranges: Mapping[str, ModuleRange] | None) -> dict[str, NormRange]:
+    """Return what entered norms, by module path; nothing where nothing was observed."""
+    return {path: seen.norm for path, seen in (ranges or {}).items() if seen.norm is not None}

@@ -20,9 +20,19 @@ from compat.harness import (
     make_inputs,
     read_config,
     relative_error,
+    run_script,
 )
 from safetensors.torch import load_file, save_file
+from support import config_edits
 from support.tiny import KINDS, T5_SHAPE
+
+from bf16_to_fp16 import convert
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.run.agreement import agreed_layout
+
+NAMED = ("scale_decoder_outputs", "tie_word_embeddings")
+"""Keys of which docs/certificate.md says what 4.57 makes of them beside a head of its own."""
 
 VOCABULARY = 384  # that of the byte tokenizer, which needs no file of its own
 UNTIED = ["gated", "mt5", "umt5"]
@@ -208,3 +218,72 @@ def test_stock_fp16_logits_are_near_the_fp32_ones_and_not_equal(
 def test_a_script_that_fails_says_why(run_compat: Callable[..., str], flagged: dict[str, Path]) -> None:
     with pytest.raises(RuntimeError, match=r"absent"):
         run_compat("logits.py", flagged["mt5"] / "absent", "inputs.npz", "out.npz")
+
+
+def under(
+    python: str | Path, case: config_edits.Original, edits: list[dict[str, object]]
+) -> tuple[list[str], list[object]]:
+    """Return the keys that a version's config class knows, and the logits that it gives under each edit of a config."""
+    given, out = case.folder / "configs.txt", case.folder / "out.txt"
+    given.write_text(json.dumps([case.config | edit for edit in edits]))
+    run_script(python, "edited.py", case.folder, given, out)
+    found = json.loads(out.read_text())
+    return found["keys"], found["logits"]
+
+
+def is_taken(case: config_edits.Original, edit: dict[str, object]) -> bool:
+    """Return whether a folder is taken with an edited config."""
+    (case.folder / "config.json").write_text(json.dumps(case.config | edit))
+    try:
+        agreed_layout(open_checkpoint(case.folder))
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "pegasus"])
+def test_what_is_taken_is_the_same_model_in_both_versions_or_none_in_4(
+    kind: str, tmp_path: Path, warm_python: Path, compat_python: Path
+) -> None:
+    """Of every key that a config class of 4.57 knows, set to anything."""
+    case = config_edits.original(kind, tmp_path)
+    keys, [own] = under(compat_python, case, [{}])
+    edits: list[dict[str, object]] = [{key: value} for key in sorted({*keys, *NAMED}) for value in (None, True, 2)]
+    if kind == "mt5":  # which has a head of its own
+        edits = [edit for edit in edits if not edit.keys() & set(NAMED)]
+    taken = [edit for edit in edits if is_taken(case, edit)]
+    assert len(edits) > 200 and len(taken) > len(edits) / 2
+    _, found = under(compat_python, case, taken)
+    # Most change nothing; of the others, the newer version says what they should give.
+    odd = [(edit, logits) for edit, logits in zip(taken, found, strict=True) if logits not in (None, own)]
+    _, (_, *wanted) = under(warm_python, case, [{}, *(edit for edit, _ in odd)])
+    for (edit, logits), right in zip(odd, wanted, strict=True):
+        assert relative_error(np.array(logits), np.array(right)) < 1e-5, edit
+
+
+def test_without_the_door_4_would_make_another_model(tmp_path: Path, compat_python: Path) -> None:
+    """The control of the one above."""
+    case = config_edits.original("t5", tmp_path)
+    kept_out: list[dict[str, object]] = [{"tie_encoder_decoder": True}, {"tie_word_embeddings": None}]
+    _, (own, *others) = under(compat_python, case, [{}, *kept_out])
+    assert all(logits is not None and logits != own for logits in others)
+    assert not any(is_taken(case, edit) for edit in kept_out)
+
+
+def test_a_tied_mt5_that_5_saves_without_a_flag_is_tied_in_4_once_converted(
+    tmp_path: Path, warm_python: Path, compat_python: Path
+) -> None:
+    """4.57 takes an MT5 to have a head of its own unless its config says otherwise, and fills it at random; a tied one
+    it scales, and 5 does not."""
+    torch.manual_seed(0)
+    model = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**T5_SHAPE))
+    model.save_pretrained(tmp_path / "source")
+    config = read_config(tmp_path / "source")
+    config.pop("tie_word_embeddings", None)
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "source", tmp_path / "out", run_model=False)
+    (source,) = compute_logits([tmp_path / "source"], compat_python)
+    assert source.missing == ("lm_head.weight",)
+    (five,), (four,) = (compute_logits([tmp_path / "out"], python) for python in (warm_python, compat_python))
+    assert four.missing == ()
+    assert relative_error(four.output * math.sqrt(T5_SHAPE["d_model"]), five.output) < 1e-5

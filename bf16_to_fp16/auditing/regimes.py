@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,9 +26,11 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
 from ..families.known import of_model_type, roles_of
 from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
+from ..observe.meter import NormMeter, NormObserver, norms_seen
 from ..observe.observer import SiteObserver
 from ..observe.sites import Site
 from ..progress import Advance
+from ..ranges import NormRange
 from ..run import probe
 from ..run.lanes import Lane, Walk
 from ..run.probe import Batch
@@ -114,7 +116,7 @@ class RegimeResult:
     overflow began. ``underflow``: the fp16 signals of the forward that stayed below the smallest normal number, 2⁻¹⁴,
     on every input, in the order of ``sites``; one that is zero throughout is among them only where it is not zero in
     fp32. ``runs``: what ran, by attention. ``same_as``: the regime that computes the very same on this checkpoint,
-    whose run this is.
+    whose run this is. ``norms``: what entered each norm, in ``half`` under the first attention.
     """
 
     regime: str
@@ -127,6 +129,7 @@ class RegimeResult:
     underflow: tuple[SiteResult, ...] = ()
     runs: tuple[Run, ...] = ()
     same_as: str | None = None
+    norms: Mapping[str, NormRange] = field(default_factory=dict, compare=False)
 
     @property
     def safe(self) -> bool:
@@ -256,7 +259,8 @@ def run_regimes(
         for shown in shares:
             _merge(merged, shown.sites())
         logits = sum(lane.result[0] for shown in shares for lane in shown.lanes)
-        results[regime] = _result(regime, merged, logits, insides, tuple(Run.of(s.attention, s.inputs) for s in shares))
+        runs = tuple(Run.of(shown.attention, shown.inputs) for shown in shares)
+        results[regime] = _result(regime, merged, logits, insides, runs, shares[0].norms())
     for regime in regimes:
         if regime not in results:
             results[regime] = replace(results["half"], regime=regime, same_as="half")
@@ -306,7 +310,7 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
 class _Seen:
     """What a regime shows under one attention: its lanes, which have all their sites in common.
 
-    keeps: whether the lanes keep their outputs where those are compared.
+    keeps: whether the lanes keep their outputs where those are compared, and what enters norms.
     """
 
     def __init__(self, regime: str, attention: str, *, keeps: bool = False) -> None:
@@ -314,6 +318,7 @@ class _Seen:
         self.inputs: list[Batch] = []
         self.lanes: list[Lane[tuple[int, Tensor | None]]] = []
         self._observer: SiteObserver | None = None
+        self._norms: dict[str, NormMeter] = {}
 
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
         """Add a run of each input to a walk."""
@@ -326,7 +331,7 @@ class _Seen:
     def _run(self, batch: Batch, model: nn.Module) -> tuple[int, Tensor | None]:
         observer = SiteObserver(model) if self._observer is None else self._observer.beside(model)
         self._observer = observer
-        with observer:
+        with observer, NormObserver(model, self._norms) if self.keeps else contextlib.nullcontext():
             output = _forward(model, batch, self.regime)
         if self.regime == "amp":
             _check_autocast(model, observer)
@@ -337,6 +342,10 @@ class _Seen:
     def sites(self) -> list[Site]:
         """The sites, once the walk is over."""
         return [] if self._observer is None else self._observer.sites()
+
+    def norms(self) -> dict[str, NormRange]:
+        """What entered each norm, once the walk is over."""
+        return norms_seen(self._norms)
 
 
 def _beside_fp32(
@@ -381,13 +390,16 @@ def audit_model(
     was_training, stock = model.training, _attention_of(model)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     merged: dict[str, tuple[int, SiteResult]] = {}
+    norms: dict[str, NormMeter] = {}
     nonfinite_logits = steps = 0
     model.train(train_mode)
     try:
         for implementation in attention:
             _set_attention(model, implementation)
             observer = SiteObserver(model)
-            with observer, torch.random.fork_rng(devices=cards):
+            keeps = regime == "half" and implementation == attention[0]
+            metered = NormObserver(model, norms) if keeps else contextlib.nullcontext()
+            with observer, metered, torch.random.fork_rng(devices=cards):
                 torch.manual_seed(seed)
                 for batch in batches:
                     nonfinite_logits += _step(model, batch, regime, train_mode)
@@ -401,7 +413,7 @@ def audit_model(
     finally:
         model.train(was_training)
         _set_attention(model, stock)
-    return _result(regime, merged, nonfinite_logits, insides_of(model.config), runs)
+    return _result(regime, merged, nonfinite_logits, insides_of(model.config), runs, norms_seen(norms))
 
 
 def _attention_of(model: Any) -> str:
@@ -506,6 +518,7 @@ def _result(
     nonfinite_logits: int,
     insides: Collection[str],
     runs: tuple[Run, ...],
+    norms: Mapping[str, NormRange],
 ) -> RegimeResult:
     def tightness(item: tuple[int, SiteResult]) -> tuple[float, int]:
         order, site = item
@@ -525,6 +538,7 @@ def _result(
         sites=sites,
         underflow=tuple(site for site in _signals(sites, insides) if 0 < site.amax < FP16_TINY),
         runs=runs,
+        norms=norms,
     )
 
 

@@ -11,7 +11,10 @@ import torch
 
 from ..auditing.attack import attack
 from ..auditing.regimes import ATTENTIONS, REGIMES, audit_folder, verdict
+from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, fp16_weights
+from ..bounds.spectral import Spectra
+from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import open_checkpoint
 from ..devices import Device, products_on
@@ -19,6 +22,7 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
 from ..quiet import quiet
+from ..report.build import tiers_of
 from ..report.remedies import over_limits, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
 from ..run import probe
@@ -42,7 +46,7 @@ def audit(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run ``source`` (folder or Hub id) in ``regimes`` and return the report: verdict, regimes with every site,
-    environment.
+    environment; of a converted folder, certificate and tiers as well.
 
     Its many parameters are the command's options, as keywords. data: text to run on besides the built-in probe.
     train_mode: with dropout and the backward pass under a loss scale. attention: implementations, of ``ATTENTIONS`` and
@@ -75,33 +79,43 @@ def audit(
             ),
         )
     described = regimes_of(results)
-    searched, broken = dict[str, Any](), False
-    if attack_steps is not None:
+    proven: dict[str, Any] = {}
+    broken, converted = False, is_converted(checkpoint.folder)
+    if converted or attack_steps is not None:
+        weights, seen = fp16_weights(checkpoint, layout), dict[str, float]()
+        spectra = Spectra(weights)
         with products_on(on, "certificate"), progress.step("Bounding every signal") as advance:
-            certificate = bound(layout, fp16_weights(checkpoint, layout), advance=advance)
-        with progress.step("Searching for the worst inputs") as advance:
-            model = load(checkpoint.folder, torch.float16, half=True)
-            find = partial(attack, layout=layout, steps=attack_steps, seed=seed, certificate=certificate)
-            adversary = on.run("attack", lambda place: find(model.to(place), advance=advance))
-        seen = dict(adversary.worst)
+            certificate = bound(layout, weights, spectra=spectra, advance=advance)
+        if attack_steps is not None:
+            with progress.step("Searching for the worst inputs") as advance:
+                model = load(checkpoint.folder, torch.float16, half=True)
+                find = partial(attack, layout=layout, steps=attack_steps, seed=seed, certificate=certificate)
+                adversary = on.run("attack", lambda place: find(model.to(place), advance=advance))
+            seen = dict(adversary.worst)
+            proven["attack"] = AttackEntry.model_validate(adversary.to_json())
+            broken = adversary.worst_headroom_bits < 0
         for site in results["half"].sites if "half" in results else ():
             seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
-        proven = CertificateEntry.model_validate(certificate.to_json(seen))
-        searched = {"attack": AttackEntry.model_validate(adversary.to_json()), "certificate": proven}
-        searched["uncertified"] = over_limits(proven)
-        broken = adversary.worst_headroom_bits < 0
+        if converted:
+            with products_on(on, "certificate"), progress.step("Bounding it in stricter arithmetic"):
+                tiers = certified_tiers(
+                    layout, weights, "half", holds=certificate.holds, arithmetic=Arithmetic(), spectra=spectra
+                )
+            proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
+        proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))
+        proven["uncertified"] = over_limits(proven["certificate"])
     report = Report(
         schema=SCHEMA,
         verdict="unsafe" if broken else verdict(results),
-        proof="certified" if searched and searched["certificate"].holds else "observed",
+        proof="certified" if proven and proven["certificate"].holds else "observed",
         family=layout.family.name,
         source=Source.of(checkpoint),
         train_mode=train_mode,
         attention=list(attention),
         inputs=Inputs.model_validate(probe.describe_batches(inputs, seed=seed, data=data)),
         regimes=described,
-        unsafe=unsafe_sites(described, converted=is_converted(checkpoint.folder)),
-        **searched,
+        unsafe=unsafe_sites(described, converted=converted),
+        **proven,
         environment=Environment.model_validate(on.environment()),
     )
     return dump(report)

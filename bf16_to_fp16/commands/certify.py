@@ -15,7 +15,7 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
 from ..quiet import quiet
-from ..report.build import tiers_by_bound
+from ..report.build import tiers_of
 from ..report.remedies import over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..run.agreement import agreed_layout
@@ -64,7 +64,7 @@ def certify(
         family=layout.family.name,
         source=Source.of(checkpoint),
         target=target,
-        tiers=tiers_by_bound(tiers),
+        tiers=tiers_of(layout, tiers, {}),
         certificate=described,
         uncertified=over_limits(described),
         environment=Environment.model_validate(on.environment()),

@@ -184,18 +184,19 @@ def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> No
     device = Device("auto", progress)
     if not upload.report.regimes:
         checkpoint = open_checkpoint(upload.folder)
-        if recompute(checkpoint, agreed_layout(checkpoint), upload.report, progress, device).holds or not upload.safe:
+        certificate, _ = recompute(checkpoint, agreed_layout(checkpoint), upload.report, progress, device)
+        if certificate.holds or not upload.safe:
             return
         check_safe(upload, "its certificate, computed again, does not hold", allow_unsafe)
-        unsafe = upload.report.model_copy(update={"verdict": "unsafe", "proof": "observed"})
+        update: dict[str, object] = {"verdict": "unsafe", "proof": "observed", "tiers": {}}
     else:
         regimes: Mapping[str, RegimeResult] = repeat_audit(upload.folder, upload.report, progress, device)
         if verdict(regimes) == "safe" or not upload.safe:
             return
         problems = check_audit(regimes)
         check_safe(upload, f"{problems[0].name}: {problems[0].reason}", allow_unsafe)
-        update = {"verdict": "unsafe", "proof": "observed", "regimes": regimes_of(regimes)}
-        unsafe = upload.report.model_copy(update=update)
+        update = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "regimes": regimes_of(regimes)}
+    unsafe = upload.report.model_copy(update=update)
     card = warned(upload.card, unsafe)
     upload.report = unsafe
     upload.changed[PAGE] = render(unsafe).encode("utf-8")

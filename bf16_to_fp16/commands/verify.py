@@ -22,11 +22,12 @@ import torch
 from ..auditing.regimes import REGIMES, RegimeResult, audit_folder
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import TARGETS, Certificate, bound, fp16_weights
-from ..bounds.spectral import CARRIED
+from ..bounds.spectral import CARRIED, Spectra
+from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import sha256_of
 from ..checkpoint.hub import reading_from
 from ..checkpoint.places import CONVERTED, local_folder
-from ..checkpoint.reader import Checkpoint, bytes_of, contained, open_checkpoint, own_name, subfolder_of
+from ..checkpoint.reader import Checkpoint, bytes_of, contained, open_checkpoint, own_name, shown, subfolder_of
 from ..checkpoint.writer import write_fp16
 from ..devices import Device, products_on
 from ..environment import SCHEMA
@@ -35,6 +36,7 @@ from ..families.resolve import resolve
 from ..families.types import Layout
 from ..progress import Progress
 from ..quiet import quiet
+from ..report.build import tiers_of
 from ..report.remedies import CONVERT_AGAIN, REMOVE, RIGHT_REVISION, UNSAFE_BY_REPORT, unsafe_sites
 from ..report.schema import (
     REPORT,
@@ -47,6 +49,7 @@ from ..report.schema import (
     ProblemEntry,
     Report,
     Source,
+    TierEntry,
     Verification,
     dump,
     read_report,
@@ -79,7 +82,7 @@ WRONG = {
 """What is said where something in it is not what convert writes."""
 
 
-CHECKS = ("files", "plan", "replay", "certificate", "audit")
+CHECKS = ("files", "plan", "replay", "certificate", "audit", "tiers")
 
 
 BOUND_TOLERANCE = 1e-3
@@ -132,6 +135,7 @@ def verify(
     outcome = dict.fromkeys(CHECKS, "not run")
     regimes: Mapping[str, RegimeResult] = {}
     certificate: Certificate | None = None
+    tiers: dict[str, TierEntry] = {}
     with progress.step("Hashing the files") as advance:
         problems = check_files(folder, report, extra=extra, advance=advance)
     outcome["files"] = "failed" if problems else "passed"
@@ -143,11 +147,13 @@ def verify(
         if original is not None:
             origin = open_checkpoint(original, endpoint=endpoint)
             problems += tried(outcome, "replay", replay(origin, checkpoint, plan, report.source, progress))
-        certificate = recompute(checkpoint, layout, report, progress, on)
+        certificate, certified = recompute(checkpoint, layout, report, progress, on)
         problems += tried(outcome, "certificate", check_certificate(certificate, report))
         if run_model:
             regimes = repeat_audit(folder, report, progress, on, data=data)
             problems += tried(outcome, "audit", check_audit(regimes))
+        tiers = tiers_of(layout, certified, regimes)
+        problems += tried(outcome, "tiers", check_tiers(tiers, report, ran=run_model))
     if not report.safe:
         problems.append(Problem("report", REPORT, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
     totals = None if certificate is None else {k: v for k, v in certificate.to_json().items() if k != "sites"}
@@ -161,6 +167,7 @@ def verify(
         problems=[ProblemEntry(**asdict(problem)) for problem in problems],
         files=len(report.output.files),
         certificate=None if totals is None else CertificateEntry.model_validate(totals),
+        tiers=tiers,
         regimes=regimes_of(regimes),
         environment=Environment.model_validate(on.environment()),
     )
@@ -263,7 +270,7 @@ def read_recorded(folder: Path, *, whole: bool = False) -> Report:
     if not path.is_file():
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     contained(folder, REPORT)
-    also, unread = (None, ()) if whole else (("target", "proof", "family", "inputs", "finetune"), ("plan",))
+    also, unread = (None, ()) if whole else (("target", "tiers", "proof", "family", "inputs", "finetune"), ("plan",))
     report = read_report(path, NEEDED, LISTS_OTHER, also=also, unread=unread, wrong=WRONG, version=SCHEMA)
     if any(entry.nbytes is None or entry.sha256 is None for entry in report.output.files):
         raise UserError(f"{path}: {LISTS_OTHER}")
@@ -406,19 +413,20 @@ def replay(
 
 def recompute(
     checkpoint: Checkpoint, layout: Layout, report: Report, progress: Progress, device: Device
-) -> Certificate:
-    """Return the certificate of the files, for the same target, length and partial sums as the recorded one."""
+) -> tuple[Certificate, dict[str, bool]]:
+    """Return the certificate of the files, for the same target, length and partial sums as the recorded one, and by
+    tier whether its own holds."""
     recorded, target = report.certificate, report.target or "half"
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
         raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
-    with products_on(device, "certificate"), progress.step("Bounding every signal") as advance:
-        return bound(
-            layout,
-            fp16_weights(checkpoint, layout),
-            Arithmetic(recorded.max_length, splits=recorded.splits),
-            target=target,
-            advance=advance,
-        )
+    weights, arithmetic = fp16_weights(checkpoint, layout), Arithmetic(recorded.max_length, splits=recorded.splits)
+    spectra = Spectra(weights)
+    with products_on(device, "certificate"):
+        with progress.step("Bounding every signal") as advance:
+            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+        with progress.step("Bounding it in stricter arithmetic"):
+            tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra)
+    return found, tiers
 
 
 def check_certificate(certificate: Certificate, report: Report) -> list[Problem]:
@@ -479,6 +487,28 @@ def repeat_audit(
                 folder, inputs=inputs, seed=seed, device=place, advance=advance, train_mode=train_mode
             ),
         )
+
+
+def check_tiers(tiers: Mapping[str, TierEntry], report: Report, *, ran: bool) -> list[Problem]:
+    """Return the tiers of which the report says more than the files give; ``ran``: whether the audit was repeated,
+    without which nothing is known of what it claims to have observed."""
+    problems = []
+    for name, claim in report.tiers.items():
+        found = tiers.get(name)
+        if found is None:
+            reason = "is no tier of this program"
+        elif claim.holds != (claim.proof is not None):
+            reason = f"the report says that it holds: {claim.holds}, and by what: {claim.proof}"
+        elif claim.proof == "certified" and found.proof != "certified":
+            reason = f"the report says that it is certified, and {found.reason or 'it is only observed'}"
+        elif claim.proof == "observed" and ran and not found.holds:
+            reason = f"the report says that it was observed to hold, and {found.reason}"
+        elif other := sorted({*claim.runtimes} - {*found.runtimes}):
+            reason = f"the report says that it stands for {shown(other[0])}, which it does not"
+        else:
+            continue
+        problems.append(Problem("tiers", name, reason, CONVERT_AGAIN))
+    return problems
 
 
 def check_audit(regimes: Mapping[str, RegimeResult]) -> list[Problem]:

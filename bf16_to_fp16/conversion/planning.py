@@ -22,7 +22,7 @@ from ..families.resolve import check_norms, resolve
 from ..families.types import RESIDUAL, Layout, TensorSource
 from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
-from ..ranges import ModuleRange
+from ..ranges import ModuleRange, norms_of
 from ..report.evidence import Decided
 from ..rescaling.plan import Plan, check_plan_fits
 from ..rescaling.planner import PROOF_MARGIN_BITS, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
@@ -102,7 +102,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
         return decided(options.target)
     weakest = best = decided(TIERS[0].target)
     for tier in TIERS[1:]:
-        if not can_fit(opened.layout, ranges):
+        if not can_fit(opened.layout, norms_of(ranges)):
             break
         stricter = decided(tier.target, weakest)
         if not costs_little(stricter, weakest):
@@ -116,7 +116,7 @@ def costs_little(one: Decided, other: Decided) -> bool:
     the residual stream is worth."""
     assert one.planned is not None and other.planned is not None  # neither is replayed
     stream = len(one.layout.signals[RESIDUAL].seen)
-    seen = squares_of(one.layout, one.ranges, one.plan.residual_exponent)
+    seen = squares_of(one.layout, norms_of(one.ranges), one.plan.residual_exponent)
     return (
         one.planned.cost <= other.planned.cost + PROOF_WORTH * stream
         and {v.signal for v in one.planned.violations} <= {v.signal for v in other.planned.violations}

@@ -1,8 +1,10 @@
-"""What every linear, embedding, norm and attention takes in and gives out in fp32, channel by channel."""
+"""What every linear, embedding, norm and attention takes in and gives out in fp32, channel by channel; of norms alone
+also in other formats."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +59,33 @@ class RangeObserver:
         """Return what was seen."""
         scores = _scores(self.observer)
         return {path: meter.result(scores.get(path)) for path, meter in self.meters.items() if meter.output.rows}
+
+
+class NormObserver:
+    """Context manager under which what enters every norm of a ``model``, of any format, is metered token by token.
+
+    norms: the meters of other runs by copies of the model, to which this run adds.
+    """
+
+    def __init__(self, model: nn.Module, norms: dict[str, NormMeter]) -> None:
+        self.model, self.norms = model, norms
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> NormObserver:
+        for path, module in self.model.named_modules():
+            if is_norm(module):
+                meter = self.norms.setdefault(path, NormMeter(module))
+                self._handles.append(module.register_forward_pre_hook(meter, with_kwargs=True))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def norms_seen(norms: Mapping[str, NormMeter]) -> dict[str, NormRange]:
+    """Return what a ``NormObserver``'s meters saw."""
+    return {path: meter.result() for path, meter in norms.items() if meter.rows}
 
 
 def observe_ranges(model: nn.Module, batches: Sequence[Batch]) -> Ranges:
@@ -134,6 +163,39 @@ class _Channels:
         return ChannelRange(self.amax.cpu(), mean.cpu(), self.rows)
 
 
+class NormMeter:
+    """What entered one norm: its forward pre-hook."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.centred = isinstance(module, nn.LayerNorm)
+        self.rows = 0
+        self.norm_max = 0.0
+        self.binades: dict[int, int] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # No operation of the model's: the observer, which is active, need not look.
+        with torch._C._DisableTorchDispatch():
+            self.add(_first(args, kwargs))
+
+    def add(self, x: Tensor) -> None:
+        x = x.detach().reshape(-1, x.shape[-1]).float()
+        length = torch.linalg.vector_norm(x, dim=-1)
+        variance = x.var(-1, correction=0).double() if self.centred else length.double().square() / x.shape[-1]
+        self.rows += len(x)
+        self.norm_max = max(self.norm_max, float(length.max()))
+        steps = (variance.nan_to_num(nan=math.inf).clamp(1e-30, 1e300).log2() * _STEPS_IN_A_BINADE).round().int()
+        for step, count in zip(*(found.tolist() for found in steps.unique(return_counts=True)), strict=True):
+            self.binades[step] = self.binades.get(step, 0) + count
+
+    def result(self) -> NormRange:
+        shares = [(2.0 ** (k / _STEPS_IN_A_BINADE), n / self.rows) for k, n in sorted(self.binades.items())]
+        return NormRange(self.norm_max, torch.tensor(shares, dtype=torch.float64))
+
+
+def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("hidden_states")
+
+
 class _Meter:
     """What one module took in and gave out: its forward hook."""
 
@@ -141,34 +203,19 @@ class _Meter:
         self.totals = totals
         self.input = _Channels()
         self.output = _Channels()
-        self.norm = is_norm(module)
-        self.centred = isinstance(module, nn.LayerNorm)
-        self.norm_max = 0.0
-        self.binades: dict[int, int] = {}
+        self.norm = NormMeter(module) if is_norm(module) else None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        x = args[0] if args else kwargs.get("hidden_states")
+        x = _first(args, kwargs)
         y = output[0] if isinstance(output, tuple) else output
         # No operation of the model's: the observer, which is active, need not look.
         with torch._C._DisableTorchDispatch():
             if isinstance(x, Tensor) and x.is_floating_point():
                 self.input.add(self.totals.of(x))
-                if self.norm:
-                    self._add_norm(x)
+                if self.norm is not None:
+                    self.norm.add(x)
             self.output.add(self.totals.of(y))
 
-    def _add_norm(self, x: Tensor) -> None:
-        x = x.reshape(-1, x.shape[-1]).float()
-        length = torch.linalg.vector_norm(x, dim=-1)
-        variance = x.var(-1, correction=0).double() if self.centred else length.double().square() / x.shape[-1]
-        self.norm_max = max(self.norm_max, float(length.max()))
-        steps = (variance.clamp(min=1e-30).log2() * _STEPS_IN_A_BINADE).round().int()
-        for step, count in zip(*(found.tolist() for found in steps.unique(return_counts=True)), strict=True):
-            self.binades[step] = self.binades.get(step, 0) + count
-
     def result(self, scores: ScoreRange | None) -> ModuleRange:
-        norm = None
-        if self.norm:
-            shares = [(2.0 ** (k / _STEPS_IN_A_BINADE), n / self.input.rows) for k, n in sorted(self.binades.items())]
-            norm = NormRange(self.norm_max, torch.tensor(shares, dtype=torch.float64))
+        norm = None if self.norm is None else self.norm.result()
         return ModuleRange(self.input.result(), self.output.result(), norm, scores)

@@ -74,7 +74,7 @@ def build(
         proof="certified" if certificate.holds else "observed",
         family=layout.family.name,
         target=decided.target,
-        tiers=tiers_of(decided, measured),
+        tiers=tiers_of(layout, measured.tiers, regimes),
         source=source_of(checkpoint, layout, plan, rewritten),
         output=schema.Output(files=[schema.FileEntry(**entry) for entry in (*map(asdict, written.files), *others)]),
         inputs=None if inputs is None else schema.Inputs.model_validate(inputs),
@@ -122,34 +122,29 @@ def conclude(
     return "unsafe" if passed else verdict(regimes)
 
 
-def tiers_of(decided: Decided, measured: Measured) -> dict[str, schema.TierEntry]:
+def tiers_of(
+    layout: Layout, certified: Mapping[str, bool], regimes: Mapping[str, RegimeResult]
+) -> dict[str, schema.TierEntry]:
     """Return for each tier whether it holds, and by what: by its bounds, or on what was run; the lower end of squares
     in fp16 is known from what was run alone."""
-    clean = bool(measured.regimes) and verdict(measured.regimes) == "safe"
-    squares = squares_of(decided.layout, decided.ranges, measured.plan.residual_exponent)
+    clean = "half" in regimes and verdict(regimes) == "safe"
+    squares = squares_of(layout, regimes["half"].norms) if "half" in regimes else None
     # No run shows what sums in fp16 would come to.
     seen = ("half", "norm-safe") if squares is not None and squares.fits else ("half",)
-    rows = tiers_by_bound(measured.tiers)
+    rows: dict[str, schema.TierEntry] = {}
     for tier in TIERS:
-        row = rows[tier.name]
+        proven = certified[tier.name]
+        row = rows[tier.name] = schema.TierEntry(
+            holds=proven,
+            proof="certified" if proven else None,
+            runtimes=list(tier.runtimes),
+            reason="" if proven else OVER,
+        )
         if tier.target in SQUARING and squares is not None and squares.least < NORM_FLOOR:
             rows[tier.name] = row.model_copy(update={"holds": False, "proof": None, "reason": sinks(squares.least)})
         elif not row.holds and clean and tier.target in seen:
             rows[tier.name] = row.model_copy(update={"holds": True, "proof": "observed", "reason": ""})
     return rows
-
-
-def tiers_by_bound(certified: Mapping[str, bool]) -> dict[str, schema.TierEntry]:
-    """Return for each tier whether its bounds hold."""
-    return {
-        tier.name: schema.TierEntry(
-            holds=certified[tier.name],
-            proof="certified" if certified[tier.name] else None,
-            runtimes=list(tier.runtimes),
-            reason="" if certified[tier.name] else OVER,
-        )
-        for tier in TIERS
-    }
 
 
 def bits_lost(planned: Planned, layout: Layout) -> float:

@@ -539,7 +539,8 @@ class Claim(ReportObject):
 class Verification(ReportObject):
     """What ``verify`` found: how each check ended, every problem, and what was computed again.
 
-    ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed.
+    ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed. ``tiers``: as
+    the files give them, none where they failed.
     """
 
     version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
@@ -551,6 +552,7 @@ class Verification(ReportObject):
     problems: list[ProblemEntry]
     files: Count
     certificate: CertificateEntry | None
+    tiers: dict[str, TierEntry]
     regimes: dict[str, RegimeEntry]
     environment: Environment
 

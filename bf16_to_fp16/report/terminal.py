@@ -64,6 +64,7 @@ CHECK_NAMES = {
     "replay": "replay: the plan applied to the original",
     "certificate": "certificate: computed again",
     "audit": "audit: run again",
+    "tiers": "tiers: bounds and audit against the report",
 }
 
 
@@ -170,6 +171,7 @@ def print_audit(report: Report) -> None:
     """Print an audit's verdict, its regimes and the tightest sites of each."""
     screen = console()
     print_verdict(screen, report)
+    print_tiers(screen, report)
     screen.print(regime_table(report.regimes))
     print_underflow(screen, report.regimes)
     for name, regime in report.regimes.items():

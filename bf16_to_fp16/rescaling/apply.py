@@ -79,6 +79,8 @@ def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
         config["tie_word_embeddings"] = False
         if (switch := layout.family.output_scale_key) and switch in config:
             config[switch] = False
+    if layout.tied:  # MT5Config says true by default in transformers 5, and false in 4
+        config.setdefault("tie_word_embeddings", True)
     set_dtype(config, "float16")
     return config
 

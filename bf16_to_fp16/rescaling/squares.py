@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..bounds.arithmetic import growth
 from ..families.types import RESIDUAL, Layout
 from ..numerics import FP16_MAX, NORM_FLOOR
-from ..ranges import ModuleRange
+from ..ranges import NormRange
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,10 @@ class Squares:
         return self.largest <= FP16_MAX and self.least >= NORM_FLOOR
 
 
-def squares_of(layout: Layout, ranges: Mapping[str, ModuleRange] | None, residual_exponent: int) -> Squares | None:
-    """Return the squares of the stream that norms read, seen at the source, after its rescaling; None where none was
+def squares_of(layout: Layout, norms: Mapping[str, NormRange], residual_exponent: int = 0) -> Squares | None:
+    """Return the squares of the stream that norms read, by module path, after its rescaling; None where none was
     seen."""
-    found = ranges or {}
-    seen = [norm for path in layout.norms if path in found and (norm := found[path].norm) is not None]
+    seen = [norms[path] for path in layout.norms if path in norms]
     if not seen:
         return None
     power = 4.0**residual_exponent
@@ -39,9 +38,9 @@ def squares_of(layout: Layout, ranges: Mapping[str, ModuleRange] | None, residua
     )
 
 
-def can_fit(layout: Layout, ranges: Mapping[str, ModuleRange] | None) -> bool:
+def can_fit(layout: Layout, norms: Mapping[str, NormRange]) -> bool:
     """Return whether some exponent would bring both ends inside, or nothing is known of them."""
-    squares = squares_of(layout, ranges, 0)
+    squares = squares_of(layout, norms)
     if squares is None or squares.largest == 0:
         return True
     most = math.floor(math.log2(FP16_MAX / squares.largest) / 2)

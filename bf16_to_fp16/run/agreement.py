@@ -79,7 +79,9 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     """Raise UserError where the stock model in the checkpoint's folder is not the one that its layout describes."""
     where = f"{checkpoint.folder}/config.json"
     config = load_config(checkpoint.folder)
+    check_heads(layout)
     check_buckets(layout, where)
+    check_older(layout, where)
     written = _Written(config, layout, where)
     stock = of_stock_code(checkpoint, layout, written)
     check_weights(checkpoint, layout, stock.info)
@@ -283,6 +285,30 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
 def functions(module: nn.Module) -> dict[str, object]:
     """Return what a module without weights holds of its own."""
     return {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+
+
+def check_heads(layout: Layout) -> None:
+    """Raise UserError for a number of heads that is none, by which stock code would divide."""
+    for w in layout.topology:
+        if isinstance(w, Attention):
+            layout.heads(w)
+
+
+def check_older(layout: Layout, where: str) -> None:
+    """Raise UserError for what transformers 4, which reads these folders too, would make another model of."""
+    key = "tie_encoder_decoder"
+    if layout.config.get(key):
+        raise UserError(
+            f"{where}: {key!r} is {shown(layout.config[key])}, by which transformers 4 puts weights of one stack into"
+            " the other and 5 does not; remove it"
+        )
+    key = "tie_word_embeddings"
+    if layout.tied and not layout.config.get(key, True):
+        raise UserError(
+            f"{where}: {key!r} is {shown(layout.config[key])}, and {layout.family.head} is missing or the embedding"
+            " itself: transformers 4 would fill it with random numbers; use the whole original checkpoint and its"
+            " config.json"
+        )
 
 
 def check_buckets(layout: Layout, where: str) -> None:

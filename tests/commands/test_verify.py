@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support import tiny
 
-from bf16_to_fp16 import UserError, certify, cli, convert, verify
+from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
 from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.commands.verify import repeat_audit
@@ -20,7 +21,7 @@ from bf16_to_fp16.devices import Device
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.run import probe
-from bf16_to_fp16.run.stock import load_config
+from bf16_to_fp16.run.stock import load, load_config
 
 REPORT = "fp16_report.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -35,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def converted(source: Path) -> Path:
     """A converted checkpoint in two shards."""
-    assert convert(source, source.parent / "out").safe
+    assert convert(source, source.parent / "out", target="norm-safe").safe
     return source.parent / "out"
 
 
@@ -161,7 +162,7 @@ def test_a_hidden_change_of_the_weights_contradicts_the_certificate(folder: Path
     save_file(weights, folder / ONE, metadata={"format": "pt"})
     rehash(folder)
     found = problems(folder, run_model=False)
-    assert found and {check for check, _, _ in found} == {"certificate"}
+    assert found and {check for check, _, _ in found} == {"certificate", "tiers"}
     assert any(name.removesuffix(".weight") in site for _, site, _ in found)
 
 
@@ -218,6 +219,62 @@ def test_a_forged_report_is_found(folder: Path, change: dict[str, Any], check: s
         assert found[0][0] == check and any(str(reason) in said for _, _, said in found)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "ran", "reason"),
+    [
+        (
+            "fp16-accumulate",
+            {"holds": True, "proof": "certified"},
+            False,
+            "that it is certified, and its bound is over",
+        ),
+        ("fp16-accumulate", {"holds": True, "proof": "observed"}, True, "that it was observed to hold, and its bound"),
+        ("fp16-accumulate", {"holds": True, "proof": "observed"}, False, None),
+        ("fp16-accumulate", {"holds": True}, False, "that it holds: True, and by what: None"),
+        ("norm-fp16", {"runtimes": ["an abacus"]}, False, "that it stands for 'an abacus', which it does not"),
+        ("norm-fp16", {"holds": False, "proof": None}, True, None),
+        ("fp8", {"holds": False, "proof": None, "runtimes": []}, False, "is no tier of this program"),
+    ],
+)
+def test_a_tier_of_which_the_report_says_more_than_the_files_give_is_found(
+    folder: Path, name: str, change: dict[str, Any], ran: bool, reason: str | None
+) -> None:
+    """Of what was run, nothing is known where nothing is run; to say less than is so is no claim."""
+    report = json.loads((folder / REPORT).read_text())
+    report["tiers"][name] = report["tiers"].get(name, {}) | change
+    (folder / REPORT).write_text(json.dumps(report))
+    found = problems(folder, run_model=ran)
+    assert [(check, named) for check, named, _ in found] == ([("tiers", name)] if reason else [])
+    assert all(str(reason) in said for _, _, said in found)
+
+
+def test_a_tier_that_only_the_bounds_speak_for_is_found_where_squares_vanish(source: Path, tmp_path: Path) -> None:
+    """The lower end of squares in fp16 has no bound: a folder that bounds alone call safe is run to see it."""
+    model = load(source, torch.float32)
+    with torch.no_grad():
+        model.shared.weight[5] *= 2.0**-40
+    model.save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", target="norm-safe", run_model=False)
+    assert verify(tmp_path / "out", run_model=False)["tiers"]["norm-fp16"]["proof"] == "certified"
+    [(check, name, reason)] = problems(tmp_path / "out")
+    assert (check, name) == ("tiers", "norm-fp16") and "where fp16 squares vanish" in reason
+
+
+def test_audit_and_verify_give_the_tiers_of_the_conversion(converted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = json.loads((converted / REPORT).read_text())["tiers"]
+    proofs = [entry["proof"] for entry in recorded.values()]
+    assert proofs == ["certified", "certified", None]
+    found = audit(converted)
+    assert found["tiers"] == recorded == verify(converted)["tiers"]
+    assert found["proof"] == "certified" and found["certificate"]["holds"]
+    # What ran in another regime shows no tier, and a source that was not converted has none to show.
+    assert cli.main(["audit", str(converted), "--regime", "stock"]) == 0
+    printed = capsys.readouterr().out
+    assert "fp16-accumulate" in printed and "holds for every input" in printed
+    assert cli.main(["certify", str(converted)]) == 0
+    assert "holds for every input" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("field", "by", "found"), [("bound", 1.01, 1), ("partial", 1.01, 1), ("bound", 1.0001, 0)])
 def test_a_bound_is_compared_to_a_thousandth(folder: Path, field: str, by: float, found: int) -> None:
     report = json.loads((folder / REPORT).read_text())
@@ -235,9 +292,15 @@ def test_a_certificate_that_does_not_hold_must_not_be_called_one(folder: Path) -
     weights[name] *= 3000 / weights[name].abs().max()
     save_file(weights, folder / ONE, metadata={"format": "pt"})
     target = json.loads((folder / REPORT).read_text())["target"]
-    certificate = certify(folder, target=target)["certificate"]
+    found = certify(folder, target=target)
+    certificate = found["certificate"]
     assert not certificate["holds"]
     rehash(folder, certificate=certificate, proof="observed")
+    assert {(check, name) for check, name, _ in problems(folder, run_model=False)} == {
+        ("tiers", "torch"),
+        ("tiers", "norm-fp16"),
+    }
+    rehash(folder, certificate=certificate, proof="observed", tiers=found["tiers"])
     assert problems(folder, run_model=False) == []
     rehash(folder, certificate=certificate | {"holds": True}, proof="observed")
     assert problems(folder, run_model=False) == [

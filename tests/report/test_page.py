@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import browser, fakes
+from support import browser, fakes, tiny
+from support.contract import layout_of
 
 from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
@@ -28,7 +29,7 @@ from bf16_to_fp16.losses.events import Curve
 from bf16_to_fp16.losses.report import loss_report, write_loss_page
 from bf16_to_fp16.report import card, page, terminal
 from bf16_to_fp16.report import figures as pictures
-from bf16_to_fp16.report.build import tiers_by_bound
+from bf16_to_fp16.report.build import tiers_of
 from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, dump, read
 from bf16_to_fp16.wording import (
     bound_magnitude,
@@ -782,7 +783,8 @@ def test_the_headline_is_headroom_the_proof_and_the_error() -> None:
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
 
-TIER_ENTRIES = tiers_by_bound({"torch": True, "norm-fp16": True, "fp16-accumulate": False})
+HOLDING = {"torch": True, "norm-fp16": True, "fp16-accumulate": False}
+TIER_ENTRIES = tiers_of(layout_of(tiny.build("t5-encoder")), HOLDING, {})
 PAGES = {
     "certified": lambda: certified(blocks=11) | {"tiers": {name: dump(entry) for name, entry in TIER_ENTRIES.items()}},
     "finetuned": finetuned,

@@ -20,7 +20,7 @@ from bf16_to_fp16 import cli, convert, rescale
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, FeedForward
+from bf16_to_fp16.families.types import Attention, FeedForward, axis_size
 from bf16_to_fp16.report.schema import REPORT
 from bf16_to_fp16.run.agreement import agreed_layout, check_agreement
 
@@ -85,6 +85,10 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("t5", {"to_dict": 1}, "config.json"),
     ("t5", {"sub_configs": "x"}, "config.json"),
     ("t5", {"attribute_map": {"d_ff": "d_kv"}}, "'attribute_map' is"),
+    ("t5", {"tie_encoder_decoder": True}, "'tie_encoder_decoder' is True"),
+    ("mt5", {"tie_encoder_decoder": 1}, "'tie_encoder_decoder' is 1"),
+    ("t5", {"tie_word_embeddings": False}, "'tie_word_embeddings' is False, and lm_head.weight is missing"),
+    ("t5", {"tie_word_embeddings": None}, "'tie_word_embeddings' is None, and lm_head.weight is missing"),
 )
 """A kind, what its config says besides, and what the message must name."""
 
@@ -106,6 +110,33 @@ def test_a_key_by_which_stock_code_runs_another_model_is_one_line(
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and printed.out == ""
     assert named in printed.err
+
+
+T5_SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "vocab_size", "relative_attention_num_buckets")
+STACKS = ("layers", "attention_heads", "ffn_dim")
+SIZES = (
+    *((kind, key) for kind in ("t5", "gated", "t5-encoder") for key in T5_SIZES),
+    ("t5", "num_decoder_layers"),
+    *(("pegasus", f"{stack}_{what}") for stack in ("encoder", "decoder") for what in STACKS),
+    *(("pegasus", key) for key in ("d_model", "vocab_size", "max_position_embeddings")),
+)
+
+
+@pytest.mark.parametrize(("kind", "key"), SIZES)
+def test_a_size_of_zero_is_one_line_that_names_it(
+    kind: str, key: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With weights to match: a model of nothing, of which stock code may well make something."""
+    layout = resolve(open_checkpoint(folders[kind]))
+    gone = {axis_size(layout.family, layout.config, name) for name, keys in layout.family.sizes.items() if key in keys}
+    folder = edited(folders[kind], tmp_path / "edited", **{key: 0})
+    weights = load_file(folder / "model.safetensors")
+    cut = {n: w[tuple(slice(0 if size in gone else size) for size in w.shape)] for n, w in weights.items()}
+    save_file({n: w.contiguous() for n, w in cut.items()}, folder / "model.safetensors", {"format": "pt"})
+    for command in (["certify", str(folder)], ["convert", str(folder), str(tmp_path / "out"), "--no-audit"]):
+        assert cli.main(command) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("error: ") and printed.count("\n") == 1 and f"{key!r} is 0, not a" in printed
 
 
 @pytest.fixture(scope="module")
