@@ -202,7 +202,7 @@ class Stopped(Exception):
 
 
 class Phases(Progress):
-    """Progress that prints what each step took, and between them what was none."""
+    """Progress that prints what each step took, and between them what was none, with the peak of memory until then."""
 
     def __init__(self, until: str | None) -> None:
         super().__init__(quiet=True)
@@ -215,7 +215,8 @@ class Phases(Progress):
         seconds, used = (a - b for a, b in zip(now, self.last, strict=True))
         self.last = now
         if seconds > 0.5:
-            print(f"| {name} | {seconds:.1f} | {used:.1f} | {used / self.unit:.1f} |", flush=True)
+            peak = peak_megabytes() / 1e3
+            print(f"| {name} | {seconds:.1f} | {used:.1f} | {used / self.unit:.1f} | {peak:.2f} |", flush=True)
 
     @contextmanager
     def step(self, text: str) -> Iterator[Callable[[int, int], None]]:
@@ -280,7 +281,7 @@ def whole(name: str, until: str | None, certified: bool, audited: bool, device: 
         print(
             f"{name}, {size / 1e9:.2f} GB, {device}: U {seconds:.2f} s, {phases.unit:.2f} processor seconds on"
             f" {torch.get_num_threads()} threads, cp -r {copy:.1f} s, load {os.getloadavg()[0]:.1f}\n"
-            "| phase | seconds | processor | U |\n|---|---|---|---|"
+            "| phase | seconds | processor | U | peak GB |\n|---|---|---|---|---|"
         )
         start = phases.last = (time.perf_counter(), processor_seconds())
         with suppress(Stopped):
@@ -292,7 +293,7 @@ def whole(name: str, until: str | None, certified: bool, audited: bool, device: 
         taken = time.perf_counter() - start[0]
         phases.last = start
         phases.lap("all")
-        print(f"{taken / seconds:.0f} U by the clock, peak memory {peak_megabytes() / 1e3:.2f} GB")
+        print(f"{taken / seconds:.0f} U by the clock")
         if certified:
             phases.last = (time.perf_counter(), processor_seconds())
             certify(out, progress=phases, device=device)
