@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,17 @@ from typing import Any
 import torch
 
 from ..auditing.attack import attack
-from ..auditing.regimes import ATTENTIONS, REGIMES, audit_folder, verdict
+from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, verdict
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, fp16_weights
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..families.types import Layout
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of
@@ -79,31 +80,11 @@ def audit(
             ),
         )
     described = regimes_of(results)
+    converted = is_converted(checkpoint.folder)
     proven: dict[str, Any] = {}
-    broken, converted = False, is_converted(checkpoint.folder)
     if converted or attack_steps is not None:
-        weights, seen = fp16_weights(checkpoint, layout), dict[str, float]()
-        spectra = Spectra(weights)
-        with products_on(on, "certificate"), progress.step("Bounding every signal") as advance:
-            certificate = bound(layout, weights, spectra=spectra, advance=advance)
-        if attack_steps is not None:
-            with progress.step("Searching for the worst inputs") as advance:
-                model = load(checkpoint.folder, torch.float16, half=True)
-                find = partial(attack, layout=layout, steps=attack_steps, seed=seed, certificate=certificate)
-                adversary = on.run("attack", lambda place: find(model.to(place), advance=advance))
-            seen = dict(adversary.worst)
-            proven["attack"] = AttackEntry.model_validate(adversary.to_json())
-            broken = adversary.worst_headroom_bits < 0
-        for site in results["half"].sites if "half" in results else ():
-            seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
-        if converted:
-            with products_on(on, "certificate"), progress.step("Bounding it in stricter arithmetic"):
-                tiers = certified_tiers(
-                    layout, weights, "half", holds=certificate.holds, arithmetic=Arithmetic(), spectra=spectra
-                )
-            proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
-        proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))
-        proven["uncertified"] = over_limits(proven["certificate"])
+        proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
+    broken = "attack" in proven and proven["attack"].worst_headroom_bits < 0
     report = Report(
         schema=SCHEMA,
         verdict="unsafe" if broken else verdict(results),
@@ -119,3 +100,40 @@ def audit(
         environment=Environment.model_validate(on.environment()),
     )
     return dump(report)
+
+
+def proof(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    results: Mapping[str, RegimeResult],
+    attack_steps: int | None,
+    seed: int,
+    converted: bool,
+    device: Device,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Return what an audit reports beside its regimes: ``certificate`` and ``uncertified``, with ``attack_steps`` the
+    ``attack``, and of a ``converted`` folder ``tiers``."""
+    weights, seen = fp16_weights(checkpoint, layout), dict[str, float]()
+    spectra, proven, broken = Spectra(weights), dict[str, Any](), False
+    with products_on(device, "certificate"), progress.step("Bounding every signal") as advance:
+        certificate = bound(layout, weights, spectra=spectra, advance=advance)
+    if attack_steps is not None:
+        with progress.step("Searching for the worst inputs") as advance:
+            model = load(checkpoint.folder, torch.float16, half=True)
+            find = partial(attack, layout=layout, steps=attack_steps, seed=seed, certificate=certificate)
+            adversary = device.run("attack", lambda place: find(model.to(place), advance=advance))
+        seen = dict(adversary.worst)
+        proven["attack"] = AttackEntry.model_validate(adversary.to_json())
+        broken = adversary.worst_headroom_bits < 0
+    for site in results["half"].sites if "half" in results else ():
+        seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
+    if converted:
+        with products_on(device, "certificate"), progress.step("Bounding it in stricter arithmetic"):
+            tiers = certified_tiers(
+                layout, weights, "half", holds=certificate.holds, arithmetic=Arithmetic(), spectra=spectra
+            )
+        proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
+    proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))
+    proven["uncertified"] = over_limits(proven["certificate"])
+    return proven
