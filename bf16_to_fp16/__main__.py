@@ -5,11 +5,15 @@ import is imported inside ``main``. An exception that nothing has caught is a bu
 would say "unsafe", and one line that names the file with the traceback.
 """
 
+import os
 import sys
 
 
 def main() -> int:
     """Run the command line on the program's arguments and return its exit status."""
+    # At the end of each operation a thread waits for the others. It would keep its core busy with that, and where
+    # another program runs on the core of one that is late, all of them would wait a long time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from .cli import main as command_line
 
@@ -29,7 +33,6 @@ def main() -> int:
 
 def report_bug(error: Exception) -> int:
     """Write an exception's traceback to a temporary file, ask for a report in one line, and return the status."""
-    import os
     import tempfile
     import traceback
 

@@ -228,6 +228,18 @@ def test_an_error_that_no_interrupt_caused_keeps_its_traceback(monkeypatch: pyte
         cli.main(["families"])
 
 
+@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_leave_their_core_to_others_unless_told_otherwise(
+    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        del os.environ["OMP_WAIT_POLICY"]
+    monkeypatch.setattr(sys, "argv", ["bf16-to-fp16", "--version"])
+    assert program.main() == 0
+    assert os.environ["OMP_WAIT_POLICY"] == used
+
+
 def test_a_bug_is_status_70_and_one_line_that_names_the_file_with_the_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
