@@ -53,15 +53,34 @@ def find_device(name: str | torch.device) -> torch.device:
     name = checked_name(str(name))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
-        name = "cuda" if count else "cpu"
+        name = "cuda" if count and has_kernels(torch.device("cuda")) else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= count:
         others = {0: "auto or cpu", 1: "auto, cpu or cuda:0"}.get(count, f"auto, cpu or cuda:0 to cuda:{count - 1}")
         has = f"this machine has {counted(count, 'CUDA device') if count else 'no CUDA device'} that torch can use"
         raise UserError(f"device {name}: {has}; choose {others}")
+    if device.type == "cuda" and not has_kernels(device):
+        raise UserError(
+            f"device {name}: torch {torch.__version__} has no kernels for this card; install one that has (for a V100"
+            " those for CUDA 12.6), or choose cpu"
+        )
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("device mps: this machine has no MPS device that torch can use; choose auto or cpu")
     return device
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether the installed torch can compute on a CUDA card: it is built for some of their kinds alone."""
+    import torch
+
+    try:
+        return bool((torch.zeros(1, device=device) + 1).item())
+    except torch.OutOfMemoryError:
+        return True  # which is met later, part by part
+    except RuntimeError as error:
+        if "no kernel image" in str(error):
+            return False
+        raise
 
 
 def shown(device: torch.device) -> str:

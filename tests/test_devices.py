@@ -58,6 +58,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr("bf16_to_fp16.devices.has_kernels", lambda device: True)
     with pytest.raises(UserError) as refused:
         find_device(name)
     assert wanted in str(refused.value)
@@ -211,3 +212,15 @@ def test_the_worst_inputs_are_searched_on_a_gpu(converted: dict[str, Path]) -> N
     found = [site for site in report["attack"]["sites"] if site["name"] in certified]
     assert len(found) > 100
     assert all(max(site["worst"], site["covered"]) <= certified[site["name"]] for site in found)
+
+
+def test_a_card_that_torch_has_no_kernels_for_is_left_alone_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "zeros", refused)
+    assert find_device("auto") == torch.device("cpu")
+    with pytest.raises(UserError, match=r"device cuda: torch .* has no kernels for this card; install one that has"):
+        find_device("cuda")

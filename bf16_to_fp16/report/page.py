@@ -233,7 +233,7 @@ def verdict_sentence(report: Report) -> str:
         kept = min(regime.headroom_bits for regime in regimes.values())
         return (
             f"{beginning}: nothing overflowed or saturated in {listed(list(regimes))},"
-            f" and the tightest site is {below_limit(kept)}."
+            f" and the largest value run is {below_limit(kept)}."
         )
     if not broken:
         if report.attack is not None and (site := attack_breaks(report)) is not None:

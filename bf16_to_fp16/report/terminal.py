@@ -44,7 +44,6 @@ from .schema import (
     RegimeEntry,
     Report,
     RuntimeCheck,
-    SignalEntry,
     SiteEntry,
     UnsafeEntry,
     Verification,
@@ -84,7 +83,7 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
         print_unsafe(screen, report.unsafe)
         print_uncertified(screen, report)
     if report.signals:
-        screen.print(source_line(report.signals))
+        screen.print(source_line(report))
     screen.print(output_line(report))
     if report.tiers:
         screen.print(Text(tiers_line(report)), soft_wrap=True)
@@ -93,20 +92,19 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
     screen.print(Text(load_line(report, out)), soft_wrap=True)
 
 
-def source_line(signals: Sequence[SignalEntry]) -> Text:
-    """Return what the source reached in fp32 on what was run, against fp16's limit."""
+def source_line(report: Report) -> Text:
+    """Return what the source, or what was trained from it, reached in fp32 on what was run, against fp16's limit."""
+    signals, name = report.signals, "source" if report.finetune is None else "trained weights, before rescaling"
     largest = max(signals, key=lambda signal: signal.before)
     over = sum(signal.before > FP16_MAX for signal in signals)
     if not over:
         kept = below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
-        return good(
-            "source", f"never overflowed on what was run; its largest value, {plain(largest.before)}, is {kept}"
-        )
+        return good(name, f"never overflowed on what was run; its largest value, {plain(largest.before)}, is {kept}")
     places = counted(over, "place")
+    where = f"{'entering' if largest.side == 'input' else 'at'} {largest.module}"
     return bad(
-        "source",
-        f"overflows fp16 at {places}, at worst {plain(largest.before)} at {largest.module},"
-        f" {over_limit(largest.before)}",
+        name,
+        f"overflows fp16 at {places}, at worst {plain(largest.before)} {where}, {over_limit(largest.before)}",
     )
 
 
@@ -456,7 +454,7 @@ def print_planned(report: Report, planned: Planned | None) -> None:
     """Print what a plan that was not carried out promises: what the source reaches, and what it would reach after."""
     screen = console()
     if report.signals:
-        screen.print(source_line(report.signals))
+        screen.print(source_line(report))
         after = max(signal.after for signal in report.signals)
         kept = below_limit(math.log2(FP16_MAX / after) if after else math.inf)
         screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
@@ -585,7 +583,7 @@ def print_verification(result: Verification) -> None:
         )
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
-        ran = "nothing was run" if kept is None else f"the tightest site is {below_limit(kept)}"
+        ran = "nothing was run" if kept is None else f"the largest value run is {below_limit(kept)}"
         proof = "certified for every input" if result.certificate.holds else "safe on what was run"
         screen.print(good("verified", f"{counted(result.files, 'file')} as recorded, {proof}; {ran}"))
     else:

@@ -16,12 +16,13 @@ import pytest
 from support import fakes
 
 from bf16_to_fp16 import cli
-from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
 from bf16_to_fp16.report.terminal import (
     plain,
     print_audit,
     print_conversion,
     print_planned,
+    source_line,
 )
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Planned
@@ -154,6 +155,10 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
     print_conversion(read(Report, made), tmp_path)
     source, output, load, page = capsys.readouterr().out.splitlines()
     assert source.startswith("source: overflows fp16 at ") and largest["module"] in source and " × over" in source
+    entering = [signal | {"side": "input"} for signal in made["signals"]]
+    assert f" entering {largest['module']}, " in source_line(read(Report, made | {"signals": entering})).plain
+    trained = read(Report, made).model_copy(update={"finetune": FinetuneEntry.model_construct()})
+    assert source_line(trained).plain.startswith("trained weights, before rescaling: overflows fp16 at ")
     assert output.startswith("output: safe: nothing overflowed on what was run; ") and " × below the limit (" in output
     assert load == f'load: AutoModelForSeq2SeqLM.from_pretrained("{tmp_path}", dtype=torch.float16).half()'
     assert page == f"report: {tmp_path / 'fp16_report.html'}"
