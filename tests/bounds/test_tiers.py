@@ -114,9 +114,9 @@ def test_a_stricter_tier_may_cost_a_proof_of_the_stream_and_give_up_nothing_more
     empty, scale = ChannelRange(torch.zeros(0), torch.zeros(0), 1), 2.0**weaker.plan.residual_exponent
     most = math.sqrt(65504 / growth(layout.signals[RESIDUAL].size)) / scale
     for length, least, fits in (
-        (0.99 * most, 1.01 * NORM_FLOOR, True),
-        (1.01 * most, 1.01 * NORM_FLOOR, False),
-        (0.99 * most, 0.99 * NORM_FLOOR, False),
+        (0.999 * most, 1.001 * NORM_FLOOR, True),
+        (1.001 * most, 1.001 * NORM_FLOOR, False),
+        (0.999 * most, 0.999 * NORM_FLOOR, False),
     ):
         spread = torch.tensor([[least / scale**2, 0.5], [1e9, 0.5]], dtype=torch.float64)
         seen = {layout.norms[0]: ModuleRange(empty, empty, NormRange(length, spread))}
