@@ -161,6 +161,17 @@ def test_positions_and_bias_that_no_file_holds_are_those_that_stock_code_makes(t
     assert torch.equal(lane.result[0], run(whole, batch, False)[0])
 
 
+def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) -> None:
+    model = tiny.build("pegasus", encoder_layers=1, decoder_layers=1, pad_token_id=90)
+    folder = tiny.save(model, tmp_path)
+    ids = torch.tensor([[5, 90, 7]])
+    batch = Batch("", ids, torch.ones_like(ids), ids, torch.ones_like(ids))
+    walk = Walk(open_checkpoint(folder))
+    lane = walk.add(lambda model: run(model, batch, False), torch.float32)
+    walk.run()
+    assert torch.equal(lane.result[0], run(load(folder, torch.float32), batch, False)[0])
+
+
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict[str, Path]) -> None:
     walk = Walk(open_checkpoint(folders["t5"]))
