@@ -113,7 +113,7 @@ class Spectra:
         """
         kept, value = self.found[matrix.label]
         other = self.with_weights(kept)
-        if other.shape != matrix.shape or other.dtype != matrix.dtype or not value > 0:
+        if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:
             return None
         scale = matrix.length / kept.length if kept.length > 0 else 0.0
         square = 0.0

@@ -441,7 +441,7 @@ class Trainer:
                 self.penalty.attach()
         if self.penalty is not None and self.penalty.observations():
             name, seen = self.penalty.worst()
-            found["worst_site"], found["worst_headroom_bits"] = name, recipe.penalty.headroom_bits - seen.excess_bits
+            found["worst_site"], found["worst_headroom_bits"] = name, recipe.penalty.trained_bits - seen.excess_bits
         p.evaluations.append(found)
         if self.log is not None:
             self.log.write(p.step, {"evaluation": found})

@@ -16,10 +16,14 @@ from torch import Tensor
 
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.bounds.factored import Factored, Tall
-from bf16_to_fp16.bounds.spectral import CARRIED, Spectra
+from bf16_to_fp16.bounds.spectral import CARRIED, Spectra, gram, largest_eigenvalue, without_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.commands.verify import agree
+from bf16_to_fp16.conversion.measuring import certificate_of
 from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.schema import BoundEntry
 from bf16_to_fp16.rescaling.weights import source_weights
 from bf16_to_fp16.run.stock import load
 
@@ -73,6 +77,53 @@ def test_an_eigenvalue_of_other_weights_is_computed_and_not_kept() -> None:
     fewer = {name: weight[:5] for name, weight in weights.items()}
     assert fixed.carried(tall(fewer)) is None
     assert fixed.carried(tall({name: weight * math.nan for name, weight in weights.items()})) is None
+
+
+def test_verify_grants_what_is_carried_over_where_rounding_makes_the_norm_smaller() -> None:
+    """Entries that come to 0 in fp16 lie along the leading singular vectors: a norm that falls by what is added to the
+    source's."""
+    weight = torch.eye(64) * 2.0**-11 + 2.0**-25 * 0.999
+
+    def matrix(weight: Tensor) -> Tall:
+        unit = Factored(weight, torch.ones(64, dtype=torch.float64), 1 / weight.double().norm(dim=1), "a")
+        return Tall(((unit,),), "a matrix", 8.0)
+
+    spectra = Spectra({"a": weight}.__getitem__)
+    spectra.largest(matrix(weight))
+    found = replace(spectra, fixed=True).carried(matrix(weight.half()))
+    fresh = largest_eigenvalue(gram(matrix(weight.half())))
+    assert found is not None and found > fresh * (1 + 3.9 * CARRIED)
+    claim = BoundEntry(
+        name="", kind="output", bound=found, partial=found, limit=65504, headroom_bits=1, observed=None, holds=True
+    )
+    assert agree(claim, fresh, fresh) and not agree(claim, fresh / 1.002, fresh / 1.002)
+
+
+def test_an_eigenvalue_that_overflowed_in_the_source_is_computed() -> None:
+    """A source's squares may pass fp32 where those of the written weights do not."""
+    weights = {name: torch.randn(n, 12) for name, n in (("a", 30), ("b", 30), ("c", 9))}
+    spectra = Spectra(weights.__getitem__, fixed=True)
+    for value in (math.inf, 0.0):
+        spectra.found["a matrix"] = without_weights(tall(weights)), value
+        assert spectra.largest(tall(weights)) == largest_eigenvalue(gram(tall(weights)))
+
+
+def test_another_model_is_certified_as_if_nothing_had_been_kept(tmp_path: Path) -> None:
+    source, other = (
+        open_checkpoint(tiny.save(tiny.build("gated", seed, factor=8.0), tmp_path / str(seed))) for seed in (1, 2)
+    )
+    layout = resolve(source)
+    spectra = Spectra(source_weights(source, layout))
+    bound(layout, spectra.read, spectra=spectra)
+    kept = dict(spectra.found)
+    fresh = Spectra(fp16_weights(other, resolve(other)))
+    for target in ("half", "fp16-accumulate"):
+        found, alone = (
+            certificate_of(other.folder, target, 64, s, Progress(quiet=True))
+            for s in (spectra, replace(fresh, found={}))
+        )
+        assert found[0].sites == alone[0].sites and found[1] == alone[1]
+    assert kept and spectra.found == kept
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support import tiny
 from support.adversary import adverse_inputs, observe
-from support.contract import FREE, broken, certified
+from support.contract import FREE, broken, certified, layout_of
 from support.fp16_sums import fp16_runtime, one_by_one
 
 from bf16_to_fp16.bounds.arithmetic import UNIT, Arithmetic, growth
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import Conversion, convert
+from bf16_to_fp16.conversion import planning
+from bf16_to_fp16.conversion.options import Options
+from bf16_to_fp16.conversion.planning import Opened, costs_little, decide
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import RESIDUAL
+from bf16_to_fp16.numerics import NORM_FLOOR
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
+from bf16_to_fp16.report.evidence import Decided
+from bf16_to_fp16.rescaling.planner import PROOF_WORTH, Fallback, Violation
+from bf16_to_fp16.rescaling.squares import can_fit
 from bf16_to_fp16.run.stock import load
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
@@ -78,6 +92,62 @@ def test_auto_takes_the_strictest_tier_that_costs_next_to_nothing(demo: dict[str
     proofs = [[row["proof"] for row in report["tiers"].values()] for report in (half, auto)]
     assert proofs == [["certified", None, None], ["certified", "certified", None]]
     assert all(row["runtimes"] and bool(row["reason"]) is not row["holds"] for row in auto["tiers"].values())
+
+
+def test_a_stricter_tier_may_cost_a_proof_of_the_stream_and_give_up_nothing_more(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny.save(tiny.build("t5", num_layers=1, num_decoder_layers=1), tmp_path))
+    opened = Opened(checkpoint, resolve(checkpoint), [])
+    weaker = decide(opened, Options(run_model=False), Progress(quiet=True))
+    planned, layout = weaker.planned, weaker.layout
+    assert planned is not None
+    price = PROOF_WORTH * len(layout.signals[RESIDUAL].seen)
+    passed, given_up = Violation("logits", 1.0), Fallback("logits", 1.0, 0.0, False)
+
+    def stricter(**changes: Any) -> Decided:
+        return replace(weaker, planned=replace(planned, **changes))
+
+    assert costs_little(stricter(cost=planned.cost + 0.99 * price), weaker)
+    assert not costs_little(stricter(cost=planned.cost + 1.01 * price), weaker)
+    for worse in (stricter(violations=(passed,)), stricter(fallbacks=(given_up,))):
+        assert costs_little(worse, worse) and not costs_little(worse, weaker)
+    # Both ends of what was seen are those of the rescaled stream, as fp16 may sum it.
+    empty, scale = ChannelRange(torch.zeros(0), torch.zeros(0), 1), 2.0**weaker.plan.residual_exponent
+    most = math.sqrt(65504 / growth(layout.signals[RESIDUAL].size)) / scale
+    for length, least, fits in (
+        (0.999 * most, 1.001 * NORM_FLOOR, True),
+        (1.001 * most, 1.001 * NORM_FLOOR, False),
+        (0.999 * most, 0.999 * NORM_FLOOR, False),
+    ):
+        spread = torch.tensor([[least / scale**2, 0.5], [1e9, 0.5]], dtype=torch.float64)
+        seen = {layout.norms[0]: ModuleRange(empty, empty, NormRange(length, spread))}
+        assert costs_little(replace(weaker, ranges=seen), weaker) is fits
+
+
+def test_a_centred_norm_is_bounded_for_the_exponent_that_is_chosen_or_a_larger_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(tiny.save(tiny.build("pegasus", encoder_layers=1, decoder_layers=1), tmp_path))
+    bound_source, bounded = planning.bound_source, list[int]()
+
+    def watched(*given: Any) -> planning.Bounds:
+        found = bound_source(*given)
+        return lambda layout, exponent: bounded.append(exponent) or found(layout, exponent)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(planning, "bound_source", watched)
+    decided = decide(Opened(checkpoint, resolve(checkpoint), []), Options(run_model=False), Progress(quiet=True))
+    assert bounded[0] < decided.plan.residual_exponent <= max(bounded)
+
+
+def test_no_exponent_brings_both_ends_inside_where_they_are_too_far_apart() -> None:
+    layout = layout_of(tiny.build("t5"))
+    apart = math.sqrt(65504 / growth(layout.signals[RESIDUAL].size) / NORM_FLOOR)
+    for power in (-7, 0, 7):
+
+        def seen(ratio: float, power: int = power) -> dict[str, NormRange]:
+            return {layout.norms[0]: NormRange(ratio * 2.0**power, torch.tensor([[4.0**power, 1.0]]))}
+
+        assert can_fit(layout, seen(apart / 2.01)) and not can_fit(layout, seen(apart * 1.01))
+    assert can_fit(layout, {})
 
 
 def test_what_torch_runs_well_comes_to_nothing_where_norms_square_in_fp16(demo: dict[str, Conversion]) -> None:

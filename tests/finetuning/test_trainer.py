@@ -832,6 +832,26 @@ def test_bf16_turns_to_fp16_when_the_activations_fit(folder: Path, tmp_path: Pat
     assert kinds == ["bf16"] * 20 + ["fp16"] * 4
 
 
+def test_training_aims_half_a_bit_below_and_headroom_and_fp16_go_by_the_limit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = {"form": "amax", "headroom_bits": 14.0}
+    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 3}, penalty=held)
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    trainer.train()
+    assert trainer.penalty is not None
+    name, seen = trainer.penalty.worst()
+    assert seen.target == pytest.approx(65504 * 2.0**-14.5)
+    told = trainer.position.evaluations[-1]
+    assert told["worst_site"] == name and told["worst_headroom_bits"] == pytest.approx(math.log2(65504 / seen.amax))
+    for amax, fitting in ((64000.0, 1), (67000.0, 0)):
+        reached = replace(seen, amax=amax, excess_bits=math.log2(amax / seen.target))
+        monkeypatch.setattr(trainer.penalty, "observations", lambda reached=reached: {name: reached})
+        trainer.position.fitting = 0
+        trainer._choose_precision(False)
+        assert trainer.position.fitting == fitting
+
+
 def test_top_k_needs_no_teacher_in_the_loop(folder: Path, tmp_path: Path) -> None:
     found = []
     for name, top in (("all", None), ("top", 384)):

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ import torch
 from support import tiny
 from torch import Tensor
 
+from bf16_to_fp16.auditing.fidelity import compared, output_on
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.observe.meter import RangeObserver, observe_ranges
+from bf16_to_fp16.conversion.planning import observe_source
+from bf16_to_fp16.devices import Device
+from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import Site
+from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import REPORT
 from bf16_to_fp16.run import probe
-from bf16_to_fp16.run.lanes import Walk
+from bf16_to_fp16.run.lanes import Change, Walk
 from bf16_to_fp16.run.probe import Batch, batches, run_batch
 from bf16_to_fp16.run.stock import load
 
@@ -96,25 +101,42 @@ def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way:
     ]
 
 
-def test_ranges_of_lanes_are_those_of_a_whole_model(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("kind", ["t5", "gated", "pegasus"])
+def test_lanes_of_every_way_in_one_walk_share_no_weights(kind: str, folders: dict[str, Path]) -> None:
+    checkpoint = open_checkpoint(folders[kind])
+    batch = batches(load(folders[kind], torch.float32).config, None, None)[0]
+
+    def smaller(name: str, tensor: Tensor) -> Tensor:
+        return tensor * 0.75
+
+    def expected(dtype: torch.dtype, half: bool, attention: str, amp: bool, change: Change | None) -> Tensor:
+        whole = load(folders[kind], dtype, half=half, attention=attention)
+        for name, weight in whole.named_parameters():
+            if change is not None:
+                weight.data = change(name, weight.data)
+        return run(whole, batch, amp)[0]
+
+    ways = [(*way, name == "amp", change) for name, way in WAYS.items() for change in (None, smaller)]
+    walk = Walk(checkpoint)
+    lanes = [
+        walk.add(partial(run, batch=batch, amp=amp), dtype, half=half, attention=attention, change=change)
+        for dtype, half, attention, amp, change in ways
+    ]
+    walk.run()
+    for lane, way in zip(lanes, ways, strict=True):
+        (logits,), whole = lane.result, expected(*way)
+        assert logits.dtype == whole.dtype and torch.equal(logits.nan_to_num(7), whole.nan_to_num(7)), way
+
+
+def test_what_convert_observes_is_what_a_whole_model_shows_on_every_batch(folders: dict[str, Path]) -> None:
     whole = load(folders["pegasus"], torch.float32)
     inputs = batches(whole.config, None, None)
     expected = observe_ranges(whole, inputs)
-    walk = Walk(open_checkpoint(folders["pegasus"]))
-    observers: list[RangeObserver] = []
-
-    def observed(batch: Batch) -> Any:
-        def lane(model: Any) -> None:
-            observers.append(RangeObserver(model, observers[-1] if observers else None))
-            with observers[-1]:
-                run_batch(model, batch)
-
-        return lane
-
-    for batch in inputs:
-        walk.add(observed(batch), torch.float32, again=batch.generate)
-    walk.run()
-    found = observers[0].ranges()
+    checkpoint = open_checkpoint(folders["pegasus"])
+    found, reference = observe_source(checkpoint, inputs, Progress(quiet=True), Device("cpu"))
+    with torch.no_grad():
+        outputs = [output_on(batch, run_batch(whole, batch)) for batch in compared(inputs)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(reference.fp32, outputs, strict=True))
     assert set(found) == set(expected)
     for path, seen in expected.items():
         for side in ("input", "output"):
@@ -137,6 +159,17 @@ def test_positions_and_bias_that_no_file_holds_are_those_that_stock_code_makes(t
     lane = walk.add(lambda model: run(model, batch, False), torch.float16, half=True)
     walk.run()
     assert torch.equal(lane.result[0], run(whole, batch, False)[0])
+
+
+def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) -> None:
+    model = tiny.build("pegasus", encoder_layers=1, decoder_layers=1, pad_token_id=90)
+    folder = tiny.save(model, tmp_path)
+    ids = torch.tensor([[5, 90, 7]])
+    batch = Batch("", ids, torch.ones_like(ids), ids, torch.ones_like(ids))
+    walk = Walk(open_checkpoint(folder))
+    lane = walk.add(lambda model: run(model, batch, False), torch.float32)
+    walk.run()
+    assert torch.equal(lane.result[0], run(load(folder, torch.float32), batch, False)[0])
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
