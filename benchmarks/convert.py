@@ -18,8 +18,9 @@ without a forward pass (``convert(..., run_model=False)``): planned from bounds,
 
 converts a shape with outlier neurons once with all defaults, audit included, and prints each phase in seconds, in
 processor seconds and in U: one stock fp32 forward of 4 × 128 encoder and 4 × 32 decoder tokens. ``--until PHASE`` stops
-before the phase whose name begins so; ``--device`` is ``convert``'s. With ``--certified`` nothing is run, and what was
-written is certified once more. With ``--audited`` the source is not converted but audited.
+before the phase whose name begins so; ``--device`` is ``convert``'s; ``--layers`` takes so many in each stack, and from
+two such numbers the whole can be continued (U stays the whole shape's). With ``--certified`` nothing is run, and what
+was written is certified once more. With ``--audited`` the source is not converted but audited.
 """
 
 from __future__ import annotations
@@ -265,15 +266,20 @@ def unit(name: str) -> tuple[float, float]:
     return seconds, used
 
 
-def whole(name: str, until: str | None, certified: bool, audited: bool, device: str) -> None:
-    """Convert a shape with its audit, or without one and certify it, or only audit it, and print the phases."""
+def whole(name: str, layers: int | None, until: str | None, certified: bool, audited: bool, device: str) -> None:
+    """Convert a shape with its audit, or without one and certify it, or only audit it, and print the phases.
+
+    layers: of each stack, instead of the shape's own.
+    """
     import torch
 
     from bf16_to_fp16 import audit, certify, convert
 
-    phases = Phases(until)
+    phases, shape = Phases(until), synthetic.SHAPES[name]
     seconds, phases.unit = unit(name)
-    with checkpoint(synthetic.SHAPES[name], None, outliers=True) as (source, out, size):
+    if layers is not None:
+        shape = shape.with_layers(layers)
+    with checkpoint(shape, None, outliers=True) as (source, out, size):
         begin = time.perf_counter()
         copying(source, out)()
         shutil.rmtree(out)
@@ -320,6 +326,7 @@ def main() -> None:
     parser.add_argument("--certified", action="store_true", help="with --scale or --whole")
     parser.add_argument("--audited", action="store_true", help="with --whole")
     parser.add_argument("--whole", metavar="SHAPE", choices=synthetic.SHAPES)
+    parser.add_argument("--layers", type=int, help="with --whole")
     parser.add_argument("--device", default="cpu", help="with --whole")
     parser.add_argument("--until", metavar="PHASE", help="with --whole")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -335,7 +342,7 @@ def main() -> None:
         return
     if arguments.whole:
         a = arguments
-        return whole(a.whole, a.until, a.certified, a.audited, a.device)
+        return whole(a.whole, a.layers, a.until, a.certified, a.audited, a.device)
     if arguments.scale:
         return scale(arguments.scale, arguments.rounds, arguments.certified)
     results: dict[str, list[dict[str, float]]] = {}
