@@ -87,8 +87,13 @@ def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["gated", "pegasus"])
-def test_a_direction_pulled_back_predicts_what_a_token_does_layers_later(kind: str) -> None:
+@pytest.mark.parametrize("crossed", [1.0, 100.0])
+def test_a_direction_pulled_back_predicts_what_a_token_does_layers_later(kind: str, crossed: float) -> None:
     model = model_of(kind)
+    with torch.no_grad():  # with a large factor most of what the decoder has comes from the encoder
+        for name, weight in model.named_parameters():
+            if "EncDecAttention.o" in name or "encoder_attn.out_proj.weight" in name:
+                weight *= crossed
     source = ModelTensors(model)
     weights = alone.Weights(source, resolve(source))
     ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:300].tolist()
