@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import bound, fp16_weights
+from ..bounds.certificate import Certificate, bound, fp16_weights
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..families.types import Layout
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of
@@ -49,13 +50,7 @@ def certify(
     on = Device(device, progress)
     checkpoint = open_checkpoint(source, subfolder)
     layout = agreed_layout(checkpoint)
-    weights, arithmetic = fp16_weights(checkpoint, layout), Arithmetic(max_length)
-    spectra = Spectra(weights)
-    with products_on(on, "certificate"):
-        with progress.step("Bounding every signal") as advance:
-            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-        with progress.step("Bounding it in stricter arithmetic"):
-            tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra)
+    found, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress)
     described = CertificateEntry.model_validate(found.to_json())
     report = Report(
         schema=SCHEMA,
@@ -70,3 +65,17 @@ def certify(
         environment=Environment.model_validate(on.environment()),
     )
     return dump(report)
+
+
+def bounded(
+    checkpoint: Checkpoint, layout: Layout, target: str, arithmetic: Arithmetic, device: Device, progress: Progress
+) -> tuple[Certificate, dict[str, bool]]:
+    """Return the certificate of a checkpoint's weights rounded to fp16, and by tier whether its own holds."""
+    weights = fp16_weights(checkpoint, layout)
+    spectra = Spectra(weights)
+    with products_on(device, "certificate"):
+        with progress.step("Bounding every signal") as advance:
+            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+        with progress.step("Bounding it in stricter arithmetic"):
+            tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra)
+    return found, tiers

@@ -21,15 +21,14 @@ import torch
 
 from ..auditing.regimes import REGIMES, RegimeResult, audit_folder
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.certificate import TARGETS, Certificate, bound, fp16_weights
-from ..bounds.spectral import CARRIED, Spectra
-from ..bounds.tiers import certified_tiers
+from ..bounds.certificate import TARGETS, Certificate
+from ..bounds.spectral import CARRIED
 from ..checkpoint.folder import sha256_of
 from ..checkpoint.hub import reading_from
 from ..checkpoint.places import CONVERTED, local_folder
 from ..checkpoint.reader import Checkpoint, bytes_of, contained, open_checkpoint, own_name, shown, subfolder_of
 from ..checkpoint.writer import write_fp16
-from ..devices import Device, products_on
+from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.resolve import resolve
@@ -61,6 +60,7 @@ from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.stock import load_config
 from ..wording import bytes_in_words
+from .certify import bounded
 
 LISTS_OTHER = "lists something that convert does not write; convert the source again"
 
@@ -419,14 +419,8 @@ def recompute(
     recorded, target = report.certificate, report.target or "half"
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
         raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
-    weights, arithmetic = fp16_weights(checkpoint, layout), Arithmetic(recorded.max_length, splits=recorded.splits)
-    spectra = Spectra(weights)
-    with products_on(device, "certificate"):
-        with progress.step("Bounding every signal") as advance:
-            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-        with progress.step("Bounding it in stricter arithmetic"):
-            tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra)
-    return found, tiers
+    arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
+    return bounded(checkpoint, layout, target, arithmetic, device, progress)
 
 
 def check_certificate(certificate: Certificate, report: Report) -> list[Problem]:
