@@ -17,6 +17,7 @@ from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..conversion.planning import checkpoint_batches
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -28,7 +29,7 @@ from ..report.remedies import over_limits, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
 from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.stock import load, load_config
+from ..run.stock import load
 
 
 @quiet()
@@ -61,10 +62,7 @@ def audit(
     on = Device(device, progress)
     checkpoint = open_checkpoint(source, subfolder)
     layout = agreed_layout(checkpoint)
-    config, opened = load_config(checkpoint.folder), (checkpoint, layout)
-    inputs = probe.audit_batches(
-        config, checkpoint.folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress
-    )
+    inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep, progress=progress)
     with progress.step(f"Auditing {', '.join(regimes)}") as advance:
         results = on.run(
             "audit",
