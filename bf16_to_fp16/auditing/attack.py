@@ -497,25 +497,23 @@ def attack(
     inputs. certificate: the bounds that say where to search harder, by default computed here. length: positions of both
     sides. Deterministic for a seed, from which every device draws the same.
     """
-    wide, half = copy.deepcopy(model).float().eval(), copy.deepcopy(model).half().eval()
-    for each in (wide, half):
-        set_attention(each, "eager")
-        each.requires_grad_(False)
-    if certificate is None:
-        certificate = bound(layout, fp16_weights(ModelTensors(copy.deepcopy(half).cpu()), layout))
-    adversary = _Adversary(wide, layout, seed, min(length, longest(model.config)))
-    if sites is None:
-        sites = list(adversary.survey(adversary.embed(adversary.draw(1))))
-    search = _AttackSearch(adversary, list(sites), certificate)
-    search.run(steps, advance)
-    chosen = list(dict.fromkeys(s for s in sites if s not in adversary.narrow))
+    half = fixed(copy.deepcopy(model).half())
+    search = searched(
+        model,
+        layout,
+        steps=steps,
+        seed=seed,
+        length=length,
+        sites=sites,
+        certificate=certificate or certified(half, layout),
+        advance=advance,
+    )
+    adversary, wide = search.adversary, search.adversary.model
+    chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
     tokens = [(part, True) for part in search.best(search.tokens, chosen)]
     mixed = [(part, False) for part in search.best(search.mixtures, chosen)]
     free = [(part, False) for part in search.best(search.free, chosen)]
-    inputs = {}
-    for name in chosen:
-        ids = search.tokens.kept[name][0][1]
-        inputs[name] = (ids.encoder[0].tolist(), [] if ids.decoder is None else ids.decoder[0].tolist())
+    inputs = {name: search.worst_ids(name) for name in chosen}
     # As many random inputs as the search has run forward passes.
     random = [(adversary.draw(GROUP), True) for _ in range(min(steps * (2 + 2 * FLIPS) // 2, 64))]
     by_random, by_tokens, by_mixture = (adversary.measure(wide, x) for x in (random, tokens, mixed))
@@ -530,6 +528,51 @@ def attack(
             most = max(at_random, text, mixture, rounded, covered.get(name, 0.0), covered_half.get(name, 0.0))
             found.append(Found(name, at_random, text, mixture, rounded, covered=most))
     return Attack(steps, seed, tuple(found), inputs)
+
+
+def worst_ids(
+    model: Any, layout: Layout, sites: Sequence[str], *, steps: int, seed: int = 0, length: int = LENGTH
+) -> list[tuple[list[int], list[int]]]:
+    """Return the encoder's and the decoder's ids (none for an encoder) that a search finds worst for each of ``sites``,
+    each input once: of ``attack`` what a training takes as further inputs.
+
+    A site that the search does not know is left out. Other arguments are those of ``attack``.
+    """
+    certificate = certified(fixed(copy.deepcopy(model).half()), layout)
+    search = searched(model, layout, steps=steps, seed=seed, length=length, sites=sites, certificate=certificate)
+    found = {repr(ids): ids for ids in map(search.worst_ids, dict.fromkeys(search.sites))}
+    return list(found.values())
+
+
+def searched(
+    model: Any,
+    layout: Layout,
+    *,
+    steps: int,
+    seed: int,
+    length: int,
+    sites: Sequence[str] | None,
+    certificate: Certificate,
+    advance: Callable[[int, int], None] | None = None,
+) -> _AttackSearch:
+    """Return a search in fp32 that has come to its end; arguments are those of ``attack``."""
+    wide = fixed(copy.deepcopy(model).float())
+    adversary = _Adversary(wide, layout, seed, min(length, longest(model.config)))
+    known = list(adversary.survey(adversary.embed(adversary.draw(1))))
+    search = _AttackSearch(adversary, known if sites is None else [s for s in sites if s in known], certificate)
+    search.run(steps, advance)
+    return search
+
+
+def fixed(model: Any) -> Any:
+    """Return a model that only computes, with eager attention, whose scores can be seen."""
+    set_attention(model, "eager")
+    return model.eval().requires_grad_(False)
+
+
+def certified(half: Any, layout: Layout) -> Certificate:
+    """Return the bounds of a model in fp16."""
+    return bound(layout, fp16_weights(ModelTensors(copy.deepcopy(half).cpu()), layout))
 
 
 class _AttackSearch:
@@ -596,6 +639,11 @@ class _AttackSearch:
             best = elite.best(self.outputs.get(goal, goal))
             open_bits[goal] = max(0.0, math.log2(top / best)) if top and best > 0 and math.isfinite(top) else 1.0
         return open_bits
+
+    def worst_ids(self, site: str) -> tuple[list[int], list[int]]:
+        """Return the best ids found for a site: the encoder's, and the decoder's or none."""
+        ids = self.tokens.kept[site][0][1]
+        return ids.encoder[0].tolist(), [] if ids.decoder is None else ids.decoder[0].tolist()
 
     def best(self, elite: _Elite, sites: Sequence[str]) -> list[_Inputs]:
         """Return the best input of each site, in groups."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..auditing.attack import attack
 from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, verdict
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, fp16_weights
@@ -17,6 +15,7 @@ from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..conversion.measuring import attacked
 from ..conversion.planning import checkpoint_batches
 from ..devices import Device, products_on
 from ..environment import SCHEMA
@@ -25,11 +24,10 @@ from ..families.types import Layout
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of
-from ..report.remedies import over_limits, unsafe_sites
+from ..report.remedies import over_limits, overflowing, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
 from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.stock import load
 
 
 @quiet()
@@ -82,10 +80,10 @@ def audit(
     proven: dict[str, Any] = {}
     if converted or attack_steps is not None:
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
-    broken = "attack" in proven and proven["attack"].worst_headroom_bits < 0
+    found = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
     report = Report(
         schema=SCHEMA,
-        verdict="unsafe" if broken else verdict(results),
+        verdict="unsafe" if found else verdict(results),
         proof="certified" if proven and proven["certificate"].holds else "observed",
         family=layout.family.name,
         source=Source.of(checkpoint),
@@ -93,7 +91,7 @@ def audit(
         attention=list(attention),
         inputs=Inputs.model_validate(probe.describe_batches(inputs, seed=seed, data=data)),
         regimes=described,
-        unsafe=unsafe_sites(described, converted=converted),
+        unsafe=[*unsafe_sites(described, converted=converted), *found],
         **proven,
         environment=Environment.model_validate(on.environment()),
     )
@@ -117,10 +115,7 @@ def proof(
     with products_on(device, "certificate"), progress.step("Bounding every signal") as advance:
         certificate = bound(layout, weights, spectra=spectra, advance=advance)
     if attack_steps is not None:
-        with progress.step("Searching for the worst inputs") as advance:
-            model = load(checkpoint.folder, torch.float16, half=True)
-            find = partial(attack, layout=layout, steps=attack_steps, seed=seed, certificate=certificate)
-            adversary = device.run("attack", lambda place: find(model.to(place), advance=advance))
+        adversary = attacked(checkpoint.folder, certificate, attack_steps, seed, device, progress)
         seen = dict(adversary.worst)
         proven["attack"] = AttackEntry.model_validate(adversary.to_json())
         broken = adversary.worst_headroom_bits < 0

@@ -19,7 +19,7 @@ from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import records, write_json
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import staged
-from ..conversion.measuring import fidelity_to_original, measure
+from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
 from ..conversion.options import AUTO, Destination, Options, Provenance
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
@@ -132,6 +132,8 @@ def convert_by(
     with staged(place.out, force=place.force) as work:
         rewritten = rewrite(opened, decided, work, options, progress)
         measured = measure(opened, decided, work, options, progress)
+        if provenance is not None:
+            measured = attack_unproven(work, measured, provenance.attack_steps, opened, progress)
         report = reports.build(
             opened.checkpoint,
             decided,

@@ -5,11 +5,13 @@ All three read the files as anyone would, so that nothing that is still in memor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from ..auditing.attack import GROUP, Attack, attack
 from ..auditing.fidelity import Outputs, Reference, fidelity, outputs
 from ..auditing.regimes import REGIMES, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
@@ -17,13 +19,14 @@ from ..bounds.certificate import Certificate, bound, fp16_weights
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..devices import products_on
+from ..devices import Device, products_on
 from ..progress import Progress
 from ..report.evidence import Decided, Measured
 from ..report.schema import FidelityEntry
 from ..rescaling.plan import Drift, Plan
 from ..run.agreement import agreed_layout
 from ..run.probe import Batch
+from ..run.stock import load
 from .options import Options
 from .planning import Opened, drifted_outputs, reference_of
 
@@ -92,6 +95,39 @@ def certificate_of(
     with progress.step("Bounding it in stricter arithmetic"):
         tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=known)
     return found, tiers
+
+
+def attacked(
+    folder: Path,
+    certificate: Certificate,
+    steps: int,
+    seed: int,
+    device: Device,
+    progress: Progress,
+    *,
+    sites: Sequence[str] | None = None,
+) -> Attack:
+    """Return what ``attack`` finds at ``sites`` of a checkpoint in fp16, on the device; certificate: its bounds."""
+    layout = agreed_layout(open_checkpoint(folder))
+    with progress.step("Searching for the worst inputs") as advance:
+        model = load(folder, torch.float16, half=True)
+        return device.run(
+            "attack",
+            lambda place: attack(
+                model.to(place), layout, steps=steps, seed=seed, sites=sites, certificate=certificate, advance=advance
+            ),
+        )
+
+
+def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, progress: Progress) -> Measured:
+    """Return what was measured with a search for inputs that break what the certificate does not prove, where there is
+    anything and ``steps`` are not 0."""
+    unproven = [site.name for site in measured.certificate.sites if not site.holds]
+    if not unproven or not steps:
+        return measured
+    rows = unproven * max(1, GROUP // len(unproven))
+    found = attacked(work, measured.certificate, steps, 0, opened.device, progress, sites=rows)
+    return replace(measured, attack=found)
 
 
 def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> FidelityEntry:

@@ -110,9 +110,13 @@ class Destination:
 @dataclass(frozen=True)
 class Provenance:
     """What a report says of a checkpoint that was trained: the command that made it, where it comes from, the
-    original, with which the output is compared besides its source, and what the report becomes by what was asked."""
+    original, with which the output is compared besides its source, and what the report becomes by what was asked.
+
+    attack_steps: gradient steps of the search for inputs that break what the certificate does not prove; 0 for none.
+    """
 
     command: str
     lineage: Lineage
     original: Checkpoint
     judge: Callable[[Report], Report] = lambda report: report
+    attack_steps: int = 0

@@ -174,7 +174,11 @@ class Penalty(Section):
     headroom_bits: float = Field(default=1.0, ge=0, lt=24, description="bits that every site keeps below its limit")
     train_mode: bool = Field(default=False, description="targets that hold with dropout and in the backward pass")
     probe: bool = Field(
-        default=True, description="also hold what random, long and repeated ids reach, which the audit runs as well"
+        default=True,
+        description="also hold what random, long, short and repeated ids reach, which the audit runs as well",
+    )
+    search_every: Positive | None = Field(
+        default=50, description="steps between searches for the hardest inputs, which the probe then runs; null: none"
     )
     dual_step: float = Field(default=0.05, gt=0, description="step of the dual ascent on each site's weight")
     weight: float | None = Field(default=None, ge=0, description="a fixed weight instead of the dual ascent")
@@ -223,13 +227,16 @@ class Quality(Section):
 
 
 class Evaluation(Section):
-    """What is measured on the held-out examples during the run, and how often."""
+    """What is measured on the held-out examples during the run, how often, and how the result is attacked."""
 
     every: Positive = Field(default=100, description="steps between evaluations")
     examples: Positive = Field(default=256, description="most held-out examples of one evaluation")
     generate: bool = Field(default=True, description="ROUGE and BLEU of generated texts where the data have targets")
     max_new_tokens: Positive = Field(default=64, description="length of a generated text")
     beams: Positive = Field(default=1, description="beams of the search")
+    attack_steps: NonNegative = Field(
+        default=64, description="gradient steps of the last search for inputs that break what is not proven; 0: none"
+    )
 
 
 class Wandb(Section):

@@ -100,6 +100,7 @@ def finetune(
         lineage_of(checkpoint, recipe, run),
         checkpoint,
         judge=partial(judged, recipe=recipe, command=command.published()),
+        attack_steps=recipe.evaluation.attack_steps,
     )
     with written_trained(run.folder, run.weights) as trained:
         place, options = Destination(out, force=force), options_of(recipe)

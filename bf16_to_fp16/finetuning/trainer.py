@@ -21,12 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..auditing.attack import worst_ids
 from ..errors import UserError
+from ..families.resolve import resolve
 from ..families.roles import layer_of
+from ..families.types import Layout
 from ..numerics import FP16_MAX
 from ..optim.adamw import AdamW
 from ..progress import Progress
-from ..run.probe import Batch
+from ..rescaling.weights import ModelTensors
+from ..run.probe import Batch, random_rows, rows_of
 from ..run.probe import batches as probe_batches
 from .corpus import Corpus, TrainingBatch
 from .distillation import (
@@ -50,6 +54,22 @@ from .states import RunFolder, read_state, read_tensors, write_state, write_tens
 
 FITTING_STEPS = 20
 """Steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16."""
+
+
+SEARCH_STEPS = 32
+"""Gradient steps of a search for hard inputs."""
+
+
+SEARCHED_SITES, SEARCHED_ROWS = 6, 8
+"""Sites furthest past their targets that a search goes after, and rows for each of them."""
+
+
+SEARCHED_LENGTHS = (16, 4, 1, 8, 2)
+"""Positions of one search after the other."""
+
+
+HARD_INPUTS = 48
+"""Inputs found that are kept."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +139,7 @@ class Trainer:
         self.penalty = self._penalty() if recipe.penalty.form != "none" else None
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
+        self.layout: Layout | None = None
         self.states = RunFolder(folder, recipe.checkpointing.keep)
         self.tops = TopStore(folder / "teacher", self.processes.rank) if recipe.distillation.top_k and teacher else None
         self.watch = Watch(recipe, self.penalty, self.states, self.progress)
@@ -175,6 +196,7 @@ class Trainer:
                 self._save()
             while p.step < schedule.steps:
                 self._choose_precision(fits)
+                self._search_hard_inputs()
                 with self.mixed_precision.whole_step():
                     seen = self._step()
                 advance(p.step, schedule.steps)
@@ -341,15 +363,52 @@ class Trainer:
         """
         if self.penalty is None or not self.recipe.penalty.probe:
             return None
-        # Every other batch is random ids, of which there are most.
-        seed = self.recipe.seed + 1 + turn
-        made = [b for b in probe_batches(self.stock.config, None, None, seed=seed) if not b.generate]
-        batch = made[0 if turn % 2 == 0 else turn // 2 % len(made)]
+        config, seed, hard = self.stock.config, self.recipe.seed + 1 + turn, self.position.hard
+        if hard and turn % 2:
+            batch = rows_of(config, hard, "hard inputs")
+        elif (place := turn // 2 if hard else turn) % 2 == 0:
+            # Of random ids there are most, and in short rows nothing is averaged.
+            batch = random_rows(config, seed=seed, left=place % 4 == 2)
+        else:
+            made = [b for b in probe_batches(config, None, None, seed=seed) if not b.generate]
+            batch = made[place // 2 % len(made)]
         out = self.model(**probe_arguments(batch, self.device))
         if not self.processes.sharded:
             return None
         anchor: Tensor = _Anchor.apply(out.last_hidden_state if batch.decoder_input_ids is None else out.logits)
         return anchor
+
+    def _search_hard_inputs(self) -> None:
+        """Every so many steps, look for the inputs that bring the sites furthest past their targets, and keep them for
+        the penalty's batches: what a few random rows never meet.
+
+        The search is the audit's, over the weights in fp32. Every process finds the same; where each has a part of the
+        weights only, there is nothing to search.
+        """
+        p, every = self.position, self.recipe.penalty.search_every
+        if self.penalty is None or not self.recipe.penalty.probe or every is None or self.processes.sharded:
+            return
+        if p.step == 0 or p.step % every or not (seen := self.penalty.observations()):
+            return
+        worst = sorted(seen, key=lambda site: -seen[site].excess_bits)
+        turn = p.step // every
+        if self.layout is None:
+            self.layout = resolve(ModelTensors(self.stock))
+        self.penalty.detach()
+        try:
+            found = worst_ids(
+                self.stock,
+                self.layout,
+                worst[:SEARCHED_SITES] * SEARCHED_ROWS,
+                steps=SEARCH_STEPS,
+                seed=self.recipe.seed + turn,
+                length=SEARCHED_LENGTHS[turn % len(SEARCHED_LENGTHS)],
+            )
+        finally:
+            self.penalty.attach()
+        p.hard = [*found, *p.hard][:HARD_INPUTS]
+        if self.log is not None:
+            self.log.write(p.step, {"hard_inputs": len(p.hard)})
 
     def _mixed(self, task: float, kl: float) -> float:
         share = self.recipe.distillation.weight if self.corpus.objective != "text" else 1.0

@@ -31,7 +31,7 @@ from ..rescaling.rounding_loss import STEP_NOISE
 from ..rescaling.squares import squares_of
 from . import schema
 from .evidence import Decided, Measured, Rewritten
-from .remedies import OUTPUT, OVER, inexact, passed_limit, sinks, unsafe_sites, why_unproven
+from .remedies import OUTPUT, OVER, inexact, overflowing, passed_limit, sinks, unsafe_sites, why_unproven
 
 NOISE = 1e-9
 """Divergences under it are the noise of fp32 logits."""
@@ -68,9 +68,13 @@ def build(
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
     described = schema.regimes_of(regimes)
+    attack = None if measured.attack is None else schema.AttackEntry.model_validate(measured.attack.to_json())
+    broken = overflowing(attack) if attack is not None else []
+    for site in attack.sites if attack is not None else ():
+        seen[site.name] = max(seen.get(site.name, 0.0), site.worst)
     return schema.Report(
         schema=SCHEMA,
-        verdict=conclude(regimes, short, plan, certificate),
+        verdict="unsafe" if broken else conclude(regimes, short, plan, certificate),
         proof="certified" if certificate.holds else "observed",
         family=layout.family.name,
         target=decided.target,
@@ -81,12 +85,13 @@ def build(
         regimes=described,
         certificate=schema.CertificateEntry.model_validate(certificate.to_json(seen) | {"cost_bits": cost}),
         uncertified=uncertified_sites(layout, certificate, planned),
+        attack=attack,
         fidelity=schema.FidelityEntry.model_validate(fidelity.to_json()) if fidelity else None,
         weights=weight_counts(layout, written),
         plan=Plan.model_validate(describe_plan(plan)),
         signals=signals_of(layout, plan, ranges) if ranges is not None else [],
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
-        unsafe=[*short, *unsafe_sites(described, converted=True)],
+        unsafe=[*short, *unsafe_sites(described, converted=True), *broken],
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
     )

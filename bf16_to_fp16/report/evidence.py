@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..auditing.attack import Attack
 from ..auditing.fidelity import Fidelity, Outputs, Reference
 from ..auditing.regimes import RegimeResult
 from ..bounds.certificate import Certificate
@@ -46,7 +47,8 @@ class Measured:
     """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
 
     plan: with the drift's predicted and measured figures. tiers: by name whether the certificate of each holds. half:
-    the outputs of the written model in fp16. environment: what it was all made with.
+    the outputs of the written model in fp16. environment: what it was all made with. attack: what a search found, where
+    one was made.
     """
 
     certificate: Certificate
@@ -56,3 +58,4 @@ class Measured:
     fidelity: Fidelity | None = None
     half: Outputs = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
+    attack: Attack | None = None

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..rescaling.planner import Fallback, Violation
-from ..wording import listed
-from .schema import CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
+from ..wording import counted, listed, reached
+from .schema import AttackEntry, CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
 
 IMMOVABLE = ("scores", "masked scores", "gate", "activation", "logits", "position bias")
 """Kinds of site that no coupling reaches."""
@@ -120,6 +120,27 @@ def unsafe_sites(regimes: Mapping[str, RegimeEntry], *, converted: bool = False)
             )
         )
     return rows
+
+
+def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
+    """Return the sites that a search drove past their limits, the worst first, each with what it reached and by how
+    many steps, and the remedy; what only overflows in fp16, after something else has, is left out beside it.
+
+    converted: whether rescaling has been tried on these weights already.
+    """
+    past = [site for site in attack.sites if site.headroom_bits < 0]
+    first = [site for site in past if max(site.random, site.tokens, site.embeddings) > site.limit]
+    steps = counted(attack.steps, "gradient step")
+    return [
+        UnsafeEntry(
+            signal=site.name,
+            excess_bits=max(0.0, math.log2(most / site.limit)),
+            reason=f"{reached(most)} on an input that {steps} of search found",
+            remedy=CONVERTED if converted else NOT_CONVERTED,
+        )
+        for site in first or past
+        for most in (max(site.random, site.tokens, site.embeddings),)
+    ]
 
 
 def over_limits(certificate: CertificateEntry) -> list[UnprovenEntry]:

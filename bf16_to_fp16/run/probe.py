@@ -428,20 +428,64 @@ def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
     return result
 
 
+def random_rows(
+    config: Any, *, seed: int, rows: int = 16, longest: int = 64, longest_decoder: int = 16, left: bool = False
+) -> Batch:
+    """Return rows of random ids whose lengths are log-uniform from 1 to ``longest``, in the decoder from 1 to
+    ``longest_decoder``: half of them before the end token, one in four with a special token among them.
+
+    left: the encoder's are filled up on the left.
+    """
+    generator, vocabulary = torch.Generator().manual_seed(seed), int(config.vocab_size)
+    most, end, special = longest_sequence(config), _end(config), _special(config)
+
+    def drawn(longest: int, *, ends: bool) -> Tensor:
+        share = float(torch.rand((), generator=generator))
+        length = math.floor(min(longest, most) ** share * (1 + 1e-9))
+        ids = torch.randint(0, vocabulary, (length,), generator=generator)
+        place, chance, which = (int(torch.randint(0, n, (), generator=generator)) for n in (length, 4, len(special)))
+        if chance == 0:
+            ids[place] = special[which]
+        return torch.tensor([*ids[: most - len(end)].tolist(), *end]) if ends else ids
+
+    encoder = [drawn(longest, ends=row % 2 == 1) for row in range(rows)]
+    decoder = [drawn(longest_decoder, ends=False) for _ in range(rows)]
+    right = _padded(config, encoder, decoder, "random ids of all lengths", RANDOM)
+    return _padded_left(config, right, encoder) if left else right
+
+
+def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
+    """Return given ids of the encoder and the decoder (start token included) as one batch, filled up on the right."""
+    ids, mask = stack([torch.tensor(row) for row, _ in rows], _pad(config))
+    if not has_decoder(config):
+        return Batch(description, ids, mask, head=False)
+    return Batch(description, ids, mask, *stack([torch.tensor(row) for _, row in rows], _pad(config)))
+
+
+def _end(config: Any) -> list[int]:
+    """The end token, where the config names one of the vocabulary."""
+    end = getattr(config, "eos_token_id", None)
+    return [end] if isinstance(end, int) and 0 <= end < int(config.vocab_size) else []
+
+
+def _padded_left(config: Any, right: Batch, encoder: Sequence[Tensor]) -> Batch:
+    """A batch with the encoder's rows, which are given without padding, filled up on the left."""
+    ids = torch.full_like(right.input_ids, _pad(config))
+    for filled, row in zip(ids, encoder, strict=True):
+        filled[-len(row) :] = row
+    name = f"{right.description}, padded on the left"
+    return replace(right, description=name, input_ids=ids, attention_mask=right.attention_mask.flip(1))
+
+
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
     """Rows of one token to ``longest``, with and without end token, and every special token alone and before the end:
     filled up on the right, then the same rows filled up on the left; the decoder's, which are shorter, on the right."""
-    vocabulary = int(config.vocab_size)
-    end = [i for i in [getattr(config, "eos_token_id", None)] if isinstance(i, int) and 0 <= i < vocabulary]
+    vocabulary, end = int(config.vocab_size), _end(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows = [row for ids in [*drawn, *([i] for i in _special(config))] for row in ([ids, ids + end] if end else [ids])]
     encoder = [torch.tensor(row[-longest:]) for row in rows]
     right = _padded(config, encoder, [row[-_SHORT_DECODER:] for row in reversed(encoder)], "short rows", SHORT)
-    ids = torch.full_like(right.input_ids, _pad(config))
-    for filled, row in zip(ids, encoder, strict=True):
-        filled[-len(row) :] = row
-    mask = right.attention_mask.flip(1)
-    return [right, replace(right, description="short rows, padded on the left", input_ids=ids, attention_mask=mask)]
+    return [right, _padded_left(config, right, encoder)]
 
 
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:

@@ -432,6 +432,9 @@ def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path) -> None:
     report = audit(tiny.save(model, tmp_path / "large", torch.float32), **options)
     assert report["regimes"]["half"]["nonfinite"] == report["regimes"]["half"]["saturated"] == 0
     assert report["attack"]["worst_headroom_bits"] < 0 and report["verdict"] == "unsafe"
+    reasons = {row["signal"]: row["reason"] for row in report["unsafe"]}
+    assert "on an input that 8 gradient steps of search found" in reasons[name]
+    assert all(row["excess_bits"] > 0 and "convert rescales" in row["remedy"] for row in report["unsafe"])
 
 
 def test_progress_rises_to_its_total(tmp_path: Path) -> None:

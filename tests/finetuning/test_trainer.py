@@ -39,7 +39,7 @@ from bf16_to_fp16.finetuning.recipe import Penalty, Recipe, Schedule, Wandb, par
 from bf16_to_fp16.finetuning.run import make_accelerator
 from bf16_to_fp16.finetuning.stability import PULLED_STEPS
 from bf16_to_fp16.finetuning.states import RunFolder, read_state, write_state
-from bf16_to_fp16.finetuning.trainer import Trainer, learning_rate, make_optimizer
+from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate, make_optimizer
 from bf16_to_fp16.optim.adamw import AdamW
 
 BAD = ord("Z") + 3
@@ -493,7 +493,7 @@ def test_the_penalty_is_the_recipes_and_looks_at_new_random_ids_every_other_step
     )
     trainer.train()
     assert len(ran) == 6  # of each step the data, and a batch of the probe
-    assert ran[1].shape == ran[5].shape and not torch.equal(ran[1], ran[5])
+    assert len(ran[1]) == len(ran[5]) == 16 and ran[1].tolist() != ran[5].tolist()
     assert trainer.penalty is not None
     weights = {name: seen.weight for name, seen in trainer.penalty.observations().items()}
     assert any(name.endswith("act:cubed") for name in weights)  # whose limit is of training
@@ -556,12 +556,42 @@ class Killed(BaseException):
     """Stands for the end of the process, which no handler sees."""
 
 
+def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 7},
+        penalty={"form": "amax", "headroom_bits": 20.0, "search_every": 2},
+    )
+    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    ran: list[list[list[int]]] = []
+    trainer.stock.register_forward_pre_hook(
+        # The search's own copy of the model takes embeddings.
+        lambda module, args, kwargs: ran.append(kwargs["input_ids"].tolist()) if "input_ids" in kwargs else None,
+        with_kwargs=True,
+    )
+    trainer.train()
+    hard = [encoder for encoder, _ in trainer.position.hard]
+    assert {len(row) for row in hard} == set(SEARCHED_LENGTHS[1:4])
+    assert [row["hard_inputs"] for row in rows_of(tmp_path / "run") if "hard_inputs" in row][-1] == len(hard)
+    # After the last search, at step 6, no step runs them; those of the first two were run.
+    oldest = {tuple(row) for row in hard if len(row) == SEARCHED_LENGTHS[1]}
+    assert any(oldest <= {tuple(row[: SEARCHED_LENGTHS[1]]) for row in batch} for batch in ran)
+    off = recipe.model_copy(update={"penalty": recipe.penalty.model_copy(update={"search_every": None})})
+    trainer = trainer_of(off, folder, tmp_path / "off")
+    trainer.train()
+    assert not trainer.position.hard
+
+
 @pytest.mark.parametrize("penalty", ["none", "amax"])
 def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
     folder: Path, tmp_path: Path, penalty: str
 ) -> None:
     recipe = recipe_for(
-        folder, tmp_path / "out", schedule={"steps": 10}, penalty={"form": penalty, "headroom_bits": 14.0}
+        folder,
+        tmp_path / "out",
+        schedule={"steps": 10},
+        penalty={"form": penalty, "headroom_bits": 14.0, "search_every": 3},
     )
     whole = trainer_of(recipe, folder, tmp_path / "whole")
     outcome = whole.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,44 @@ from support import tiny
 
 import bf16_to_fp16
 from bf16_to_fp16 import audit, certify, cli, convert
+from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.report import remedies
+from bf16_to_fp16.report.schema import AttackedSite, AttackEntry
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny.build("t5-encoder", num_layers=2), tmp_path_factory.mktemp("source") / "theirs")
+
+
+def site(name: str, *, tokens: float, half: float, limit: float = FP16_MAX) -> AttackedSite:
+    worst = max(tokens, half)
+    return AttackedSite(
+        name=name,
+        worst=worst,
+        random=1.0,
+        tokens=tokens,
+        embeddings=2.0,
+        half=half,
+        covered=worst,
+        limit=limit,
+        headroom_bits=math.log2(limit / worst) if worst < math.inf else -math.inf,
+        gain=worst,
+        ids=None,
+    )
+
+
+def test_of_what_a_search_breaks_those_are_named_that_pass_their_limit_themselves() -> None:
+    def found(*sites: AttackedSite) -> list[tuple[str, float]]:
+        attack = AttackEntry(steps=5, seed=0, worst_headroom_bits=-1.0, median_gain=None, sites=list(sites))
+        return [(row.signal, row.excess_bits) for row in remedies.overflowing(attack)]
+
+    scores, after = site("scores", tokens=2 * FP16_MAX, half=math.inf), site("wo", tokens=5.0, half=math.inf)
+    assert found(site("calm", tokens=9.0, half=9.0)) == []
+    assert found(after, scores) == [("scores", 1.0)]
+    # At the edge only fp16's own rounding passes it.
+    assert found(after) == [("wo", 0.0)]
+    assert found(site("square", tokens=400.0, half=9.0, limit=100.0)) == [("square", 2.0)]
 
 
 def test_an_audit_names_every_site_that_broke(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

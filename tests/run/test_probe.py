@@ -20,6 +20,8 @@ from bf16_to_fp16.run.probe import (
     batches,
     describe_batches,
     one_batch,
+    random_rows,
+    rows_of,
     run_batch,
 )
 
@@ -101,6 +103,40 @@ def test_short_rows_have_every_length_and_special_token_with_and_without_end_and
     assert not left.attention_mask[:, 0].all() and not right.attention_mask[:, -1].all()
     assert (right.decoder_input_ids is None) is (kind == "t5-encoder")
     assert right.input_ids.numel() + left.input_ids.numel() < 400
+
+
+@pytest.mark.parametrize("kind", ["t5", "pegasus", "t5-encoder"])
+def test_random_rows_have_all_lengths_and_ends_and_special_tokens(kind: str) -> None:
+    config = config_of(kind)
+    made = [random_rows(config, seed=seed, left=seed % 2 == 1) for seed in range(60)]
+    rows = [ids[mask == 1].tolist() for b in made for ids, mask in zip(b.input_ids, b.attention_mask, strict=True)]
+    # As many from 1 to 7 as from 8 to 63, end tokens apart.
+    lengths = [len(row) - (row[-1] == config.eos_token_id) for row in rows]
+    assert min(lengths) <= 1 and max(lengths) >= 60 and max(map(len, rows)) <= 65
+    assert 0.4 < sum(length < 8 for length in lengths) / len(lengths) < 0.6
+    assert 0.45 < sum(row[-1] == config.eos_token_id for row in rows) / len(rows) < 0.6
+    specials = {config.pad_token_id, config.eos_token_id, config.vocab_size - 1}
+    assert specials <= {token for row in rows for token in row[:-1]}
+    for batch in made[:2]:
+        first, last = batch.attention_mask[:, 0].all(), batch.attention_mask[:, -1].all()
+        assert (bool(first), bool(last)) == ((True, False) if batch is made[0] else (False, True))
+    assert torch.equal(made[3].input_ids, random_rows(config, seed=3, left=True).input_ids)
+    if kind == "t5-encoder":
+        assert made[0].decoder_input_ids is None
+    else:
+        decoders = [b.decoder_input_ids for b in made if b.decoder_input_ids is not None]
+        assert len(decoders) == 60 and all((ids[:, 0] == config.decoder_start_token_id).all() for ids in decoders)
+
+
+def test_random_rows_fit_the_positions() -> None:
+    config = config_of("pegasus", max_position_embeddings=12)
+    assert max(random_rows(config, seed=seed).input_ids.shape[1] for seed in range(20)) == 12
+
+
+def test_given_rows_are_run_as_they_are() -> None:
+    batch = rows_of(config_of("t5"), [([5, 6, 7], [0, 9]), ([8], [0, 3, 4])], "given")
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 0, 0]] and batch.attention_mask.sum() == 4
+    assert batch.decoder_input_ids is not None and batch.decoder_input_ids.tolist() == [[0, 9, 0], [0, 3, 4]]
 
 
 @pytest.mark.parametrize("kind", ["t5-encoder", "umt5-encoder"])
