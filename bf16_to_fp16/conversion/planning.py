@@ -95,7 +95,8 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 
         bounds = bound_source(checkpoint, target, options.max_length, progress, opened.spectra)
         with products_on(device, "certificate"):
-            grounds = Grounds(ranges, bounds, acceptable, worth)
+            begin = -RESIDUAL_RANGE if weaker is None else weaker.plan.residual_exponent
+            grounds = Grounds(ranges, bounds, acceptable, worth, begin)
             return found(*best_plan(opened, grounds, replace(options, target=target), progress))
 
     if options.target != AUTO:
@@ -153,12 +154,15 @@ class Grounds:
     ranges: what was observed; None plans from the bounds alone, which need no margin. acceptable: runs a plan whose
     drift was predicted to cost too much and says whether it may be taken, since the prediction weighs every norm alike.
     worth: whether a plan may still be the one that is chosen, where bounds that are made for it can only be larger.
+    begin: the residual exponent that the first bounds are made for, where they depend on it; a plan for a stricter tier
+    that is chosen comes to the weaker one's as a rule, and to no larger one.
     """
 
     ranges: Mapping[str, ModuleRange] | None
     bounds: Bounds | None = None
     acceptable: Callable[[Layout, Plan], bool] | None = None
     worth: Callable[[Layout, Planned], bool] = lambda *_: True
+    begin: int = -RESIDUAL_RANGE
 
 
 def bound_source(
@@ -262,7 +266,7 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
         )
 
     def plan_for(layout: Layout) -> Planned:
-        exponent = -RESIDUAL_RANGE
+        exponent = grounds.begin
         while True:
             possible = bounds(layout, exponent) if bounds is not None else None
             with progress.step("Planning the exponents") as advance:
