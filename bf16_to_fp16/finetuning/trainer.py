@@ -32,6 +32,7 @@ from ..progress import Progress
 from ..rescaling.weights import ModelTensors
 from ..run.probe import Batch, random_rows, rows_of
 from ..run.probe import batches as probe_batches
+from ..wording import counted
 from .corpus import Corpus, TrainingBatch
 from .distillation import (
     Teacher,
@@ -514,11 +515,28 @@ class Trainer:
         steps = self.states.steps()
         if steps:
             last = self.states.of(steps[-1])
-            check_same_recipe(read_state(last), self.recipe, last)
+            state = read_state(last)
+            check_same_recipe(state, self.recipe, last)
+            self._check_parts(state, last)
             self._load(steps[-1])
             self.progress.say(f"Continuing from step {steps[-1]}")
         if self.log is not None:
             self.log.rewind(steps[-1] if steps else -1)
+
+    def _check_parts(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Raise UserError for a state of which other processes than these have the parts."""
+        parts, here = state["parts"], self._parts
+        if parts != here:
+            said = {n: "whole" if n is None else f"in {counted(n, 'part')} (ZeRO or FSDP)" for n in (parts, here)}
+            raise UserError(
+                f"{folder}: the state is written {said[parts]} and this launch reads it {said[here]}; launch as many"
+                " processes by the configuration that it was written under, or give another checkpointing.folder"
+            )
+
+    @property
+    def _parts(self) -> int | None:
+        """In how many parts a state is written; None where it is written whole."""
+        return self.processes.world if self.processes.sharded else None
 
     def _save(self) -> None:
         """Write a whole state, together."""
@@ -538,6 +556,7 @@ class Trainer:
             "penalty": None if self.penalty is None else self.penalty.state_dict(),
             "detector": self.watch.detector.state_dict(),
             "recipe": self.recipe.describe(),
+            "parts": self._parts,
         }
         if self.processes.sharded:
             state["untouched"] = not self.processes.engine and not self.optimizer.state

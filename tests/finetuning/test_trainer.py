@@ -615,6 +615,17 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_a_state_of_other_processes_parts_is_refused_before_it_is_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_for(folder, tmp_path / "out", schedule={"steps": 2})
+    trainer_of(recipe, folder, tmp_path / "run").train()
+    again = trainer_of(recipe, folder, tmp_path / "run")
+    monkeypatch.setattr(again.processes, "sharded", True)
+    with pytest.raises(UserError, match=r"written whole and this launch reads it in 1 part \(ZeRO or FSDP\); launch"):
+        again.train()
+
+
 def test_a_run_of_another_recipe_is_not_continued_but_one_that_has_ended_takes_more_steps(
     folder: Path, tmp_path: Path
 ) -> None:
