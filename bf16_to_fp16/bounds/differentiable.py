@@ -82,10 +82,13 @@ class DifferentiableBounds:
         self.radii: dict[str, float] = {}
 
     @full_precision()
-    def measure(self) -> dict[str, Tensor]:
-        """Return the bounds of all sites without a graph: fp32, one each for the rows, heads or channels of a site."""
+    def measure(self, *, again: bool = False) -> dict[str, Tensor]:
+        """Return the bounds of all sites without a graph: fp32, one each for the rows, heads or channels of a site.
+
+        again: the weights have hardly changed since the last time, from which lengths of LayerNorms' outputs are taken.
+        """
         with torch.no_grad():
-            return _Walk(self, None).run()
+            return _Walk(self, None, again=again).run()
 
     def owners(self) -> dict[str, list[Owner]]:
         """Return by site the tensors that are its own to bring down; norms' gains, which others share, are nobody's
@@ -127,11 +130,14 @@ class DifferentiableBounds:
 class _Walk:
     """One pass over a layout; ``wanted``: indices of what to bound by site, None for all, which also finds radii."""
 
-    def __init__(self, whole: DifferentiableBounds, wanted: Mapping[str, Tensor] | None) -> None:
+    def __init__(
+        self, whole: DifferentiableBounds, wanted: Mapping[str, Tensor] | None, *, again: bool = False
+    ) -> None:
         self.layout, self.read, self.a = whole.layout, whole.read, whole.arithmetic
         self.fixed, self.radii, self.wanted = whole.fixed, whole.radii, wanted
         self.stream_counts = whole.stream
         self.centred = self.layout.family.centred_norm
+        self.finds_radii = wanted is None and not again
         self.found: dict[str, Tensor] = {}
         self.stream: Tensor | None = None
         self.memory: _Normalised | None = None
@@ -141,7 +147,7 @@ class _Walk:
             stack, w = reader.stack, reader.sublayer
             if reader.is_first:
                 sums = [x for s in stack.sublayers for x in (s.add, s.output)]
-                follows = (self.stream_counts and self.wants(*sums)) or (self.centred and self.wanted is None)
+                follows = (self.stream_counts and self.wants(*sums)) or (self.centred and self.finds_radii)
                 self.stream = self.embedding(stack.ends) if follows else None
             source = self.norm(reader.norm)
             if isinstance(w, Attention):
@@ -203,7 +209,7 @@ class _Walk:
         """What a norm of the stream gives."""
         gain, shift = self.weight(f"{path}.weight"), self.weight(f"{path}.bias")
         assert gain is not None
-        if self.wanted is None:
+        if self.finds_radii:
             self.radii[path] = math.sqrt(gain.numel())
             if self.centred:
                 assert self.stream is not None
