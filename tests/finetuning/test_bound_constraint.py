@@ -13,6 +13,7 @@ from support import tiny
 from support.contract import layout_of
 from support.learner import recipe_tree, saved, tiny_model
 
+from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.bound_constraint import MARGIN_BITS, TOLERANCE_BITS, BoundConstraint
 from bf16_to_fp16.finetuning.corpus import open_corpus
@@ -218,3 +219,52 @@ def test_where_processes_have_parts_of_the_weights_it_is_refused_in_a_line(
     monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.Processes", sharded)
     with pytest.raises(UserError, match=r"holds bounds of whole weights.*launch/accelerate/ddp.yaml"):
         trainer(recipe(folder), folder, tmp_path / "run")
+
+
+# ---- the verdict ---------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, *lines: str) -> Path:
+    """The hard model in bf16 and five lines that ask for a certificate, shortened by ``lines``."""
+    model = folder / "hard"
+    saved(model, 120)
+    hard_model().to(torch.bfloat16).save_pretrained(model)
+    path = folder / "recipe.yaml"
+    five = [
+        f"source: {model}",
+        f"out: {folder / 'out'}",
+        f"data: {{path: {model / 'text.txt'}, input_length: 48, target_length: 24, batch_size: 4, held_out: 0.1}}",
+        "schedule: {steps: 12}",
+        "penalty: {certify: true, headroom_bits: 0}",
+    ]
+    path.write_text("\n".join([*five, "quality: {max_kl: null, max_loss_rise: null}", "device: cpu", *lines, ""]))
+    return path
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "out" / "fp16_report.json").read_text())
+    return report
+
+
+def test_a_recipe_that_asks_for_a_certificate_ends_with_one(tmp_path: Path) -> None:
+    assert main(["finetune", str(written(tmp_path))]) == 0
+    report = report_of(tmp_path)
+    assert report["verdict"] == "safe" and report["proof"] == "certified" and report["certificate"]["holds"]
+    assert report["uncertified"] == []
+    first, last = report["finetune"]["evaluations"]
+    assert first["bounds_over"] > 3 and last["bounds_over"] == 0
+    assert report["finetune"]["curves"]["bound_bits"][-1] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
+    assert "brought the bounds of what no rescaling moves" in (tmp_path / "out" / "README.md").read_text()
+    assert main(["certify", str(tmp_path / "out")]) == 0
+
+
+def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
+    assert main(["finetune", str(written(tmp_path))]) == 1
+    report = report_of(tmp_path)
+    assert report["verdict"] == "unsafe" and report["proof"] == "observed"
+    missed = next(entry for entry in report["unsafe"] if entry["signal"] == "certificate")
+    assert "bounds pass their limits, most by" in missed["reason"] and missed["remedy"] == report["finetune"]["next"]
+    assert "bf16-to-fp16 finetune" in missed["remedy"] and "next: " in "".join(capsys.readouterr())
