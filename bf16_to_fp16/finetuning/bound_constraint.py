@@ -72,13 +72,13 @@ class BoundConstraint:
         """Where the lid was last; it never rises, also where a run goes on to more steps."""
         self._named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self._named |= dict(model.named_buffers(remove_duplicate=False))
-        self._bounds = DifferentiableBounds(layout, self._named.__getitem__)
-        self._owners, self._groups = self._bounds.owners(), groups_of(layout)
+        self.bounds = DifferentiableBounds(layout, self._named.__getitem__)
+        self._owners, self._groups = self.bounds.owners(), groups_of(layout)
         self._last: dict[str, Observation] = {}
 
     def begin(self, step: int) -> None:
         """Put the lid on: over the residual stream as well where the certificate does not hold it as it is."""
-        self._bounds.stream = any(s.kind in ("residual", "output") and not s.holds for s in self.certificate().sites)
+        self.bounds.stream = any(s.kind in ("residual", "output") and not s.holds for s in self.certificate().sites)
         self.first = step
         self.start = max(0.0, *(float(bits.max()) for bits in self.excess().values()))
 
@@ -111,7 +111,7 @@ class BoundConstraint:
     def excess(self, *, again: bool = False) -> dict[str, Tensor]:
         """Return by how many bits every bound of every site passes the target, negative inside; again: of weights that
         have only been projected since."""
-        measured = self._bounds.measure(again=again)
+        measured = self.bounds.measure(again=again)
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
@@ -120,7 +120,7 @@ class BoundConstraint:
         index = (bits > 0).nonzero()[:, 0]
         owners = [(self._named[name], view) for name, view in self._owners[site] if self._named[name].requires_grad]
         with torch.enable_grad():
-            total = self._bounds.at({site: index})[site].log2().sum()
+            total = self.bounds.at({site: index})[site].log2().sum()
             gradients = torch.autograd.grad(total, [weight for weight, _ in owners], allow_unused=True)
         weights, ways, slope = [], [], torch.zeros_like(bits)
         for (parameter, view), found in zip(owners, gradients, strict=True):
@@ -172,13 +172,13 @@ class BoundConstraint:
             "first": self.first,
             "start": self.start,
             "lowest": self.lowest,
-            "stream": self._bounds.stream,
+            "stream": self.bounds.stream,
             "observations": {site: asdict(seen) for site, seen in self._last.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave."""
-        self.first, self.start, self._bounds.stream = state["first"], float(state["start"]), bool(state["stream"])
+        self.first, self.start, self.bounds.stream = state["first"], float(state["start"]), bool(state["stream"])
         self.lowest = float(state["lowest"])
         self._last = {site: Observation(**seen) for site, seen in state["observations"].items()}
 

@@ -63,6 +63,18 @@ def test_bounds_over_the_lid_come_down_to_it_and_the_certificate_then_holds_them
     assert held[GATE].amax == pytest.approx(FP16_MAX * 2.0**-MARGIN_BITS, rel=0.01)
 
 
+def test_processes_that_have_the_same_weights_keep_the_same() -> None:
+    held = []
+    for model in (hard_model(), hard_model()):
+        constraint = BoundConstraint(layout_of(model), model)
+        constraint.begin(0)
+        for step in range(1, 4):
+            constraint.hold(step, 4)
+        held.append(model)
+    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in held), strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(held[0].parameters(), hard_model().parameters(), strict=True))
+
+
 def test_what_is_under_the_lid_keeps_every_bit() -> None:
     """Only the one head's queries and keys, the three rows and the head's rows that are over move."""
     model, before = hard_model(), hard_model().state_dict()
