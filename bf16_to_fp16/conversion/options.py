@@ -37,7 +37,7 @@ class Options:
     report whose plan is replayed instead of observing. margin_bits: kept between what is observed and each limit.
     max_length: positions for which the certificate holds. max_shard_size: bytes, else sharded like the source.
     workers: processes that write shards. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda,
-    cuda:N or mps.
+    cuda:N or mps. prove: hold every signal for every input where an exponent does it, whatever precision that costs.
     """
 
     target: str = AUTO
@@ -52,6 +52,7 @@ class Options:
     seed: int = 0
     sweep: bool = False
     device: str | torch.device = "auto"
+    prove: bool = False
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""

@@ -25,7 +25,7 @@ from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
 from ..report.evidence import Decided
 from ..rescaling.plan import Plan, check_plan_fits
-from ..rescaling.planner import PROOF_MARGIN_BITS, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
+from ..rescaling.planner import PROOF_FIRST, PROOF_MARGIN_BITS, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
 from ..rescaling.squares import can_fit, squares_of
 from ..rescaling.weights import source_weights
 from ..run import probe
@@ -262,6 +262,7 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
             margin_bits=options.margin_bits,
             bounds=possible,
             residual_exponent=exponent,
+            proof_worth=PROOF_FIRST if options.prove else PROOF_WORTH,
             advance=advance,
         )
 

@@ -76,12 +76,18 @@ def steps_more(headroom: Sequence[float], steps: int, missing: float) -> int | N
 
 
 def how_to_go_on(
-    recipe: Recipe, run: FinetuneEntry, delivered: float, quality: Sequence[UnsafeEntry], command: Command
+    recipe: Recipe,
+    run: FinetuneEntry,
+    delivered: float,
+    quality: Sequence[UnsafeEntry],
+    command: Command,
+    unproven: Sequence[UnsafeEntry] = (),
 ) -> str:
     """Return the remedy of a finetune that did not deliver: the command that goes on with the run, or for a plateau the
     one that begins another.
 
-    delivered: least headroom of the output in bits. quality: what it lost of the original.
+    delivered: least headroom of the output in bits. quality: what it lost of the original. unproven: the certificate
+    that it lacks.
     """
     another = f"{Path(recipe.checkpointing.folder or f'{recipe.out}.run').name}-2"
     missing = recipe.penalty.headroom_bits - delivered
@@ -93,6 +99,12 @@ def how_to_go_on(
             checkpointing__folder=another,
         )
         return f"begin another run that holds on to the original: {line}"
+    if missing <= TOLERANCE_BITS and unproven:
+        # What training holds is held to its last step; the rest was held by the exponents that its start was given.
+        line = command.line(
+            schedule__learning_rate=f"{recipe.schedule.learning_rate / 2:g}", checkpointing__folder=another
+        )
+        return f"begin another run that stays nearer to its start: {line}"
     curve = [bits for bits in run.curves.get("headroom_bits", ()) if bits is not None]
     last = curve[-max(1, len(curve) // 4) :]
     # Where the training keeps what was asked for and the audit does not, it has yet to meet such inputs: its own curve
@@ -132,6 +144,19 @@ def lost_quality(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> li
     return found
 
 
+def uncertified(report: Report) -> list[UnsafeEntry]:
+    """Return the bound that is furthest over its limit, where a certificate was asked for and does not hold, without a
+    remedy yet."""
+    if report.proven or not report.uncertified:
+        return []
+    worst = max(report.uncertified, key=lambda site: site.excess_bits)
+    reason = (
+        f"{len(report.uncertified)} bounds pass their limits, most by {worst.excess_bits:.2f} bits at {worst.name},"
+        " where penalty.certify asks that none does"
+    )
+    return [UnsafeEntry(signal="certificate", excess_bits=worst.excess_bits, reason=reason, remedy="")]
+
+
 def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     """Return the report of a finetune with what was asked for and not delivered among what is unsafe, and with how to
     go on as every remedy."""
@@ -144,7 +169,9 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
         reason = f"{delivered:.2f} bits are left at {tightest.tightest}, where penalty.headroom_bits is {asked:g}"
         short = UnsafeEntry(signal="headroom", excess_bits=asked - delivered, reason=reason, remedy="")
         missed = [short, *quality]
+    unproven = uncertified(report) if recipe.penalty.certify else []
+    missed = [*missed, *unproven]
     if report.safe and not missed:
         return report
-    remedy = how_to_go_on(recipe, run, delivered, quality, command)
+    remedy = how_to_go_on(recipe, run, delivered, quality, command, unproven)
     return going_on(report, missed, remedy)

@@ -94,7 +94,7 @@ class RunLog:
             self._run = None
 
 
-CURVES = ("task_loss", "distillation", "penalty", "learning_rate", "loss_scale")
+CURVES = ("task_loss", "distillation", "penalty", "learning_rate", "loss_scale", "bound_bits")
 """Values of a step that a report keeps, besides the step itself and the least headroom."""
 
 

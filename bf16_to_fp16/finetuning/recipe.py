@@ -180,6 +180,9 @@ class Penalty(Section):
     search_every: Positive | None = Field(
         default=50, description="steps between searches for the hardest inputs, which the probe then runs; null: none"
     )
+    certify: bool = Field(
+        default=False, description="then bring the bounds down as well, until no input can overflow the result"
+    )
     dual_step: float = Field(default=0.05, gt=0, description="step of the dual ascent on each site's weight")
     weight: float | None = Field(default=None, ge=0, description="a fixed weight instead of the dual ascent")
 
@@ -339,6 +342,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Recipe:
+        if self.penalty.certify and self.target != "half":
+            raise ValueError(f"penalty.certify is for target half, and target is {self.target}; leave one of them out")
         if self.schedule.bf16_steps is not None and self.precision != ("bf16", "fp16"):
             raise ValueError("schedule.bf16_steps is for precision [bf16, fp16]; set that, or leave it out")
         return self

@@ -116,7 +116,13 @@ def options_of(recipe: Recipe, **others: Any) -> Options:
     # A quarter of a bit more, since the audit's values are rounded otherwise than those that are observed.
     asked = 0.0 if recipe.penalty.form == "none" else recipe.penalty.headroom_bits + 0.25
     margin = max(MARGIN_BITS, asked)
-    return Options(target=recipe.target, margin_bits=min(margin, MOST_MARGIN), device=recipe.device, **others)
+    return Options(
+        target=recipe.target,
+        margin_bits=min(margin, MOST_MARGIN),
+        device=recipe.device,
+        prove=recipe.penalty.certify,
+        **others,
+    )
 
 
 @dataclass(frozen=True)
@@ -202,6 +208,7 @@ def train(
         accelerator,
         progress=progress,
         log=open_log(recipe, folder) if main else None,
+        layout=resolve(open_checkpoint(start)),
     )
     if not trainer.states.steps():
         untrained = trainer.weights()

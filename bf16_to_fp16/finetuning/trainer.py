@@ -33,6 +33,7 @@ from ..rescaling.weights import ModelTensors
 from ..run.probe import Batch, random_rows, rows_of
 from ..run.probe import batches as probe_batches
 from ..wording import counted
+from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
 from .distillation import (
     Teacher,
@@ -118,8 +119,13 @@ class Trainer:
         *,
         progress: Progress | None = None,
         log: RunLog | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        """Prepare model, optimizer and penalty; nothing is computed yet."""
+        """Prepare model, optimizer and penalties; nothing is computed yet.
+
+        layout: of ``student``, for a recipe that asks for a certificate. Raises UserError where that is to be trained
+        and a process has parts of the model only.
+        """
         self.recipe, self.teacher, self.corpus = recipe, teacher, corpus
         self.progress, self.log = progress or Progress(quiet=True), log
         self.processes = Processes(accelerator)
@@ -138,9 +144,10 @@ class Trainer:
         model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
         self.model: Any = torch.compile(model) if recipe.compile else model
         self.penalty = self._penalty() if recipe.penalty.form != "none" else None
+        self.layout = layout
+        self.constraint = None if layout is None else self._constraint(layout)
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
-        self.layout: Layout | None = None
         self.states = RunFolder(folder, recipe.checkpointing.keep)
         self.tops = TopStore(folder / "teacher", self.processes.rank) if recipe.distillation.top_k and teacher else None
         self.watch = Watch(recipe, self.penalty, self.states, self.progress)
@@ -165,6 +172,16 @@ class Trainer:
             accumulation=self.passes,
             process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,
         )
+
+    def _constraint(self, layout: Layout) -> BoundConstraint | None:
+        if not self.recipe.penalty.certify:
+            return None
+        if self.processes.sharded:
+            raise UserError(
+                "penalty.certify holds bounds of whole weights, of which each process here has parts; launch with"
+                " launch/accelerate/ddp.yaml, or set penalty.certify: false"
+            )
+        return BoundConstraint(layout, self.stock)
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
         stability = self.recipe.stability
@@ -237,6 +254,7 @@ class Trainer:
         norm, sums = self._search_scale(batches, data_step, positions)
         taken = norm < math.inf
         p.step += 1
+        self._hold_bounds()
         read = sum(int(b.attention_mask.sum()) for b in batches)
         p.tokens += int(self.processes.sum(torch.tensor(float(read)))) + int(positions)
         positions = max(1.0, positions)
@@ -269,8 +287,23 @@ class Trainer:
                 extra["skipped_examples"] = p.skipped[-1]["examples"]
             if self.penalty is not None:
                 extra["headroom"] = headroom_by_layer(self.penalty)
+            if self.constraint is not None and (bounds := self.constraint.observations()):
+                extra["bound_bits"] = min(math.log2(FP16_MAX / o.amax) for o in bounds.values())
             self.log.write(p.step, shown | extra)
         return shown | {"taken": taken}
+
+    def _hold_bounds(self) -> None:
+        """Hold the bounds under their lid after a step, from when every activation is inside its target, at the latest
+        from a quarter of the steps on."""
+        p, steps = self.position, self.recipe.schedule.steps
+        if self.constraint is None:
+            return
+        if self.constraint.first is None:
+            seen = [] if self.penalty is None else self.penalty.observations().values()
+            inside = all(o.excess_bits <= 0 for o in seen)
+            if inside or 4 * p.step >= steps:
+                self.constraint.begin(p.step)
+        self.constraint.hold(p.step, steps)
 
     def _search_scale(self, batches: Sequence[TrainingBatch], data_step: int, positions: float) -> tuple[float, Tensor]:
         """Compute a step and finish it, and return its gradient's norm and its sums.
@@ -499,6 +532,10 @@ class Trainer:
             self.model.train()
             if self.penalty is not None:
                 self.penalty.attach()
+        if self.constraint is not None:
+            over = self.constraint.over()
+            found["bounds_over"] = len(over)
+            found["bound_excess_bits"] = max((-site.headroom_bits for site in over), default=0.0)
         if self.penalty is not None and self.penalty.observations():
             name, seen = self.penalty.worst()
             found["worst_site"], found["worst_headroom_bits"] = name, recipe.penalty.trained_bits - seen.excess_bits
@@ -554,6 +591,7 @@ class Trainer:
             "stream": self.training_batches.state_dict(),
             "amp": self.mixed_precision.state_dict(),
             "penalty": None if self.penalty is None else self.penalty.state_dict(),
+            "constraint": None if self.constraint is None else self.constraint.state_dict(),
             "detector": self.watch.detector.state_dict(),
             "recipe": self.recipe.describe(),
             "parts": self._parts,
@@ -590,6 +628,8 @@ class Trainer:
         self.watch.detector.load_state_dict(state["detector"])
         if self.penalty is not None:
             self.penalty.load_state_dict(state["penalty"])
+        if self.constraint is not None:
+            self.constraint.load_state_dict(state["constraint"])
         if self.processes.sharded:
             self.processes.load(folder / "accelerate")
             self._forget_if(state["untouched"])

@@ -382,7 +382,12 @@ def curve_pictures(run: FinetuneEntry) -> list[Picture]:
     end = float(max(1, run.steps))
     made = [
         losses_picture(pairs(curves, "task_loss"), evaluated(evaluations, "held_out_loss"), end),
-        headroom_picture(pairs(curves, "headroom_bits") or evaluated(evaluations, "worst_headroom_bits"), target, end),
+        headroom_picture(
+            pairs(curves, "headroom_bits") or evaluated(evaluations, "worst_headroom_bits"),
+            target,
+            end,
+            pairs(curves, "bound_bits"),
+        ),
         scale_picture(pairs(curves, "loss_scale"), skipped, end),
     ]
     return [picture for picture in made if picture is not None]
@@ -418,20 +423,30 @@ def losses_picture(
     return Picture("losses", result[0], words)
 
 
-def headroom_picture(found: Sequence[tuple[float, float]], target: float | None, end: float) -> Picture | None:
-    """Return the picture of the tightest layer's headroom in bits, None where it was not measured."""
+def headroom_picture(
+    found: Sequence[tuple[float, float]],
+    target: float | None,
+    end: float,
+    bounds: Sequence[tuple[float, float]] = (),
+) -> Picture | None:
+    """Return the picture of the tightest layer's headroom in bits, None where it was not measured; ``bounds``: of the
+    bounds that were trained, dashed."""
     if not found:
         return None
     asked = "" if target is None else f"; asked for: {target:g}"
     began, ended = rounded_down(found[0][1], 1), rounded_down(found[-1][1], 1)
     words = f"headroom of the tightest layer: from {began:.1f} to {ended:.1f} bits{asked}"
+    if bounds:
+        first, last = rounded_down(bounds[0][1], 1), rounded_down(bounds[-1][1], 1)
+        words += f"; dashed, that of the tightest bound: from {first:.1f} to {last:.1f}"
     with styled("headroom", _CURVE, words) as (axes, result):
-        low = min(-0.5, 1.1 * min(values(found)))
+        low = min(-0.5, 1.1 * min(values([*found, *bounds])))
         axes.axhspan(low, 0, color=_LIMIT, alpha=0.1, linewidth=0)
         axes.axhline(0, color=_LIMIT, linewidth=1.4)
         if target is not None:
             axes.axhline(target, color=_INK, linewidth=0.9, linestyle=":")
         axes.plot(*across(found), "-", color=PRODUCT.placeholder, linewidth=1.5)
+        axes.plot(*across(bounds), "--", color=ATTENTION.placeholder, linewidth=1.3)
         axes.set_ylim(bottom=low)
         by_steps(axes, "bits", end)
     return Picture("headroom", result[0], words)

@@ -482,6 +482,8 @@ def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
         rows.append(("precision", precision if isinstance(precision, str) else ", then ".join(map(str, precision))))
     if penalty.get("headroom_bits") is not None:
         rows.append(("penalty", f"{penalty['form']}, for {penalty['headroom_bits']:g} bits of headroom"))
+    if run.holds_bounds:
+        rows.append(("bounds", "brought under fp16's limit and held there"))
     rows.append(("steps skipped, gradient not finite", f"{len(run.skipped):,}"))
     rows.append(("rewinds after a spike of the loss", f"{len(run.rewinds):,}"))
     return rows
@@ -491,6 +493,8 @@ _EVALUATED = {
     "step": "step",
     "held_out_loss": "held-out loss",
     "held_out_divergence": "divergence from the original",
+    "bounds_over": "bounds over",
+    "bound_excess_bits": "most by (bits)",
     "worst_headroom_bits": "headroom",
     "worst_site": "tightest",
 }

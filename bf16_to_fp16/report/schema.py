@@ -463,6 +463,12 @@ class FinetuneEntry(ReportObject):
     fidelity: FidelityEntry | None = None
     next: str = ""
 
+    @property
+    def holds_bounds(self) -> bool:
+        """Whether its recipe asked for a certificate, so that bounds were trained besides activations."""
+        penalty = self.recipe.get("penalty")
+        return isinstance(penalty, Mapping) and penalty.get("certify") is True
+
 
 class Lineage(ReportObject):
     """Where a checkpoint that was finetuned comes from: the original, and what the finetune did."""

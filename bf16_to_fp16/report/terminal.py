@@ -383,6 +383,8 @@ def figure_table(report: Report) -> Table:
         table.add_row(f"{measure}, output in fp16", row)
         if finetune is not None and finetune.fidelity is not None:
             table.add_row(f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16))
+        if finetune is not None and finetune.holds_bounds:
+            table.add_row("bounds", "trained to stay under fp16's limit")
     if weights is not None:
         table.add_row("weights carried over exactly", carried_over(weights, report.source.dtype))
         table.add_row("weights flushed to zero", f"{weights.flushed_to_zero:,}")

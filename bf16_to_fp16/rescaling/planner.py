@@ -88,6 +88,10 @@ PROOF_WORTH = ROUNDING / 4
 """Predicted error that a proof of one place may cost; with four places for each norm, as much as one rounding there."""
 
 
+PROOF_FIRST = 1.0
+"""The same where a proof is what was asked for: all that there is to lose."""
+
+
 LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 """A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
 
@@ -144,6 +148,7 @@ def make_plan(
     margin_bits: float = MARGIN_BITS,
     bounds: Mapping[str, ModuleRange] | None = None,
     residual_exponent: int | None = None,
+    proof_worth: float = PROOF_WORTH,
     advance: Advance | None = None,
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
@@ -152,11 +157,11 @@ def make_plan(
     nothing is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` and ``fp16-accumulate``
     (also ‖h‖₂² of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and
     gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: what they can reach on
-    any input, held under the limits as well where that is worth it. residual_exponent: the only one to consider, where
-    it has been decided. advance: called with the axes of tensors that have been looked at, which takes most of the
-    time, and their number.
+    any input, held under the limits as well where that costs no more than ``proof_worth`` for each place.
+    residual_exponent: the only one to consider, where it has been decided. advance: called with the axes of tensors
+    that have been looked at, which takes most of the time, and their number.
     """
-    search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds)
+    search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth)
     search.advance = advance
     return search.run(None if residual_exponent is None else [residual_exponent])
 
@@ -184,8 +189,10 @@ class _Costs:
         target: str,
         margin_bits: float,
         bounds: Mapping[str, ModuleRange] | None = None,
+        proof_worth: float = PROOF_WORTH,
     ) -> None:
         self.layout, self.weights, self.ranges, self.bounds = layout, weights, ranges, bounds
+        self.proof_worth = proof_worth
         self.target, self.margin_bits = target, margin_bits + (TRAIN_MARGIN_BITS if target == "train" else 0.0)
         self.limit = FP16_MAX * 2.0**-self.margin_bits
         cubes = any(isinstance(w, FeedForward) and w.activation == "gelu_new" for w in layout.topology)
@@ -334,7 +341,7 @@ class _Costs:
             return Solution(free, free, unmoved, costs.argmin(1).to(torch.int8))
         held = costs + proof
         proven = float(held.amin(1).sum())
-        price = PROOF_WORTH * len(signal.seen)
+        price = self.proof_worth * len(signal.seen)
         if proven <= free + price:
             return Solution(proven, free, unmoved, held.argmin(1).to(torch.int8))
         impossible = proven - free > EXCESS * 2.0**-10
@@ -396,7 +403,7 @@ class _Costs:
         cost, free = stream + sum(s.cost for s in solved), stream + sum(s.free for s in solved)
         if self.residual_excess(r) == 0:
             return cost, free, True
-        return cost + PROOF_WORTH * len(self.layout.signals[RESIDUAL].seen), free, False
+        return cost + self.proof_worth * len(self.layout.signals[RESIDUAL].seen), free, False
 
     def norm_limit(self, margin_bits: float) -> torch.Tensor:
         """Return the limit on ‖h‖₂ of the stream, infinite unless norms square it in fp16."""
@@ -491,7 +498,7 @@ class _PlanSearch(_Costs):
             else Drift(relative_error=math.sqrt(self.drift(r, corrected=True) / len(self.layout.norms))),
             margin_bits=self.margin_bits,
         )
-        price = PROOF_WORTH * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
+        price = self.proof_worth * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
         cost_of_proof = max(0.0, by_exponent[r] - price - min(free for _, free, _ in totals.values()))
         return Planned(
             plan,

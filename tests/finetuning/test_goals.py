@@ -13,7 +13,7 @@ from bf16_to_fp16.finetuning.goals import Command, judged, lost_quality, steps_m
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
 from bf16_to_fp16.report.page import verdict_sentence
 from bf16_to_fp16.report.remedies import CONVERTED
-from bf16_to_fp16.report.schema import Report, UnsafeEntry, read
+from bf16_to_fp16.report.schema import Report, UnsafeEntry, dump, read
 from bf16_to_fp16.report.terminal import next_step
 
 COMMAND = Command("r.yaml", ("schedule.steps=100", "seed=1"))
@@ -115,3 +115,23 @@ def test_a_published_command_names_no_folder_of_this_machine() -> None:
     ]
     assert shlex.split(given.line()) == words
     assert given.published().line() == "bf16-to-fp16 finetune r.yaml --set out=b --set data.path=texts/a.txt"
+
+
+def test_a_certificate_that_was_asked_for_and_does_not_hold_is_unsafe_with_the_worst_bound() -> None:
+    def with_bounds(*excess: float) -> Report:
+        places = [
+            {"name": f"h.{i}", "bound": 2.0**i, "limit": 65504.0, "excess_bits": bits, "reason": "r", "remedy": "m"}
+            for i, bits in enumerate(excess)
+        ]
+        certificate = {"holds": not excess, "headroom_bits": 1.0, "max_length": 8, "splits": 8}
+        return read(Report, dump(finetuned(2.0)) | {"uncertified": places, "certificate": certificate})
+
+    assert after(with_bounds(), penalty={"certify": True})[0].safe
+    assert after(with_bounds(0.5, 3.25, 1.0))[0].safe  # nobody asked
+    result, said = after(with_bounds(0.5, 3.25, 1.0), penalty={"certify": True})
+    assert result.verdict == "unsafe" and "3 bounds pass their limits, most by 3.25 bits at h.1" in verdict_sentence(
+        result
+    )
+    assert result.unsafe[-1].signal == "certificate" and result.unsafe[-1].excess_bits == 3.25
+    assert said.startswith("begin another run that stays nearer to its start: bf16-to-fp16 finetune r.yaml")
+    assert "schedule.learning_rate=0.002" in said

@@ -147,6 +147,16 @@ def test_a_narrow_terminal_cuts_neither_a_number_nor_a_name(width: int, monkeypa
         assert any(report.regimes["half"].sites[1].name in line for line in lines)
 
 
+@pytest.mark.parametrize("certify", [False, True])
+def test_the_figures_of_a_finetune_say_that_its_bounds_were_trained(
+    certify: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = FinetuneEntry(recipe={"penalty": {"certify": certify}})
+    trained = read(Report, fakes.conversion()).model_copy(update={"finetune": run})
+    print_conversion(trained, tmp_path, verbose=True)
+    assert ("trained to stay under fp16's limit" in capsys.readouterr().out) == certify
+
+
 def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_and_how_to_load_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,0 +1,469 @@
+"""The bounds of what no rescaling moves, as functions of live weights that have a gradient.
+
+Scores, what enters a gate, logits, the encoder's output and, where it cannot be scaled, the residual stream: the
+formulas are the certificate's (``linear``, ``attention``, ``feed_forward``), in fp32 on the weights' own device. Two
+things differ. A spectral norm is that of a power iteration, zᵀ·M·x with the vectors that it found held fixed, which at
+convergence has the norm's value and gradient; being a lower bound it proves nothing, and the verdict stays the
+certificate's. And what fp16 rounds is one factor for each kind of site instead of a sum of errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..families.types import Attention, FeedForward, Kind, Layout, StackEnds, TensorReader, config_value
+from ..families.walk import walk
+from ..numerics import FP16_MAX
+from .arithmetic import Arithmetic, full_precision
+from .attention import MASK_ROUNDING
+from .feed_forward import LOWEST
+from .linear import NORM_ERROR, lengthened
+
+SQUARINGS = 10
+"""Times that a Gram matrix of a head is squared: as 1024 steps of power iteration."""
+
+
+STEPS = 32
+"""Steps of power iteration on the rows of a feed-forward, whose Gram matrix is not made."""
+
+
+ROWS_AT_A_TIME = 1 << 14
+"""Rows of a head that are measured at a time."""
+
+
+SMALL = 1e-30
+"""What lengths are kept from being divided by."""
+
+
+@dataclass(frozen=True)
+class _Normalised:
+    """What a norm gives: gain∘n + shift, ‖n‖₂ ≤ ``radius``."""
+
+    gain: Tensor
+    shift: Tensor | None
+    radius: float
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a linear makes of it. ``matrix``: weight times gain, [m, d]; [m]: ``norms`` radius·‖row‖, ``centre`` what
+    does not depend on the input, ``partial`` the bound of the result and of its partial sums."""
+
+    matrix: Tensor
+    radius: float
+    norms: Tensor
+    centre: Tensor
+    partial: Tensor
+
+
+Owner = tuple[str, Callable[[Tensor], Tensor]]
+"""A tensor that a site's bounds depend on, by its name in the layout, and its view with a row for each of them."""
+
+
+class DifferentiableBounds:
+    """Bounds of the sites that only training can bring down, by the audit's names.
+
+    layout: of the model. weights: gives a live tensor by its name in the layout. arithmetic: what the certificate is to
+    hold for. stream: bound the residual stream as well, which matters where no exponent brings it down.
+    """
+
+    def __init__(
+        self, layout: Layout, weights: TensorReader, arithmetic: Arithmetic | None = None, *, stream: bool = False
+    ) -> None:
+        self.layout, self.read, self.arithmetic, self.stream = layout, weights, arithmetic or Arithmetic(), stream
+        fixed = [signal for signal in layout.signals.values() if signal.kind is Kind.FIXED]
+        self.fixed = {point.module for signal in fixed for point in signal.seen if point.side == "output"}
+        self.radii: dict[str, float] = {}
+
+    @full_precision()
+    def measure(self, *, again: bool = False) -> dict[str, Tensor]:
+        """Return the bounds of all sites without a graph: fp32, one each for the rows, heads or channels of a site.
+
+        again: the weights have hardly changed since the last time, from which lengths of LayerNorms' outputs are taken.
+        """
+        with torch.no_grad():
+            return _Walk(self, None, again=again).run()
+
+    def owners(self) -> dict[str, list[Owner]]:
+        """Return by site the tensors that are its own to bring down; norms' gains, which others share, are nobody's
+        but the encoder's last."""
+        layout, found = self.layout, dict[str, list[Owner]]()
+
+        def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
+            return [(name, view) for name in (f"{path}.weight", f"{path}.bias") if name in layout.tensors]
+
+        for stack in layout.stacks():
+            starts = (layout.family.embedding, stack.ends.positions)
+            stream: list[Owner] = [(name, columns) for name in starts if name in layout.tensors]
+            for w in stack.sublayers:
+                if isinstance(w, Attention):
+                    heads = partial(by_head, heads=layout.heads(w))
+                    scores = linear(w.query, heads) + linear(w.key, heads)
+                    bias: list[Owner] = [(w.bias, columns)] if w.bias else []
+                    found |= {f"{w.at}:scores": scores, f"{w.at}:add": scores + bias, f"{w.at}:masked": scores + bias}
+                else:
+                    found |= {path: linear(path, rows) for path in (w.gate, w.linear) if path in self.fixed}
+                found[w.output] = linear(w.output, rows)
+                stream = stream + found[w.output]
+                found[w.add] = stream
+            if stack.is_encoder:
+                found[f"{stack.ends.norm}:{layout.family.norm_site}"] = linear(stack.ends.norm, rows)
+        if not layout.encoder_only:
+            head = layout.family.head if layout.family.head in layout.tensors else layout.family.embedding
+            path = layout.family.head.removesuffix(".weight")
+            found[path] = found["model:add"] = [(head, rows)]
+        return found
+
+    @full_precision()
+    def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the bounds of some sites at the indices given, with a graph; how much longer than √d a LayerNorm's
+        output may be is taken from the last ``measure``."""
+        return _Walk(self, wanted).run()
+
+
+class _Walk:
+    """One pass over a layout; ``wanted``: indices of what to bound by site, None for all, which also finds radii."""
+
+    def __init__(
+        self, whole: DifferentiableBounds, wanted: Mapping[str, Tensor] | None, *, again: bool = False
+    ) -> None:
+        self.layout, self.read, self.a = whole.layout, whole.read, whole.arithmetic
+        self.fixed, self.radii, self.wanted = whole.fixed, whole.radii, wanted
+        self.stream_counts = whole.stream
+        self.centred = self.layout.family.centred_norm
+        self.finds_radii = wanted is None and not again
+        self.found: dict[str, Tensor] = {}
+        self.stream: Tensor | None = None
+        self.memory: _Normalised | None = None
+
+    def run(self) -> dict[str, Tensor]:
+        for reader in walk(self.layout):
+            stack, w = reader.stack, reader.sublayer
+            if reader.is_first:
+                sums = [x for s in stack.sublayers for x in (s.add, s.output)]
+                follows = (self.stream_counts and self.wants(*sums)) or (self.centred and self.finds_radii)
+                self.stream = self.embedding(stack.ends) if follows else None
+            source = self.norm(reader.norm)
+            if isinstance(w, Attention):
+                self.scores(w, source)
+                if self.stream is not None:
+                    self.add(w.output, w.add, *self.attention_output(w, source))
+            elif isinstance(w, FeedForward):
+                for path in filter(None, (w.gate, w.linear)):
+                    if path in self.fixed and self.wants(path):
+                        self.linear_site(path, source)
+                if self.stream is not None:
+                    made = self.feed_forward_output(w, source)
+                    self.add(w.output, w.add, made, made)
+            elif stack.is_encoder:
+                self.memory = source
+                largest = source.gain.abs() * source.radius
+                largest = largest if source.shift is None else largest + source.shift.abs()
+                self.note(f"{reader.norm}:{self.layout.family.norm_site}", largest * (1 + 4 * self.a.unit))
+            else:
+                self.head(source)
+        return self.found
+
+    def wants(self, *sites: str) -> bool:
+        return self.wanted is None or any(site in self.wanted for site in sites)
+
+    def note(self, site: str, bounds: Tensor) -> None:
+        if self.wanted is None:
+            self.found[site] = bounds
+        elif site in self.wanted:
+            self.found[site] = bounds[self.wanted[site]]
+
+    def weight(self, name: str) -> Tensor | None:
+        return wide(self.read(name)) if name in self.layout.tensors else None
+
+    def linear_error(self, width: int) -> float:
+        """Relative error of a linear of a norm's output, both of which are rounded."""
+        return 4 * self.a.unit + self.a.gamma(width)
+
+    # -- the stream ---------------------------------------------------------------------------------------------------
+
+    def embedding(self, ends: StackEnds) -> Tensor:
+        """What the stream begins with, by channel."""
+        table = self.weight(self.layout.family.embedding)
+        assert table is not None
+        amax = table.abs().amax(0)
+        if ends.scale and config_value(self.layout.family, self.layout.config, ends.scale):
+            amax = amax * math.sqrt(amax.numel())
+        positions = self.weight(ends.positions) if ends.positions else None
+        return amax if positions is None else amax + positions.abs().amax(0)
+
+    def add(self, output: str, site: str, made: Tensor, sums: Tensor) -> None:
+        assert self.stream is not None
+        self.stream = (self.stream + made) * (1 + self.a.unit)
+        if self.stream_counts:
+            self.note(output, torch.maximum(made, sums))
+            self.note(site, self.stream)
+
+    def norm(self, path: str) -> _Normalised:
+        """What a norm of the stream gives."""
+        gain, shift = self.weight(f"{path}.weight"), self.weight(f"{path}.bias")
+        assert gain is not None
+        if self.finds_radii:
+            self.radii[path] = math.sqrt(gain.numel())
+            if self.centred:
+                assert self.stream is not None
+                longer = lengthened(min(float(self.stream.mean()), FP16_MAX), self.layout.eps, gain.numel())
+                self.radii[path] *= longer * (1 + NORM_ERROR)
+        return _Normalised(gain, shift, self.radii[path])
+
+    # -- linears, scores, logits --------------------------------------------------------------------------------------
+
+    def linear(self, path: str, source: _Normalised, at: Tensor | None = None) -> _Rows:
+        """What a linear makes of a norm's output, of some rows only where indices are given."""
+        weight, bias = self.weight(f"{path}.weight"), self.weight(f"{path}.bias")
+        assert weight is not None
+        if at is not None:
+            weight, bias = weight[at], None if bias is None else bias[at]
+        return rows_of(weight, bias, source)
+
+    def linear_site(self, path: str, source: _Normalised) -> None:
+        """Note a linear whose output no exponent moves."""
+        at = None if self.wanted is None else self.wanted[path]
+        self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
+
+    def head(self, final: _Normalised) -> None:
+        """Note the logits, with and without their bias."""
+        layout, path = self.layout, self.layout.family.head.removesuffix(".weight")
+        offset = self.weight(layout.family.logits_bias) if layout.family.logits_bias else None
+        biased = "model:add"
+        if not self.wants(path, biased):
+            return
+        table = self.read(layout.family.head if layout.family.head in layout.tensors else layout.family.embedding)
+        scale = layout.head_scale
+        final = _Normalised(final.gain * scale, None if final.shift is None else final.shift * scale, final.radius)
+        error = 1 + self.linear_error(final.gain.numel()) + (self.a.unit if scale != 1.0 else 0.0)
+        if self.wanted is None:
+            parts = [rows_of(wide(part), None, final).partial for part in table.split(ROWS_AT_A_TIME)]
+            self.found[path] = torch.cat(parts) * error
+            if offset is not None:
+                self.found[biased] = self.found[path] + offset.abs().view(-1)
+            return
+        for site in {path, biased} & self.wanted.keys():
+            at = self.wanted[site]
+            bounds = rows_of(wide(table[at]), None, final).partial * error
+            added = offset.abs().view(-1)[at] if offset is not None and site == biased else 0.0
+            self.found[site] = bounds + added
+
+    def scores(self, w: Attention, source: _Normalised) -> None:
+        """Note every head's products with their partial sums, the scores with their position bias, and what a mask must
+        add at least."""
+        a, heads, other = self.a, self.layout.heads(w), self.memory if w.memory else source
+        sites = [f"{w.at}:{what}" for what in ("scores", "add", "masked")]
+        if not self.wants(*sites):
+            return
+        assert other is not None
+        query, key = self.linear(w.query, source), self.linear(w.key, other)
+        size = len(query.norms) // heads
+        q, k = (x.matrix.view(heads, size, -1) for x in (query, key))
+        cq, ck = (x.centre.view(heads, size) for x in (query, key))
+        most_q, most_k = (x.partial.view(heads, size) for x in (query, key))
+        with torch.no_grad():
+            gram_k = k @ k.mT
+            right = top_vectors((q @ q.mT) @ gram_k)
+            x, z = unit(transposed(k, right)), unit(transposed(q, (gram_k @ right[..., None])[..., 0]))
+        crossed = query.radius * key.radius * (applied(q, z) * applied(k, x)).sum(1).abs()
+        exact = crossed
+        if source.shift is not None:
+            crossed = crossed + key.radius * lengths(transposed(k, cq))
+            exact = crossed + query.radius * lengths(transposed(q, ck)) + (cq * ck).sum(1).abs()
+        # As in the certificate: ‖D·q‖·‖D⁻¹·k‖ bounds partial sums too.
+        balance = balanced(most_k, most_q)
+        long_q = query.radius * spectral_norms(q * balance[..., None]) + lengths(cq * balance)
+        long_k = key.radius * spectral_norms(k / balance[..., None]) + lengths(ck / balance)
+        sums = torch.minimum(long_q * long_k, (most_q * most_k).sum(1))
+        off = (2 * self.linear_error(q.shape[2]) + a.gamma(size) + 2 * a.unit) * sums
+        scale = size**-0.5 if w.scaled else 1.0
+        span = (2 * crossed + (5 if w.scaled else 2) * off) * scale
+        biased = torch.minimum(exact, sums) * scale + off * scale
+        bias = self.weight(w.bias) if w.bias else None
+        if bias is not None:
+            high, low = bias.amax(0).clamp(min=0), bias.amin(0)
+            span = span + (high - low) + 2 * a.unit * (biased + torch.maximum(high, -low))
+            biased = biased + bias.abs().amax(0)
+        reach = (26 + math.log2(a.max_length)) * math.log(2)
+        for site, bound in zip(sites, (sums + off, biased, span + MASK_ROUNDING + reach), strict=True):
+            self.note(site, bound)
+
+    # -- what joins the stream ----------------------------------------------------------------------------------------
+
+    def attention_output(self, w: Attention, source: _Normalised) -> tuple[Tensor, Tensor]:
+        """Bounds of an attention's output and of its partial sums, by channel."""
+        a, heads, other = self.a, self.layout.heads(w), self.memory if w.memory else source
+        assert other is not None
+        values = self.linear(w.value, other)
+        weight, bias = self.weight(f"{w.output}.weight"), self.weight(f"{w.output}.bias")
+        assert weight is not None
+        v = values.matrix.view(heads, -1, values.matrix.shape[1])
+        o = weight.view(len(weight), heads, -1).transpose(0, 1)
+        most, centre = values.partial.view(heads, -1), values.centre.view(heads, -1)
+        squares = ((o @ (v @ v.mT)) * o).sum(2)
+        made = (values.radius * squares.clamp(min=SMALL).sqrt() + (o @ centre[..., None])[..., 0].abs()).sum(0)
+        balance = balanced(lengths(o.mT), most)
+        longest = values.radius * spectral_norms(v * balance[..., None]) + lengths(centre * balance)
+        sums = torch.minimum(weight.abs() @ values.partial, (lengths(o / balance[:, None]) * longest[:, None]).sum(0))
+        error = self.linear_error(source.gain.numel()) + a.gamma(a.max_length) + a.gamma(weight.shape[1]) + 4 * a.unit
+        added = torch.zeros_like(made) if bias is None else bias.abs()
+        sums = sums * a.attention_sum + added
+        made = torch.minimum(made * a.attention_sum + added + error * sums, sums * (1 + error))
+        return made, sums * (1 + error)
+
+    def feed_forward_output(self, w: FeedForward, source: _Normalised) -> Tensor:
+        """Bound of a feed-forward's output by channel; no row has an eigenvalue of its own."""
+        weight, bias = self.weight(f"{w.output}.weight"), self.weight(f"{w.output}.bias")
+        assert weight is not None
+        linear = self.linear(w.linear, source)
+        if w.gate:
+            gate = self.linear(w.gate, source)
+            size = gate.norms * linear.norms
+            cosine = (gate.matrix * linear.matrix).sum(1) * source.radius**2 / size.clamp(min=SMALL)
+            caps = ((1 + cosine.abs()) / 2).clamp(max=1)
+            budget = largest_eigenvalue(directions(gate), directions(linear)) / 2
+            made = knapsack(weight.abs() * size, caps, budget)
+        else:
+            budget = largest_eigenvalue(directions(linear))
+            offset = linear.centre.clamp(min=0)
+            sides = []
+            for side in (weight, -weight):
+                positive = side.clamp(min=0)
+                ball = in_ball(positive * linear.norms, budget)
+                straight = lengths(positive @ linear.matrix) * linear.radius
+                below = (positive - side).sum(1) * LOWEST[w.activation]
+                sides.append(torch.minimum((straight + ball) / 2, ball) + positive @ offset + below)
+            made = torch.maximum(*sides)
+        error = 2 * self.linear_error(source.gain.numel()) + self.a.gamma(weight.shape[1]) + 5 * self.a.unit
+        return (made + (0 if bias is None else bias.abs())) * (1 + error)
+
+
+def rows(x: Tensor) -> Tensor:
+    """Return a matrix, or a vector as one column."""
+    return x.view(len(x), -1)
+
+
+def columns(x: Tensor) -> Tensor:
+    """Return a matrix's columns as rows."""
+    return x.t()
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """Return what belongs to each head of a weight or a bias of all: [heads, …]."""
+    return x.view(heads, -1)
+
+
+def rows_of(weight: Tensor, bias: Tensor | None, source: _Normalised) -> _Rows:
+    """Return what a linear makes of a norm's output, row by row."""
+    matrix = weight * source.gain
+    norms = source.radius * lengths(matrix)
+    centre, partial = torch.zeros_like(norms), norms
+    if source.shift is not None:
+        centre, partial = weight @ source.shift, partial + weight.abs() @ source.shift.abs()
+    if bias is not None:
+        centre, partial = centre + bias, partial + bias.abs()
+    return _Rows(matrix, source.radius, norms, centre, partial)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return a tensor in fp32, one in fp64 as it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def directions(rows: _Rows) -> Tensor:
+    """Return the rows at length 1, zero ones as they are."""
+    return rows.matrix / (rows.norms / rows.radius).clamp(min=SMALL)[:, None]
+
+
+def balanced(one: Tensor, other: Tensor) -> Tensor:
+    """Return √(one/other), which balances two sides of a product channel by channel."""
+    return ((one + SMALL) / (other + SMALL)).sqrt().clamp(1e-6, 1e6)
+
+
+def lengths(x: Tensor) -> Tensor:
+    """Return ‖·‖₂ over the last axis."""
+    return torch.linalg.vector_norm(x, dim=-1)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return vectors along the last axis at length 1, zero ones as they are."""
+    return x / lengths(x)[..., None].clamp(min=SMALL)
+
+
+def applied(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """Return M·x: [h, s] of [h, s, d] and [h, d]."""
+    return (matrices @ vectors[..., None])[..., 0]
+
+
+def transposed(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """Return Mᵀ·x: [h, d] of [h, s, d] and [h, s]."""
+    return (vectors[:, None] @ matrices)[:, 0]
+
+
+def random_vector(like: Tensor) -> Tensor:
+    """Return the vector from which every power iteration begins, as long as the last axis: always the same."""
+    drawn = torch.randn(like.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return drawn.to(like.device, like.dtype)
+
+
+def top_vectors(matrices: Tensor) -> Tensor:
+    """Return eigenvectors of the largest eigenvalues, which are real and not negative: [h, s] of [h, s, s]."""
+    for _ in range(SQUARINGS):
+        matrices = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=SMALL)
+        matrices = matrices @ matrices
+    return unit(matrices @ random_vector(matrices))
+
+
+def spectral_norms(matrices: Tensor) -> Tensor:
+    """Return the largest singular values: [h] of [h, s, d]."""
+    with torch.no_grad():
+        right = unit(transposed(matrices, top_vectors(matrices @ matrices.mT)))
+    return lengths(applied(matrices, right))
+
+
+def largest_eigenvalue(*rows: Tensor) -> Tensor:
+    """Return that of Σ RᵀR over matrices of one width."""
+    with torch.no_grad():
+        vector = unit(random_vector(rows[0]))
+        for _ in range(STEPS):
+            vector = unit(sum(((r @ vector) @ r for r in rows), torch.zeros_like(vector)))
+    return sum(((r @ vector).square().sum() for r in rows), torch.zeros((), device=vector.device))
+
+
+def knapsack(values: Tensor, caps: Tensor, budget: Tensor) -> Tensor:
+    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row of values: [m].
+
+    As its dual, μ·budget + Σ cap_i·max(v_i − μ, 0) at the value μ of the last that is taken, which has the gradient of
+    the maximum.
+    """
+    count = min(values.shape[1], math.ceil(float(budget.detach() / caps.detach().min())) + 1)
+    top = values.topk(count, dim=1)
+    taken = caps[top.indices]
+    full = taken.detach().cumsum(1) <= budget.detach()
+    last = full.sum(1, keepdim=True)
+    rest = top.values.gather(1, last.clamp(max=count - 1)) * (last < count)
+    return rest[:, 0] * budget + (taken * (top.values - rest).clamp(min=0)).sum(1)
+
+
+def in_ball(values: Tensor, square: Tensor) -> Tensor:
+    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ 1, ‖s‖₂² ≤ square, for every row of values: [m].
+
+    As its dual, λ·square + Σ max (v·s − λ·s²), at a λ that bisection finds.
+    """
+    with torch.no_grad():
+        high = (lengths(values) / (2 * square.sqrt())).clamp(min=SMALL)
+        low = high * 2.0**-20
+        for _ in range(24):
+            middle = (low * high).sqrt()
+            used = (values / (2 * middle[:, None])).clamp(max=1).square().sum(1)
+            low, high = torch.where(used > square, middle, low), torch.where(used > square, high, middle)
+        chosen = (values / (2 * high[:, None])).clamp(max=1)
+    gained = (values * chosen - high[:, None] * chosen.square()).sum(1)
+    return torch.minimum(high * square + gained, values.sum(1))

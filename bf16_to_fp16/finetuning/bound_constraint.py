@@ -1,0 +1,200 @@
+"""The certificate as a constraint of the training, so that it ends where no input can overflow the model.
+
+The activation-magnitude penalty (``penalty``) brings down what was seen; the certificate bounds what any input can
+reach, from the weights alone, and its bounds have a gradient in them. For the sites that no rescaling moves (scores,
+gate rows, logits) they are held under a lid. When the penalty holds, the lid is at the largest bound; over half of the
+remaining steps it comes down to fp16's limit, by as many bits in each, and stays there for what is left, in which the
+loss mends what that cost. After every step of the optimizer what is over the lid is projected onto it: one Newton step
+along the gradient of its bound, in which each weight tensor moves by its share of what it has to say.
+
+Why not a term of the loss? For the reason for which AdamW decouples weight decay (Loshchilov and Hutter 2019): a step
+of Adam is no longer than the learning rate, however steep the loss, and a row that is a hundred times larger than its
+matrix's others then takes a hundred times the steps. benchmarks/RESULTS.md has what such a term came to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..bounds.arithmetic import Bound
+from ..bounds.certificate import Certificate, bound
+from ..bounds.differentiable import DifferentiableBounds
+from ..families.types import Attention, Layout
+from ..numerics import FP16_MAX
+from .penalty import Observation
+
+MARGIN_BITS = 0.125
+"""Bits under the limit at which the lid comes to rest: the bounds used here are a few percent off the certificate's."""
+
+
+COMES_DOWN = 0.5
+"""Share of the remaining steps in which the lid comes down."""
+
+
+PASSES = 6
+"""Newton steps after one of the optimizer's at most; as a rule two are enough."""
+
+
+SCALINGS = 3
+"""What follows where that was not enough, as for a head whose singular values are all alike: its weights as a whole are
+made smaller."""
+
+
+TOLERANCE_BITS = 2.0**-8
+"""What may remain over the lid."""
+
+
+MOST_MOVED = 0.5
+"""Share of its length by which one Newton step may change a row or a head of a weight at most."""
+
+
+class BoundConstraint:
+    """Holds the bounds of ``model``, a stock model in training that this process has whole, under a lid.
+
+    layout: of the model's tensors. Call ``begin`` once and then ``hold`` after every optimizer step; processes that
+    have the same weights then still have the same.
+    """
+
+    def __init__(self, layout: Layout, model: nn.Module) -> None:
+        """Look at the model; nothing is computed yet."""
+        self.layout, self.target = layout, FP16_MAX * 2.0**-MARGIN_BITS
+        self.first: int | None = None
+        """Step at which it began, None before."""
+        self.start = 0.0
+        """Excess at which the lid began, in bits over the target."""
+        self.lowest = math.inf
+        """Where the lid was last; it never rises, also where a run goes on to more steps."""
+        self._named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._named |= dict(model.named_buffers(remove_duplicate=False))
+        self.bounds = DifferentiableBounds(layout, self._named.__getitem__)
+        self._owners, self._groups = self.bounds.owners(), groups_of(layout)
+        self._last: dict[str, Observation] = {}
+
+    def begin(self, step: int) -> None:
+        """Put the lid on: over the residual stream as well where the certificate does not hold it as it is."""
+        self.bounds.stream = any(s.kind in ("residual", "output") and not s.holds for s in self.certificate().sites)
+        self.first = step
+        self.start = max(0.0, *(float(bits.max()) for bits in self.excess().values()))
+
+    def lid(self, step: int, steps: int) -> float:
+        """Return by how many bits bounds may pass the target after a step, the first being 1, of so many."""
+        if self.first is None:
+            return math.inf
+        down = max(1.0, COMES_DOWN * (steps - self.first))
+        return self.start * max(0.0, 1 - (step - self.first) / down)
+
+    def hold(self, step: int, steps: int) -> None:
+        """Bring what is over the lid after a step down to it."""
+        if self.first is None:
+            return
+        lid = self.lowest = min(self.lowest, self.lid(step, steps))
+        for number in range(PASSES + SCALINGS + 1):
+            excess = self.excess(again=number > 0)
+            over = self._largest_of_each_group({site: (bits - lid).clamp(min=0) for site, bits in excess.items()})
+            left = max((float(bits.max()) for bits in over.values()), default=0.0)
+            if left <= TOLERANCE_BITS or number == PASSES + SCALINGS:
+                break
+            for site, bits in over.items():
+                if float(bits.max()) > 0:
+                    self.project(site, bits, scaled=number >= PASSES)
+        self._last = {
+            site: Observation(self.target * 2.0 ** float(bits.max()), self.target, float(bits.max()), 0.0)
+            for site, bits in excess.items()
+        }
+
+    def excess(self, *, again: bool = False) -> dict[str, Tensor]:
+        """Return by how many bits every bound of every site passes the target, negative inside; again: of weights that
+        have only been projected since."""
+        measured = self.bounds.measure(again=again)
+        return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
+
+    def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
+        """Bring a site's bounds down by about so many bits each, 0 for those that stay: along their gradient, or with
+        ``scaled`` by making their weights smaller."""
+        index = (bits > 0).nonzero()[:, 0]
+        owners = [(self._named[name], view) for name, view in self._owners[site] if self._named[name].requires_grad]
+        with torch.enable_grad():
+            total = self.bounds.at({site: index})[site].log2().sum()
+            gradients = torch.autograd.grad(total, [weight for weight, _ in owners], allow_unused=True)
+        weights, ways, slope = [], [], torch.zeros_like(bits)
+        for (parameter, view), found in zip(owners, gradients, strict=True):
+            if found is None:
+                continue
+            weight, gradient = view(parameter.detach()), view(found.contiguous()).float()
+            # In units of each tensor's length this is the least change.
+            way = weight.float() if scaled else gradient * weight.float().square().sum(1, keepdim=True)
+            slope = slope + (gradient * way).sum(1)
+            weights.append(weight)
+            ways.append(way)
+        # Bounds are lengths, of which so many bits are so large a share.
+        step = (1 - torch.exp2(-bits)) / math.log(2) / slope.clamp(min=1e-30)
+        for weight, way in zip(weights, ways, strict=True):
+            most = MOST_MOVED * norms(weight) / norms(way).clamp(min=1e-30)
+            weight.sub_((torch.minimum(step, most)[:, None] * way).to(weight.dtype))
+
+    def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the excess with only the largest among sites that come down together, head by head, channel by
+        channel, or row by row."""
+        groups: dict[str, list[str]] = {}
+        for site in over:
+            groups.setdefault(self._groups.get(site, site), []).append(site)
+        found = {}
+        for sites in groups.values():
+            most = torch.stack([over[site] for site in sites]).amax(0)
+            taken = torch.zeros_like(most, dtype=torch.bool)
+            for site in sites:
+                mine = (over[site] == most) & ~taken
+                taken |= mine
+                found[site] = torch.where(mine, over[site], 0.0)
+        return found
+
+    def observations(self) -> dict[str, Observation]:
+        """Return the largest bound of every site after the last ``hold``, as ``amax``."""
+        return dict(self._last)
+
+    def over(self) -> list[Bound]:
+        """Return what of these sites the certificate of the weights as they are does not hold."""
+        return [site for site in self.certificate().sites if site.name in self._owners and not site.holds]
+
+    def certificate(self) -> Certificate:
+        """Return the certificate of the weights as they are, rounded to fp16, before what rescaling may still do."""
+        return bound(self.layout, lambda name: self._named[name].detach().cpu().half())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit."""
+        return {
+            "first": self.first,
+            "start": self.start,
+            "lowest": self.lowest,
+            "stream": self.bounds.stream,
+            "observations": {site: asdict(seen) for site, seen in self._last.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave."""
+        self.first, self.start, self.bounds.stream = state["first"], float(state["start"]), bool(state["stream"])
+        self.lowest = float(state["lowest"])
+        self._last = {site: Observation(**seen) for site, seen in state["observations"].items()}
+
+
+def groups_of(layout: Layout) -> dict[str, str]:
+    """Return by site what it comes down with: an attention's sites, a stack's stream, the logits."""
+    head = layout.family.head.removesuffix(".weight")
+    found = {head: head, "model:add": head}
+    for stack in layout.stacks():
+        for w in stack.sublayers:
+            found |= {w.output: stack.ends.at, w.add: stack.ends.at}
+            if isinstance(w, Attention):
+                found |= {f"{w.at}:{what}": w.at for what in ("scores", "add", "masked")}
+    return found
+
+
+def norms(rows: Tensor) -> Tensor:
+    """Return the length of every row in fp32."""
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)

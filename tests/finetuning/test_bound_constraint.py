@@ -1,0 +1,282 @@
+"""The certificate as a constraint of the training: where bounds are brought, by what least change, and for good."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.contract import layout_of
+from support.learner import recipe_tree, saved, tiny_model
+
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.bound_constraint import MARGIN_BITS, TOLERANCE_BITS, BoundConstraint
+from bf16_to_fp16.finetuning.corpus import open_corpus
+from bf16_to_fp16.finetuning.distillation import Teacher
+from bf16_to_fp16.finetuning.log import RunLog
+from bf16_to_fp16.finetuning.processes import Processes
+from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
+from bf16_to_fp16.finetuning.run import make_accelerator
+from bf16_to_fp16.finetuning.states import RunFolder
+from bf16_to_fp16.finetuning.trainer import Trainer
+from bf16_to_fp16.numerics import FP16_MAX
+
+SCORES = "encoder.block.0.layer.0.SelfAttention:scores"
+GATE = "encoder.block.0.layer.1.DenseReluDense.wi_0"
+HEAD = "lm_head"
+
+
+def hard_model(seed: int = 0) -> Any:
+    """The tiny gated T5, tied, with one head, three gate rows and the logits past fp16's limit."""
+    model = tiny_model(seed)
+    block = model.encoder.block[0]
+    with torch.no_grad():
+        block.layer[0].SelfAttention.q.weight[:8] *= 1e5
+        block.layer[1].DenseReluDense.wi_0.weight[:3] *= 3e5
+        block.layer[1].DenseReluDense.wi_1.weight[:3] /= 3e5
+        model.decoder.final_layer_norm.weight.mul_(3e5)
+    return model
+
+
+def worst(constraint: BoundConstraint) -> float:
+    return max(float(bits.max()) for bits in constraint.excess().values())
+
+
+def test_bounds_over_the_lid_come_down_to_it_and_the_certificate_then_holds_them() -> None:
+    model = hard_model()
+    constraint = BoundConstraint(layout_of(model), model)
+    assert {SCORES, GATE, HEAD} <= {site.name for site in constraint.over()}
+    constraint.begin(0)
+    start = worst(constraint)
+    assert start == constraint.start > 2
+    for step in range(1, 21):
+        constraint.hold(step, 20)
+        # Down by as many bits in each of ten steps, then it stays.
+        assert worst(constraint) == pytest.approx(start * max(0.0, 1 - step / 10), abs=2 * TOLERANCE_BITS)
+    assert constraint.over() == []
+    held = constraint.observations()
+    assert held[GATE].amax == pytest.approx(FP16_MAX * 2.0**-MARGIN_BITS, rel=0.01)
+
+
+def test_processes_that_have_the_same_weights_keep_the_same() -> None:
+    held = []
+    for model in (hard_model(), hard_model()):
+        constraint = BoundConstraint(layout_of(model), model)
+        constraint.begin(0)
+        for step in range(1, 4):
+            constraint.hold(step, 4)
+        held.append(model)
+    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in held), strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(held[0].parameters(), hard_model().parameters(), strict=True))
+
+
+def test_what_is_under_the_lid_keeps_every_bit() -> None:
+    """Only the one head's queries and keys, the three rows and the head's rows that are over move."""
+    model, before = hard_model(), hard_model().state_dict()
+    constraint = BoundConstraint(layout_of(model), model)
+    constraint.begin(0)
+    constraint.hold(1, 1)
+    after = model.state_dict()
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    attention = "encoder.block.0.layer.0.SelfAttention"
+    tied = {"shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"}
+    biased = {f"{attention}.relative_attention_bias.weight"}
+    assert moved - biased == {f"{attention}.q.weight", f"{attention}.k.weight", f"{GATE}.weight"} | tied
+    for name, rows in ((f"{attention}.q.weight", 8), (f"{attention}.k.weight", 8), (f"{GATE}.weight", 3)):
+        assert torch.equal(after[name][rows:], before[name][rows:]), name
+        assert not torch.equal(after[name][:rows], before[name][:rows]), name
+    # The least change that does it leaves what a head's largest direction does not see.
+    change = (after[f"{attention}.q.weight"] - before[f"{attention}.q.weight"])[:8]
+    values = torch.linalg.svdvals(change)
+    assert float(values[1]) < float(values[0])
+
+
+def test_before_it_begins_nothing_is_computed_and_the_lid_never_rises() -> None:
+    model = hard_model()
+    constraint = BoundConstraint(layout_of(model), model)
+    constraint.hold(1, 10)
+    assert constraint.observations() == {} and constraint.lid(1, 10) == math.inf
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), hard_model().parameters(), strict=True))
+    constraint.begin(0)
+    constraint.hold(10, 10)
+    assert constraint.lowest == 0 and constraint.lid(10, 100) > 0
+    constraint.hold(11, 100)  # a run that goes on
+    assert constraint.lowest == 0 and worst(constraint) <= TOLERANCE_BITS
+
+
+def test_the_stream_is_held_only_where_the_start_does_not_hold_it() -> None:
+    """Pegasus's eps is not in its config, so that no exponent brings its stream down for nothing."""
+    small = tiny.build("pegasus", 0, factor=1.0)
+    constraint = BoundConstraint(layout_of(small), small)
+    constraint.begin(0)
+    assert not any(site.endswith(":add#2") for site in constraint.excess())
+    model = tiny.build("pegasus", 0, factor=100.0)
+    constraint = BoundConstraint(layout_of(model), model)
+    over = [site.kind for site in constraint.certificate().sites if not site.holds]
+    assert "residual" in over
+    constraint.begin(0)
+    for step in range(1, 41):
+        constraint.hold(step, 40)
+    kinds = {site.kind for site in constraint.certificate().sites if not site.holds}
+    assert not kinds & {"residual", "output", "scores", "masked scores", "logits"}, kinds
+
+
+# ---- in a run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("source"), 120)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process, which no handler sees."""
+
+
+def recipe(folder: Path, precision: str = "fp32", data: dict[str, Any] | None = None, **penalty: Any) -> Recipe:
+    """Ten steps on the tiny model's text."""
+    tree = recipe_tree(folder, folder / "out")
+    return parse_recipe(
+        tree
+        | {
+            "device": "cpu",
+            "data": tree["data"] | (data or {}),
+            "schedule": {"steps": 10, "warmup": 2},
+            "precision": precision,
+            "penalty": {"form": "none", "certify": True} | penalty,
+            "checkpointing": {"every": 4},
+            "evaluation": {"every": 100, "generate": False},
+        }
+    )
+
+
+def trainer(recipe: Recipe, folder: Path, run: Path, model: Any = None, killed_at: int | None = None) -> Trainer:
+    """A trainer of the hard model, or another one, distilled from the hard model; it dies at a step of data."""
+    run.mkdir(exist_ok=True)
+    student = model or hard_model()
+    corpus = open_corpus(recipe.data, folder, student.config, seed=recipe.data_seed)
+    accelerator = make_accelerator(recipe)
+    teacher = Teacher(hard_model(), accelerator.device, temperature=recipe.distillation.temperature)
+    log = RunLog(run / "log.jsonl", recipe.logging.wandb, run, "run", {})
+    made = Trainer(recipe, student, teacher, corpus, run, accelerator, log=log, layout=layout_of(student))
+    if killed_at is not None:
+        advance = type(made.training_batches).__next__
+
+        class Mortal(type(made.training_batches)):  # type: ignore[misc]
+            def __next__(self) -> Any:
+                if self.steps == killed_at:
+                    raise Killed
+                return advance(self)
+
+        made.training_batches.__class__ = Mortal
+    return made
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_ends_with_bounds_that_hold_and_logs_them(folder: Path, tmp_path: Path) -> None:
+    made = trainer(recipe(folder), folder, tmp_path / "run")
+    first, last = made.train().evaluations
+    assert first["bounds_over"] > 3 and first["bound_excess_bits"] > 2
+    assert last["bounds_over"] == last["bound_excess_bits"] == 0
+    logged = [row["bound_bits"] for row in rows_of(tmp_path / "run") if "bound_bits" in row]
+    assert len(logged) == 10 and logged == pytest.approx(sorted(logged), abs=2 * TOLERANCE_BITS)
+    assert logged[-1] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
+
+
+def test_it_begins_when_the_penalty_holds_or_after_a_quarter_of_the_steps(folder: Path, tmp_path: Path) -> None:
+    made = trainer(recipe(folder, form="amax"), folder, tmp_path / "run")
+    made.train()
+    assert made.constraint is not None and made.constraint.first == 3  # activations are past their targets until then
+    easy = trainer(recipe(folder, form="amax"), folder, tmp_path / "easy", model=tiny_model())
+    easy.train()
+    assert easy.constraint is not None and easy.constraint.first == 1 and easy.constraint.start == 0
+
+
+def test_accumulated_passes_and_steps_that_are_skipped_are_held_as_well(folder: Path, tmp_path: Path) -> None:
+    wanted = recipe(folder, "fp16", {"batch_size": 2, "gradient_accumulation": 2})
+    outcome = trainer(wanted, folder, tmp_path / "run").train()
+    assert outcome.skipped and outcome.evaluations[-1]["bounds_over"] == 0
+
+
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(folder: Path, tmp_path: Path) -> None:
+    wanted = recipe(folder, form="amax", headroom_bits=2.0)
+    whole = trainer(wanted, folder, tmp_path / "whole")
+    outcome = whole.train()
+    with pytest.raises(Killed):
+        trainer(wanted, folder, tmp_path / "cut", killed_at=6).train()
+    assert RunFolder(tmp_path / "cut", 3).steps() == [0, 4]
+    again = trainer(wanted, folder, tmp_path / "cut", model=hard_model(seed=9))
+    assert again.train() == outcome
+    for name, tensor in whole.weights().items():
+        assert torch.equal(tensor, again.weights()[name]), name
+    assert (tmp_path / "cut" / "log.jsonl").read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
+
+
+def test_where_processes_have_parts_of_the_weights_it_is_refused_in_a_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sharded(accelerator: Any) -> Processes:
+        made = Processes(accelerator)
+        made.sharded = True
+        return made
+
+    monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.Processes", sharded)
+    with pytest.raises(UserError, match=r"holds bounds of whole weights.*launch/accelerate/ddp.yaml"):
+        trainer(recipe(folder), folder, tmp_path / "run")
+
+
+# ---- the verdict ---------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, *lines: str) -> Path:
+    """The hard model in bf16 and five lines that ask for a certificate, shortened by ``lines``."""
+    model = folder / "hard"
+    saved(model, 120)
+    hard_model().to(torch.bfloat16).save_pretrained(model)
+    path = folder / "recipe.yaml"
+    five = [
+        f"source: {model}",
+        f"out: {folder / 'out'}",
+        f"data: {{path: {model / 'text.txt'}, input_length: 48, target_length: 24, batch_size: 4, held_out: 0.1}}",
+        "schedule: {steps: 12}",
+        "penalty: {certify: true, headroom_bits: 0}",
+    ]
+    path.write_text("\n".join([*five, "quality: {max_kl: null, max_loss_rise: null}", "device: cpu", *lines, ""]))
+    return path
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "out" / "fp16_report.json").read_text())
+    return report
+
+
+def test_a_recipe_that_asks_for_a_certificate_ends_with_one(tmp_path: Path) -> None:
+    assert main(["finetune", str(written(tmp_path))]) == 0
+    report = report_of(tmp_path)
+    assert report["verdict"] == "safe" and report["proof"] == "certified" and report["certificate"]["holds"]
+    assert report["uncertified"] == []
+    first, last = report["finetune"]["evaluations"]
+    assert first["bounds_over"] > 3 and last["bounds_over"] == 0
+    assert report["finetune"]["curves"]["bound_bits"][-1] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
+    assert "brought the bounds of what no rescaling moves" in (tmp_path / "out" / "README.md").read_text()
+    assert main(["certify", str(tmp_path / "out")]) == 0
+
+
+def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
+    assert main(["finetune", str(written(tmp_path))]) == 1
+    report = report_of(tmp_path)
+    assert report["verdict"] == "unsafe" and report["proof"] == "observed"
+    missed = next(entry for entry in report["unsafe"] if entry["signal"] == "certificate")
+    assert "bounds pass their limits, most by" in missed["reason"] and missed["remedy"] == report["finetune"]["next"]
+    assert "bf16-to-fp16 finetune" in missed["remedy"] and "next: " in "".join(capsys.readouterr())
