@@ -6,6 +6,7 @@ takes the optimizer's step inside the last backward of a step, and says only aft
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,6 +142,12 @@ def whole_embeddings(student: Any) -> Iterator[None]:
         yield
     finally:
         del student.get_input_embeddings, student.get_output_embeddings
+
+
+def in_parts() -> bool:
+    """Return whether the launcher has DeepSpeed or FSDP give each process a part of the weights."""
+    asked = (os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() for name in ("DEEPSPEED", "FSDP"))
+    return any(value in ("1", "true") for value in asked)
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:

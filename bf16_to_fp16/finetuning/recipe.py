@@ -180,8 +180,9 @@ class Penalty(Section):
     search_every: Positive | None = Field(
         default=50, description="steps between searches for the hardest inputs, which the probe then runs; null: none"
     )
-    certify: bool = Field(
-        default=False, description="then bring the bounds down as well, until no input can overflow the result"
+    certify: bool | None = Field(
+        default=None,
+        description="bring the bounds down too, so that no input can overflow the result; true: else it is unsafe",
     )
     dual_step: float = Field(default=0.05, gt=0, description="step of the dual ascent on each site's weight")
     weight: float | None = Field(default=None, ge=0, description="a fixed weight instead of the dual ascent")
@@ -347,6 +348,16 @@ class Recipe(Section):
         if self.schedule.bf16_steps is not None and self.precision != ("bf16", "fp16"):
             raise ValueError("schedule.bf16_steps is for precision [bf16, fp16]; set that, or leave it out")
         return self
+
+    def settled(self, *, in_parts: bool) -> Recipe:
+        """Return it with ``penalty.certify`` decided where it is left open: for target half, with a penalty.
+
+        in_parts: each process has a part of the weights only, whose bounds none can hold.
+        """
+        if self.penalty.certify is not None:
+            return self
+        certify = self.target == "half" and self.penalty.form != "none" and not in_parts
+        return self.model_copy(update={"penalty": self.penalty.model_copy(update={"certify": certify})})
 
     @property
     def data_seed(self) -> int:

@@ -52,7 +52,7 @@ from .distillation import Teacher, arguments, counted_positions, task_loss
 from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import PRECISION_DTYPES, MixedPrecision
-from .processes import precisions_of
+from .processes import in_parts, precisions_of
 from .recipe import Recipe, parse_recipe, read_recipe
 from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
@@ -86,6 +86,7 @@ def finetune(
         command, recipe = Command(str(recipe), tuple(overrides)), read_recipe(recipe, overrides)
     elif not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe)
+    asked, recipe = recipe, recipe.settled(in_parts=in_parts())
     out = Path(recipe.out)
     check_recipe(recipe)
     check_out(out, force=force)  # before a download
@@ -99,14 +100,14 @@ def finetune(
         command.published().line(),
         lineage_of(checkpoint, recipe, run),
         checkpoint,
-        judge=partial(judged, recipe=recipe, command=command.published()),
+        judge=partial(judged, recipe=asked, command=command.published()),
         attack_steps=recipe.evaluation.attack_steps,
     )
     with written_trained(run.folder, run.weights) as trained:
         place, options = Destination(out, force=force), options_of(recipe)
         result = convert_by(options, trained, place, provenance=provenance, progress=progress)
     if command != command.published() and (said := str(result.report["finetune"].get("next", ""))):
-        exact = judged(read(Report, result.report), recipe, command).finetune
+        exact = judged(read(Report, result.report), asked, command).finetune
         progress.say(exact.next if exact is not None else said)
     return result
 
@@ -120,7 +121,7 @@ def options_of(recipe: Recipe, **others: Any) -> Options:
         target=recipe.target,
         margin_bits=min(margin, MOST_MARGIN),
         device=recipe.device,
-        prove=recipe.penalty.certify,
+        prove=bool(recipe.penalty.certify),
         **others,
     )
 
@@ -246,7 +247,7 @@ def convert_or_finetune(
     given = {"source": str(source), "out": str(out), "target": options.target, "subfolder": options.subfolder}
     # A JSON string is a YAML string, whatever is in it.
     overrides = tuple(f"{key}={json.dumps(value)}" for key, value in given.items())
-    chosen = read_recipe(recipe, overrides)
+    chosen = read_recipe(recipe, overrides).settled(in_parts=False)
     check_recipe(chosen)
     check_out(out, force=force)
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)

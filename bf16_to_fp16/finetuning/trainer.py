@@ -416,11 +416,13 @@ class Trainer:
         """Every so many steps, look for the inputs that bring the sites furthest past their targets, and keep them for
         the penalty's batches: what a few random rows never meet.
 
-        The search is the audit's, over the weights in fp32. Every process finds the same; where each has a part of the
-        weights only, there is nothing to search.
+        The search is the audit's, over the weights in fp32. Every process finds the same. Where each has a part of the
+        weights only, there is nothing to search; where the bounds are held, nothing to find.
         """
         p, every = self.position, self.recipe.penalty.search_every
-        if self.penalty is None or not self.recipe.penalty.probe or every is None or self.processes.sharded:
+        if self.penalty is None or not self.recipe.penalty.probe or every is None:
+            return
+        if self.processes.sharded or self.constraint is not None:
             return
         if p.step == 0 or p.step % every or not (seen := self.penalty.observations()):
             return
