@@ -31,6 +31,9 @@ from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.stock import load
 
+BOUNDED_FOR = "half"
+"""The target that an audit bounds a checkpoint for; of the stricter ones it says whether they hold."""
+
 
 @quiet()
 def audit(
@@ -88,6 +91,7 @@ def audit(
         verdict="unsafe" if broken else verdict(results),
         proof="certified" if proven and proven["certificate"].holds else "observed",
         family=layout.family.name,
+        target=BOUNDED_FOR if proven else None,
         source=Source.of(checkpoint),
         train_mode=train_mode,
         attention=list(attention),
@@ -114,8 +118,8 @@ def proof(
     ``attack``, and of a ``converted`` folder ``tiers``."""
     weights, seen = fp16_weights(checkpoint, layout), dict[str, float]()
     spectra, proven, broken = Spectra(weights), dict[str, Any](), False
-    with products_on(device, "certificate"), progress.step("Bounding every signal") as advance:
-        certificate = bound(layout, weights, spectra=spectra, advance=advance)
+    with products_on(device, "certificate"), progress.step(f"Bounding every site for {BOUNDED_FOR}") as advance:
+        certificate = bound(layout, weights, target=BOUNDED_FOR, spectra=spectra, advance=advance)
     if attack_steps is not None:
         with progress.step("Searching for the worst inputs") as advance:
             model = load(checkpoint.folder, torch.float16, half=True)
@@ -127,9 +131,9 @@ def proof(
     for site in results["half"].sites if "half" in results else ():
         seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
     if converted:
-        with products_on(device, "certificate"), progress.step("Bounding it in stricter arithmetic"):
+        with products_on(device, "certificate"), progress.step("Bounding every site in stricter arithmetic"):
             tiers = certified_tiers(
-                layout, weights, "half", holds=certificate.holds, arithmetic=Arithmetic(), spectra=spectra
+                layout, weights, BOUNDED_FOR, holds=certificate.holds, arithmetic=Arithmetic(), spectra=spectra
             )
         proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
     proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))

@@ -79,7 +79,7 @@ def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
 
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
-    """Bound the source's signals, observe them unless nothing is to be run, and choose the plan."""
+    """Bound the source's sites, observe them unless nothing is to be run, and choose the plan."""
     checkpoint, device = opened.checkpoint, opened.device
     ranges, reference, acceptable = None, None, None
     if options.run_model:
@@ -170,7 +170,7 @@ def bound_source(
     """
 
     def of(layout: Layout, residual_exponent: int) -> Mapping[str, ModuleRange]:
-        with progress.step("Bounding every signal of the source") as advance:
+        with progress.step(f"Bounding every site of the source for {target}") as advance:
             arithmetic = Arithmetic(max_length, planned=residual_exponent)
             weights = source_weights(checkpoint, layout)
             found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
@@ -263,9 +263,10 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
 
     def plan_for(layout: Layout) -> Planned:
         exponent = -RESIDUAL_RANGE
+        head = ", with a head apart from the embedding" if layout.tied is False and opened.layout.tied else ""
         while True:
             possible = bounds(layout, exponent) if bounds is not None else None
-            with progress.step("Planning the exponents") as advance:
+            with progress.step(f"Planning the exponents for {options.target}{head}") as advance:
                 planned = plan_at(layout, possible, advance=advance)
             if acceptable is not None and layout.family.eps_key is None:
                 stream = next((f for f in planned.fallbacks if f.signal == RESIDUAL), None)

@@ -10,16 +10,19 @@ from typing import Any
 from ..bounds.tiers import TIERS
 from ..families.known import named, roles_of
 from ..families.roles import block_of, stack_of
-from ..wording import counted, infinite, percent, tightness
+from ..wording import counted, infinite, percent, scientific, tightness
 from .remedies import over_limits
 from .schema import (
     AttackedSite,
     BoundEntry,
     CertificateEntry,
+    FinetuneEntry,
     PrecisionEntry,
     RegimeEntry,
     Report,
+    SiteEntry,
     UnprovenEntry,
+    Verification,
     WeightsEntry,
 )
 
@@ -61,6 +64,39 @@ def uncertified_rows(report: Report) -> list[UnprovenEntry]:
     if report.uncertified is not None:
         return report.uncertified
     return over_limits(report.certificate) if report.certificate is not None else []
+
+
+def for_target(report: Report | Verification) -> str:
+    """Return for which target its bounds are, " (target half)"; empty where it does not say."""
+    return f" (target {report.target})" if report.target else ""
+
+
+def by_design(site: SiteEntry) -> str:
+    """Return why what is inf or masked at a site is harmless; empty where something broke there, which is not so by
+    design, whatever else is."""
+    return "" if site.broken else site.benign or ""
+
+
+def distances(run: FinetuneEntry) -> tuple[str, list[tuple[float | None, str]]]:
+    """Return what the distance of a finetune's output from the original is measured in, and its values, each with what
+    it was measured on; None stands for one that is infinite."""
+    close = run.fidelity
+    what = "KL" if close is None or close.measure == "kl" else close.measure
+    found: list[tuple[float | None, str]] = []
+    held_out = run.evaluations[-1].get("held_out_divergence") if run.evaluations else None
+    if isinstance(held_out, (int, float)):
+        found.append((float(held_out), "held-out data, as trained"))
+    if close is not None:
+        found.append((close.kl_fp16, "the audit's inputs"))
+    return f"{what} to the original" + (", nats per token" if what == "KL" else ""), found
+
+
+def moved_by(run: FinetuneEntry) -> str:
+    """Return in a sentence how far a finetune moved the function from the original's."""
+    what, found = distances(run)
+    if not found:
+        return "the weights changed; how far the result is from the original was not measured"
+    return f"{what}: " + ", ".join(f"{scientific(value)} on {where}" for value, where in found)
 
 
 def carried_over(weights: WeightsEntry, dtype: str | None) -> str:
@@ -183,7 +219,7 @@ def least_precise(report: Report) -> PrecisionEntry | None:
 
 
 def underflow_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
-    """Return the signals that stayed under fp16's smallest normal number on every input, with their regimes."""
+    """Return the sites that stayed under fp16's smallest normal number on every input, with their regimes."""
     found: dict[str, dict[str, Any]] = {}
     for name, regime in regimes.items():
         for site in regime.underflow:
