@@ -273,7 +273,8 @@ def figures(report: Report) -> list[Figure]:
         site = first_broken(regime) or regime.tightest
         said = reached(regime.reached)
         said = said if said == "overflow" else f"max |x| {said} of 65,504"
-        result.append(Figure(f"headroom in {name}", value, f"{said} at {site}" if site else said))
+        ran = "pure fp16" if name == "half" else name
+        result.append(Figure(f"headroom in {ran}", value, f"{said} at {site}" if site else said))
     attack, certificate = report.attack, report.certificate
     if attack is not None and attack.sites:
         most = min(attack.sites, key=lambda site: site.headroom_bits)
@@ -290,10 +291,11 @@ def figures(report: Report) -> list[Figure]:
         note = f"{of}, the furthest over its limit: {unproven[0].name}" if unproven else of
         result.append(Figure("not proven for every input", counted(len(unproven), "site"), note))
     close, weights, run = report.fidelity, report.weights, report.finetune
-    if run is not None and (moved := distances(run))[1]:
-        (first, where), *others = moved[1]
-        note = "; ".join([f"on {where}", *(f"{scientific(value)} on {on}" for value, on in others)])
-        result.append(Figure(moved[0], scientific(first), note))
+    if run is not None and (moved := distances(run))[2]:
+        what, unit, ((first, where), *others) = moved
+        note = f"{unit} on {where}".lstrip()
+        note += "".join(f"; {scientific(value)} on {on}" for value, on in others)
+        result.append(Figure(what, scientific(first), note))
     if close is not None:
         name = "fp16 against bf16" if run is None else "rounding, fp16 against bf16"
         result.append(Figure(name, *closeness(close, finetuned=run is not None)))
@@ -635,7 +637,8 @@ def cell(row: Sequence[Any], column: int, strings: Sequence[str]) -> dict[str, s
     if column in (0, 1, 7, 8):
         text = "" if value is None else strings[value]
     elif column == 2:
-        text = reached(value) if row[6] is not None else magnitude(value)
+        # An fp32 value has no limit here, but may be inf or NaN as well.
+        text = reached(value) if row[6] is not None or row[4] else magnitude(value)
     elif column == 3:
         text = site_headroom(row)
     elif column in (4, 5):

@@ -77,26 +77,30 @@ def by_design(site: SiteEntry) -> str:
     return "" if site.broken else site.benign or ""
 
 
-def distances(run: FinetuneEntry) -> tuple[str, list[tuple[float | None, str]]]:
-    """Return what the distance of a finetune's output from the original is measured in, and its values, each with what
-    it was measured on; None stands for one that is infinite."""
+def distances(run: FinetuneEntry) -> tuple[str, str, list[tuple[float | None, str]]]:
+    """Return how the distance of a finetune's result from the original is measured, its unit, and the values, each with
+    what it was measured on; None stands for one that is infinite."""
     close = run.fidelity
-    what = "KL" if close is None or close.measure == "kl" else close.measure
+    kl = close is None or close.measure == "kl"
+    what, unit = ("KL", " nats per token") if close is None or kl else (close.measure, "")
     found: list[tuple[float | None, str]] = []
     held_out = run.evaluations[-1].get("held_out_divergence") if run.evaluations else None
     if isinstance(held_out, (int, float)):
-        found.append((float(held_out), "held-out data, as trained"))
+        found.append((float(held_out), "held-out data"))
     if close is not None:
         found.append((close.kl_fp16, "the audit's inputs"))
-    return f"{what} to the original" + (", nats per token" if what == "KL" else ""), found
+    return f"{what} to the original", unit, found
 
 
 def moved_by(run: FinetuneEntry) -> str:
     """Return in a sentence how far a finetune moved the function from the original's."""
-    what, found = distances(run)
+    what, unit, found = distances(run)
     if not found:
-        return "the weights changed; how far the result is from the original was not measured"
-    return f"{what}: " + ", ".join(f"{scientific(value)} on {where}" for value, where in found)
+        return "how far the result is from the original was not measured"
+    (first, where), *others = found
+    return " and ".join(
+        [f"{what} is {scientific(first)}{unit} on {where}", *(f"{scientific(value)} on {on}" for value, on in others)]
+    )
 
 
 def carried_over(weights: WeightsEntry, dtype: str | None) -> str:
@@ -114,7 +118,7 @@ def found_by(report: Report) -> str:
     attack, half = report.attack, "half" in report.regimes
     if attack is not None:
         return f"{counted(attack.steps, 'step')} of gradient search" + (" and the probe" if half else "")
-    return "the inputs that were run, in half" if half else ""
+    return "the inputs that were run, in pure fp16" if half else ""
 
 
 def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:

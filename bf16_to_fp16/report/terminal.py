@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -363,7 +362,7 @@ def site_table(title: str, sites: Sequence[SiteEntry]) -> Table:
     for site in sites:
         table.add_row(
             Name(site.name),
-            reached(site.reached) if site.limit is not None else plain(site.amax),
+            reached(site.reached) if site.limit is not None or site.nonfinite else plain(site.amax),
             "-" if site.limit is None else headroom_or_excess(site.headroom_bits, site.reached, site.limit),
             f"{site.nonfinite:,}",
             f"{site.saturated:,}",
@@ -439,17 +438,16 @@ def ratio(bf16: float | None, fp16: float | None) -> str:
 
 
 def print_unsafe(screen: Console, entries: Sequence[UnsafeEntry], *, remedies: bool = True) -> None:
-    """Print what broke, with the remedy under those that share it, and what no exponent can hold.
+    """Print what broke, with each remedy once below, and what no exponent can hold.
 
     remedies: False leaves out those of what broke, where the next step is said elsewhere.
     """
     broken = [entry for entry in entries if entry.regimes is not None]
-    for remedy, sites in groupby(broken[:WORST_SITES], key=lambda site: site.remedy):
-        for site in sites:
-            screen.print(f"unsafe: {site.signal}, {site.reason}", markup=False)
-        if remedies:
-            screen.print(f"next: {remedy}", markup=False)
+    for site in broken[:WORST_SITES]:
+        screen.print(f"unsafe: {site.signal}, {site.reason}", markup=False)
     print_more(screen, len(broken), "unsafe")
+    for remedy in dict.fromkeys(site.remedy for site in broken if remedies):
+        screen.print(f"next: {remedy}", markup=False)
     limits = [entry for entry in entries if entry.regimes is None and entry.reason in ("", PASSED)]
     for limit in limits[:WORST_SITES]:
         screen.print(

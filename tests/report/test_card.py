@@ -304,7 +304,7 @@ def test_a_finetunes_card_says_that_the_weights_were_trained_and_how_far_they_we
     run = {"recipe": {"steps": 140}, "steps": 140, "fidelity": kept, "evaluations": evaluations}
     text = card(tmp_path, fakes.conversion() | {"finetune": run}).text
     assert "finetuned so that its activations fit fp16" in text and "by a finetune of 140 steps" in text
-    assert "what they compute; KL to the original, nats per token: 2.5 on the audit's inputs." in text
+    assert "what they compute: KL to the original is 2.5 nats per token on the audit's inputs." in text
     assert "rounding to fp16 is the only other change to the finetuned weights." in text
     assert "rounding to fp16 is the only other change. It" in plain and "the original" not in plain
     assert "from 2 to 2.125" in text and "| 0.01 | 2.5 |" in text and "| 99.0% | 32.1% |" in text

@@ -216,7 +216,11 @@ def test_an_audit_has_a_page_without_plan_weights_and_fidelity() -> None:
     page = Page(render(fakes.audit()))
     assert page.sections == ["unsafe", "regimes", "sites", "provenance"]
     assert "in training mode" in page.text and "bf16-to-fp16 convert SOURCE OUT" in page.text
-    assert [f.name for f in figures(fakes.audit())] == ["headroom in half", "values not finite", "values saturated"]
+    assert [f.name for f in figures(fakes.audit())] == [
+        "headroom in pure fp16",
+        "values not finite",
+        "values saturated",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -585,7 +589,7 @@ def test_an_attack_has_its_figure_and_what_it_found() -> None:
     page = Page(render(report))
     assert page.sections == ["certificate", "regimes", "sites", "provenance"]
     assert [f.name for f in figures(report)] == [
-        "headroom in half",
+        "headroom in pure fp16",
         "headroom under attack",
         "headroom for any input",
         "values not finite",
@@ -602,10 +606,12 @@ def test_a_value_over_its_limit_is_so_in_the_headline_and_in_the_table_of_sites(
     report = fakes.audit()
     broken, passed = report["regimes"]["half"]["sites"][:2]
     broken |= {"fp32": 308_000.0}
+    report["regimes"]["half"]["sites"][2] |= {"limit": None, "headroom_bits": None, "nonfinite": 1, "amax": 65536.0}
     passed |= {"fp32": 500.0, "nonfinite": 3, "headroom_bits": -0.1, "benign": "the mask's minimum"}
     html = render(report)
     assert figures(report)[0].value == "4.7 × over"
-    (first, second), _ = table(html, 'id="site-table"')[1:3], 0
+    first, second, third = table(html, 'id="site-table"')[1:4]
+    assert third[2:4] == ["overflow", "–"]  # in fp32, without a magnitude
     assert first[2:4] == ["308,000", "4.7 × over"] and second[2:4] == ["500", "passed on"]
     # What is broken beside what is so by design is not called by design.
     assert "by design" not in second[0]
@@ -738,13 +744,13 @@ def test_a_finetune_has_its_curves_evaluations_and_what_became_of_the_original()
     assert table(html, "against the original in fp32")[1:][0][1:] == ["1.00×10⁻³", "0.05"]
     # The figures of the headline are those of the weights that are shipped.
     assert [f.name for f in figures(report)][2:] == [
-        "KL to the original, nats per token",
+        "KL to the original",
         "rounding, fp16 against bf16",
     ]
     assert figures(report)[2].value == "0.0174"
-    assert figures(report)[2].note == "on held-out data, as trained; 0.05 on the audit's inputs"
+    assert figures(report)[2].note == "nats per token on held-out data; 0.05 on the audit's inputs"
     assert "KL to the finetuned weights in fp32" in figures(report)[3].note and len(figures(report)) == 4
-    moved = "KL to the original, nats per token: 0.0174 on held-out data, as trained, 0.05 on the audit's inputs"
+    moved = "KL to the original is 0.0174 nats per token on held-out data and 0.05 on the audit's inputs"
     assert f"changed the weights, and what they compute: {moved}." in page.text
     assert "against the finetuned model in fp32" in page.text and "finetuned fp32 weights" in page.text
 
@@ -813,7 +819,11 @@ def test_every_exponent_of_the_plan_is_listed() -> None:
 
 
 def test_the_headline_is_headroom_the_proof_and_the_error() -> None:
-    assert [f.name for f in figures(certified())] == ["headroom in half", "headroom for any input", "fp16 against bf16"]
+    assert [f.name for f in figures(certified())] == [
+        "headroom in pure fp16",
+        "headroom for any input",
+        "fp16 against bf16",
+    ]
     assert figures(fakes.conversion())[2].name == "weights carried over bit for bit"
 
 

@@ -224,7 +224,7 @@ def test_a_finetune_says_how_far_it_went_from_the_original(capsys: pytest.Captur
     run = {"steps": 9, "evaluations": [{"held_out_divergence": 3.0}, {"held_out_divergence": 0.0271}]}
     made = fakes.conversion() | {"finetune": run | {"fidelity": {"kl_fp16": 1.25}}}
     print_conversion(read(Report, made), tmp_path)
-    moved = "KL to the original, nats per token: 0.0271 on held-out data, as trained, 1.25 on the audit's inputs"
+    moved = "KL to the original is 0.0271 nats per token on held-out data and 1.25 on the audit's inputs"
     assert f"\nfinetune: {moved}\n" in capsys.readouterr().out
     print_conversion(read(Report, made | {"finetune": {"steps": 9}}), tmp_path)
     assert "from the original was not measured" in capsys.readouterr().out

@@ -22,7 +22,7 @@
   const amax = (row) => {
     const x = row[AMAX];
     // Beyond fp16 it is what fp32 reached, where that is known; 65536 stands for an overflow of unknown size.
-    if (row[LIMIT] !== null && (x === null || x >= 1e308 || (x > FP16_MAX && x <= 65536))) return "overflow";
+    if ((row[LIMIT] !== null || row[NONFINITE]) && (x === null || x >= 1e308 || (x > FP16_MAX && x <= 65536))) return "overflow";
     return x === null ? "NaN" : magnitude(x);
   };
   const floored = (x, decimals) => (Math.floor(x * 10 ** decimals) / 10 ** decimals).toFixed(decimals);
