@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,7 +41,6 @@ data = click.option(
     "--data",
     type=click.Path(),
     metavar="FILE",
-    callback=lambda context, option, name: checked_data(name),
     help="Text to run on besides the built-in probe: JSONL, CSV, Parquet, text (.gz too), or a Hub dataset.",
 )
 
@@ -176,7 +176,6 @@ def app(context: click.Context) -> None:
     "--plan",
     type=FOLDER,
     metavar="REPORT",
-    callback=lambda context, option, path: checked_given(path, "an fp16_report.json or a converted folder"),
     help="Replay the plan of a report instead of observing.",
 )
 @click.option(
@@ -184,7 +183,6 @@ def app(context: click.Context) -> None:
     "recipe",
     type=FOLDER,
     metavar="RECIPE",
-    callback=lambda context, option, path: checked_given(path, "the recipe's YAML file"),
     help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into it.",
 )
 @click.option("--margin", type=float, metavar="BITS", help="Bits kept between what is observed and each limit.")
@@ -244,7 +242,7 @@ def convert_command(
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
     written."""
     # As many parameters as options, which click passes one by one.
-    local_folder(source)  # before the seconds that the rest takes to import
+    check_given(source, data, {plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"})
     if out is not None and not dry_run:
         from .checkpoint.staging import check_out
 
@@ -383,7 +381,7 @@ def audit_command(
 ) -> int:
     """Run SOURCE in fp16 the ways people run it and measure every site, that is every operation's output."""
     # As many parameters as options, which click passes one by one.
-    local_folder(source)
+    check_given(source, data)
     checked_target(html, "--html")
     from .auditing.regimes import ATTENTIONS, REGIMES
     from .commands.audit import audit
@@ -544,8 +542,7 @@ def verify_command(
     """Check SOURCE, a converted folder or its Hub id, against its report: hashes, plan, certificate and audit, all
     computed again."""
     local_folder(source, CONVERTED)
-    if original is not None:
-        local_folder(original)
+    check_given(original, data)
     from .commands.verify import verify
     from .report import terminal
     from .report.schema import Verification, read
@@ -587,8 +584,8 @@ def check_command(out: str, runtime: str, source: str | None, seed: int, json_fi
 
     The runtimes are an extra: pip install 'bf16_to_fp16[runtimes]'.
     """
-    for given in filter(None, (out, source)):
-        local_folder(given)
+    check_given(out)
+    check_given(source)
     from .commands.check import check
     from .report import terminal
     from .report.schema import RuntimeCheck, read
@@ -831,20 +828,20 @@ def checked_device(name: str | None) -> str:
     return checked_name(name or "auto")
 
 
-def checked_data(name: str | None) -> str | None:
-    """Return the name of a text file or dataset; raise UserError at once for a file that is not there."""
-    if name is not None:
+def check_given(
+    source: str | None, data: str | None = None, others: Mapping[Path | None, str] = MappingProxyType({})
+) -> None:
+    """Raise UserError for a checkpoint, a text or another file that was given and is not there, before the seconds that
+    the work takes to import; others: paths, with what is then told to give."""
+    if source is not None:
+        local_folder(source)
+    if data is not None:
         from .run.texts import text_file
 
-        text_file(name)
-    return name
-
-
-def checked_given(path: Path | None, wanted: str) -> Path | None:
-    """Return a path; raise UserError at once for one that leads nowhere. wanted: what it then tells to give."""
-    if path is not None and not path.exists():
-        raise UserError(f"{path}: No such file or directory; give {wanted}")
-    return path
+        text_file(data)
+    for path, wanted in others.items():
+        if path is not None and not path.exists():
+            raise UserError(f"{path}: No such file or directory; give {wanted}")
 
 
 def make_progress() -> Any:
