@@ -98,11 +98,12 @@ def pictures(signals: Sequence[SignalEntry], family: str | None) -> list[Picture
         return []
     low = min(0, math.floor(math.log2(min(values))))
     high = max(18, math.ceil(math.log2(max(values))) + 1)
-    return [
-        Picture(name, draw_before_after(ps, name, low, high), before_after_in_words(ps, name))
-        for name, ps in stacks.items()
-        if ps
-    ]
+    made = []
+    for name, ps in stacks.items():
+        if ps:
+            words = before_after_in_words(ps, name) + beyond_in_words(ps, name, signals)
+            made.append(Picture(name, draw_before_after(ps, name, low, high, words), words))
+    return made
 
 
 def points(signals: Sequence[SignalEntry], stack: str, family: str | None) -> list[Point]:
@@ -159,9 +160,18 @@ def before_after_in_words(found: Iterable[Point], stack: str) -> str:
     return f"{stack}: the largest value is {magnitude(before)} before and {magnitude(after)} after; the limit is 65,504"
 
 
-def draw_before_after(found: Sequence[Point], stack: str, low: int, high: int) -> Markup:
+def beyond_in_words(found: Iterable[Point], stack: str, signals: Sequence[SignalEntry]) -> str:
+    """Return which signal of a stack was larger than all that are drawn; empty where none was."""
+    others = [s for s in signals if stack_of(s.module) == stack and known(s.before) is not None]
+    most = max(others, key=lambda s: s.before, default=None)
+    if most is None or most.before <= max(p.before for p in found):
+        return ""
+    return f"; not drawn: {most.module}, {magnitude(most.before)} before and {magnitude(most.after)} after"
+
+
+def draw_before_after(found: Sequence[Point], stack: str, low: int, high: int, words: str) -> Markup:
     """Return the SVG of one stack before and after; ``low`` and ``high`` are the axis' ends as powers of two."""
-    with drawn(stack, low, high, before_after_in_words(found, stack)) as (axes, result):
+    with drawn(stack, low, high, words) as (axes, result):
         for series in SERIES:
             mine = [p for p in found if p.series is series]
             x = [p.x for p in mine]

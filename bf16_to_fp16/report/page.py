@@ -62,6 +62,7 @@ from .rows import (
     carried_over,
     coverage,
     distances,
+    distinct,
     for_target,
     found_by,
     kept_bits_tables,
@@ -349,7 +350,7 @@ def is_overflow(found: float | None) -> bool:
 
 def largest_signals(signals: Sequence[SignalEntry]) -> list[tuple[SignalEntry, bool, bool]]:
     """Return the signals that were largest before, with whether they were and are beyond fp16."""
-    ranked = sorted(signals, key=lambda s: -math.inf if math.isnan(s.before) else -s.before)
+    ranked = sorted(distinct(signals), key=lambda s: -math.inf if math.isnan(s.before) else -s.before)
     return [(s, not s.before <= FP16_MAX, not s.after <= FP16_MAX) for s in ranked[:LARGEST]]
 
 

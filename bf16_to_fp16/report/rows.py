@@ -20,6 +20,7 @@ from .schema import (
     PrecisionEntry,
     RegimeEntry,
     Report,
+    SignalEntry,
     SiteEntry,
     UnprovenEntry,
     Verification,
@@ -69,6 +70,11 @@ def uncertified_rows(report: Report) -> list[UnprovenEntry]:
 def for_target(report: Report | Verification) -> str:
     """Return for which target its bounds are, " (target half)"; empty where it does not say."""
     return f" (target {report.target})" if report.target else ""
+
+
+def distinct(signals: Sequence[SignalEntry]) -> list[SignalEntry]:
+    """Return one entry for each site where signals were seen: of a head's output, that it is the logits."""
+    return list({(signal.module, signal.side): signal for signal in signals}.values())
 
 
 def by_design(site: SiteEntry) -> str:

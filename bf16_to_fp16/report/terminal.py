@@ -34,7 +34,7 @@ from ..wording import (
     times,
 )
 from .remedies import CONVERT, FINETUNE, PASSED, after_breaking, missed_goals, passed_limit
-from .rows import by_design, carried_over, for_target, least_precise, moved_by, tier_rows
+from .rows import by_design, carried_over, distinct, for_target, least_precise, moved_by, tier_rows
 from .schema import (
     PAGE,
     REPORT,
@@ -97,7 +97,10 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
 
 def source_line(report: Report) -> Text:
     """Return what the source, or what was trained from it, reached in fp32 on what was run, against fp16's limit."""
-    signals, name = report.signals, "source" if report.finetune is None else "trained weights, before rescaling"
+    signals, name = (
+        distinct(report.signals),
+        "source" if report.finetune is None else "trained weights, before rescaling",
+    )
     largest = max(signals, key=lambda signal: signal.before)
     over = sum(signal.before > FP16_MAX for signal in signals)
     if not over:

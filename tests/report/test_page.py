@@ -625,6 +625,21 @@ def test_every_bound_names_the_target_that_it_is_for() -> None:
     assert "(target" not in Page(render(certified())).text
 
 
+def test_a_site_is_counted_once_and_a_caption_names_a_larger_one_that_is_not_drawn() -> None:
+    report = fakes.conversion()
+    gate = {"module": "decoder.block.1.layer.2.DenseReluDense.wi_0", "side": "output", "kind": "fixed"}
+    head = {"module": "lm_head", "side": "output", "before": 3.5e5, "after": 3.5e5}
+    report["signals"] += [gate | {"before": 4e5, "after": 4e5}, head | {"kind": "fixed"}, head | {"kind": "logits"}]
+    html = render(report)
+    rows = [row[:2] for row in table(html, "before</th>")[1:]]
+    assert rows[:2] == [[gate["module"], "fixed, output"], ["lm_head", "logits, output"]] and rows.count(rows[1]) == 1
+    over = sum(signal["before"] > 65504 for signal in report["signals"]) - 1
+    assert f"overflows fp16 at {over} sites" in terminal.source_line(read(Report, report)).plain
+    labels = [a.get("aria-label") or "" for t, a in Page(html).tags if t == "svg"]
+    assert labels[1].endswith(f"65,504; not drawn: {gate['module']}, 400,000 before and 400,000 after")
+    assert labels[0].endswith("the limit is 65,504")
+
+
 def test_a_caption_names_what_is_bounded_and_not_drawn() -> None:
     made = certificate()
     squares = bound("encoder.block.2.layer.1.layer_norm (sum of squares)", "squares", 61_234.0)
