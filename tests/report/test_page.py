@@ -974,6 +974,36 @@ def test_only_what_broke_is_left_where_that_is_asked(chromium: browser.Browser, 
         assert len(column(chromium, 0)) > before
 
 
+@pytest.mark.parametrize("kind", ["audit", "bounds alone"])
+def test_the_script_says_of_what_is_over_its_limit_what_the_page_says_without_it(
+    chromium: browser.Browser, tmp_path: Path, kind: str
+) -> None:
+    if kind == "audit":
+        report = fakes.audit()
+        changes: list[dict[str, Any]] = [{"fp32": 308_000.4}, {"fp32": 9.9e7}, {"fp32": 40.0}, {"amax": 65504.0}, {}]
+        changes[3] |= {"saturated": 2, "headroom_bits": 0.0}
+        changes[4] |= {"limit": None, "headroom_bits": None, "amax": 65536.0}
+        for site, change in zip(report["regimes"]["half"]["sites"], changes, strict=False):
+            site |= {"nonfinite": 1, "headroom_bits": -0.0007, "amax": 65536.0} | change
+        wanted = ["4.7 × over", "1,511 × over", "passed on", "1.00 × (0.00 bits)", "–"]
+    else:
+        report = certified(found=False, top=900_000.0) | {"regimes": {}, "verdict": "unsafe"}
+        report["certificate"]["sites"][0] |= {"headroom_bits": -10.5}
+        report["certificate"]["sites"][1] |= {"headroom_bits": -math.inf}
+        wanted = ["none", "1,449 × over", "14 × over"]
+    write_page(tmp_path / "page.html", report)
+    rows = table((tmp_path / "page.html").read_text(), 'id="site-table"')
+    number = rows[0].index("headroom")
+    assert [row[number] for row in rows[1:]][: len(wanted)] == wanted
+    chromium.open(tmp_path / "page.html", width=1440)
+    shown = column(chromium, number)
+    assert shown[:60] == [row[number] for row in rows[1:61]]
+    if kind == "audit":
+        assert column(chromium, rows[0].index("max |x|"))[:5] == [row[2] for row in rows[1:6]]
+        assert [row[2] for row in rows[1:6]] == ["308,000", "9.90×10⁷", "40", "65,504", "overflow"]
+    assert chromium.problems() == []
+
+
 def test_without_scripts_the_tightest_sites_are_still_there(
     chromium: browser.Browser, written: dict[str, Path]
 ) -> None:
