@@ -16,9 +16,11 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from .checkpoint.places import CONVERTED, local_folder, written_folder
 from .errors import UserError
@@ -39,7 +41,7 @@ data = click.option(
     "--data",
     type=click.Path(),
     metavar="FILE",
-    help="Text to run on besides the built-in probe: JSONL, CSV, Parquet, text, or a Hub dataset.",
+    help="Text to run on besides the built-in probe: JSONL, CSV, Parquet, text (.gz too), or a Hub dataset.",
 )
 
 
@@ -170,7 +172,12 @@ def app(context: click.Context) -> None:
     help="Run nothing: plan from the bounds and let the certificate decide. Needs no memory for the model.",
 )
 @subfolder
-@click.option("--plan", type=FOLDER, metavar="REPORT", help="Replay the plan of a report instead of observing.")
+@click.option(
+    "--plan",
+    type=FOLDER,
+    metavar="REPORT",
+    help="Replay the plan of a report instead of observing.",
+)
 @click.option(
     "--finetune",
     "recipe",
@@ -180,7 +187,12 @@ def app(context: click.Context) -> None:
 )
 @click.option("--margin", type=float, metavar="BITS", help="Bits kept between what is observed and each limit.")
 @max_length
-@click.option("--max-shard-size", metavar="SIZE", help="Such as 5GB; default: sharded like the source.")
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    callback=lambda context, option, text: None if text is None else parse_size(text),
+    help="Such as 5GB; default: sharded like the source.",
+)
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
@@ -214,7 +226,7 @@ def convert_command(
     recipe: Path | None,
     margin: float | None,
     max_length: int | None,
-    max_shard_size: str | None,
+    max_shard_size: int | None,
     workers: int,
     push_to: str | None,
     public: bool,
@@ -230,7 +242,7 @@ def convert_command(
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
     written."""
     # As many parameters as options, which click passes one by one.
-    local_folder(source)  # before the seconds that the rest takes to import
+    check_given(source, data, {plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"})
     if out is not None and not dry_run:
         from .checkpoint.staging import check_out
 
@@ -258,7 +270,7 @@ def convert_command(
         plan=plan,
         margin_bits=MARGIN_BITS if margin is None else margin,
         max_length=MAX_LENGTH if max_length is None else max_length,
-        max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
+        max_shard_size=max_shard_size,
         workers=workers,
         seed=seed,
         sweep=sweep,
@@ -367,9 +379,9 @@ def audit_command(
     html: Path | None,
     json_file: str | None,
 ) -> int:
-    """Run SOURCE in fp16 the ways people run it and measure every operation."""
+    """Run SOURCE in fp16 the ways people run it and measure every site, that is every operation's output."""
     # As many parameters as options, which click passes one by one.
-    local_folder(source)
+    check_given(source, data)
     checked_target(html, "--html")
     from .auditing.regimes import ATTENTIONS, REGIMES
     from .commands.audit import audit
@@ -419,7 +431,7 @@ def audit_command(
 def certify_command(
     source: str, target: str, max_length: int | None, subfolder: str | None, device: str, json_file: str | None
 ) -> int:
-    """Bound every signal of SOURCE for every input, from its weights alone; nothing is run."""
+    """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
     local_folder(source)
     from .bounds.arithmetic import MAX_LENGTH
     from .commands.certify import certify
@@ -530,6 +542,7 @@ def verify_command(
     """Check SOURCE, a converted folder or its Hub id, against its report: hashes, plan, certificate and audit, all
     computed again."""
     local_folder(source, CONVERTED)
+    check_given(original, data)
     from .commands.verify import verify
     from .report import terminal
     from .report.schema import Verification, read
@@ -571,6 +584,8 @@ def check_command(out: str, runtime: str, source: str | None, seed: int, json_fi
 
     The runtimes are an extra: pip install 'bf16_to_fp16[runtimes]'.
     """
+    check_given(out)
+    check_given(source)
     from .commands.check import check
     from .report import terminal
     from .report.schema import RuntimeCheck, read
@@ -588,7 +603,7 @@ def check_command(out: str, runtime: str, source: str | None, seed: int, json_fi
 @force
 @json_file
 def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) -> int:
-    """Write the source's weights back from a converted folder: the inverse of its recorded plan."""
+    """Write the weights from before the rescaling back, a source's or a finetune's, by the inverse of DIR's plan."""
     written_folder(folder)
     from .checkpoint.staging import check_out
     from .commands.undo import undo
@@ -598,11 +613,11 @@ def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) ->
     words = ""
     if (folder / REPORT).is_file():  # what is no converted folder ``undo`` refuses in words of its own
         check_out(out, folder, force=force)
-        words = terminal.exactness(folder)  # before anything is written
+        words = terminal.brought_back(folder)  # before anything is written
     written = undo(folder, out, force=force, progress=make_progress())
     write_result(json_file, {"out": str(written)})
     if json_file != "-":
-        print(f"{written} holds the weights from before the conversion: {words}")
+        print(f"{written} holds {words}")
     return SAFE
 
 
@@ -612,7 +627,11 @@ def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) ->
     "--keys", is_flag=True, is_eager=True, expose_value=False, callback=show_keys, help="List every key of a recipe."
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
-@click.option("--device", metavar="DEVICE", help="As the recipe's device, in whose place it is put.")
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps, instead of the recipe's.",
+)
 @force
 @verbose
 @json_file
@@ -625,9 +644,13 @@ def finetune_command(
     RECIPE.
     """
     from .finetuning.recipe import read_recipe
+    from .run.texts import local_files
 
     overrides = (*overrides, f"device={device}") if device else overrides
-    read_recipe(recipe, overrides)
+    asked = read_recipe(recipe, overrides)
+    local_folder(asked.source)
+    for texts in filter(None, (asked.data.path, asked.data.held_out_path)):
+        local_files(texts)
     # What follows takes seconds to import.
     from .finetuning.run import finetune
     from .report import terminal
@@ -670,8 +693,20 @@ class _Numbers(click.Command):
 )
 @click.option("--losses", is_flag=True, help="What went wrong in a training log: SOURCE is the log or its folder.")
 @click.option("--lr", "rate", type=float, default=1e-4, show_default=True, help="updates: the learning rate.")
-@click.option("--optimizer", default="adamw", show_default=True, help="updates: adamw, adam, adafactor, lion or sgd.")
-@click.option("--dtype", default="bf16", show_default=True, help="updates: format of the weights, bf16 or fp16.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "adam", "adafactor", "lion", "sgd"]),
+    default="adamw",
+    show_default=True,
+    help="updates: sgd needs --data or --relative-update.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16"]),
+    default="bf16",
+    show_default=True,
+    help="updates: format of the weights.",
+)
 @click.option(
     "--relative-update",
     type=float,
@@ -711,17 +746,42 @@ def advise_command(
     asked = [name for name, given in modes.items() if given]
     if len(asked) != 1:
         raise UserError(f"ask for one of {', '.join(modes)}" + (f", not for {len(asked)}" if asked else ""))
-    if options.get("picture") is not None and not losses:
-        raise UserError("--picture draws a loss curve: give it with --losses")
+    check_belongs(asked[0])
     if source is None and not number:
         wanted = {"--losses": "the log", "--init": "a checkpoint or hidden size", "--format": "a number or checkpoint"}
         needed = wanted.get(asked[0], "a checkpoint")
         raise UserError(f"{asked[0]} needs {needed}: bf16-to-fp16 advise SOURCE {asked[0]}")
+    if options["data"] is not None:
+        from .run.texts import local_files
+
+        local_files(options["data"])
     result = advice.advise(asked[0].removeprefix("--"), source, number, options, progress=make_progress())
     write_result(json_file, result.report)
     if json_file != "-":
         result.show()
     return SAFE
+
+
+ADVICE = {
+    "--updates": (
+        *("rate", "optimizer", "dtype", "relative_update", "data", "steps", "batch_size", "share", "seed"),
+        *("tensors", "subfolder"),
+    ),
+    "--init": ("tensors", "subfolder"),
+    "--format": ("tensors", "subfolder"),
+    "--losses": ("window", "z", "picture", "html"),
+}
+"""The options of ``advise`` that each of its questions takes."""
+
+
+def check_belongs(question: str) -> None:
+    """Raise UserError for an option of ``advise`` that was given and that the question does not take."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        takers = [asked for asked, names in ADVICE.items() if parameter.name in names]
+        given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+        if given and takers and question not in takers:
+            raise UserError(f"{parameter.opts[0]} goes with {' or '.join(takers)}; leave it out of {question}")
 
 
 @app.command("families")
@@ -766,6 +826,22 @@ def checked_device(name: str | None) -> str:
     from .devices import checked_name
 
     return checked_name(name or "auto")
+
+
+def check_given(
+    source: str | None, data: str | None = None, others: Mapping[Path | None, str] = MappingProxyType({})
+) -> None:
+    """Raise UserError for a checkpoint, a text or another file that was given and is not there, before the seconds that
+    the work takes to import; others: paths, with what is then told to give."""
+    if source is not None:
+        local_folder(source)
+    if data is not None:
+        from .run.texts import text_file
+
+        text_file(data)
+    for path, wanted in others.items():
+        if path is not None and not path.exists():
+            raise UserError(f"{path}: No such file or directory; give {wanted}")
 
 
 def make_progress() -> Any:

@@ -113,7 +113,7 @@ class Device:
 
         on_cpu = torch.device("cpu")
         if not self.used:
-            self.progress.say(f"Device: {self.name}")
+            self.progress.say(f"Device: {self.name}", once=True)
         if self.used.get(part, [""])[-1] == shown(on_cpu) or self.asked == on_cpu:
             self.note(part, on_cpu)
             return work(on_cpu)

@@ -32,9 +32,13 @@ class Progress:
     def __init__(self, *, quiet: bool = False) -> None:
         """Open the console."""
         self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.said: set[str] = set()
 
-    def say(self, text: str) -> None:
-        """Print one line."""
+    def say(self, text: str, *, once: bool = False) -> None:
+        """Print one line; ``once``: unless this was said before."""
+        if once and text in self.said:
+            return
+        self.said.add(text)
         self.console.print(text, soft_wrap=True, markup=False)
 
     @contextmanager

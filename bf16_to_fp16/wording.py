@@ -17,6 +17,10 @@ FULL_HEADROOM_BITS = 39.0
 """More headroom than this is all that fp16 has."""
 
 
+MOST_EXCESS_BITS = 23.0
+"""How far over its limit a bound is said to be in a number."""
+
+
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -47,13 +51,16 @@ def rounded_up(value: float, digits: int) -> float:
 
 
 def headroom(value: float | None) -> str:
-    """Return headroom as a factor and in bits, rounded down: "3.2 × (1.7 bits)"; "none" past the limit, "all" for more
-    than fp16 has, "–" where there is no limit."""
+    """Return headroom as a factor and in bits, rounded down: "3.2 × (1.7 bits)", with two decimals under one bit;
+    "none" past the limit, "all" for more than fp16 has, "–" where there is no limit."""
     if value is None or math.isnan(value):
         return "–"
     if value < 0:
         return "none"
-    return "all" if value > FULL_HEADROOM_BITS else f"{factor(value)} × ({rounded_down(value, 1):.1f} bits)"
+    if value > FULL_HEADROOM_BITS:
+        return "all"
+    decimals = 2 if value < 1 else 1
+    return f"{factor(value)} × ({rounded_down(value, decimals):.{decimals}f} bits)"
 
 
 def below_limit(value: float | None) -> str:
@@ -72,19 +79,26 @@ def reached(value: float | None) -> str:
     return magnitude(value)
 
 
-def headroom_or_excess(bits: float | None, largest: float | None) -> str:
-    """Return headroom, or how far over the limit a value is that is known in fp32: "5.5 × over"; "passed on" for what
-    fits fp16 itself and broke since something before it did."""
-    if largest is not None and OVERFLOWED < largest < 1e308:
-        return over_limit(largest)
-    if bits is not None and bits < 0 and largest is not None and largest <= FP16_MAX:
-        return "passed on"
-    return headroom(bits)
+def headroom_or_excess(bits: float | None, largest: float | None, limit: float = FP16_MAX) -> str:
+    """Return headroom, or how far over its limit a value is that is known in fp32: "5.5 × over"; "passed on" for what
+    keeps the limit itself and broke since something before it did."""
+    if largest is None or known(largest) is None or FP16_MAX < largest <= OVERFLOWED:
+        return headroom(bits)
+    if largest > limit:
+        return over_limit(largest, limit)
+    return headroom(bits) if bits is None or bits >= 0 else "passed on"
 
 
-def over_limit(value: float) -> str:
-    """Return how far a magnitude is past fp16's limit, "5.5 × over", rounded to the nearest."""
-    return f"{value / FP16_MAX:.2g} × over" if value < 100 * FP16_MAX else f"{value / FP16_MAX:,.0f} × over"
+def over_limit(value: float, limit: float = FP16_MAX) -> str:
+    """Return how far a magnitude is past its limit, "5.5 × over", rounded to the nearest."""
+    ratio = value / limit
+    return f"{ratio:.2g} × over" if ratio < 99.5 else f"{ratio:,.0f} × over"
+
+
+def headroom_by_bound(bits: float) -> str:
+    """Return headroom by a bound, or how far the bound is over its limit: "5.6 × over", rounded up; "none" from eight
+    million times on, where a number says no more."""
+    return headroom(bits) if bits >= 0 or bits < -MOST_EXCESS_BITS else f"{times(2.0**-bits, 2)} × over"
 
 
 def factor(bits: float) -> str:
@@ -119,9 +133,9 @@ def tightness(bound: float | None, found: float | None) -> float | None:
     return bound / found
 
 
-def times(ratio: float | None) -> str:
-    """Return a tightness with three digits, rounded up; "–" where there is none."""
-    return "–" if ratio is None else f"{rounded_up(ratio, 3):,g}"
+def times(ratio: float | None, digits: int = 3) -> str:
+    """Return a ratio such as a tightness with some digits, rounded up; "–" where there is none."""
+    return "–" if ratio is None else f"{rounded_up(ratio, digits):,g}"
 
 
 def known(value: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Trains one of the two demo checkpoints: ``python recipes/train_demo.py recipes/demo_t5.yaml OUT``.
+"""Trains one of the two demo checkpoints: ``python recipes/train_demo.py recipes/train-demo-t5.yaml OUT``.
 
 A small byte-level seq2seq model, trained in bf16 (autocast over fp32 master weights, stored as bf16) on real English
 text. It starts from an initialisation whose residual stream, a few output channels of late layers and a few neurons are

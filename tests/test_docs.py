@@ -420,3 +420,26 @@ def test_every_key_of_a_report_is_described(converted: Path) -> None:
     page = (ROOT / "docs" / "report.md").read_text()
     rows = {name for cell in re.findall(r"^\| (`.+?`) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
     assert set(report) - rows == set()
+
+
+# --- how the pages are written ---------------------------------------------------------------------------------------
+
+WIDTH = 120
+WRITTEN = [
+    *TEXTS,
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / name / "README.md" for name in ("launch", "recipes", "recipes/demo")),
+]
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_line_is_no_longer_than_120_characters(path: Path) -> None:
+    """Tables, what stands in blocks, and lines that are one picture or address cannot be broken."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    long = [line for line in prose.splitlines() if len(line) > WIDTH and not line.startswith(("|", "![", "http"))]
+    assert long == []
+
+
+def test_what_the_pages_check_is_called_a_site() -> None:
+    words = re.compile(r"\b(tightest|unsafe|uncertified|every) (place|spot)s?\b|\bpure half\b")
+    assert [found for path in WRITTEN for found in words.findall(path.read_text(encoding="utf-8"))] == []

@@ -56,3 +56,12 @@ def test_a_time_is_said_in_the_unit_in_which_it_is_an_estimate() -> None:
         "about 2 h",
         "about 6 h",
     ]
+
+
+def test_what_is_to_be_said_once_is_not_said_again() -> None:
+    screen = Progress()
+    screen.console = Console(file=io.StringIO())
+    for text in ("Device: cpu", "Device: cpu", "Device: cuda"):
+        screen.say(text, once=True)
+    assert isinstance(screen.console.file, io.StringIO)
+    assert screen.console.file.getvalue() == "Device: cpu\nDevice: cuda\n"

@@ -105,6 +105,10 @@ ANSWERED_AT_ONCE = [
     ),
     (2, ("convert org/name tests", "advise", "advise nowhere/at/all --init", "advise nowhere/at/all --updates")),
     (2, tuple(f"{command} nowhere/at/all" for command in ("audit", "certify", "verify", "finetune"))),
+    (2, ("verify tests --original nowhere/at/all", "check nowhere/at/all --runtime openvino")),
+    (2, ("audit tests --data none.txt", "convert tests out --data none.txt", "advise tests --updates --data none.txt")),
+    (2, ("convert tests out --plan none.json", "convert tests out --finetune none.yaml")),
+    (2, ("convert tests out --max-shard-size big", "advise 512 --init --lr 1", "advise tests --updates --optimizer x")),
     (2, ("convert nowhere/at/all out", "publish nowhere org/name", "undo nowhere out", "audit tests --device gpu")),
 ]
 """Command lines by their status, that need no model: each is answered before torch is imported."""

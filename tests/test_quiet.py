@@ -39,7 +39,11 @@ def test_a_command_prints_its_own_steps_and_no_more(tmp_path: Path) -> None:
     source = tiny.save(tiny.build("gated"), tmp_path / "source")
     arguments = [sys.executable, "-m", "bf16_to_fp16", "certify", str(source)]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.stderr.splitlines() == ["Bounding every signal", "Device: cpu", "Bounding it in stricter arithmetic"]
+    assert done.stderr.splitlines() == [
+        "Bounding every site for half",
+        "Device: cpu",
+        "Bounding every site in stricter arithmetic",
+    ]
 
 
 @pytest.mark.parametrize("bars", [True, False])

@@ -1,4 +1,4 @@
-"""The certificate: a bound on every signal of a model, for every input, from its weights alone.
+"""The certificate: a bound at every site of a model, for every input, from its weights alone.
 
 ``certificate`` walks along the residual stream and asks one module for each part of a sublayer: linear maps of a
 norm's output, attention (its scores too), feed-forward. ``arithmetic`` adds what fp16 rounds, ``spectral`` the

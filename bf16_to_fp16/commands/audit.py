@@ -29,6 +29,9 @@ from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, 
 from ..run import probe
 from ..run.agreement import agreed_layout
 
+BOUNDED_FOR = "half"
+"""The target that an audit bounds a checkpoint for; of the stricter ones it says whether they hold."""
+
 
 @quiet()
 def audit(
@@ -86,6 +89,7 @@ def audit(
         verdict="unsafe" if found else verdict(results),
         proof="certified" if proven and proven["certificate"].holds else "observed",
         family=layout.family.name,
+        target=BOUNDED_FOR if proven else None,
         source=Source.of(checkpoint),
         train_mode=train_mode,
         attention=list(attention),
@@ -112,8 +116,8 @@ def proof(
     ``attack``, and of a ``converted`` folder ``tiers``."""
     weights, seen = fp16_weights(checkpoint, layout), dict[str, float]()
     spectra, proven, broken = Spectra(weights), dict[str, Any](), False
-    with products_on(device, "certificate"), progress.step("Bounding every signal") as advance:
-        certificate = bound(layout, weights, spectra=spectra, advance=advance)
+    with products_on(device, "certificate"), progress.step(f"Bounding every site for {BOUNDED_FOR}") as advance:
+        certificate = bound(layout, weights, target=BOUNDED_FOR, spectra=spectra, advance=advance)
     if attack_steps is not None:
         adversary = attacked(checkpoint.folder, certificate, attack_steps, seed, device, progress)
         seen = dict(adversary.worst)
@@ -122,9 +126,9 @@ def proof(
     for site in results["half"].sites if "half" in results else ():
         seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
     if converted:
-        with products_on(device, "certificate"), progress.step("Bounding it in stricter arithmetic"):
+        with products_on(device, "certificate"), progress.step("Bounding every site in stricter arithmetic"):
             tiers = certified_tiers(
-                layout, weights, "half", holds=certificate.holds, arithmetic=Arithmetic(), spectra=spectra
+                layout, weights, BOUNDED_FOR, holds=certificate.holds, arithmetic=Arithmetic(), spectra=spectra
             )
         proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
     proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))

@@ -1,4 +1,4 @@
-"""``certify``: bound every signal of a checkpoint from its weights, and report it."""
+"""``certify``: bound every site of a checkpoint from its weights, and report it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ..quiet import quiet
 from ..report.build import tiers_of
 from ..report.remedies import over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
+from ..report.stored import recorded_target
 from ..run.agreement import agreed_layout
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def certify(
     device: str | torch.device = "auto",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Bound every signal of ``source`` (folder or Hub id) for every input, from its weights rounded to fp16, and return
+    """Bound every site of ``source`` (folder or Hub id) for every input, from its weights rounded to fp16, and return
     the report: verdict, certificate with every site, environment.
 
     Nothing is run: stock code only builds the model, without its values, to show that it is the one that is bounded.
@@ -51,6 +52,8 @@ def certify(
     checkpoint = open_checkpoint(source, subfolder)
     layout = agreed_layout(checkpoint)
     found, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress)
+    if (made_for := recorded_target(checkpoint.folder)) not in (None, target):
+        progress.say(f"{checkpoint.name} was converted for {made_for}, which --target {made_for} bounds it for")
     described = CertificateEntry.model_validate(found.to_json())
     report = Report(
         schema=SCHEMA,
@@ -74,8 +77,8 @@ def bounded(
     weights = fp16_weights(checkpoint, layout)
     spectra = Spectra(weights)
     with products_on(device, "certificate"):
-        with progress.step("Bounding every signal") as advance:
+        with progress.step(f"Bounding every site for {target}") as advance:
             found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-        with progress.step("Bounding it in stricter arithmetic"):
+        with progress.step("Bounding every site in stricter arithmetic"):
             tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra)
     return found, tiers

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH
-from ..checkpoint.folder import records, write_json
+from ..checkpoint.folder import is_converted, records, write_json
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import staged
 from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
@@ -120,6 +120,11 @@ def convert_by(
     asked = None if options.target == AUTO else options.target
     stored = None if options.plan is None else read_plan_and_target(Path(options.plan), asked)
     opened = open_source(source, options, place, endpoint, progress)
+    if is_converted(opened.checkpoint.folder):
+        progress.say(
+            f"{opened.checkpoint.name} is a converted checkpoint: bf16-to-fp16 verify checks it as it is; for another"
+            " target convert what it was made from"
+        )
     decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))

@@ -166,6 +166,7 @@ def verify(
         checks=outcome,
         problems=[ProblemEntry(**asdict(problem)) for problem in problems],
         files=len(report.output.files),
+        target=report.target,
         certificate=None if totals is None else CertificateEntry.model_validate(totals),
         tiers=tiers,
         regimes=regimes_of(regimes),
@@ -436,7 +437,7 @@ def check_certificate(certificate: Certificate, report: Report) -> list[Problem]
             reason = f"its bound is {site.largest:.6g} and the report says {claim.bound}"
             problems.append(Problem("certificate", site.name, reason, CONVERT_AGAIN))
     problems += [
-        Problem("certificate", name, "the report bounds it, and the checkpoint has no such place", CONVERT_AGAIN)
+        Problem("certificate", name, "the report bounds it, and the checkpoint has no such site", CONVERT_AGAIN)
         for name in recorded
     ]
     if report.certificate.holds != certificate.holds and not problems:

@@ -90,9 +90,9 @@ def certificate_of(
     checkpoint = open_checkpoint(folder)
     layout = agreed_layout(checkpoint)
     weights, arithmetic, known = fp16_weights(checkpoint, layout), Arithmetic(max_length), replace(spectra, fixed=True)
-    with progress.step("Bounding every signal of the output") as advance:
+    with progress.step(f"Bounding every site of the output for {target}") as advance:
         found = bound(layout, weights, arithmetic, target=target, spectra=known, advance=advance)
-    with progress.step("Bounding it in stricter arithmetic"):
+    with progress.step("Bounding every site in stricter arithmetic"):
         tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=known)
     return found, tiers
 

@@ -79,7 +79,7 @@ def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
 
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
-    """Bound the source's signals, observe them unless nothing is to be run, and choose the plan."""
+    """Bound the source's sites, observe them unless nothing is to be run, and choose the plan."""
     checkpoint, device = opened.checkpoint, opened.device
     ranges, reference, acceptable = None, None, None
     if options.run_model:
@@ -174,7 +174,8 @@ def bound_source(
     """
 
     def of(layout: Layout, residual_exponent: int) -> Mapping[str, ModuleRange]:
-        with progress.step("Bounding every signal of the source") as advance:
+        again = "" if residual_exponent == -RESIDUAL_RANGE else f", with the stream at 2^{residual_exponent}"
+        with progress.step(f"Bounding every site of the source for {target}{again}") as advance:
             arithmetic = Arithmetic(max_length, planned=residual_exponent)
             weights = source_weights(checkpoint, layout)
             found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
@@ -268,9 +269,11 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
 
     def plan_for(layout: Layout) -> Planned:
         exponent = grounds.begin
+        head = ", with a head apart from the embedding" if layout.tied is False and opened.layout.tied else ""
+        again = ""
         while True:
             possible = bounds(layout, exponent) if bounds is not None else None
-            with progress.step("Planning the exponents") as advance:
+            with progress.step(f"Planning the exponents for {options.target}{head}{again}") as advance:
                 planned = plan_at(layout, possible, advance=advance)
             if acceptable is not None and layout.family.eps_key is None:
                 stream = next((f for f in planned.fallbacks if f.signal == RESIDUAL), None)
@@ -286,7 +289,7 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
                 return planned
             if not grounds.worth(layout, planned):
                 return planned
-            exponent = chosen
+            exponent, again = chosen, f", with the stream at 2^{chosen} at most"
 
     planned = plan_for(layout)
     if not planned.violations or not layout.tied or not layout.family.untie:
@@ -303,7 +306,8 @@ def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress
     divergence stays under 1/128 of bf16's: half of what fp16's own rounding may take."""
 
     def of(layout: Layout, plan: Plan) -> bool:
-        with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}") as advance:
+        corrected = " with corrected gains" if plan.gain_correction else ""
+        with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}{corrected}") as advance:
             drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs, advance)
             found = fidelity(reference.fp32, reference.bf16, drifted, probabilities=not layout.encoder_only)
         return found.kl_bf16 is not None and found.kl_fp16 <= found.kl_bf16 * ACCEPTABLE_DRIFT

@@ -73,7 +73,7 @@ def divided_by(signal: str) -> Axis:
 
 @dataclass(frozen=True)
 class ObservationPoint:
-    """One place where a signal is observed: the sign of its exponent there, the module's path, the side of it."""
+    """One site where a signal is observed: the sign of its exponent there, the module's path, the side of it."""
 
     sign: Sign
     module: str
@@ -92,7 +92,7 @@ def input_of(module: str) -> ObservationPoint:
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal, the named size of its channels, and the places where it can be observed."""
+    """A signal, the named size of its channels, and the sites where it can be observed."""
 
     name: str
     kind: Kind

@@ -413,7 +413,8 @@ def parse_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(dict(tree))
     except ValidationError as error:
-        problems = error.errors()
+        # An unknown key first: a key that is missing may be the one that it was meant for.
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         more = f" ({len(problems) - 1} more after it)" if len(problems) > 1 else ""
         raise UserError(f"{name}: {_problem(problems[0])}{more}") from None
 

@@ -1,6 +1,6 @@
-"""The places of a layout that can overflow, watched in one forward: what the attack climbs.
+"""The sites of a layout that can overflow, watched in one forward: what the attack climbs.
 
-It asks for the gradients of these places and no other, hundreds of times, so hooks on the modules that the layout names
+It asks for the gradients of these sites and no other, hundreds of times, so hooks on the modules that the layout names
 do, where observer and tap look at every operation.
 """
 

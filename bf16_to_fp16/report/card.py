@@ -31,7 +31,7 @@ from .page import (
     verdict_sentence,
     weight_rows,
 )
-from .rows import coverage, least_precise, tier_rows, uncertified_rows
+from .rows import coverage, least_precise, moved_by, tier_rows, uncertified_rows
 from .schema import FinetuneEntry, Report, dump
 
 TAGS = ("fp16", "bf16-to-fp16")
@@ -206,6 +206,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         report=report,
         run=run,
         losses=losses(run) if run is not None else (),
+        moved=moved_by(run) if run is not None else "",
         name=source_name(report),
         hub_id=hub_id,
         revision=revision,

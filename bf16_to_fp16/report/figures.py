@@ -98,11 +98,12 @@ def pictures(signals: Sequence[SignalEntry], family: str | None) -> list[Picture
         return []
     low = min(0, math.floor(math.log2(min(values))))
     high = max(18, math.ceil(math.log2(max(values))) + 1)
-    return [
-        Picture(name, draw_before_after(ps, name, low, high), before_after_in_words(ps, name))
-        for name, ps in stacks.items()
-        if ps
-    ]
+    made = []
+    for name, ps in stacks.items():
+        if ps:
+            words = before_after_in_words(ps, name) + beyond_in_words(ps, name, signals)
+            made.append(Picture(name, draw_before_after(ps, name, low, high, words), words))
+    return made
 
 
 def points(signals: Sequence[SignalEntry], stack: str, family: str | None) -> list[Point]:
@@ -156,12 +157,21 @@ def at(place: tuple[int, int], sublayers: Mapping[int, int]) -> float:
 def before_after_in_words(found: Iterable[Point], stack: str) -> str:
     """Return what a picture shows in a sentence."""
     before, after = max(p.before for p in found), max(p.after for p in found)
-    return f"{stack}: the largest value is {magnitude(before)} before and {magnitude(after)} after; the limit is 65504"
+    return f"{stack}: the largest value is {magnitude(before)} before and {magnitude(after)} after; the limit is 65,504"
 
 
-def draw_before_after(found: Sequence[Point], stack: str, low: int, high: int) -> Markup:
+def beyond_in_words(found: Iterable[Point], stack: str, signals: Sequence[SignalEntry]) -> str:
+    """Return which signal of a stack was larger than all that are drawn; empty where none was."""
+    others = [s for s in signals if stack_of(s.module) == stack and known(s.before) is not None]
+    most = max(others, key=lambda s: s.before, default=None)
+    if most is None or most.before <= max(p.before for p in found):
+        return ""
+    return f"; not drawn: {most.module}, {magnitude(most.before)} before and {magnitude(most.after)} after"
+
+
+def draw_before_after(found: Sequence[Point], stack: str, low: int, high: int, words: str) -> Markup:
     """Return the SVG of one stack before and after; ``low`` and ``high`` are the axis' ends as powers of two."""
-    with drawn(stack, low, high, before_after_in_words(found, stack)) as (axes, result):
+    with drawn(stack, low, high, words) as (axes, result):
         for series in SERIES:
             mine = [p for p in found if p.series is series]
             x = [p.x for p in mine]
@@ -303,7 +313,7 @@ def bracket_pictures(certificate: CertificateEntry, family: str | None) -> list[
     made = []
     for name, found in stacks.items():
         if found:
-            words = bracket_in_words(found, name)
+            words = bracket_in_words(found, name) + undrawn_in_words(found, name, certificate.sites)
             wide = max((b.block for b in found if b.block is not None), default=0) >= WIDE_FROM
             made.append(Picture(name, draw_brackets(found, name, low, high, words, wide), words, wide))
     return made
@@ -314,7 +324,15 @@ def bracket_in_words(found: Sequence[Bracket], stack: str) -> str:
     top, worst = max(b.bound for b in found), max((b.found for b in found if b.found is not None), default=None)
     reached = "" if worst is None else "overflows" if math.isinf(worst) else f"is {magnitude(worst)}"
     said = f"the largest value found {reached}, " if reached else ""
-    return f"{stack}: {said}the largest bound is {bound_magnitude(top)}; the limit is 65504"
+    return f"{stack}: {said}the largest bound is {bound_magnitude(top)}; the limit is 65,504"
+
+
+def undrawn_in_words(found: Sequence[Bracket], stack: str, sites: Sequence[BoundEntry]) -> str:
+    """Return which bound of a stack is larger than all that are drawn; empty where none is."""
+    most = max((s for s in sites if (stack_of(s.name) or "decoder") == stack), key=lambda s: s.bound)
+    if not most.bound > max(b.bound for b in found):
+        return ""
+    return f"; not drawn: {most.kind}, up to {bound_magnitude(most.bound)}"
 
 
 def draw_brackets(found: Sequence[Bracket], stack: str, low: int, high: int, words: str, wide: bool) -> Markup:

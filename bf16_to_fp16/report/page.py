@@ -31,6 +31,7 @@ from ..wording import (
     counted,
     excess,
     headroom,
+    headroom_by_bound,
     headroom_or_excess,
     infinite,
     known,
@@ -57,11 +58,16 @@ from .rows import (
     attack_breaks,
     bound_rows,
     bounds_by_name,
+    by_design,
     carried_over,
     coverage,
+    distances,
+    distinct,
+    for_target,
     found_by,
     kept_bits_tables,
     least_precise,
+    moved_by,
     tier_rows,
     uncertified_rows,
     underflow_rows,
@@ -149,6 +155,8 @@ def render(report: Report) -> str:
         exponents=exponent_rows(plan.exponents)[:MOST_EXPONENTS] if plan else (),
         hidden_exponents=max(0, len(plan.exponents) - MOST_EXPONENTS) if plan else 0,
         run=run,
+        moved=moved_by(run) if run else "",
+        target=for_target(report),
         curves=curve_pictures(run) if run else (),
         run_rows=run_rows(run) if run else (),
         evaluations=evaluation_table(run.evaluations) if run else None,
@@ -186,7 +194,7 @@ def jinja_environment() -> Environment:
     made.filters |= {
         "magnitude": magnitude,
         "bound": bound_magnitude,
-        "bits": headroom,
+        "by_bound": headroom_by_bound,
         "significant": significant_bits,
         "times": times,
         "found": found_magnitude,
@@ -241,7 +249,7 @@ def verdict_sentence(report: Report) -> str:
             return f"Unsafe in fp16: {steps} found an input that overflows {site.name}."
         ran = "nothing overflowed in what was run" if regimes else "nothing was run"
         over = len(uncertified_rows(report))
-        why = f"bounds pass the limit at {counted(over, 'place')}" if over and not regimes else ""
+        why = f"bounds pass the limit at {counted(over, 'site')}" if over and not regimes else ""
         why = "; ".join(f"{entry.signal}: {entry.reason}" for entry in missed_goals(report)) or why
         return f"Unsafe in fp16: {ran}, but {why or 'see below what passes its limit'}."
     nonfinite, saturated = (max(getattr(regimes[b], key) for b in broken) for key in ("nonfinite", "saturated"))
@@ -263,26 +271,35 @@ def figures(report: Report) -> list[Figure]:
         name = "half" if "half" in regimes else min(regimes, key=lambda n: regimes[n].headroom_bits)
         regime = regimes[name]
         value = headroom_or_excess(regime.headroom_bits, regime.reached)
-        place = first_broken(regime) or regime.tightest
+        site = first_broken(regime) or regime.tightest
         said = reached(regime.reached)
-        said = said if said == "overflow" else f"max |x| {said} of 65504"
-        result.append(Figure(f"headroom in {name}", value, f"{said} at {place}" if place else said))
+        said = said if said == "overflow" else f"max |x| {said} of 65,504"
+        ran = "pure fp16" if name == "half" else name
+        result.append(Figure(f"headroom in {ran}", value, f"{said} at {site}" if site else said))
     attack, certificate = report.attack, report.certificate
     if attack is not None and attack.sites:
         most = min(attack.sites, key=lambda site: site.headroom_bits)
         note = f"max |x| {reached(most.worst)} at {most.name}, the worst of {counted(attack.steps, 'gradient step')}"
-        result.append(Figure("headroom under attack", headroom(attack.worst_headroom_bits), note))
+        kept = headroom_or_excess(attack.worst_headroom_bits, most.worst, most.limit)
+        result.append(Figure("headroom under attack", kept, note))
     if certificate is not None and certificate.holds:
-        places = counted(len(certificate.sites), "place")
-        note = f"of up to {counted(certificate.max_length, 'position')}, by bounds at {places}"
+        sites = counted(len(certificate.sites), "site")
+        note = f"of up to {counted(certificate.max_length, 'position')}, by bounds at {sites}{for_target(report)}"
         result.append(Figure("headroom for any input", headroom(certificate.headroom_bits), note))
     elif certificate is not None:
         unproven = uncertified_rows(report)
-        note = f"of {len(certificate.sites):,}, the furthest over its limit: {unproven[0].name}" if unproven else ""
-        result.append(Figure("not proven for every input", counted(len(unproven), "place"), note))
-    close, weights = report.fidelity, report.weights
+        of = f"of {len(certificate.sites):,}{for_target(report)}"
+        note = f"{of}, the furthest over its limit: {unproven[0].name}" if unproven else of
+        result.append(Figure("not proven for every input", counted(len(unproven), "site"), note))
+    close, weights, run = report.fidelity, report.weights, report.finetune
+    if run is not None and (moved := distances(run))[2]:
+        what, unit, ((first, where), *others) = moved
+        note = f"{unit} on {where}".lstrip()
+        note += "".join(f"; {scientific(value)} on {on}" for value, on in others)
+        result.append(Figure(what, scientific(first), note))
     if close is not None:
-        result.append(Figure("fp16 against bf16", *closeness(close, finetuned=report.finetune is not None)))
+        name = "fp16 against bf16" if run is None else "rounding, fp16 against bf16"
+        result.append(Figure(name, *closeness(close, finetuned=run is not None)))
     if weights is not None and len(result) < MAIN_FIGURES:
         note = f"of {weights.elements:,}; {rounded_to_zero(weights)}"
         result.append(Figure("weights carried over bit for bit", percent(weights.lossless_fraction), note))
@@ -305,7 +322,7 @@ def rounded_to_zero(weights: WeightsEntry) -> str:
 def closeness(close: FidelityEntry, *, finetuned: bool = False) -> tuple[str, str]:
     """Return how much closer fp16 is to the fp32 source than bf16 in words, and the two numbers."""
     bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
-    reference = "the same weights in fp32" if finetuned else "the fp32 source"
+    reference = "the finetuned weights in fp32" if finetuned else "the fp32 source"
     what = f"{'KL' if close.measure == 'kl' else close.measure} to {reference}"
     note = f"{what}: fp16 {scientific(fp16)}" + ("" if bf16 is None else f", bf16 {scientific(bf16)}")
     if fp16 is None:
@@ -333,7 +350,7 @@ def is_overflow(found: float | None) -> bool:
 
 def largest_signals(signals: Sequence[SignalEntry]) -> list[tuple[SignalEntry, bool, bool]]:
     """Return the signals that were largest before, with whether they were and are beyond fp16."""
-    ranked = sorted(signals, key=lambda s: -math.inf if math.isnan(s.before) else -s.before)
+    ranked = sorted(distinct(signals), key=lambda s: -math.inf if math.isnan(s.before) else -s.before)
     return [(s, not s.before <= FP16_MAX, not s.after <= FP16_MAX) for s in ranked[:LARGEST]]
 
 
@@ -565,12 +582,12 @@ def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str 
         ("normal in fp16 (of those not 0)", percent(weights.normal_fraction)),
         ("rounded to zero", f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"),
         ("not finite", f"{weights.nonfinite:,}"),
-        ("largest |w|", f"{magnitude(weights.amax)} of 65504"),
+        ("largest |w|", f"{magnitude(weights.amax)} of 65,504"),
     ]
 
 
 COLUMNS = (
-    ("operation", ""),
+    ("site", ""),
     ("regime", ""),
     ("max |x|", "n"),
     ("headroom", "n"),
@@ -625,15 +642,26 @@ def cell(row: Sequence[Any], column: int, strings: Sequence[str]) -> dict[str, s
     if column in (0, 1, 7, 8):
         text = "" if value is None else strings[value]
     elif column == 2:
-        text = reached(value) if row[6] is not None else magnitude(value)
+        # An fp32 value has no limit here, but may be inf or NaN as well.
+        text = reached(value) if row[6] is not None or row[4] else magnitude(value)
+    elif column == 3:
+        text = site_headroom(row)
     elif column in (4, 5):
         text = f"{value:,}"
     else:
-        text = headroom(value) if column == 3 else "–" if value is None else magnitude(value)
+        text = "–" if value is None else magnitude(value)
     label, kind = COLUMNS[column]
     reason = "" if column or row[8] is None else strings[row[8]]
     broken = "broken" if row[4] or row[5] else ""
     return {"text": text, "label": label, "class": kind, "benign": reason, "broken": broken}
+
+
+def site_headroom(row: Sequence[Any]) -> str:
+    """Return the headroom of a row: by the largest |x| that was run, by the bound where nothing was run."""
+    regime, largest, bits, limit = row[1], row[2], row[3], row[6]
+    if bits is None or limit is None:
+        return headroom(bits)
+    return headroom_by_bound(bits) if regime is None else headroom_or_excess(bits, largest, limit)
 
 
 def site_data(report: Report) -> dict[str, Any]:
@@ -671,7 +699,7 @@ def compact(report: Report, most: int) -> dict[str, Any]:
                     site.saturated,
                     json_number(site.limit),
                     pointer(site.dtype),
-                    pointer(site.benign),
+                    pointer(by_design(site)),
                     json_number(bound) if bound is None or infinite(bound) else shown_bound(bound),
                     None if ratio is None else rounded_up(ratio, 3),
                 ]

@@ -1,4 +1,4 @@
-"""Why a place is unsafe or not proven, and what helps: every reason and remedy of a report is worded here."""
+"""Why a site is unsafe or not proven, and what helps: every reason and remedy of a report is worded here."""
 
 from __future__ import annotations
 

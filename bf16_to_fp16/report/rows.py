@@ -10,16 +10,20 @@ from typing import Any
 from ..bounds.tiers import TIERS
 from ..families.known import named, roles_of
 from ..families.roles import block_of, stack_of
-from ..wording import counted, infinite, percent, tightness
+from ..wording import counted, infinite, percent, scientific, tightness
 from .remedies import over_limits
 from .schema import (
     AttackedSite,
     BoundEntry,
     CertificateEntry,
+    FinetuneEntry,
     PrecisionEntry,
     RegimeEntry,
     Report,
+    SignalEntry,
+    SiteEntry,
     UnprovenEntry,
+    Verification,
     WeightsEntry,
 )
 
@@ -63,6 +67,48 @@ def uncertified_rows(report: Report) -> list[UnprovenEntry]:
     return over_limits(report.certificate) if report.certificate is not None else []
 
 
+def for_target(report: Report | Verification) -> str:
+    """Return for which target its bounds are, " (target half)"; empty where it does not say."""
+    return f" (target {report.target})" if report.target else ""
+
+
+def distinct(signals: Sequence[SignalEntry]) -> list[SignalEntry]:
+    """Return one entry for each site where signals were seen: of a head's output, that it is the logits."""
+    return list({(signal.module, signal.side): signal for signal in signals}.values())
+
+
+def by_design(site: SiteEntry) -> str:
+    """Return why what is inf or masked at a site is harmless; empty where something broke there, which is not so by
+    design, whatever else is."""
+    return "" if site.broken else site.benign or ""
+
+
+def distances(run: FinetuneEntry) -> tuple[str, str, list[tuple[float | None, str]]]:
+    """Return how the distance of a finetune's result from the original is measured, its unit, and the values, each with
+    what it was measured on; None stands for one that is infinite."""
+    close = run.fidelity
+    kl = close is None or close.measure == "kl"
+    what, unit = ("KL", " nats per token") if close is None or kl else (close.measure, "")
+    found: list[tuple[float | None, str]] = []
+    held_out = run.evaluations[-1].get("held_out_divergence") if run.evaluations else None
+    if isinstance(held_out, (int, float)):
+        found.append((float(held_out), "held-out data"))
+    if close is not None:
+        found.append((close.kl_fp16, "the audit's inputs"))
+    return f"{what} to the original", unit, found
+
+
+def moved_by(run: FinetuneEntry) -> str:
+    """Return in a sentence how far a finetune moved the function from the original's."""
+    what, unit, found = distances(run)
+    if not found:
+        return "how far the result is from the original was not measured"
+    (first, where), *others = found
+    return " and ".join(
+        [f"{what} is {scientific(first)}{unit} on {where}", *(f"{scientific(value)} on {on}" for value, on in others)]
+    )
+
+
 def carried_over(weights: WeightsEntry, dtype: str | None) -> str:
     """Return which share of the weights kept every bit; of fp32 ones, whose digits fp16 cannot hold, that this is no
     damage.
@@ -78,7 +124,7 @@ def found_by(report: Report) -> str:
     attack, half = report.attack, "half" in report.regimes
     if attack is not None:
         return f"{counted(attack.steps, 'step')} of gradient search" + (" and the probe" if half else "")
-    return "the inputs that were run, in half" if half else ""
+    return "the inputs that were run, in pure fp16" if half else ""
 
 
 def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
@@ -183,7 +229,7 @@ def least_precise(report: Report) -> PrecisionEntry | None:
 
 
 def underflow_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
-    """Return the signals that stayed under fp16's smallest normal number on every input, with their regimes."""
+    """Return the sites that stayed under fp16's smallest normal number on every input, with their regimes."""
     found: dict[str, dict[str, Any]] = {}
     for name, regime in regimes.items():
         for site in regime.underflow:

@@ -222,7 +222,7 @@ class SiteEntry(ReportObject):
 
 
 class SunkSignal(ReportObject):
-    """A signal that stayed under fp16's smallest normal number on every input, and its largest |x|."""
+    """A site that stayed under fp16's smallest normal number on every input, and its largest |x|."""
 
     name: str
     amax: Real
@@ -290,7 +290,7 @@ def regimes_of(results: Mapping[str, Described]) -> dict[str, RegimeEntry]:
 class BoundEntry(ReportObject):
     """The bound of one site: no input makes the value larger than ``bound``, nor a partial sum than ``partial``.
 
-    ``kind``: which signal it is. ``observed``: the largest value that was found, None where nothing was run.
+    ``kind``: what it holds. ``observed``: the largest value that was found, None where nothing was run.
     """
 
     name: str
@@ -545,8 +545,8 @@ class Claim(ReportObject):
 class Verification(ReportObject):
     """What ``verify`` found: how each check ended, every problem, and what was computed again.
 
-    ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed. ``tiers``: as
-    the files give them, none where they failed.
+    ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed; ``target``:
+    for which it is. ``tiers``: as the files give them, none where they failed.
     """
 
     version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
@@ -557,6 +557,7 @@ class Verification(ReportObject):
     checks: dict[str, str]
     problems: list[ProblemEntry]
     files: Count
+    target: str | None = None
     certificate: CertificateEntry | None
     tiers: dict[str, TierEntry]
     regimes: dict[str, RegimeEntry]

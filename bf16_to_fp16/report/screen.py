@@ -51,7 +51,7 @@ class Screen(Console):
 
         Where the others would have no room beside them, the cells of a row stand below one another.
         """
-        table.columns = [column for column in table.columns if any(cell != "" for cell in column.cells)]
+        drop_empty_columns(table)
         for column in table.columns:
             number = column.justify == "right"
             sizes = [self.measure(cell) for cell in (column.header, *column.cells)]
@@ -82,9 +82,15 @@ class Plain(Console):
         """Print as rich does, tables as columns of plain text."""
         for each in objects:
             if isinstance(each, Table):
+                drop_empty_columns(each)
                 each.box = None
                 each.pad_edge = False
         super().print(*objects, **options)
+
+
+def drop_empty_columns(table: Table) -> None:
+    """Leave out the columns in which no row has anything."""
+    table.columns = [column for column in table.columns if any(cell != "" for cell in column.cells)]
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -37,6 +37,17 @@ def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, s
     return report.plan, made_for
 
 
+def recorded_target(folder: Path) -> str | None:
+    """Return the target that a converted folder was made for, None where no report in it says so."""
+    path = folder / REPORT
+    if not path.is_file():
+        return None
+    try:
+        return read_report(path, {}, "cannot be read", also=("target",)).target
+    except UserError:
+        return None
+
+
 def check_written_files(folder: Path, sha256: Mapping[str, str]) -> None:
     """Raise UserError unless the weight files that were read are those that the report in ``folder`` lists."""
     words = "does not say what was written; convert again"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,12 @@ from ..wording import (
     bytes_in_words,
     counted,
     excess,
-    headroom,
+    headroom_by_bound,
     headroom_or_excess,
     infinite,
     listed,
     over_limit,
     reached,
-    rounded_down,
     rounded_up,
     scientific,
     significant_bits,
@@ -36,8 +34,9 @@ from ..wording import (
     times,
 )
 from .remedies import CONVERT, FINETUNE, PASSED, after_breaking, missed_goals, passed_limit
-from .rows import carried_over, least_precise, tier_rows
+from .rows import by_design, carried_over, distinct, for_target, least_precise, moved_by, tier_rows
 from .schema import (
+    PAGE,
     REPORT,
     AttackEntry,
     CertificateEntry,
@@ -68,7 +67,7 @@ CHECK_NAMES = {
 
 
 def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> None:
-    """Print what the source did in fp16, whether the output is safe, what to do where it is not, and how to load it.
+    """Print what the source did in fp16, whether the output is safe, and how to load it or what to do where it is not.
 
     verbose: print the tables of the report before that.
     """
@@ -80,32 +79,36 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
             screen.print(regime_table(report.regimes))
             print_underflow(screen, report.regimes)
         screen.print(figure_table(report))
-        print_unsafe(screen, report.unsafe)
+        print_unsafe(screen, report.unsafe, remedies=False)
         print_uncertified(screen, report)
     if report.signals:
         screen.print(source_line(report))
     screen.print(output_line(report))
     if report.tiers:
         screen.print(Text(tiers_line(report)), soft_wrap=True)
-    if not report.safe:
+    if report.finetune is not None:
+        screen.print(Text(f"finetune: {moved_by(report.finetune)}"))
+    if report.safe:
+        screen.print(Text(load_line(out)), soft_wrap=True)
+    else:
         screen.print(Text(next_step(report)))
-    screen.print(Text(load_line(report, out)), soft_wrap=True)
+    screen.print(Text(f"report: {out / PAGE}"), soft_wrap=True)
 
 
 def source_line(report: Report) -> Text:
     """Return what the source, or what was trained from it, reached in fp32 on what was run, against fp16's limit."""
-    signals, name = report.signals, "source" if report.finetune is None else "trained weights, before rescaling"
+    signals, name = (
+        distinct(report.signals),
+        "source" if report.finetune is None else "trained weights, before rescaling",
+    )
     largest = max(signals, key=lambda signal: signal.before)
     over = sum(signal.before > FP16_MAX for signal in signals)
     if not over:
         kept = below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
         return good(name, f"never overflowed on what was run; its largest value, {plain(largest.before)}, is {kept}")
-    places = counted(over, "place")
     where = f"{'entering' if largest.side == 'input' else 'at'} {largest.module}"
-    return bad(
-        name,
-        f"overflows fp16 at {places}, at worst {plain(largest.before)} {where}, {over_limit(largest.before)}",
-    )
+    worst = f"{plain(largest.before)} {where}, {over_limit(largest.before)}"
+    return bad(name, f"overflows fp16 at {counted(over, 'site')}, at worst {worst}")
 
 
 def tiers_line(report: Report) -> str:
@@ -128,9 +131,11 @@ def output_line(report: Report) -> Text:
         return bad("output: unsafe", where)
     said = "nothing overflowed on what was run"
     if certificate is not None and certificate.holds:
-        said = f"proven for every input of up to {certificate.max_length:,} positions"
+        said = f"proven for every input of up to {certificate.max_length:,} positions{for_target(report)}"
     elif certificate is not None:
-        said += f"; not proven at {len(certificate.over)} of {counted(len(certificate.sites), 'site')}"
+        said += (
+            f"; not proven at {len(certificate.over)} of {counted(len(certificate.sites), 'site')}{for_target(report)}"
+        )
     if not regimes:
         return good("output: safe", f"{said}; nothing was run")
     tightest = min(regimes.values(), key=lambda regime: regime.headroom_bits)
@@ -148,16 +153,14 @@ def next_step(report: Report) -> str:
     return f"next: {report.unsafe[0].remedy}" if report.unsafe else f"next: {FINETUNE} (bf16-to-fp16 finetune RECIPE)"
 
 
-def load_line(report: Report, out: Path) -> str:
-    """Return how an output is loaded in fp16, and where its report lies."""
+def load_line(out: Path) -> str:
+    """Return how a safe output is loaded in fp16."""
     try:
         architecture = json.loads((out / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError):
         architecture = ""
     kind = architecture if is_encoder_class(architecture) else "AutoModelForSeq2SeqLM"
-    half = "" if "half" in report.broken_regimes else ".half()"
-    load = f'{kind}.from_pretrained("{out}", dtype=torch.float16){half}'
-    return f"load: {load}\nreport: {out / 'fp16_report.html'}"
+    return f'load: {kind}.from_pretrained("{out}", dtype=torch.float16).half()'
 
 
 def print_title(title: str) -> None:
@@ -181,12 +184,12 @@ def print_audit(report: Report) -> None:
 
 
 def print_underflow(screen: Console, regimes: Mapping[str, RegimeEntry]) -> None:
-    """Print the signals that lie below fp16's smallest normal number as a whole."""
+    """Print the sites that lie below fp16's smallest normal number on every input."""
     for name, regime in regimes.items():
         if sunk := [site.name for site in regime.underflow]:
             screen.print(
-                f"{name}: {len(sunk)} signals lie below fp16's smallest normal number (6.1e-05) as a whole and keep few"
-                f" bits: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}",
+                f"{name}: below fp16's smallest normal number (6.1e-05) on every input, where few bits are kept, at"
+                f" {counted(len(sunk), 'site')}: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}",
                 markup=False,
             )
 
@@ -222,13 +225,14 @@ def print_certificate(report: Report) -> None:
     assert certificate is not None  # what certify is for
     over = certificate.over
     if certificate.holds:
-        screen.print(good("certified", f"{certificate_sentence(certificate)}"))
+        screen.print(good("certified", certificate_sentence(report, certificate)))
     else:
-        over_of = f"{len(over)} of {len(certificate.sites)} sites can pass their limit"
+        over_of = f"{len(over)} of {counted(len(certificate.sites), 'site')} can pass their limit{for_target(report)}"
         screen.print(bad("not certified", f"{over_of}; {CONVERT}"))
     ranked = sorted(certificate.sites, key=lambda site: site.headroom_bits)
     shown = ranked[: max(WORST_SITES, min(len(over), 4 * WORST_SITES))]
-    table = Table("site", "what", "bound", "partial sums", "limit", "headroom", title="tightest", title_justify="left")
+    title = f"tightest by bound{for_target(report)}"
+    table = Table("site", "what", "bound", "partial sums", "limit", "headroom", title=title, title_justify="left")
     for column in table.columns[2:]:
         column.justify = "right"
     for site in shown:
@@ -238,12 +242,11 @@ def print_certificate(report: Report) -> None:
             bound_of(site.bound),
             bound_of(site.partial),
             plain(site.limit),
-            over_or_left(site.headroom_bits),
+            headroom_by_bound(site.headroom_bits),
         )
     screen.print(table)
     print_tiers(screen, report)
-    if len(over) > len(shown):
-        screen.print(f"and {len(over) - len(shown)} more over their limit; --json FILE lists all")
+    print_more(screen, len(over), "over their limit", len(shown))
     print_uncertified(screen, report)
 
 
@@ -257,16 +260,11 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:,.4g}"
 
 
-def over_or_left(bits: float) -> str:
-    """Return headroom by a bound; how far a bound is over its limit is said as well, with a minus."""
-    return headroom(bits) if bits >= 0 or infinite(bits) else f"{rounded_down(bits, 1):.1f} bits"
-
-
-def certificate_sentence(certificate: CertificateEntry) -> str:
-    """Return what a certificate that holds says."""
+def certificate_sentence(report: Report, certificate: CertificateEntry) -> str:
+    """Return what a certificate that holds says, and for which target."""
     return (
-        f"no input of up to {certificate.max_length:,} positions can overflow;"
-        f" the tightest of {len(certificate.sites)} bounds is {below_limit(certificate.headroom_bits)}"
+        f"no input of up to {certificate.max_length:,} positions can overflow it; the tightest of"
+        f" {len(certificate.sites)} bounds{for_target(report)} is {below_limit(certificate.headroom_bits)}"
     )
 
 
@@ -278,9 +276,10 @@ def print_certified(screen: Console, report: Report) -> None:
     if certificate.holds:
         cost = certificate.cost_bits
         price = "" if cost is None else f"; the proof costs {excess(cost, 2)} bits of precision"
-        screen.print(good("certified", f"{certificate_sentence(certificate)}{price}"))
+        screen.print(good("certified", f"{certificate_sentence(report, certificate)}{price}"))
     else:
-        over = f"not certified at {len(certificate.over)} of {len(certificate.sites)} sites, the worst below"
+        count = f"{len(certificate.over)} of {counted(len(certificate.sites), 'site')}"
+        over = f"not certified at {count}{for_target(report)}, the worst below"
         screen.print(f"{over}: safe there on what was run" if report.safe else over)
 
 
@@ -294,24 +293,29 @@ def print_tiers(screen: Console, report: Report) -> None:
         screen.print(table)
 
 
-def exactness(folder: Path) -> str:
-    """Return how many weights of a converted folder come back bit for bit, in words."""
+def brought_back(folder: Path) -> str:
+    """Return whose weights ``undo`` brings back from a converted folder, and how many of them bit for bit, in
+    words."""
     words = "does not say how the weights came through; take the one that convert wrote"
-    weights = read_report(folder / REPORT, {"weights": words}, words).weights
+    report = read_report(folder / REPORT, {"weights": words}, words, also=("finetune",))
+    weights = report.weights
     assert weights is not None  # asked for
+    whose = "the source's weights" if report.finetune is None else "the finetuned weights from before the rescaling"
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
-        return "all of them bit for bit"
-    return f"all but {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
+        return f"{whose}, all of them bit for bit"
+    return f"{whose}, all but {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
 
 
 def print_uncertified(screen: Console, report: Report) -> None:
     """Print the sites that the certificate does not cover, and the remedy."""
-    for site in (report.uncertified or ())[:WORST_SITES]:
+    unproven = report.uncertified or ()
+    for site in unproven[:WORST_SITES]:
         screen.print(
             f"not certified: {site.name}, bound {bound_of(site.bound)}; {site.reason}; {site.remedy}",
             markup=False,
         )
+    print_more(screen, len(unproven), "not certified")
 
 
 def print_verdict(screen: Console, report: Report) -> None:
@@ -319,8 +323,8 @@ def print_verdict(screen: Console, report: Report) -> None:
     if report.safe and not report.regimes:
         screen.print(good("safe", "by its certificate; nothing was run"))
     elif report.safe:
-        kept = min((regime.headroom_bits for regime in report.regimes.values()), default=math.inf)
-        screen.print(good("safe", f"no overflow and no saturation observed; the tightest site is {below_limit(kept)}"))
+        kept = below_limit(min(regime.headroom_bits for regime in report.regimes.values()))
+        screen.print(good("safe", f"no overflow and no saturation observed; the largest value run is {kept}"))
     else:
         broken = report.broken_regimes
         why = f"values overflow or saturate in {', '.join(broken)}" if broken else "see what passes its limit below"
@@ -352,7 +356,7 @@ def site_table(title: str, sites: Sequence[SiteEntry]) -> Table:
         "headroom",
         "non-finite",
         "saturated",
-        "benign",
+        "by design",
         title=f"{title}: tightest sites",
         title_justify="left",
     )
@@ -361,11 +365,11 @@ def site_table(title: str, sites: Sequence[SiteEntry]) -> Table:
     for site in sites:
         table.add_row(
             Name(site.name),
-            reached(site.reached) if site.limit is not None else plain(site.amax),
-            "-" if site.headroom_bits is None else headroom_or_excess(site.headroom_bits, site.reached),
+            reached(site.reached) if site.limit is not None or site.nonfinite else plain(site.amax),
+            "-" if site.limit is None else headroom_or_excess(site.headroom_bits, site.reached, site.limit),
             f"{site.nonfinite:,}",
             f"{site.saturated:,}",
-            site.benign or "",
+            by_design(site),
         )
     return table
 
@@ -438,18 +442,30 @@ def ratio(bf16: float | None, fp16: float | None) -> str:
     return f" ({bf16 / fp16:.0f} times smaller)" if bf16 > fp16 else f" ({fp16 / bf16:.1f} times larger)"
 
 
-def print_unsafe(screen: Console, entries: Sequence[UnsafeEntry]) -> None:
-    """Print what no exponent can hold, and under those that share it the remedy."""
-    broken = [entry for entry in entries if entry.regimes is not None][:WORST_SITES]
-    for remedy, sites in groupby(broken, key=lambda site: site.remedy):
-        for site in sites:
-            screen.print(f"unsafe: {site.signal}, {site.reason}", markup=False)
+def print_unsafe(screen: Console, entries: Sequence[UnsafeEntry], *, remedies: bool = True) -> None:
+    """Print what broke, with each remedy once below, and what no exponent can hold.
+
+    remedies: False leaves out those of what broke, where the next step is said elsewhere.
+    """
+    broken = [entry for entry in entries if entry.regimes is not None]
+    for site in broken[:WORST_SITES]:
+        screen.print(f"unsafe: {site.signal}, {site.reason}", markup=False)
+    print_more(screen, len(broken), "unsafe")
+    for remedy in dict.fromkeys(site.remedy for site in broken if remedies):
         screen.print(f"next: {remedy}", markup=False)
-    for limit in [entry for entry in entries if entry.regimes is None and entry.reason in ("", PASSED)][:WORST_SITES]:
+    limits = [entry for entry in entries if entry.regimes is None and entry.reason in ("", PASSED)]
+    for limit in limits[:WORST_SITES]:
         screen.print(
             f"over its limit with margin: {limit.signal} by {excess(limit.excess_bits)} bits; {limit.remedy}",
             markup=False,
         )
+    print_more(screen, len(limits), "over their limit with margin")
+
+
+def print_more(screen: Console, count: int, what: str, shown: int = WORST_SITES) -> None:
+    """Print how many sites are not among those shown, if any."""
+    if count > shown:
+        screen.print(f"and {count - shown:,} more {what}; --json FILE lists all")
 
 
 def print_planned(report: Report, planned: Planned | None) -> None:
@@ -586,7 +602,7 @@ def print_verification(result: Verification) -> None:
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
         ran = "nothing was run" if kept is None else f"the largest value run is {below_limit(kept)}"
-        proof = "certified for every input" if result.certificate.holds else "safe on what was run"
+        proof = f"certified for every input{for_target(result)}" if result.certificate.holds else "safe on what was run"
         screen.print(good("verified", f"{counted(result.files, 'file')} as recorded, {proof}; {ran}"))
     else:
         screen.print(bad("not verified", f"{counted(len(result.problems), 'problem')} above"))

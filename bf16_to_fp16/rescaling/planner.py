@@ -85,7 +85,7 @@ RESTRAINT = ROUNDING * 2.0**-10
 
 
 PROOF_WORTH = ROUNDING / 4
-"""Predicted error that a proof of one place may cost; with four places for each norm, as much as one rounding there."""
+"""Predicted error that a proof of one site may cost; with four sites for each norm, as much as one rounding there."""
 
 
 PROOF_FIRST = 1.0
@@ -381,7 +381,7 @@ class _Costs:
         return cost + self.drift(r, corrected=True)
 
     def residual_excess(self, r: int) -> float:
-        """Return by how many bits the stream's bounds pass their limits at r, summed over its places."""
+        """Return by how many bits the stream's bounds pass their limits at r, summed over its sites."""
         total = 0.0
         for point in self.layout.signals[RESIDUAL].seen:
             possible = self.possible(point)

@@ -46,16 +46,21 @@ _MOST_HUB_ROWS = 4096
 def texts(data: str) -> Iterator[tuple[str, str | None]]:
     """Yield text and target (None where there is none) of every row of ``data``.
 
-    data: a path ending in .jsonl, .json, .csv, .parquet or .txt, else the id of a dataset on the Hub, of which the
-    first 4096 rows are read. Raises UserError for what cannot be read.
+    data: a path ending in .jsonl, .json, .csv, .parquet or .txt (.gz too), else the id of a dataset on the Hub, of
+    which the first 4096 rows are read. Raises UserError for what cannot be read.
     """
+    path = text_file(data)
+    yield from text_pairs(data, hub_rows(data) if path is None else file_rows(path))
+
+
+def text_file(data: str) -> Path | None:
+    """Return the path of a file of text, None for what can only be a dataset of the Hub; raise UserError where there is
+    no such file, or none that can be read."""
     path = Path(data)
     if path.suffix == "" and not path.exists() and not path.is_absolute():
-        rows = hub_rows(data)
-    else:
-        check_data_files(data, [path], path.suffix)
-        rows = file_rows(path)
-    yield from text_pairs(data, rows)
+        return None
+    check_data_files(data, [path], _ending(path))
+    return path
 
 
 def choose_columns(
@@ -214,7 +219,7 @@ def check_data_files(data: str, files: Iterable[Path], ending: str) -> None:
         where = "" if Path(data).is_absolute() else f" in {Path.cwd()}"
         raise UserError(f"{data}: no such file{where}; give an existing .jsonl, .csv, .parquet or .txt")
     if ending.lower() not in KINDS:
-        raise UserError(f"{data}: unknown kind of file {ending!r}; use .jsonl, .csv, .parquet or .txt")
+        raise UserError(f"{data}: unknown kind of file {ending!r}; use .jsonl, .csv, .parquet or .txt (.gz too)")
 
 
 def _ending(path: Path) -> str:

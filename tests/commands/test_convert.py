@@ -948,6 +948,29 @@ def test_the_report_lists_the_inputs_from_which_the_audit_can_be_repeated(tmp_pa
     assert convert(source, tmp_path / "blind", run_model=False).report["inputs"] is None
 
 
+def test_steps_name_their_target_and_a_converted_source_is_called_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], brief: None
+) -> None:
+    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--target", "norm-safe"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len(set(said)) == len(said) and "Planning the exponents for norm-safe" in said
+    assert "Bounding every site of the source for norm-safe" in said and "converted checkpoint" not in " ".join(said)
+    assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--dry-run"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert "out is a converted checkpoint: bf16-to-fp16 verify checks it as it is" in said[0]
+    assert len(set(said)) == len(said)
+    # What was made for one target and is bounded for another is called so.
+    assert cli.main(["certify", str(tmp_path / "out")]) == 0
+    found = capsys.readouterr()
+    assert "out was converted for norm-safe, which --target norm-safe bounds it for" in found.err
+    assert "bounds (target half) is" in found.out
+    assert cli.main(["certify", str(tmp_path / "out"), "--target", "norm-safe"]) == 0
+    assert "was converted for" not in capsys.readouterr().err
+    assert cli.main(["verify", str(tmp_path / "out"), "--no-audit"]) == 0
+    assert "certified for every input (target norm-safe)" in capsys.readouterr().out
+
+
 def test_undo_brings_the_sources_card_back_and_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
     for card in (None, "the publisher's words"):

@@ -124,6 +124,11 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path, unknown:
     assert message.startswith(f"{tmp_path / 'recipe.yaml'}: unknown key {unknown}; did you mean {nearest}?")
 
 
+def test_a_misspelt_key_that_is_needed_is_unknown_rather_than_missing(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, "source: a\nout: b\ndata:\n  pth: c.txt\n"))
+    assert message.startswith(f"{tmp_path / 'recipe.yaml'}: unknown key data.pth; did you mean data.path?")
+
+
 def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
     def keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
         found = []

@@ -205,7 +205,7 @@ def test_a_certificate_says_what_it_covers_and_what_it_does_not(tmp_path: Path) 
     text = card(tmp_path, report).text
     proven, leaves = text.split("## What is proven")[1].split("They say nothing about")
     assert "No input can make any operation overflow" in proven and "every input of up to 512 positions" in proven
-    assert "(`--target train`)" in leaves and "(0.2 bits)**" in text
+    assert "(`--target train`)" in leaves and "(0.29 bits)**" in text
     (tmp_path / "other").mkdir()
     assert "## What is proven" not in card(tmp_path / "other", fakes.conversion()).text
 
@@ -304,6 +304,9 @@ def test_a_finetunes_card_says_that_the_weights_were_trained_and_how_far_they_we
     run = {"recipe": {"steps": 140}, "steps": 140, "fidelity": kept, "evaluations": evaluations}
     text = card(tmp_path, fakes.conversion() | {"finetune": run}).text
     assert "finetuned so that its activations fit fp16" in text and "by a finetune of 140 steps" in text
+    assert "what they compute: KL to the original is 2.5 nats per token on the audit's inputs." in text
+    assert "rounding to fp16 is the only other change to the finetuned weights." in text
+    assert "rounding to fp16 is the only other change. It" in plain and "the original" not in plain
     assert "from 2 to 2.125" in text and "| 0.01 | 2.5 |" in text and "| 99.0% | 32.1% |" in text
     of_the_source = ("against the fp32 source | source in bf16", "weights of the source", "source's weights again")
     assert all(said in plain and said not in text for said in of_the_source)

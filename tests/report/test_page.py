@@ -216,7 +216,11 @@ def test_an_audit_has_a_page_without_plan_weights_and_fidelity() -> None:
     page = Page(render(fakes.audit()))
     assert page.sections == ["unsafe", "regimes", "sites", "provenance"]
     assert "in training mode" in page.text and "bf16-to-fp16 convert SOURCE OUT" in page.text
-    assert [f.name for f in figures(fakes.audit())] == ["headroom in half", "values not finite", "values saturated"]
+    assert [f.name for f in figures(fakes.audit())] == [
+        "headroom in pure fp16",
+        "values not finite",
+        "values saturated",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_a_missing_part_leaves_the_rest(missing: str) -> None:
 def test_an_encoder_has_one_picture_and_no_kl() -> None:
     page = Page(render(fakes.conversion(stacks=("encoder",))))
     assert [a.get("aria-label", "") for t, a in page.tags if t == "svg"] == [
-        "encoder: the largest value is 290,000 before and 36,250 after; the limit is 65504"
+        "encoder: the largest value is 290,000 before and 36,250 after; the limit is 65,504"
     ]
     assert "relative squared error to the fp32 source" in page.text
     assert "KL" not in page.text and "same best token" not in page.text
@@ -274,7 +278,7 @@ def test_a_page_of_eighteen_thousand_sites_is_cut_to_two_megabytes(tmp_path: Pat
     assert (tmp_path / "page.html").stat().st_size < 2_000_000
     page = Page((tmp_path / "page.html").read_text())
     rows = len(page.data["rows"])
-    assert 9_000 < rows < 18_000 and f"{18_000 - rows:,} operations with more headroom" in page.text
+    assert 9_000 < rows < 18_000 and f"{18_000 - rows:,} sites with more headroom" in page.text
 
 
 def test_every_site_is_in_the_data_of_the_table() -> None:
@@ -295,8 +299,9 @@ def test_exponents_are_counted_by_kind() -> None:
 
 def test_numbers_never_flatter() -> None:
     assert percent(1.0) == "100%" and percent(0.99999999) == "99.9999%" and percent(0.5) == "50%"
-    assert headroom(0.999) == "1.99 × (0.9 bits)" and headroom(math.log2(65504 / 65536)) == "none"
-    assert headroom(0.0) == "1.00 × (0.0 bits)"
+    assert headroom(0.999) == "1.99 × (0.99 bits)" and headroom(1.0) == "2.0 × (1.0 bits)"
+    assert headroom(math.log2(65504 / 65536)) == "none"
+    assert headroom(0.0) == "1.00 × (0.00 bits)" and headroom(math.log2(1.0601)) == "1.06 × (0.08 bits)"
     assert headroom(None) == "–" and headroom(math.inf) == "all" and headroom(-math.inf) == "none"
     assert magnitude(math.inf) == magnitude(sys.float_info.max) == "∞"
 
@@ -398,7 +403,7 @@ def test_the_tightest_bounds_are_those_of_the_report() -> None:
     report = certified()
     shown = table(render(report), 'id="bounds"')
     tightest = sorted(report["certificate"]["sites"], key=lambda s: s["headroom_bits"])[:8]
-    assert shown[0][:5] == ["operation", "what", "worst found", "bound", "bound / worst found"]
+    assert shown[0][:5] == ["site", "what", "worst found", "bound", "bound / worst found"]
     assert [row[0] for row in shown[1:]] == [s["name"] for s in tightest]
     for row, site in zip(shown[1:], tightest, strict=True):
         assert float(row[3].replace(",", "")) - site["bound"] == pytest.approx(0.5, abs=0.5)
@@ -418,7 +423,7 @@ def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
     assert [(b.found, b.bound) for b in logits] == [(61.7, 123.4)]
     labels = [a.get("aria-label") or "" for t, a in Page(render(report)).tags if t == "svg"]
     assert labels[0] == (
-        "encoder: the largest value found is 30,000, the largest bound is 60,001; the limit is 65504"
+        "encoder: the largest value found is 30,000, the largest bound is 60,001; the limit is 65,504"
     ) and labels[1].startswith("decoder: the largest value found is 30,000")
 
 
@@ -482,7 +487,7 @@ def test_the_site_table_has_bound_and_tightness_of_every_site_that_has_one() -> 
             assert row[10] == pytest.approx(site["bound"] / site["observed"], rel=0.01)
     shown = table(html, 'id="site-table"')
     assert shown[0] == [
-        "operation",
+        "site",
         "regime",
         "max |x|",
         "headroom",
@@ -513,16 +518,15 @@ def test_what_is_not_certified_is_listed_with_reason_and_remedy() -> None:
     assert not report["certificate"]["holds"]
     html = render(report)
     shown = table(html, 'id="unproven"')
-    assert shown[0] == ["operation", "bound", "limit", "bits over", "reason", "remedy"] and len(shown) == 13
+    assert shown[0] == ["site", "bound", "limit", "bits over", "reason", "remedy"] and len(shown) == 13
     for row, site in zip(shown[1:], report["uncertified"], strict=False):
         assert row == [site["name"], bound_magnitude(site["bound"]), "65,504", row[3], site["reason"], site["remedy"]]
         assert site["excess_bits"] <= float(row[3]) < site["excess_bits"] + 0.1001
     words, rest = Page(html).text, len(report["uncertified"]) - 12
     assert f"{rest} more" in words and all(site["remedy"] in words for site in report["uncertified"])
-    assert f"Not proven: {rest + 12} of 37 places" in words and "not certified" in words
+    assert f"Not proven: {rest + 12} of 37 sites" in words and "not certified" in words
     assert (
-        figures(report)[1].value == f"{rest + 12} places"
-        and report["uncertified"][0]["name"] in figures(report)[1].note
+        figures(report)[1].value == f"{rest + 12} sites" and report["uncertified"][0]["name"] in figures(report)[1].note
     )
     assert "Not proven" not in Page(render(certified())).text
 
@@ -585,7 +589,7 @@ def test_an_attack_has_its_figure_and_what_it_found() -> None:
     page = Page(render(report))
     assert page.sections == ["certificate", "regimes", "sites", "provenance"]
     assert [f.name for f in figures(report)] == [
-        "headroom in half",
+        "headroom in pure fp16",
         "headroom under attack",
         "headroom for any input",
         "values not finite",
@@ -596,6 +600,51 @@ def test_an_attack_has_its_figure_and_what_it_found() -> None:
     )
     assert "worst found by 20 steps of gradient search and the probe" in page.text
     assert "other inputs may reach further" not in page.text
+
+
+def test_a_value_over_its_limit_is_so_in_the_headline_and_in_the_table_of_sites() -> None:
+    report = fakes.audit()
+    broken, passed = report["regimes"]["half"]["sites"][:2]
+    broken |= {"fp32": 308_000.0}
+    report["regimes"]["half"]["sites"][2] |= {"limit": None, "headroom_bits": None, "nonfinite": 1, "amax": 65536.0}
+    passed |= {"fp32": 500.0, "nonfinite": 3, "headroom_bits": -0.1, "benign": "the mask's minimum"}
+    html = render(report)
+    assert figures(report)[0].value == "4.7 × over"
+    first, second, third = table(html, 'id="site-table"')[1:4]
+    assert third[2:4] == ["overflow", "–"]  # in fp32, without a magnitude
+    assert first[2:4] == ["308,000", "4.7 × over"] and second[2:4] == ["500", "passed on"]
+    # What is broken beside what is so by design is not called by design.
+    assert "by design" not in second[0]
+    over = certified(top=400_000.0)
+    assert "6.2 × over" in [row[7] for row in table(render(over), 'id="bounds"')]
+
+
+def test_every_bound_names_the_target_that_it_is_for() -> None:
+    text = Page(render(certified() | {"target": "norm-safe"})).text
+    assert "by bounds at 37 sites (target norm-safe)" in text and "by their bounds (target norm-safe)" in text
+    assert "(target" not in Page(render(certified())).text
+
+
+def test_a_site_is_counted_once_and_a_caption_names_a_larger_one_that_is_not_drawn() -> None:
+    report = fakes.conversion()
+    gate = {"module": "decoder.block.1.layer.2.DenseReluDense.wi_0", "side": "output", "kind": "fixed"}
+    head = {"module": "lm_head", "side": "output", "before": 3.5e5, "after": 3.5e5}
+    report["signals"] += [gate | {"before": 4e5, "after": 4e5}, head | {"kind": "fixed"}, head | {"kind": "logits"}]
+    html = render(report)
+    rows = [row[:2] for row in table(html, "before</th>")[1:]]
+    assert rows[:2] == [[gate["module"], "fixed, output"], ["lm_head", "logits, output"]] and rows.count(rows[1]) == 1
+    over = sum(signal["before"] > 65504 for signal in report["signals"]) - 1
+    assert f"overflows fp16 at {over} sites" in terminal.source_line(read(Report, report)).plain
+    labels = [a.get("aria-label") or "" for t, a in Page(html).tags if t == "svg"]
+    assert labels[1].endswith(f"65,504; not drawn: {gate['module']}, 400,000 before and 400,000 after")
+    assert labels[0].endswith("the limit is 65,504")
+
+
+def test_a_caption_names_what_is_bounded_and_not_drawn() -> None:
+    made = certificate()
+    squares = bound("encoder.block.2.layer.1.layer_norm (sum of squares)", "squares", 61_234.0)
+    words = bracket_pictures(made | {"sites": [*made["sites"], squares]}, "t5")[0].words
+    assert words.endswith("the limit is 65,504; not drawn: squares, up to 61,234")
 
 
 def test_an_attack_that_breaks_what_ran_clean_says_where() -> None:
@@ -612,12 +661,12 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     assert verdict_sentence(report) == "Safe in fp16 for every input, by bounds from the weights; nothing was run."
     assert page.data["columns"] == [0, 3, 9, 6] and len(page.data["rows"]) == len(report["certificate"]["sites"])
     shown = table(render(report), 'id="site-table"')
-    assert shown[1] == ["encoder.block.2.layer.1:add", "1.09 × (0.1 bits)", "60,001", "65,504"]
+    assert shown[1] == ["encoder.block.2.layer.1:add", "1.09 × (0.12 bits)", "60,001", "65,504"]
     assert "worst found" not in page.text and "Nothing was run" in page.text
     assert 'class="key stream line"' in render(report) and "margin kept between bounds and limits" in page.text
     unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
     assert verdict_sentence(unsafe) == (
-        f"Unsafe in fp16: nothing was run, but bounds pass the limit at {len(unsafe['uncertified'])} places."
+        f"Unsafe in fp16: nothing was run, but bounds pass the limit at {len(unsafe['uncertified'])} sites."
     )
 
 
@@ -709,7 +758,15 @@ def test_a_finetune_has_its_curves_evaluations_and_what_became_of_the_original()
     assert "smooth-max, for 1.5 bits of headroom" in page.text
     assert table(html, "against the original in fp32")[1:][0][1:] == ["1.00×10⁻³", "0.05"]
     # The figures of the headline are those of the weights that are shipped.
-    assert "KL to the same weights in fp32" in figures(report)[2].note and len(figures(report)) == 3
+    assert [f.name for f in figures(report)][2:] == [
+        "KL to the original",
+        "rounding, fp16 against bf16",
+    ]
+    assert figures(report)[2].value == "0.0174"
+    assert figures(report)[2].note == "nats per token on held-out data; 0.05 on the audit's inputs"
+    assert "KL to the finetuned weights in fp32" in figures(report)[3].note and len(figures(report)) == 4
+    moved = "KL to the original is 0.0174 nats per token on held-out data and 0.05 on the audit's inputs"
+    assert f"changed the weights, and what they compute: {moved}." in page.text
     assert "against the finetuned model in fp32" in page.text and "finetuned fp32 weights" in page.text
 
 
@@ -791,7 +848,11 @@ def test_every_exponent_of_the_plan_is_listed() -> None:
 
 
 def test_the_headline_is_headroom_the_proof_and_the_error() -> None:
-    assert [f.name for f in figures(certified())] == ["headroom in half", "headroom for any input", "fp16 against bf16"]
+    assert [f.name for f in figures(certified())] == [
+        "headroom in pure fp16",
+        "headroom for any input",
+        "fp16 against bf16",
+    ]
     assert figures(fakes.conversion())[2].name == "weights carried over bit for bit"
 
 
@@ -927,6 +988,36 @@ def test_only_what_broke_is_left_where_that_is_asked(chromium: browser.Browser, 
         assert len(column(chromium, 0)) > before
 
 
+@pytest.mark.parametrize("kind", ["audit", "bounds alone"])
+def test_the_script_says_of_what_is_over_its_limit_what_the_page_says_without_it(
+    chromium: browser.Browser, tmp_path: Path, kind: str
+) -> None:
+    if kind == "audit":
+        report = fakes.audit()
+        changes: list[dict[str, Any]] = [{"fp32": 308_000.4}, {"fp32": 9.9e7}, {"fp32": 40.0}, {"amax": 65504.0}, {}]
+        changes[3] |= {"saturated": 2, "headroom_bits": 0.0}
+        changes[4] |= {"limit": None, "headroom_bits": None, "amax": 65536.0}
+        for site, change in zip(report["regimes"]["half"]["sites"], changes, strict=False):
+            site |= {"nonfinite": 1, "headroom_bits": -0.0007, "amax": 65536.0} | change
+        wanted = ["4.7 × over", "1,511 × over", "passed on", "1.00 × (0.00 bits)", "–"]
+    else:
+        report = certified(found=False, top=900_000.0) | {"regimes": {}, "verdict": "unsafe"}
+        report["certificate"]["sites"][0] |= {"headroom_bits": -10.5}
+        report["certificate"]["sites"][1] |= {"headroom_bits": -math.inf}
+        wanted = ["none", "1,449 × over", "14 × over"]
+    write_page(tmp_path / "page.html", report)
+    rows = table((tmp_path / "page.html").read_text(), 'id="site-table"')
+    number = rows[0].index("headroom")
+    assert [row[number] for row in rows[1:]][: len(wanted)] == wanted
+    chromium.open(tmp_path / "page.html", width=1440)
+    shown = column(chromium, number)
+    assert shown[:60] == [row[number] for row in rows[1:61]]
+    if kind == "audit":
+        assert column(chromium, rows[0].index("max |x|"))[:5] == [row[2] for row in rows[1:6]]
+        assert [row[2] for row in rows[1:6]] == ["308,000", "9.90×10⁷", "40", "65,504", "overflow"]
+    assert chromium.problems() == []
+
+
 def test_without_scripts_the_tightest_sites_are_still_there(
     chromium: browser.Browser, written: dict[str, Path]
 ) -> None:
@@ -962,9 +1053,9 @@ def test_it_prints_on_white_paper_without_controls(chromium: browser.Browser, wr
 def test_headroom_and_shares_are_rounded_down_bounds_up() -> None:
     assert [headroom(x) for x in (1.79999999, 0.2508, 0.3, 0.0, -1e-9, 38.96)] == [
         "3.4 × (1.7 bits)",
-        "1.18 × (0.2 bits)",
-        "1.23 × (0.3 bits)",
-        "1.00 × (0.0 bits)",
+        "1.18 × (0.25 bits)",
+        "1.23 × (0.30 bits)",
+        "1.00 × (0.00 bits)",
         "none",
         "534,722,712,246 × (38.9 bits)",
     ]

@@ -1,4 +1,4 @@
-"""An unsafe or uncertified place is named with the reason and the remedy, in what audit, certify and convert return."""
+"""An unsafe or uncertified site is named with the reason and the remedy, in what audit, certify and convert return."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_safe_audit_names_nothing(source: Path, tmp_path: Path) -> None:
     assert report["verdict"] == "safe" and report["unsafe"] == []
 
 
-def test_a_certificate_that_does_not_hold_names_every_place(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_certificate_that_does_not_hold_names_every_site(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = certify(source)
     over = {site["name"] for site in report["certificate"]["sites"] if not site["holds"]}
     assert {row["name"] for row in report["uncertified"]} == over and over

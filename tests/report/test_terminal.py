@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -18,8 +19,10 @@ from support import fakes
 from bf16_to_fp16 import cli
 from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
 from bf16_to_fp16.report.terminal import (
+    brought_back,
     plain,
     print_audit,
+    print_certificate,
     print_conversion,
     print_planned,
     source_line,
@@ -179,9 +182,71 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
     )
     broken = fakes.audit()["regimes"]
     print_conversion(read(Report, made | {"verdict": "unsafe", "regimes": broken}), tmp_path)
-    source, output, remedy, load, page = capsys.readouterr().out.splitlines()
+    source, output, remedy, page = capsys.readouterr().out.splitlines()
     assert output == "output: unsafe: overflows in half, first at encoder.block.2.layer.1.DenseReluDense.wo"
-    assert remedy.startswith("next: ") and "bf16-to-fp16 finetune" in remedy and load.endswith("dtype=torch.float16)")
+    assert remedy.startswith("next: ") and "bf16-to-fp16 finetune" in remedy and page.startswith("report: ")
+
+
+def test_what_is_left_out_is_counted_and_the_next_step_is_said_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    broken = fakes.audit() | {
+        "unsafe": [
+            {"signal": f"site.{i}", "regimes": ["half"], "reason": "1 inf/NaN in half", "remedy": "convert it"}
+            for i in range(9)
+        ]
+    }
+    print_audit(read(Report, broken))
+    said = capsys.readouterr().out
+    assert said.count("\nunsafe: ") == 6 and "and 3 more unsafe; --json FILE lists all" in said
+    assert "by design" not in said  # an empty column
+    made = fakes.conversion(safe=False) | {"unsafe": broken["unsafe"], "uncertified": UNPROVEN}
+    print_conversion(read(Report, made), tmp_path, verbose=True)
+    said = capsys.readouterr().out
+    assert said.count("next: ") == 1 and "load: " not in said
+    assert "and 2 more not certified; --json FILE lists all" in said
+
+
+UNPROVEN = [
+    {"name": f"a.{i}", "bound": 7e4, "limit": 65504.0, "excess_bits": 0.1, "reason": "too wide", "remedy": "none"}
+    for i in range(8)
+]
+
+
+def test_what_is_said_of_bounds_names_their_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    site = {"name": "a:add", "kind": "residual", "bound": 6e4, "partial": 6e4, "limit": 65504.0, "headroom_bits": 0.12}
+    proof = {"holds": True, "headroom_bits": 0.12, "max_length": 512, "splits": 8}
+    sites = [site | {"observed": None, "holds": True}]
+    made = fakes.conversion() | {"target": "norm-safe", "certificate": proof | {"sites": sites}}
+    print_conversion(read(Report, made), tmp_path)
+    assert "proven for every input of up to 512 positions (target norm-safe);" in capsys.readouterr().out
+    print_certificate(read(Report, made))
+    said = capsys.readouterr().out
+    assert "the tightest of 1 bounds (target norm-safe) is 1.08 × below the limit (0.12 bits)" in said
+    assert "tightest by bound (target norm-safe)" in said
+    over = sites[0] | {"bound": 131_008.0, "partial": 131_008.0, "headroom_bits": -1.0, "holds": False}
+    print_certificate(read(Report, made | {"certificate": proof | {"holds": False, "sites": [over]}}))
+    said = capsys.readouterr().out
+    assert "1 of 1 site can pass their limit (target norm-safe)" in said and "2 × over" in said
+
+
+def test_a_finetune_says_how_far_it_went_from_the_original(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = {"steps": 9, "evaluations": [{"held_out_divergence": 3.0}, {"held_out_divergence": 0.0271}]}
+    made = fakes.conversion() | {"finetune": run | {"fidelity": {"kl_fp16": 1.25}}}
+    print_conversion(read(Report, made), tmp_path)
+    moved = "KL to the original is 0.0271 nats per token on held-out data and 1.25 on the audit's inputs"
+    assert f"\nfinetune: {moved}\n" in capsys.readouterr().out
+    print_conversion(read(Report, made | {"finetune": {"steps": 9}}), tmp_path)
+    assert "from the original was not measured" in capsys.readouterr().out
+
+
+def test_undo_says_whose_weights_come_back(tmp_path: Path) -> None:
+    made = fakes.conversion()
+    made["weights"]["lossless_fraction"] = 1.0
+    (tmp_path / "fp16_report.json").write_text(json.dumps(made))
+    assert brought_back(tmp_path) == "the source's weights, all of them bit for bit"
+    (tmp_path / "fp16_report.json").write_text(json.dumps(made | {"finetune": {"steps": 9}}))
+    assert brought_back(tmp_path).startswith("the finetuned weights from before the rescaling, all of them")
 
 
 def test_a_dry_run_begins_with_what_would_become_of_the_source(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The probe covers what it says, and bad data is one line of what to do."""
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -263,6 +264,16 @@ def test_unusable_data_is_one_line_that_names_the_file(
     assert says in message
     assert name in message
     assert "\n" not in message
+
+
+def test_packed_text_is_read_as_it_is_unpacked(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    plain, packed = (list(texts.texts(str(tmp_path / name))) for name in ("a.txt", "a.txt.gz"))
+    assert plain == packed and len(packed) == len(TEXTS)
+    (tmp_path / "a.gz").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"unknown kind of file ''; use .jsonl, .csv, .parquet or .txt \(.gz too\)"):
+        list(texts.texts(str(tmp_path / "a.gz")))
 
 
 def offline() -> tuple[bool, bool]:

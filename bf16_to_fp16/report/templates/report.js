@@ -22,20 +22,30 @@
   const amax = (row) => {
     const x = row[AMAX];
     // Beyond fp16 it is what fp32 reached, where that is known; 65536 stands for an overflow of unknown size.
-    if (row[LIMIT] !== null && (x === null || x >= 1e308 || (x > FP16_MAX && x <= 65536))) return "overflow";
+    if ((row[LIMIT] !== null || row[NONFINITE]) && (x === null || x >= 1e308 || (x > FP16_MAX && x <= 65536))) return "overflow";
     return x === null ? "NaN" : magnitude(x);
   };
   const floored = (x, decimals) => (Math.floor(x * 10 ** decimals) / 10 ** decimals).toFixed(decimals);
   const factor = (x) => (x >= 100 ? integer(Math.floor(x)) : floored(x, x < 2 ? 2 : 1));
   const bits = (b) => {
     if (b === null || b < 0 || b > 39) return b === null ? "–" : b < 0 ? "none" : "all";
-    return factor(2 ** b) + " × (" + floored(b, 1) + " bits)";
+    return factor(2 ** b) + " × (" + floored(b, b < 1 ? 2 : 1) + " bits)";
+  };
+  // Up to two digits, whole numbers with all of theirs.
+  const over = (ratio) => (ratio < 99.5 ? String(Number(ratio.toPrecision(2))) : integer(Math.round(ratio))) + " × over";
+  const raised = (ratio) => (ratio < 10 ? Math.ceil(ratio * 10) / 10 : Math.ceil(ratio));
+  const headroom = (row) => {
+    const [b, x, limit] = [row[BITS], row[AMAX], row[LIMIT]];
+    if (row[REGIME] === null && b < 0 && b >= -23) return integer(raised(2 ** -b)) + " × over";
+    if (b === null || limit === null || x === null || x >= 1e308 || (x > FP16_MAX && x <= 65536)) return bits(b);
+    if (x > limit) return over(x / limit);
+    return b < 0 ? "passed on" : bits(b);
   };
 
   // Numbers come rounded as in the tables; text stays as short as in the table that stands without scripts.
   const show = (row, column) => {
     if (column === AMAX) return amax(row);
-    if (column === BITS) return bits(row[BITS]);
+    if (column === BITS) return headroom(row);
     if (column === REGIME || column === DTYPE) return text(row[column]);
     if (column === NONFINITE || column === SATURATED) return integer(row[column]);
     return row[column] === null ? "–" : magnitude(row[column]);
