@@ -88,6 +88,7 @@ def assert_safe(result: Any, folder: Path) -> dict[str, Any]:
     assert result is not None and result.safe, broken_in_half(report)
     for regime in report["regimes"].values():
         assert regime["nonfinite"] == regime["saturated"] == 0
+    assert report["proof"] == "certified" and not report["uncertified"]
     return report
 
 
