@@ -107,6 +107,8 @@ QUICK = (
     "test_a_model_whose_rows_point_one_way_reaches_every_bound",
     "test_one_heads_products_reach_the_bounds_of_two_matrices_at_once",
     "test_neurons_that_share_an_inputs_length_reach_the_feed_forwards_bound",
+    "test_a_few_neurons_that_outweigh_the_others_reach_the_bound_of_all_rows",
+    "test_no_input_passes_what_the_heaviest_neurons_and_the_others_are_bounded_by",
     "test_dropout_that_keeps_everything_reaches_every_bound",
     "test_without_the_additive_rounding_terms_the_bound_would_be_unsound",
     "test_the_norm_safe_bound_covers_the_length_of_the_stream",
@@ -166,6 +168,15 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         G.__init__,
         "spectra.largest(both) / 2",
         "spectra.largest(both) / 4",
+    ),
+    ("half the heaviest neurons at their maximum", G.rows, "roots[:, None, :]) / 2", "roots[:, None, :]) / 4"),
+    ("the heaviest neurons left out", G.rows, "shared + largest_sum(values)", "largest_sum(values)"),
+    ("the others left out beside the heaviest neurons", G.rows, "shared + largest_sum(values)", "shared"),
+    (
+        "dropout left out of the heaviest neurons",
+        G.rows,
+        ".abs() * self.size[heaviest]",
+        ".abs() * self.size[heaviest] * self.keep",
     ),
     (
         "half the plain neurons at their maximum",
@@ -316,6 +327,12 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         G.__init__,
         "spectra.largest(both) / 2",
         "spectra.largest(both) / 1",
+    ),
+    (
+        "the heaviest neurons counted as the others",
+        G.rows,
+        "torch.minimum(together, shared + largest_sum(values))",
+        "together",
     ),
     (
         "twice the plain neurons at their maximum",
