@@ -64,6 +64,10 @@ class Neurons:
         """Return a tighter bound of |out · neurons| for one row, given its number."""
         raise NotImplementedError
 
+    def least(self, out: Tensor) -> float:
+        """Return what ``row`` gives for one row at least, 0 where that is not known without an eigenvalue."""
+        return 0.0
+
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
         """Return what the rounding of the neurons adds to every row, given what ``rows`` bounds it by: fp64 [d]."""
         raise NotImplementedError
@@ -136,6 +140,10 @@ class GatedNeurons(Neurons):
         # Five roundings of each element of u and w at most: a matrix whose norm is within its Frobenius norm.
         off = 3 * torch.finfo(working_dtype(self.other.matrix)).eps * length
         return (math.sqrt(best) + off) ** 2 * COMPUTED
+
+    def least(self, out: Tensor) -> float:
+        # One neuron alone.
+        return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
         keep, dtype = self.keep, working_dtype(out)
@@ -230,7 +238,7 @@ def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: 
     """Return the bound of every row of a feed-forward's output projection: fp64 [d]; it covers partial sums too.
 
     First one eigenvalue for the whole layer, then one each for the rows that set the maximum, at most ``refine``, and
-    only while they stand out from the others.
+    only while they stand out from the others and from what one neuron can do alone.
     """
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
@@ -247,7 +255,7 @@ def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: 
     done: set[int] = set()
     for _ in range(min(refine, len(bound))):
         row = int(bound.argmax())
-        if row in done or float(bound[row]) <= rest * WORTH_REFINING:
+        if row in done or float(bound[row]) <= max(rest, neurons.least(weight[row])) * WORTH_REFINING:
             break
         done.add(row)
         better = torch.tensor([neurons.row(weight[row], row)], dtype=torch.float64)

@@ -27,8 +27,8 @@ from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.bounds import factored, spectral
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, UNIT32, Arithmetic, norm_units
 from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
-from bf16_to_fp16.bounds.factored import chunks
-from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, GatedNeurons, PlainNeurons
+from bf16_to_fp16.bounds.factored import Tall, chunks
+from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, GatedNeurons, PlainNeurons, output_bound
 from bf16_to_fp16.bounds.linear import (
     NORM_ERROR,
     NormOutput,
@@ -515,6 +515,28 @@ def test_a_rows_own_eigenvalue_is_tighter_and_still_sound() -> None:
         before, after = ({s.name: s.bound for s in c.sites} for c in (loose, tight))
         assert all(seen[n] <= after[n] <= before[n] * (1 + 1e-9) for n in names)
         assert any(after[n] < 0.95 * before[n] for n in names)
+
+
+def test_a_row_that_one_neuron_sets_gets_no_eigenvalue_of_its_own() -> None:
+    """Its own eigenvalue is no smaller than what one neuron can do, and a bound that is there already cannot fall."""
+    torch.manual_seed(0)
+    exact = Arithmetic(exact=True)
+    source, _ = sphere(torch.ones(24))
+    gate, other = (bound_linear(source, torch.randn(60, 24), None, exact) for _ in range(2))
+    out = 2.0**-12 * torch.randn(16, 60)
+    out[3, 5] = 1.0
+    found: list[str] = []
+
+    class Counted(Spectra):
+        def largest(self, matrix: Tall) -> float:
+            found.append("")
+            return super().largest(matrix)
+
+    neurons = GatedNeurons(gate, other, exact, 1.0, Counted(lambda name: torch.zeros(0)))
+    least = neurons.least(out[3])
+    assert len(found) == 1
+    assert float(output_bound(neurons, out, None, 4, exact)[3]) < 1.19 * least and len(found) == 1
+    assert least <= neurons.row(out[3], 3) and len(found) == 3
 
 
 def test_the_rounding_of_a_long_row_of_attention_weights_is_covered() -> None:
