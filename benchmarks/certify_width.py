@@ -2,6 +2,8 @@
 random and trained weights, by width, and draws it.
 
     python benchmarks/certify_width.py
+
+``--weights`` and ``--widths`` show only some rows, and draw nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import synthetic
 import torch
 import transformers
 from ascent import aims, ascend, certified, forward, watch
@@ -35,6 +38,10 @@ from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.svg import follow_schemes
 
 PICTURE = ROOT / "benchmarks" / "certify_width.svg"
+WIDTHS, KINDS = (64, 128, 256, 512, 1024, 2048), ("random", "outliers", "trained", "demo")
+"""Widths of models, and kinds of weights: random, random with neurons that stand out, trained, the shipped ones."""
+
+
 LINEAR = ("query", "key", "value", "gate", "neuron", "logits")
 SIGNALS = ("linears", "scores", "context", "attention output", "product", "feed-forward output", "residual")
 """What the sites of a model are summed up as."""
@@ -54,8 +61,11 @@ def signal_of(site: Any, layout: Layout) -> str | None:
     return site.kind if site.kind in ("context", "product") else None
 
 
-def random_width(family: str, d: int, seed: int) -> Any:
-    """Return a random model of one layer a side with usual shapes: heads of 64, 2.5 or 4 times as many neurons."""
+def random_width(family: str, d: int, seed: int, *, outliers: bool = False) -> Any:
+    """Return a random model of one layer a side with usual shapes: heads of 64, 2.5 or 4 times as many neurons.
+
+    outliers: with neurons that stand out, as in the benchmarks' checkpoints.
+    """
     torch.manual_seed(seed)
     size = min(64, d // 2)
     if family == "pegasus":
@@ -90,6 +100,9 @@ def random_width(family: str, d: int, seed: int) -> Any:
         )
         model = transformers.T5ForConditionalGeneration(config)
         model.lm_head.weight = torch.nn.Parameter(torch.randn(512, d) * d**-0.5)
+    if outliers:
+        for name, weight in model.named_parameters():
+            synthetic.stand_out(name, weight.data)
     return rounded(model)
 
 
@@ -174,30 +187,33 @@ def random_texts(vocabulary: int, seed: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def width(largest: int, trained: int, steps: int, training_steps: int, keep: Path | None) -> None:
+def width(options: argparse.Namespace) -> None:
     """Print and draw how far the bounds lie above the worst that was found, by width.
 
-    keep: a file of rows; those that are there are not computed again, so that a run may be stopped and gone on with.
+    ``keep``: a file of rows; those that are there are not computed again, so that a run may be stopped and gone on
+    with.
     """
     torch.set_num_threads(1)
+    keep, steps, training_steps = options.keep, options.steps, options.training_steps
     known: dict[str, Any] = {}
     if keep is not None and keep.exists():
         known = dict(json.loads(line) for line in keep.read_text(encoding="utf-8").splitlines())
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     print(f"bound / worst found: median, largest over the sites of each signal; load {os.getloadavg()[0]:.1f}\n")
     print(f"| weights | found by | {' | '.join(SIGNALS)} | s |\n|" + "---|" * (len(SIGNALS) + 3))
-    limits = {"random": largest, "trained": trained, "demo": 128}
-    for weights in limits:
+    limits = {"random": options.largest, "outliers": options.largest, "trained": options.trained, "demo": 128}
+    for weights in options.weights or KINDS:
         for family in ("t5", "pegasus"):
-            for d in (64, 128, 256, 512, 1024, 2048):
+            for d in options.widths or WIDTHS:
                 if d > limits[weights] or (weights == "demo" and d != 128):
                     continue
                 begin, name = time.monotonic(), f"{family} {d} {weights}"
                 if name in known:
                     result = known[name]
                 else:
-                    if weights == "random":
-                        model, texts = random_width(family, d, d), random_texts(512, d)
+                    if weights in ("random", "outliers"):
+                        model = random_width(family, d, d, outliers=weights == "outliers")
+                        texts = random_texts(512, d)
                     else:
                         model = demo(family, -8) if weights == "demo" else trained_width(family, d, training_steps)
                         texts = trained_texts(family)
@@ -213,7 +229,8 @@ def width(largest: int, trained: int, steps: int, training_steps: int, keep: Pat
                     ]
                     spent = f"{time.monotonic() - begin:.0f}" if way == "free" else ""
                     print(f"| {family} {d} {weights} | {label} | {' | '.join(cells)} | {spent} |", flush=True)
-    draw(rows)
+    if not options.weights and not options.widths:
+        draw(rows)
 
 
 def middle(values: list[float]) -> float:
@@ -293,8 +310,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="steps of the ascent")
     parser.add_argument("--training-steps", type=int, default=300)
     parser.add_argument("--keep", type=Path, help="a file for rows, to go on with after a break")
-    options = parser.parse_args()
-    width(options.largest, options.trained, options.steps, options.training_steps, options.keep)
+    parser.add_argument("--weights", nargs="+", choices=KINDS, help="all by default")
+    parser.add_argument("--widths", nargs="+", type=int, choices=WIDTHS, help="all by default")
+    width(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -197,10 +197,7 @@ def write(folder: Path, shape: Shape | PegasusShape, shards: int = 1, *, outlier
         file = "model.safetensors" if shards == 1 else f"model-{number:05d}-of-{shards:05d}.safetensors"
         tensors = {name: tensor(name, table[name], normals) for name in group}
         for name, made in tensors.items() if outliers else ():
-            if name.endswith(ENTERING):
-                made[:OUTLIERS] *= IN
-            elif name.endswith(LEAVING):
-                made[:, :OUTLIERS] *= OUT
+            stand_out(name, made)
         save_file(tensors, folder / file, {"format": "pt"})
         placed |= dict.fromkeys(group, file)
     if shards > 1:
@@ -208,6 +205,14 @@ def write(folder: Path, shape: Shape | PegasusShape, shards: int = 1, *, outlier
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     sync(folder)
     return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+
+
+def stand_out(name: str, weight: torch.Tensor) -> None:
+    """Make some neurons of a feed-forward's weight stand out, in place."""
+    if name.endswith(ENTERING):
+        weight[:OUTLIERS] *= IN
+    elif name.endswith(LEAVING):
+        weight[:, :OUTLIERS] *= OUT
 
 
 def tensor(name: str, size: tuple[int, ...], normals: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ a copy of each weight costs more than the arithmetic on it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -78,6 +78,11 @@ class Factored:
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in fp64."""
         return self.part(rows.start, rows.stop, torch.float64)
+
+    def chosen(self, rows: Tensor) -> Tensor:
+        """Return the rows of these numbers in fp64."""
+        factors = None if self.rows is None else self.rows[rows]
+        return replace(self, weight=self.weight[rows], rows=factors).part(0, len(rows), torch.float64)
 
     def whole(self) -> Tensor:
         """Return all rows at once, in the working dtype."""

@@ -3,8 +3,9 @@
 A gated neuron is a product of which the maximum on the sphere is known, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2, and an
 activation is x·Φ(x) with 0 ≤ Φ ≤ 1. No input maximises all neurons at once: with neurons scaled to at most 1, their sum
 is at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ), so a row of the output projection is at most the sum of its M largest entries
-(gated), or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Rows that set a layer's maximum get an eigenvalue of
-their own.
+(gated), or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). M counts all neurons alike, but often a few outweigh
+the rest: behind a gate these get an eigenvalue for every row, and the sum is over the others. Rows that set a layer's
+maximum get an eigenvalue of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .linear import (
     row_norms,
     row_products,
 )
-from .spectral import Spectra, product
+from .spectral import Spectra, largest_eigenvalues, product
 
 LOWEST = {"relu": 0.0, "gelu": 0.17, "gelu_new": 0.1701, "silu": 0.2785, "swish": 0.2785}
 """How far below zero an activation goes, rounded up; all are x·Φ(x) with 0 ≤ Φ ≤ 1."""
@@ -35,6 +36,10 @@ LOWEST = {"relu": 0.0, "gelu": 0.17, "gelu_new": 0.1701, "silu": 0.2785, "swish"
 
 STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "silu": 1.1, "swish": 1.1}
 """Largest derivative of an activation, rounded up."""
+
+
+HEAVIEST = 8
+"""Neurons behind a gate that get an eigenvalue together, for every row of the output."""
 
 
 WORTH_REFINING = 2.0**0.25
@@ -58,6 +63,10 @@ class Neurons:
     def row(self, out: Tensor, number: int) -> float:
         """Return a tighter bound of |out · neurons| for one row, given its number."""
         raise NotImplementedError
+
+    def least(self, out: Tensor) -> float:
+        """Return what ``row`` gives for one row at least, 0 where that is not known without an eigenvalue."""
+        return 0.0
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
         """Return what the rounding of the neurons adds to every row, given what ``rows`` bounds it by: fp64 [d]."""
@@ -97,10 +106,23 @@ class GatedNeurons(Neurons):
     def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype)
+        top = out.amax(0).maximum(-out.amin(0)).double() * self.size
+        heaviest = top.topk(min(HEAVIEST, len(top))).indices
+        unit = torch.cat([made.scaled_rows(1.0).chosen(heaviest) for made in (self.gate, self.other)])
+        cosines = unit @ unit.t()
+
+        def largest_sum(values: Tensor) -> Tensor:
+            return torch.minimum(knapsack(values, caps, self.budget), matrix_vector(values, caps))
+
         best = []
         for part in chunks(out):
             values = part.to(dtype).abs() * size
-            best.append(torch.minimum(knapsack(values, caps, self.budget), matrix_vector(values, caps)))
+            together = largest_sum(values)
+            # Σ v·|x·y| ≤ ½ Σ v·(x̂² + ŷ²).
+            roots = (part[:, heaviest].double().abs() * self.size[heaviest]).sqrt().repeat(1, 2)
+            shared = largest_eigenvalues(cosines * roots[:, :, None] * roots[:, None, :]) / 2
+            values[:, heaviest] = 0
+            best.append(torch.minimum(together, shared + largest_sum(values)))
         both = torch.cat(best) * COMPUTED
         return both, both
 
@@ -118,6 +140,10 @@ class GatedNeurons(Neurons):
         # Five roundings of each element of u and w at most: a matrix whose norm is within its Frobenius norm.
         off = 3 * torch.finfo(working_dtype(self.other.matrix)).eps * length
         return (math.sqrt(best) + off) ** 2 * COMPUTED
+
+    def least(self, out: Tensor) -> float:
+        # One neuron alone.
+        return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
         keep, dtype = self.keep, working_dtype(out)
@@ -212,7 +238,7 @@ def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: 
     """Return the bound of every row of a feed-forward's output projection: fp64 [d]; it covers partial sums too.
 
     First one eigenvalue for the whole layer, then one each for the rows that set the maximum, at most ``refine``, and
-    only while they stand out from the others.
+    only while they stand out from the others and from what one neuron can do alone.
     """
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
@@ -229,7 +255,7 @@ def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: 
     done: set[int] = set()
     for _ in range(min(refine, len(bound))):
         row = int(bound.argmax())
-        if row in done or float(bound[row]) <= rest * WORTH_REFINING:
+        if row in done or float(bound[row]) <= max(rest, neurons.least(weight[row])) * WORTH_REFINING:
             break
         done.add(row)
         better = torch.tensor([neurons.row(weight[row], row)], dtype=torch.float64)

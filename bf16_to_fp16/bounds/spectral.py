@@ -157,7 +157,7 @@ def largest_eigenvalue(matrix: Tensor) -> float:
     if not math.isfinite(trace):
         return math.inf
     if size <= EXACT_UP_TO:
-        return max(0.0, float(torch.linalg.eigvalsh(matrix)[-1])) + size * 2.0**-48 * trace
+        return float(largest_eigenvalues(matrix[None]))
     value = ritz_value(matrix)
     guess = value * _GUESS
     while guess < trace:
@@ -168,6 +168,14 @@ def largest_eigenvalue(matrix: Tensor) -> float:
             return guess * (1 + size * (size + 1) * 2.0**-52)
         guess *= 1 + (guess / value - 1) * 2
     return trace
+
+
+def largest_eigenvalues(matrices: Tensor) -> Tensor:
+    """Return upper bounds on the largest eigenvalues of small symmetric positive semidefinite matrices, fp64 [k, n, n]:
+    fp64 [k], inf where a matrix is not finite."""
+    trace = matrices.diagonal(dim1=1, dim2=2).sum(1)
+    finite = torch.linalg.eigvalsh(matrices.nan_to_num(0.0, 0.0, 0.0))[:, -1].clamp(min=0)
+    return torch.where(trace.isfinite(), finite + matrices.shape[1] * 2.0**-48 * trace, torch.inf)
 
 
 def ritz_value(matrix: Tensor) -> float:

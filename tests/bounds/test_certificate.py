@@ -27,8 +27,8 @@ from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.bounds import factored, spectral
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, UNIT32, Arithmetic, norm_units
 from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
-from bf16_to_fp16.bounds.factored import chunks
-from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, GatedNeurons, PlainNeurons
+from bf16_to_fp16.bounds.factored import Tall, chunks
+from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, GatedNeurons, PlainNeurons, output_bound
 from bf16_to_fp16.bounds.linear import (
     NORM_ERROR,
     NormOutput,
@@ -41,7 +41,7 @@ from bf16_to_fp16.bounds.linear import (
     row_norms,
     squared_matrix_vector,
 )
-from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue
+from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue, largest_eigenvalues
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.certify import certify
@@ -377,6 +377,19 @@ def test_the_eigenvalue_bound_is_above_and_close(size: int) -> None:
         assert true <= found <= true * 1.02 + 1e-12
 
 
+def test_eigenvalues_of_many_matrices_are_above_and_close_and_inf_where_they_are_not_finite() -> None:
+    factors = torch.randn(7, 6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    factors[3] = 0
+    matrices = factors @ factors.mT
+    true = torch.linalg.matrix_norm(factors, 2).square()
+    found = largest_eigenvalues(matrices)
+    assert bool((found >= true).all()) and bool((found <= true * (1 + 1e-9)).all())
+    matrices[2, 1, 1] = math.inf
+    matrices[5, 0, 0] = math.nan
+    spoilt = largest_eigenvalues(matrices)
+    assert bool((spoilt[[2, 5]] == math.inf).all()) and bool((spoilt[[0, 1, 3, 4, 6]] == found[[0, 1, 3, 4, 6]]).all())
+
+
 def test_the_eigenvalue_bound_does_not_trust_power_iteration() -> None:
     # Two eigenvalues almost equal, and a start that is orthogonal to the larger one's vector.
     size = 600
@@ -504,6 +517,28 @@ def test_a_rows_own_eigenvalue_is_tighter_and_still_sound() -> None:
         assert any(after[n] < 0.95 * before[n] for n in names)
 
 
+def test_a_row_that_one_neuron_sets_gets_no_eigenvalue_of_its_own() -> None:
+    """Its own eigenvalue is no smaller than what one neuron can do, and a bound that is there already cannot fall."""
+    torch.manual_seed(0)
+    exact = Arithmetic(exact=True)
+    source, _ = sphere(torch.ones(24))
+    gate, other = (bound_linear(source, torch.randn(60, 24), None, exact) for _ in range(2))
+    out = 2.0**-12 * torch.randn(16, 60)
+    out[3, 5] = 1.0
+    found: list[str] = []
+
+    class Counted(Spectra):
+        def largest(self, matrix: Tall) -> float:
+            found.append("")
+            return super().largest(matrix)
+
+    neurons = GatedNeurons(gate, other, exact, 1.0, Counted(lambda name: torch.zeros(0)))
+    least = neurons.least(out[3])
+    assert len(found) == 1
+    assert float(output_bound(neurons, out, None, 4, exact)[3]) < 1.19 * least and len(found) == 1
+    assert least <= neurons.row(out[3], 3) and len(found) == 3
+
+
 def test_the_rounding_of_a_long_row_of_attention_weights_is_covered() -> None:
     a = Arithmetic(max_length=4096)
     scores = torch.cat([torch.randn(64, 4096), torch.zeros(1, 4096), torch.linspace(0, -16, 4096)[None]])
@@ -621,6 +656,63 @@ def test_neurons_that_share_an_inputs_length_reach_the_feed_forwards_bound(kind:
     seen = observe(model, layout, {f"{path}.layer_norm": 300 * rows.abs().amax(0).expand(1, 9, 24)})
     limit = next(s.bound for s in certificate.sites if s.name == f"{path}.DenseReluDense.wo")
     assert limit * (1 - 1e-4) < seen[f"{path}.DenseReluDense.wo"] <= limit
+
+
+def test_a_few_neurons_that_outweigh_the_others_reach_the_bound_of_all_rows() -> None:
+    """Three orthogonal neurons, not all of which can be large at once, among many that all can and count for little:
+    those are why the largest three would count in full."""
+    model = tiny.build("gated", 0, factor=1.0, d_ff=60)
+    inner = model.encoder.block[0].layer[1]
+    dense = inner.DenseReluDense
+    rows = torch.eye(24)[0].repeat(60, 1)
+    rows[:3] = torch.eye(24)[:3]
+    with torch.no_grad():
+        inner.layer_norm.weight.fill_(1.0)
+        dense.wo.weight.fill_(2.0**-12)
+        dense.wo.weight[:, :3] = 1.0
+        for linear in (dense.wi_0, dense.wi_1):
+            linear.weight.copy_(30 * rows)
+    layout, certificate = certified(model, Arithmetic(exact=True), refine=0)
+    path = "encoder.block.0.layer.1"
+    seen = observe(model, layout, {f"{path}.layer_norm": 300 * torch.eye(24)[0].expand(1, 9, 24)})
+    site = next(s for s in certificate.sites if s.name == f"{path}.DenseReluDense.wo")
+    assert site.bound * (1 - 1e-3) < seen[site.name] <= site.bound
+    # Columns of a length of √24 each, of which only one counts.
+    length = certificate.ranges["encoder.final_layer_norm"].norm
+    assert length is not None and length.norm_max < 1.5 * math.sqrt(24) * site.bound
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), width=st.integers(2, 24), count=st.integers(1, 40), outliers=st.integers(0, 12))
+def test_no_input_passes_what_the_heaviest_neurons_and_the_others_are_bounded_by(
+    seed: int, width: int, count: int, outliers: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    exact = Arithmetic(exact=True)
+    gain = torch.rand(width, generator=generator, dtype=torch.float64) * 3
+    source = NormOutput(gain, None, math.sqrt(width), 0.0, 0 * gain)
+    gate, other = (torch.randn(count, width, generator=generator).double() for _ in range(2))
+    out = torch.randn(5, count, generator=generator).double() ** 3
+    # Some that stand out, some of them along one another, and one that is always 0.
+    gate[:outliers], out[:, :outliers] = 8 * gate[:outliers], 64 * out[:, :outliers]
+    other[: outliers // 2] = gate[: outliers // 2]
+    other[count // 2] = 0
+    made = [bound_linear(source, weight, None, exact) for weight in (gate, other)]
+    neurons = GatedNeurons(made[0], made[1], exact, 1.0, nothing_kept())
+    bound_, _ = neurons.rows(out)
+    scale = out.abs() * (made[0].norms * made[1].norms)
+    one, two = (m.scaled_rows(1.0).whole() for m in made)
+    for row in range(5):
+        # The inputs that the squares of one row's neurons answer to most, and what ascent from there finds.
+        weights = (scale[row, :, None]).sqrt()
+        stacked = torch.cat([weights * one, weights * two])
+        n = torch.linalg.eigh(stacked.t() @ stacked).eigenvectors[:, -min(4, width) :].t()
+        for _ in range(20):
+            products = (out[row].abs() * ((n * gain) @ gate.t() * ((n * gain) @ other.t())).abs()).sum(1) * width
+            assert float(products.max()) <= float(bound_[row]) * (1 + 1e-9)
+            x, y = n * gain @ gate.t(), n * gain @ other.t()
+            signs = out[row].abs() * (x * y).sign()
+            n = torch.nn.functional.normalize(((signs * y) @ gate + (signs * x) @ other) * gain, dim=1)
 
 
 def test_one_heads_products_reach_the_bounds_of_two_matrices_at_once() -> None:
