@@ -335,11 +335,16 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Recipe:
-        if self.penalty.certify and self.target != "half":
+        if self.penalty.certify and self.target not in ("half", "auto"):
             raise ValueError(f"penalty.certify is for target half, and target is {self.target}; leave one of them out")
         if self.schedule.bf16_steps is not None and self.precision != ("bf16", "fp16"):
             raise ValueError("schedule.bf16_steps is for precision [bf16, fp16]; set that, or leave it out")
         return self
+
+    @property
+    def planned_target(self) -> str:
+        """Return what plans aim at: with ``penalty.certify`` the arithmetic whose bounds are trained."""
+        return "half" if self.penalty.certify else self.target
 
     @property
     def data_seed(self) -> int:
