@@ -343,21 +343,26 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Recipe:
-        if self.penalty.certify and self.target != "half":
+        if self.penalty.certify and self.target not in ("half", "auto"):
             raise ValueError(f"penalty.certify is for target half, and target is {self.target}; leave one of them out")
         if self.schedule.bf16_steps is not None and self.precision != ("bf16", "fp16"):
             raise ValueError("schedule.bf16_steps is for precision [bf16, fp16]; set that, or leave it out")
         return self
 
     def settled(self, *, in_parts: bool) -> Recipe:
-        """Return it with ``penalty.certify`` decided where it is left open: for target half, with a penalty.
+        """Return it with ``penalty.certify`` decided where it is left open: for half and auto, with a penalty.
 
         in_parts: each process has a part of the weights only, whose bounds none can hold.
         """
         if self.penalty.certify is not None:
             return self
-        certify = self.target == "half" and self.penalty.form != "none" and not in_parts
+        certify = self.target in ("half", "auto") and self.penalty.form != "none" and not in_parts
         return self.model_copy(update={"penalty": self.penalty.model_copy(update={"certify": certify})})
+
+    @property
+    def planned_target(self) -> str:
+        """Return what plans aim at: with ``penalty.certify`` the arithmetic whose bounds are trained."""
+        return "half" if self.penalty.certify else self.target
 
     @property
     def data_seed(self) -> int:

@@ -118,7 +118,7 @@ def options_of(recipe: Recipe, **others: Any) -> Options:
     asked = 0.0 if recipe.penalty.form == "none" else recipe.penalty.headroom_bits + 0.25
     margin = max(MARGIN_BITS, asked)
     return Options(
-        target=recipe.target,
+        target=recipe.planned_target,
         margin_bits=min(margin, MOST_MARGIN),
         device=recipe.device,
         prove=bool(recipe.penalty.certify),
@@ -235,8 +235,8 @@ def convert_or_finetune(
     endpoint: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert ``source`` as ``convert_by`` does; where rescaling alone leaves it unsafe, finetune it by ``recipe``
-    instead, and return what became of it.
+    """Convert ``source`` as ``convert_by`` does; where rescaling alone leaves it unsafe, or without a certificate that
+    the recipe asks for, finetune it by ``recipe`` instead, and return what became of it.
 
     recipe: a YAML file, whose source, out, subfolder and target are those given here. Only a safe result of either, or
     the finetune's, appears at the place.
@@ -247,7 +247,8 @@ def convert_or_finetune(
     given = {"source": str(source), "out": str(out), "target": options.target, "subfolder": options.subfolder}
     # A JSON string is a YAML string, whatever is in it.
     overrides = tuple(f"{key}={json.dumps(value)}" for key, value in given.items())
-    chosen = read_recipe(recipe, overrides).settled(in_parts=False)
+    read_as = read_recipe(recipe, overrides)
+    chosen = read_as.settled(in_parts=False)
     check_recipe(chosen)
     check_out(out, force=force)
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
@@ -255,12 +256,16 @@ def convert_or_finetune(
     check_run_folder(run_folder(chosen), chosen)
     with scratch(out, "rescaled") as beside:
         work = beside / out.name
-        result = convert_by(options, source, Destination(work), endpoint=endpoint, progress=progress)
-        if result.safe:
+        insists = bool(read_as.penalty.certify)
+        asked = replace(options, target=read_as.planned_target, prove=insists)
+        result = convert_by(asked, source, Destination(work), endpoint=endpoint, progress=progress)
+        proven = result.report["proof"] == "certified"
+        if result.safe and (proven or not insists):
             put_in_place(work, out.absolute(), force=force)
             return replace(result, out=out)
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
-    progress.say(f"Rescaling alone leaves it unsafe{f' ({worst})' if worst else ''}: finetuning")
+    left = "uncertified" if result.safe else "unsafe"
+    progress.say(f"Rescaling alone leaves it {left}{f' ({worst})' if worst else ''}: finetuning")
     finetuned = finetune(recipe, overrides=overrides, force=force, progress=progress, endpoint=endpoint)
     assert finetuned is not None  # the only process is the first one
     return finetuned

@@ -304,6 +304,9 @@ class Trainer:
             if inside or 4 * p.step >= steps:
                 self.constraint.begin(p.step)
         self.constraint.hold(p.step, steps)
+        if 0 < self.constraint.lowest < math.inf:
+            # A lid that comes down costs some loss for a while, which is no spike to go back from.
+            p.pulled = p.step
 
     def _search_scale(self, batches: Sequence[TrainingBatch], data_step: int, positions: float) -> tuple[float, Tensor]:
         """Compute a step and finish it, and return its gradient's norm and its sums.

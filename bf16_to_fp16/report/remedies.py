@@ -37,7 +37,7 @@ NOT_CONVERTED = f"{CONVERT}; what cannot, a finetune lowers"
 CONVERTED = f"rescaling was not enough; {FINETUNE}"
 
 
-OBSERVED = "its observed range with margin decides; finetune with the penalty to prove it as well"
+OBSERVED = "its observed range with margin decides; finetune with penalty.certify: true to prove it as well"
 
 
 INEXACT = (

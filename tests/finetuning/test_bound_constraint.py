@@ -14,6 +14,8 @@ from support.contract import layout_of
 from support.learner import recipe_tree, saved, tiny_model
 
 from bf16_to_fp16.cli import main
+from bf16_to_fp16.commands.convert import Conversion
+from bf16_to_fp16.conversion.options import Destination, Options
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.bound_constraint import MARGIN_BITS, TOLERANCE_BITS, BoundConstraint
 from bf16_to_fp16.finetuning.corpus import open_corpus
@@ -21,10 +23,11 @@ from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.processes import Processes
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
-from bf16_to_fp16.finetuning.run import make_accelerator
+from bf16_to_fp16.finetuning.run import convert_or_finetune, make_accelerator
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.numerics import FP16_MAX
+from bf16_to_fp16.rescaling.plan import Plan
 
 SCORES = "encoder.block.0.layer.0.SelfAttention:scores"
 GATE = "encoder.block.0.layer.1.DenseReluDense.wi_0"
@@ -191,6 +194,14 @@ def test_a_run_ends_with_bounds_that_hold_and_logs_them(folder: Path, tmp_path: 
     assert logged[-1] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
 
 
+def test_a_lid_that_comes_down_is_no_spike_and_one_at_rest_may_have_one(folder: Path, tmp_path: Path) -> None:
+    made = trainer(recipe(folder), folder, tmp_path / "run")
+    made.train()
+    assert made.constraint is not None and made.constraint.first == 1
+    # Down over half of the nine steps that remain, so that its last move is in step 5.
+    assert made.position.pulled == 5
+
+
 def test_it_begins_when_the_penalty_holds_or_after_a_quarter_of_the_steps(folder: Path, tmp_path: Path) -> None:
     made = trainer(recipe(folder, form="amax"), folder, tmp_path / "run")
     made.train()
@@ -268,6 +279,31 @@ def test_a_recipe_that_asks_for_a_certificate_ends_with_one(tmp_path: Path) -> N
     assert report["finetune"]["curves"]["bound_bits"][-1] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
     assert "brought the bounds of what no rescaling moves" in (tmp_path / "out" / "README.md").read_text()
     assert main(["certify", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("certify", "proof", "finetuned"), [(True, "observed", 1), (True, "certified", 0), (False, "observed", 0)]
+)
+def test_convert_finetunes_what_is_safe_and_not_certified_where_the_recipe_asks_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certify: bool, proof: str, finetuned: int
+) -> None:
+    path, called = written(tmp_path), []
+
+    def converted(options: Options, source: Path, place: Destination, **_: Any) -> Conversion:
+        assert options.prove == certify and options.target == ("half" if certify else "auto")
+        place.out.mkdir(parents=True)
+        report = {"verdict": "safe", "proof": proof, "unsafe": []}
+        return Conversion(report, place.out, None, Plan(family="t5"))
+
+    def instead(*given: Any, **options: Any) -> Conversion:
+        called.append(given)
+        return Conversion({"verdict": "safe"}, tmp_path, None, Plan(family="t5"))
+
+    path.write_text(path.read_text().replace("certify: true", f"certify: {str(certify).lower()}"))
+    monkeypatch.setattr("bf16_to_fp16.finetuning.run.convert_by", converted)
+    monkeypatch.setattr("bf16_to_fp16.finetuning.run.finetune", instead)
+    convert_or_finetune(path, Options(), tmp_path / "hard", Destination(tmp_path / "out"))
+    assert len(called) == finetuned
 
 
 def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do(

@@ -37,6 +37,7 @@ from bf16_to_fp16.rescaling.planner import (
     CHANNEL_RANGE,
     EXCESS,
     INDIFFERENCE,
+    PROOF_FIRST,
     PROOF_WORTH,
     RESIDUAL_RANGE,
     RESTRAINT,
@@ -445,6 +446,18 @@ def test_a_bound_that_no_exponent_holds_or_that_is_too_dear_is_given_up_by_name(
     assert huge.plan.exponents == free.plan.exponents
     assert huge.plan.residual_exponent == free.plan.residual_exponent
     assert not huge.violations
+
+
+def test_where_a_proof_is_asked_for_no_bound_is_too_dear_and_an_impossible_one_is_still_given_up() -> None:
+    _, source, layout, ranges = observed("gated")
+    weights = source_weights(source, layout)
+    bounds = reachable(2.0**14, dict(ranges))
+    dear = make_plan(layout, weights, ranges, bounds=bounds, proof_worth=1e-12)
+    assert dear.fallbacks and not any(f.impossible for f in dear.fallbacks)
+    proven = make_plan(layout, weights, ranges, bounds=bounds, proof_worth=PROOF_FIRST)
+    assert proven.fallbacks == () and proven.plan != dear.plan
+    huge = make_plan(layout, weights, ranges, bounds=reachable(2.0**60, dict(ranges)), proof_worth=PROOF_FIRST)
+    assert any(f.impossible for f in huge.fallbacks) and not huge.violations
 
 
 def test_the_exponent_of_no_number_is_the_end_on_its_side() -> None:
