@@ -83,7 +83,8 @@ def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[
             "rescale": rescale,
             "data": data_of(demo),
             "schedule": {"steps": steps, "learning_rate": rate, "warmup": min(10, steps)},
-            "penalty": penalty,
+            # The penalty by itself: no bounds are held, and no inputs searched for.
+            "penalty": {"certify": False, "search_every": None, **penalty},
             "evaluation": {"every": steps, "examples": 64, "generate": False},
             "checkpointing": {"every": steps, "keep": 1},
             "logging": {"every": 1},

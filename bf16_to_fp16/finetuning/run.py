@@ -209,7 +209,6 @@ def train(
         accelerator,
         progress=progress,
         log=open_log(recipe, folder) if main else None,
-        layout=resolve(open_checkpoint(start)),
     )
     if not trainer.states.steps():
         untrained = trainer.weights()

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,10 @@ class Trainer:
         *,
         progress: Progress | None = None,
         log: RunLog | None = None,
-        layout: Layout | None = None,
     ) -> None:
         """Prepare model, optimizer and penalties; nothing is computed yet.
 
-        layout: of ``student``, for a recipe that asks for a certificate. Raises UserError where that is to be trained
-        and a process has parts of the model only.
+        Raises UserError where bounds are to be held and a process has parts of the model only.
         """
         self.recipe, self.teacher, self.corpus = recipe, teacher, corpus
         self.progress, self.log = progress or Progress(quiet=True), log
@@ -144,8 +143,7 @@ class Trainer:
         model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
         self.model: Any = torch.compile(model) if recipe.compile else model
         self.penalty = self._penalty() if recipe.penalty.form != "none" else None
-        self.layout = layout
-        self.constraint = None if layout is None else self._constraint(layout)
+        self.constraint = self._constraint()
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
         self.states = RunFolder(folder, recipe.checkpointing.keep)
@@ -173,7 +171,12 @@ class Trainer:
             process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,
         )
 
-    def _constraint(self, layout: Layout) -> BoundConstraint | None:
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the student, where this process has it whole."""
+        return resolve(ModelTensors(self.stock))
+
+    def _constraint(self) -> BoundConstraint | None:
         if not self.recipe.penalty.certify:
             return None
         if self.processes.sharded:
@@ -181,7 +184,7 @@ class Trainer:
                 "penalty.certify holds bounds of whole weights, of which each process here has parts; launch with"
                 " launch/accelerate/ddp.yaml, or set penalty.certify: false"
             )
-        return BoundConstraint(layout, self.stock)
+        return BoundConstraint(self.layout, self.stock)
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
         stability = self.recipe.stability
@@ -431,8 +434,6 @@ class Trainer:
             return
         worst = sorted(seen, key=lambda site: -seen[site].excess_bits)
         turn = p.step // every
-        if self.layout is None:
-            self.layout = resolve(ModelTensors(self.stock))
         self.penalty.detach()
         try:
             found = worst_ids(

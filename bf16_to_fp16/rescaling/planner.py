@@ -159,7 +159,8 @@ def make_plan(
     gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: what they can reach on
     any input, held under the limits as well where that costs no more than ``proof_worth`` for each place.
     residual_exponent: the only one to consider, where it has been decided. advance: called with the axes of tensors
-    that have been looked at, which takes most of the time, and their number.
+    that have been looked at, which takes most of the time, and their number. So many parameters, since a plan depends
+    on what each step before it found.
     """
     search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth)
     search.advance = advance

@@ -166,7 +166,7 @@ def trainer(recipe: Recipe, folder: Path, run: Path, model: Any = None, killed_a
     accelerator = make_accelerator(recipe)
     teacher = Teacher(hard_model(), accelerator.device, temperature=recipe.distillation.temperature)
     log = RunLog(run / "log.jsonl", recipe.logging.wandb, run, "run", {})
-    made = Trainer(recipe, student, teacher, corpus, run, accelerator, log=log, layout=layout_of(student))
+    made = Trainer(recipe, student, teacher, corpus, run, accelerator, log=log)
     if killed_at is not None:
         advance = type(made.training_batches).__next__
 

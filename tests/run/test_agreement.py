@@ -153,6 +153,7 @@ def spoilt(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
             entry["sha256"] = hashlib.sha256((converted / "config.json").read_bytes()).hexdigest()
             entry["nbytes"] = (converted / "config.json").stat().st_size
     (converted / REPORT).write_text(json.dumps(report))
+    (root / "source" / "text.txt").write_text("a line\n")
     recipe = root / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(recipe_tree(root / "source", root / "out")))
     return {path.stem: path for path in root.iterdir()}
