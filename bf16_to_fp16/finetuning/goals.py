@@ -18,7 +18,7 @@ from typing import Any
 from ..report.build import FP16_RANGE_BITS
 from ..report.remedies import going_on
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
-from .recipe import Recipe
+from .recipe import CERTIFIABLE, Recipe
 
 PLATEAU_BITS = 0.05
 """Bits that half a run must bring for more steps to be worth their time."""
@@ -82,15 +82,20 @@ def how_to_go_on(
     quality: Sequence[UnsafeEntry],
     command: Command,
     unproven: Sequence[UnsafeEntry] = (),
+    *,
+    attacked: bool = False,
 ) -> str:
     """Return the remedy of a finetune that did not deliver: the command that goes on with the run, or for a plateau the
     one that begins another.
 
     delivered: least headroom of the output in bits. quality: what it lost of the original. unproven: the certificate
-    that it lacks.
+    that it lacks. attacked: the attack broke it.
     """
     another = f"{Path(recipe.checkpointing.folder or f'{recipe.out}.run').name}-2"
     missing = recipe.penalty.headroom_bits - delivered
+    if attacked and recipe.penalty.certify is False and recipe.target in CERTIFIABLE:
+        line = command.line(penalty__certify="true", checkpointing__folder=another)
+        return f"begin another run, whose bounds are held too: {line}"
     if missing <= TOLERANCE_BITS and quality:
         kept = min(0.9, (1 + recipe.distillation.weight) / 2)
         line = command.line(
@@ -173,5 +178,6 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     missed = [*missed, *unproven]
     if report.safe and not missed:
         return report
-    remedy = how_to_go_on(recipe, run, delivered, quality, command, unproven)
+    attacked = report.attack is not None and report.attack.worst_headroom_bits < 0
+    remedy = how_to_go_on(recipe, run, delivered, quality, command, unproven, attacked=attacked)
     return going_on(report, missed, remedy)

@@ -165,6 +165,10 @@ class Schedule(Section):
         return self.warmup if self.warmup <= self.steps else max(1, self.steps // 10)
 
 
+CERTIFIABLE = ("half", "auto")
+"""Targets with which bounds can be held; auto is then half."""
+
+
 class Penalty(Section):
     """The activation-magnitude penalty: which form, and the headroom that it asks for, in bits below each limit."""
 
@@ -343,7 +347,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Recipe:
-        if self.penalty.certify and self.target not in ("half", "auto"):
+        if self.penalty.certify and self.target not in CERTIFIABLE:
             raise ValueError(f"penalty.certify is for target half, and target is {self.target}; leave one of them out")
         if self.schedule.bf16_steps is not None and self.precision != ("bf16", "fp16"):
             raise ValueError("schedule.bf16_steps is for precision [bf16, fp16]; set that, or leave it out")
@@ -356,7 +360,7 @@ class Recipe(Section):
         """
         if self.penalty.certify is not None:
             return self
-        certify = self.target in ("half", "auto") and self.penalty.form != "none" and not in_parts
+        certify = self.target in CERTIFIABLE and self.penalty.form != "none" and not in_parts
         return self.model_copy(update={"penalty": self.penalty.model_copy(update={"certify": certify})})
 
     @property

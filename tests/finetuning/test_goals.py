@@ -13,7 +13,7 @@ from bf16_to_fp16.finetuning.goals import Command, judged, lost_quality, steps_m
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
 from bf16_to_fp16.report.page import verdict_sentence
 from bf16_to_fp16.report.remedies import CONVERTED
-from bf16_to_fp16.report.schema import Report, UnsafeEntry, dump, read
+from bf16_to_fp16.report.schema import AttackEntry, Report, UnsafeEntry, dump, read
 from bf16_to_fp16.report.terminal import next_step
 
 COMMAND = Command("r.yaml", ("schedule.steps=100", "seed=1"))
@@ -59,9 +59,14 @@ def test_less_headroom_than_was_asked_for_is_unsafe_with_the_command_that_goes_o
 def test_what_a_search_breaks_is_unsafe_and_goes_on_however_much_headroom_the_audit_saw() -> None:
     report = finetuned(2.0, curve=[2.0] * 20)
     entry = UnsafeEntry(signal="a.wi_0", excess_bits=0.5, reason="90,000 on an input", remedy=CONVERTED)
-    result, said = after(report.model_copy(update={"verdict": "unsafe", "unsafe": [entry]}))
+    search = AttackEntry(steps=64, seed=0, worst_headroom_bits=-0.5, median_gain=None, sites=[])
+    report = report.model_copy(update={"verdict": "unsafe", "unsafe": [entry], "attack": search})
+    result, said = after(report)
     assert said == "go on: bf16-to-fp16 finetune r.yaml --set seed=1 --set schedule.steps=200 --force"
     assert result.verdict == "unsafe" and said in result.unsafe[0].remedy
+    said = after(report, penalty={"certify": False})[1]
+    assert said.startswith("begin another run, whose bounds are held too: ") and "penalty.certify=true" in said
+    assert after(report, penalty={"certify": False}, target="norm-safe")[1].startswith("go on: ")
 
 
 def test_headroom_that_no_longer_grows_is_a_plateau_and_that_which_does_says_how_long() -> None:
