@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..checkpoint.reader import Checkpoint
+from ..environment import project_url
 from ..families.known import is_encoder_class, named
 from ..rescaling.plan import Plan
 from ..wording import bound_magnitude, excess, magnitude, significant_bits
@@ -207,6 +208,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         run=run,
         losses=losses(run) if run is not None else (),
         moved=moved_by(run) if run is not None else "",
+        address=project_url(),
         name=source_name(report),
         hub_id=hub_id,
         revision=revision,
