@@ -50,7 +50,7 @@ PEGASUS = ROOT / "bf16_to_fp16" / "demo_data" / "pegasus-bytes"
 TEXT = ROOT / "recipes" / "data" / "python-topics.txt.gz"
 T5_KINDS = {"scores": ":", "gate": "wi_0", "tied logits": "lm_head"}
 ARMS: dict[str, dict[str, Any]] = {
-    "amax penalty": {"certify": False},
+    "penalty": {"certify": False},
     "bounds": {"form": "none", "certify": True},
     "both": {"certify": True},
     "both, bounds in the loss": {"certify": True},

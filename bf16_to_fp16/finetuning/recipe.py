@@ -182,11 +182,11 @@ class Penalty(Section):
         description="also hold what random, long, short and repeated ids reach, which the audit runs as well",
     )
     search_every: Positive | None = Field(
-        default=50, description="steps between searches for the hardest inputs, which the probe then runs; null: none"
+        default=50, description="steps between searches for the hardest inputs, where no bounds are held; null: none"
     )
     certify: bool | None = Field(
         default=None,
-        description="bring the bounds down too, so that no input can overflow the result; true: else it is unsafe",
+        description="hold the bounds too, so that no input can overflow it; true: else unsafe; null: where possible",
     )
     dual_step: float = Field(default=0.05, gt=0, description="step of the dual ascent on each site's weight")
     weight: float | None = Field(default=None, ge=0, description="a fixed weight instead of the dual ascent")
