@@ -500,7 +500,7 @@ def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
     if penalty.get("headroom_bits") is not None:
         rows.append(("penalty", f"{penalty['form']}, for {penalty['headroom_bits']:g} bits of headroom"))
     if run.holds_bounds:
-        rows.append(("bounds", "brought under fp16's limit and held there"))
+        rows.append(("bounds", "trained to come under fp16's limit and stay there"))
     rows.append(("steps skipped, gradient not finite", f"{len(run.skipped):,}"))
     rows.append(("rewinds after a spike of the loss", f"{len(run.rewinds):,}"))
     return rows

@@ -772,13 +772,13 @@ def test_a_finetune_has_its_curves_evaluations_and_what_became_of_the_original()
 
 def test_a_finetune_that_held_bounds_draws_them_and_says_so() -> None:
     plain = finetuned()
-    assert "held there" not in Page(render(plain)).text
+    assert "stay there" not in Page(render(plain)).text
     run = plain["finetune"]
     run["recipe"]["penalty"]["certify"] = True
     run["curves"]["bound_bits"] = [None] * 5 + [-3.2 + 0.24 * k for k in range(15)]
     run["evaluations"][1] |= {"bounds_over": 0, "bound_excess_bits": 0.0}
     text = Page(html := render(plain)).text
-    assert "brought under fp16's limit and held there" in text
+    assert "trained to come under fp16's limit and stay there" in text
     assert "dashed, that of the tightest bound: from -3.2 to 0.1" in text
     headings, _, last = table(html, 'id="evaluations"')
     assert headings[3:5] == ["bounds over", "most by (bits)"] and last[3:5] == ["0", "0"]
