@@ -277,7 +277,7 @@ def test_a_recipe_that_asks_for_a_certificate_ends_with_one(tmp_path: Path) -> N
     first, last = report["finetune"]["evaluations"]
     assert first["bounds_over"] > 3 and last["bounds_over"] == 0
     assert report["finetune"]["curves"]["bound_bits"][-1] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
-    assert "brought the bounds of what no rescaling moves" in (tmp_path / "out" / "README.md").read_text()
+    assert "trained the bounds of what no rescaling moves" in (tmp_path / "out" / "README.md").read_text()
     assert main(["certify", str(tmp_path / "out")]) == 0
 
 
