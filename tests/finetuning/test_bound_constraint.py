@@ -99,6 +99,18 @@ def test_what_is_under_the_lid_keeps_every_bit() -> None:
     assert float(values[1]) < float(values[0])
 
 
+def test_what_is_frozen_stays_and_is_still_over_at_the_end() -> None:
+    model = hard_model()
+    gate = model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.requires_grad_(False)
+    before = gate.clone()
+    constraint = BoundConstraint(layout_of(model), model)
+    constraint.begin(0)
+    for step in range(1, 5):
+        constraint.hold(step, 4)
+    assert torch.equal(gate, before)
+    assert [site.name for site in constraint.over()] == [GATE]
+
+
 def test_before_it_begins_nothing_is_computed_and_the_lid_never_rises() -> None:
     model = hard_model()
     constraint = BoundConstraint(layout_of(model), model)
