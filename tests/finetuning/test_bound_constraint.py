@@ -120,8 +120,15 @@ def test_before_it_begins_nothing_is_computed_and_the_lid_never_rises() -> None:
     constraint.begin(0)
     constraint.hold(10, 10)
     assert constraint.lowest == 0 and constraint.lid(10, 100) > 0
+    state = constraint.state_dict()
     constraint.hold(11, 100)  # a run that goes on
     assert constraint.lowest == 0 and worst(constraint) <= TOLERANCE_BITS
+    # So it is from a state, by weights that the steps in between have let grow.
+    grown = hard_model()
+    again = BoundConstraint(layout_of(grown), grown)
+    again.load_state_dict(state)
+    again.hold(11, 100)
+    assert again.lowest == 0 and worst(again) < MARGIN_BITS
 
 
 def test_the_stream_is_held_only_where_the_start_does_not_hold_it() -> None:
