@@ -496,6 +496,9 @@ def attack(
     and residual add; a name given several times gets as many rows. Every other operation is measured on the same
     inputs. certificate: the bounds that say where to search harder, by default computed here. length: positions of both
     sides. Deterministic for a seed, from which every device draws the same.
+
+    What a scale, a bias or a mask makes of scores is gone after by way of those; where the search has a way to none of
+    ``sites``, it goes after all that it knows.
     """
     half = fixed(copy.deepcopy(model).half())
     search = searched(
@@ -507,6 +510,7 @@ def attack(
         sites=sites,
         certificate=certificate or certified(half, layout),
         advance=advance,
+        never_idle=True,
     )
     adversary, wide = search.adversary, search.adversary.model
     chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
@@ -554,14 +558,26 @@ def searched(
     sites: Sequence[str] | None,
     certificate: Certificate,
     advance: Callable[[int, int], None] | None = None,
+    never_idle: bool = False,
 ) -> _AttackSearch:
-    """Return a search in fp32 that has come to its end; arguments are those of ``attack``."""
+    """Return a search in fp32 that has come to its end; arguments are those of ``attack``.
+
+    never_idle: go after everything where there is a way to none of ``sites``.
+    """
     wide = fixed(copy.deepcopy(model).float())
     adversary = _Adversary(wide, layout, seed, min(length, longest(model.config)))
     known = list(adversary.survey(adversary.embed(adversary.draw(1))))
-    search = _AttackSearch(adversary, known if sites is None else [s for s in sites if s in known], certificate)
+    goals = known if sites is None else [goal for goal in (way_to(site, known) for site in sites) if goal]
+    search = _AttackSearch(adversary, known if never_idle and not goals else goals, certificate)
     search.run(steps, advance)
     return search
+
+
+def way_to(site: str, known: Sequence[str]) -> str:
+    """Return the goal by which a search comes to a site: itself, of what else an attention makes of its scores those,
+    "" where there is none."""
+    scores = f"{site.partition(':')[0]}:scores"
+    return site if site in known else scores if scores in known else ""
 
 
 def fixed(model: Any) -> Any:

@@ -119,6 +119,8 @@ class BoundConstraint:
         ``scaled`` by making their weights smaller."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(self._named[name], view) for name, view in self._owners[site] if self._named[name].requires_grad]
+        if not owners:  # what is frozen stays, and the certificate will say so
+            return
         with torch.enable_grad():
             total = self.bounds.at({site: index})[site].log2().sum()
             gradients = torch.autograd.grad(total, [weight for weight, _ in owners], allow_unused=True)

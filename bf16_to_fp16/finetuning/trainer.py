@@ -448,7 +448,8 @@ class Trainer:
             self.penalty.attach()
         p.hard = [*found, *p.hard][:HARD_INPUTS]
         if self.log is not None:
-            self.log.write(p.step, {"hard_inputs": len(p.hard)})
+            # A part of the step that follows: a run that goes on from this one searches again.
+            self.log.write(p.step + 1, {"hard_inputs": len(p.hard)})
 
     def _mixed(self, task: float, kl: float) -> float:
         share = self.recipe.distillation.weight if self.corpus.objective != "text" else 1.0

@@ -78,7 +78,8 @@ def build(
         proof="certified" if certificate.holds else "observed",
         family=layout.family.name,
         target=decided.target,
-        tiers=tiers_of(layout, measured.tiers, regimes),
+        # What a search has broken, clean runs do not show to hold.
+        tiers=tiers_of(layout, measured.tiers, {} if broken else regimes),
         source=source_of(checkpoint, layout, plan, rewritten),
         output=schema.Output(files=[schema.FileEntry(**entry) for entry in (*map(asdict, written.files), *others)]),
         inputs=None if inputs is None else schema.Inputs.model_validate(inputs),

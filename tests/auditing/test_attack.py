@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.masks import spanning
 
 from bf16_to_fp16.auditing.attack import _Adversary, _Climb, _Elite, _Inputs, attack, deal, worst_ids
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
@@ -17,6 +18,7 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.points import watched
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
@@ -197,3 +199,15 @@ def test_the_command_reports_the_bracket(tmp_path: Path, capsys: pytest.CaptureF
     assert len(brackets) > 50 and all(s["observed"] <= s["bound"] <= s["limit"] for s in brackets)
     assert "worst input" in capsys.readouterr().out
     assert main(["audit", str(source), "--attack", "0"]) == 2
+
+
+def test_what_the_search_has_no_way_to_is_gone_after_by_what_it_comes_from() -> None:
+    """Of scores it follows their products; the mask that has to hide them passes its limit where these do not."""
+    model = spanning("t5", 0.75 * FP16_MAX)
+    layout, path = resolve(ModelTensors(model)), "decoder.block.0.layer.0.SelfAttention"
+    result = attack(model, layout, steps=8, sites=[f"{path}:masked"])
+    assert set(result.inputs) == {f"{path}:scores"}
+    worst = result.worst
+    assert worst[f"{path}:masked"] > FP16_MAX > worst[f"{path}:scores"] and result.worst_headroom_bits < 0
+    everything = attack(model, layout, steps=1, sites=["no such site"])
+    assert len(everything.inputs) > 10 and everything.found

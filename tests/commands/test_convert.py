@@ -20,10 +20,10 @@ from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.pieces import TensorStats
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.writer import Written
-from bf16_to_fp16.commands.convert import Conversion
+from bf16_to_fp16.commands.convert import Conversion, convert_by
 from bf16_to_fp16.commands.verify import recorded_plan
 from bf16_to_fp16.conversion import measuring
-from bf16_to_fp16.conversion.options import Options
+from bf16_to_fp16.conversion.options import Destination, Options, Provenance
 from bf16_to_fp16.conversion.planning import (
     Grounds,
     Opened,
@@ -36,10 +36,11 @@ from bf16_to_fp16.conversion.planning import (
 )
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import weight_counts
-from bf16_to_fp16.report.schema import dump
+from bf16_to_fp16.report.schema import FinetuneEntry, Lineage, Report, Source, dump, read
 from bf16_to_fp16.report.stored import read_plan
 from bf16_to_fp16.rescaling.apply import apply, edited_config
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan
@@ -1015,3 +1016,34 @@ def test_weights_that_no_exponent_holds_are_one_line(kind: str, exponent: int, t
     with pytest.raises(UserError, match=r"no exponent (brings|can)") as caught:
         convert(source, tmp_path / "out", run_model=False)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_what_a_search_breaks_of_a_finetunes_result_is_unsafe_and_holds_in_no_tier(tmp_path: Path) -> None:
+    """Scores that the probe leaves just under the limit: no run is unclean, and 8 steps find an input past it."""
+    torch.manual_seed(0)
+    model, name = tiny.t5_encoder(num_layers=1), "encoder.block.0.layer.0.SelfAttention:scores"
+    probed = audit(tiny.save(model, tmp_path / "small", torch.float32), regimes=("half",), attention=("eager",))
+    most = next(site["amax"] for site in probed["regimes"]["half"]["sites"] if site["name"] == name)
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    for linear in (attention.q, attention.k):
+        linear.weight.data.mul_((0.93 * FP16_MAX / most) ** 0.5)
+    source = open_checkpoint(tiny.save(model, tmp_path / "source", torch.float32))
+    lineage = Lineage(source=Source.of(source), finetune=FinetuneEntry())
+    reports = []
+    for steps in (0, 8):
+        provenance = Provenance("finetune", lineage, source, attack_steps=steps)
+        place = Destination(tmp_path / f"out-{steps}")
+        reports.append(convert_by(Options(target="half"), source.folder, place, provenance=provenance).report)
+    unsearched, searched = reports
+    assert unsearched["verdict"] == "safe" and unsearched["attack"] is None
+    assert unsearched["tiers"]["torch"]["proof"] == "observed"
+    assert all(not regime["nonfinite"] + regime["saturated"] for regime in searched["regimes"].values())
+    assert searched["verdict"] == "unsafe" and searched["attack"]["steps"] == 8
+    broken = {entry["signal"]: entry["reason"] for entry in searched["unsafe"]}
+    assert "on an input that 8 gradient steps of search found" in broken[name]
+    assert not any(tier["holds"] for tier in searched["tiers"].values())
+    observed = {site["name"]: site["observed"] for site in searched["certificate"]["sites"]}
+    assert observed[name] > FP16_MAX
+    stored = json.loads((tmp_path / "out-8" / "fp16_report.json").read_text())
+    assert json.loads(json.dumps(dump(read(Report, stored)))) == stored
+    assert cli.main(["verify", str(tmp_path / "out-0")]) == 0 and cli.main(["verify", str(tmp_path / "out-8")]) == 1

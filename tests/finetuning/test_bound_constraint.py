@@ -23,7 +23,7 @@ from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.processes import Processes
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
-from bf16_to_fp16.finetuning.run import convert_or_finetune, make_accelerator
+from bf16_to_fp16.finetuning.run import convert_or_finetune, make_accelerator, options_of
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.numerics import FP16_MAX
@@ -99,6 +99,18 @@ def test_what_is_under_the_lid_keeps_every_bit() -> None:
     assert float(values[1]) < float(values[0])
 
 
+def test_what_is_frozen_stays_and_is_still_over_at_the_end() -> None:
+    model = hard_model()
+    gate = model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.requires_grad_(False)
+    before = gate.clone()
+    constraint = BoundConstraint(layout_of(model), model)
+    constraint.begin(0)
+    for step in range(1, 5):
+        constraint.hold(step, 4)
+    assert torch.equal(gate, before)
+    assert [site.name for site in constraint.over()] == [GATE]
+
+
 def test_before_it_begins_nothing_is_computed_and_the_lid_never_rises() -> None:
     model = hard_model()
     constraint = BoundConstraint(layout_of(model), model)
@@ -108,8 +120,15 @@ def test_before_it_begins_nothing_is_computed_and_the_lid_never_rises() -> None:
     constraint.begin(0)
     constraint.hold(10, 10)
     assert constraint.lowest == 0 and constraint.lid(10, 100) > 0
+    state = constraint.state_dict()
     constraint.hold(11, 100)  # a run that goes on
     assert constraint.lowest == 0 and worst(constraint) <= TOLERANCE_BITS
+    # So it is from a state, by weights that the steps in between have let grow.
+    grown = hard_model()
+    again = BoundConstraint(layout_of(grown), grown)
+    again.load_state_dict(state)
+    again.hold(11, 100)
+    assert again.lowest == 0 and worst(again) < MARGIN_BITS
 
 
 def test_the_stream_is_held_only_where_the_start_does_not_hold_it() -> None:
@@ -123,6 +142,9 @@ def test_the_stream_is_held_only_where_the_start_does_not_hold_it() -> None:
     over = [site.kind for site in constraint.certificate().sites if not site.holds]
     assert "residual" in over
     constraint.begin(0)
+    again = BoundConstraint(layout_of(model), model)
+    again.load_state_dict(constraint.state_dict())
+    assert again.excess().keys() == constraint.excess().keys()
     for step in range(1, 41):
         constraint.hold(step, 40)
     kinds = {site.kind for site in constraint.certificate().sites if not site.holds}
@@ -269,6 +291,10 @@ def report_of(folder: Path) -> dict[str, Any]:
     return report
 
 
+def test_plans_of_a_certified_finetune_hold_every_signal_for_every_input(folder: Path) -> None:
+    assert options_of(recipe(folder)).prove and not options_of(recipe(folder, certify=False)).prove
+
+
 def test_a_recipe_that_asks_for_a_certificate_ends_with_one(tmp_path: Path) -> None:
     assert main(["finetune", str(written(tmp_path))]) == 0
     report = report_of(tmp_path)
@@ -316,3 +342,16 @@ def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do(
     missed = next(entry for entry in report["unsafe"] if entry["signal"] == "certificate")
     assert "bounds pass their limits, most by" in missed["reason"] and missed["remedy"] == report["finetune"]["next"]
     assert "bf16-to-fp16 finetune" in missed["remedy"] and "next: " in "".join(capsys.readouterr())
+
+
+def test_a_certificate_that_was_not_asked_for_is_not_missed_and_what_lacks_it_is_attacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
+    path = written(tmp_path, "evaluation: {attack_steps: 4}")
+    path.write_text(path.read_text().replace("certify: true, ", ""))
+    main(["finetune", str(path)])
+    report = report_of(tmp_path)
+    assert report["finetune"]["recipe"]["penalty"]["certify"] is True and report["proof"] == "observed"
+    assert "certificate" not in {entry["signal"] for entry in report["unsafe"]}
+    assert report["attack"]["steps"] == 4 and report["attack"]["sites"]

@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.processes import in_parts
 from bf16_to_fp16.finetuning.recipe import Data, Recipe, Schedule, keys, nearest_key, parse_recipe, read_recipe
 
 FIVE_LINES = """\
@@ -287,3 +288,30 @@ def test_the_list_of_keys_has_every_key_with_its_default() -> None:
     needed = {"source", "out", "data.path"}
     assert {key for key, default in listed.items() if default == "(needed)"} == needed
     assert all(json.loads(listed[key]) == value for key, value in settings.items() if key not in needed)
+
+
+def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> None:
+    """For half and auto, by a penalty, in processes that have whole weights; what is asked for stays as it is."""
+
+    def settled(*, parts: bool = False, penalty: dict[str, Any] | None = None, **settings: Any) -> Recipe:
+        tree = {"source": "a", "out": "b", "data": {"path": "c"}, "penalty": penalty or {}, **settings}
+        return parse_recipe(tree).settled(in_parts=parts)
+
+    for target, certify in (("half", True), ("auto", True), ("norm-safe", False), ("train", False)):
+        recipe = settled(target=target)
+        assert recipe.penalty.certify is certify, target
+        assert recipe.planned_target == ("half" if certify else target)
+    assert settled(parts=True).penalty.certify is False
+    assert settled(penalty={"form": "none"}).penalty.certify is False
+    assert settled(penalty={"form": "none", "certify": True}, parts=True).penalty.certify is True
+    assert settled(penalty={"certify": False}).penalty.certify is False
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP"])
+def test_what_a_launcher_says_of_parts_is_read_from_its_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for engine in ("DEEPSPEED", "FSDP"):
+        monkeypatch.delenv(f"ACCELERATE_USE_{engine}", raising=False)
+    assert not in_parts()
+    for value, parts in (("true", True), ("1", True), ("false", False)):
+        monkeypatch.setenv(f"ACCELERATE_USE_{name}", value)
+        assert in_parts() is parts

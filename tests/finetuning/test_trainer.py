@@ -591,7 +591,7 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
         folder,
         tmp_path / "out",
         schedule={"steps": 10},
-        penalty={"form": penalty, "headroom_bits": 14.0, "search_every": 3},
+        penalty={"form": penalty, "headroom_bits": 14.0, "search_every": 2},
     )
     whole = trainer_of(recipe, folder, tmp_path / "whole")
     outcome = whole.train()
