@@ -510,7 +510,6 @@ def attack(
         sites=sites,
         certificate=certificate or certified(half, layout),
         advance=advance,
-        never_idle=True,
     )
     adversary, wide = search.adversary, search.adversary.model
     chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
@@ -540,7 +539,8 @@ def worst_ids(
     """Return the encoder's and the decoder's ids (none for an encoder) that a search finds worst for each of ``sites``,
     each input once: of ``attack`` what a training takes as further inputs.
 
-    A site that the search does not know is left out. Other arguments are those of ``attack``.
+    A site that the search has no way to is left out; where it has one to none, it goes after all that it knows. Other
+    arguments are those of ``attack``.
     """
     certificate = certified(fixed(copy.deepcopy(model).half()), layout)
     search = searched(model, layout, steps=steps, seed=seed, length=length, sites=sites, certificate=certificate)
@@ -558,17 +558,13 @@ def searched(
     sites: Sequence[str] | None,
     certificate: Certificate,
     advance: Callable[[int, int], None] | None = None,
-    never_idle: bool = False,
 ) -> _AttackSearch:
-    """Return a search in fp32 that has come to its end; arguments are those of ``attack``.
-
-    never_idle: go after everything where there is a way to none of ``sites``.
-    """
+    """Return a search in fp32 that has come to its end; arguments are those of ``attack``."""
     wide = fixed(copy.deepcopy(model).float())
     adversary = _Adversary(wide, layout, seed, min(length, longest(model.config)))
     known = list(adversary.survey(adversary.embed(adversary.draw(1))))
     goals = known if sites is None else [goal for goal in (way_to(site, known) for site in sites) if goal]
-    search = _AttackSearch(adversary, known if never_idle and not goals else goals, certificate)
+    search = _AttackSearch(adversary, goals or known, certificate)
     search.run(steps, advance)
     return search
 
