@@ -542,7 +542,7 @@ def worst_ids(
     A site that the search has no way to is left out; where it has one to none, it goes after all that it knows. Other
     arguments are those of ``attack``.
     """
-    certificate = certified(fixed(copy.deepcopy(model).half()), layout)
+    certificate = certified(model, layout)
     search = searched(model, layout, steps=steps, seed=seed, length=length, sites=sites, certificate=certificate)
     found = {repr(ids): ids for ids in map(search.worst_ids, dict.fromkeys(search.sites))}
     return list(found.values())
@@ -582,9 +582,9 @@ def fixed(model: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def certified(half: Any, layout: Layout) -> Certificate:
-    """Return the bounds of a model in fp16."""
-    return bound(layout, fp16_weights(ModelTensors(copy.deepcopy(half).cpu()), layout))
+def certified(model: Any, layout: Layout) -> Certificate:
+    """Return the bounds of a model's weights in fp16."""
+    return bound(layout, fp16_weights(ModelTensors(copy.deepcopy(model).half().cpu()), layout))
 
 
 class _AttackSearch:

@@ -119,7 +119,7 @@ def proof(
     with products_on(device, "certificate"), progress.step(f"Bounding every site for {BOUNDED_FOR}") as advance:
         certificate = bound(layout, weights, target=BOUNDED_FOR, spectra=spectra, advance=advance)
     if attack_steps is not None:
-        adversary = attacked(checkpoint.folder, certificate, attack_steps, seed, device, progress)
+        adversary = attacked(checkpoint.folder, layout, certificate, attack_steps, seed, device, progress)
         seen = dict(adversary.worst)
         proven["attack"] = AttackEntry.model_validate(adversary.to_json())
         broken = adversary.worst_headroom_bits < 0

@@ -20,6 +20,7 @@ from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device, products_on
+from ..families.types import Layout
 from ..progress import Progress
 from ..report.evidence import Decided, Measured
 from ..report.schema import FidelityEntry
@@ -99,6 +100,7 @@ def certificate_of(
 
 def attacked(
     folder: Path,
+    layout: Layout,
     certificate: Certificate,
     steps: int,
     seed: int,
@@ -108,7 +110,6 @@ def attacked(
     sites: Sequence[str] | None = None,
 ) -> Attack:
     """Return what ``attack`` finds at ``sites`` of a checkpoint in fp16, on the device; certificate: its bounds."""
-    layout = agreed_layout(open_checkpoint(folder))
     with progress.step("Searching for the worst inputs") as advance:
         model = load(folder, torch.float16, half=True)
         return device.run(
@@ -126,7 +127,8 @@ def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, 
     if not unproven or not steps:
         return measured
     rows = unproven * max(1, GROUP // len(unproven))
-    found = attacked(work, measured.certificate, steps, 0, opened.device, progress, sites=rows)
+    layout = agreed_layout(open_checkpoint(work))
+    found = attacked(work, layout, measured.certificate, steps, 0, opened.device, progress, sites=rows)
     return replace(measured, attack=found)
 
 

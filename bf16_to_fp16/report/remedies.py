@@ -129,17 +129,16 @@ def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEn
     converted: whether rescaling has been tried on these weights already.
     """
     past = [site for site in attack.sites if site.headroom_bits < 0]
-    first = [site for site in past if max(site.random, site.tokens, site.embeddings) > site.limit]
+    first = [site for site in past if site.fp32 > site.limit]
     steps = counted(attack.steps, "gradient step")
     return [
         UnsafeEntry(
             signal=site.name,
-            excess_bits=max(0.0, math.log2(most / site.limit)),
-            reason=f"{reached(most)} on an input that {steps} of search found",
+            excess_bits=math.log2(max(site.limit, site.fp32) / site.limit),
+            reason=f"{reached(site.fp32)} on an input that {steps} of search found",
             remedy=CONVERTED if converted else NOT_CONVERTED,
         )
         for site in first or past
-        for most in (max(site.random, site.tokens, site.embeddings),)
     ]
 
 

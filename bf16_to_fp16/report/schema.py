@@ -369,6 +369,11 @@ class AttackedSite(ReportObject):
     gain: NumberOrNaN
     ids: tuple[list[Count], list[Count]] | None
 
+    @property
+    def fp32(self) -> float:
+        """The largest value found in fp32, which does not overflow where fp16 does."""
+        return max(self.random, self.tokens, self.embeddings)
+
 
 class AttackEntry(ReportObject):
     """A gradient search for the worst input, its sites from the tightest on."""
