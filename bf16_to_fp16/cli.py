@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from .checkpoint.places import CONVERTED, local_folder, written_folder
+from .checkpoint.places import CONVERTED, check_config, local_folder, written_folder
+from .environment import how_to_install
 from .errors import UserError
 
 if TYPE_CHECKING:
     from .commands.convert import Conversion
+    from .report.schema import Report
 
 SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 
@@ -68,7 +70,10 @@ sweep = click.option("--sweep", is_flag=True, help="Run every id of a large voca
 
 
 max_length = click.option(
-    "--max-length", type=int, metavar="N", help="Positions for which the certificate holds; default 32768."
+    "--max-length",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Positions for which the certificate holds; default 32768.",
 )
 
 
@@ -185,7 +190,12 @@ def app(context: click.Context) -> None:
     metavar="RECIPE",
     help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into it.",
 )
-@click.option("--margin", type=float, metavar="BITS", help="Bits kept between what is observed and each limit.")
+@click.option(
+    "--margin",
+    type=click.FloatRange(0, 12),
+    metavar="BITS",
+    help="Bits kept between what is observed and each limit, 0 to 12; default: 1.25.",
+)
 @max_length
 @click.option(
     "--max-shard-size",
@@ -309,7 +319,7 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
         print(f"to write: {bytes_in_words(result.nbytes or 0)} of weights{took}")
         terminal.print_plan(report.plan or result.plan, result.planned)
         return
-    terminal.print_conversion(report, result.out, verbose=verbose)
+    terminal.print_conversion(report, result.out, then=result.next, verbose=verbose)
     if published is not None:
         terminal.print_published(published)
 
@@ -410,7 +420,8 @@ def audit_command(
         except OSError as error:
             raise UserError(f"{html}: {error.strerror}; choose another file for --html") from error
     if json_file != "-":
-        terminal.print_audit(read(Report, result))
+        report = read(Report, result)
+        terminal.print_audit(report, exact_next(report, source, subfolder))
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
@@ -432,7 +443,7 @@ def certify_command(
     source: str, target: str, max_length: int | None, subfolder: str | None, device: str, json_file: str | None
 ) -> int:
     """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
-    local_folder(source)
+    check_given(source)
     from .bounds.arithmetic import MAX_LENGTH
     from .commands.certify import certify
     from .report import terminal
@@ -444,8 +455,20 @@ def certify_command(
     )
     write_result(json_file, result)
     if json_file != "-":
-        terminal.print_certificate(read(Report, result))
+        report = read(Report, result)
+        terminal.print_certificate(report, exact_next(report, source, subfolder))
     return SAFE if result["verdict"] == "safe" else UNSAFE
+
+
+def exact_next(report: Report, source: str, subfolder: str | None) -> str:
+    """Return a report's next step with the path as it was given, of which the report has the last part only."""
+    from .checkpoint.folder import is_converted
+    from .report.remedies import going_on_from
+
+    folder = local_folder(source)
+    if not report.next or folder is None:
+        return report.next
+    return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder)
 
 
 @app.command("publish")
@@ -563,7 +586,7 @@ def verify_command(
     return SAFE if result["verified"] else UNSAFE
 
 
-@app.command("check")
+@app.command("check", epilog=f"The runtimes are an extra: {how_to_install('runtimes')}.")
 @click.argument("out", type=click.Path(), metavar="OUT")
 @click.option(
     "--runtime",
@@ -580,10 +603,7 @@ def verify_command(
 @seed
 @json_file
 def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
-    """Run OUT in another runtime in fp16, compare it with stock code in fp32, and say which arithmetic was used.
-
-    The runtimes are an extra: pip install 'bf16_to_fp16[runtimes]'.
-    """
+    """Run OUT in another runtime in fp16, compare it with stock code in fp32, and say which arithmetic was used."""
     check_given(out)
     check_given(source)
     from .commands.check import check
@@ -661,7 +681,7 @@ def finetune_command(
         return SAFE
     write_result(json_file, result.report)
     if json_file != "-" and result.out is not None:
-        terminal.print_conversion(read(Report, result.report), result.out, verbose=verbose)
+        terminal.print_conversion(read(Report, result.report), result.out, then=result.next, verbose=verbose)
     return SAFE if result.safe else UNSAFE
 
 
@@ -834,7 +854,7 @@ def check_given(
     """Raise UserError for a checkpoint, a text or another file that was given and is not there, before the seconds that
     the work takes to import; others: paths, with what is then told to give."""
     if source is not None:
-        local_folder(source)
+        check_config(local_folder(source))
     if data is not None:
         from .run.texts import text_file
 

@@ -45,3 +45,8 @@ def project_url() -> str | None:
         return None
     addresses = (entry.partition(",")[2].strip() for entry in named)
     return next((address for address in addresses if address.startswith(("https://", "http://"))), None)
+
+
+def how_to_install(extra: str) -> str:
+    """Return how an extra of this package is installed, as the README does: from a clone, until there is a release."""
+    return f"in a clone of the repository pip install '.[{extra}]'"

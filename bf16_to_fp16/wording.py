@@ -21,6 +21,10 @@ MOST_EXCESS_BITS = 23.0
 """How far over its limit a bound is said to be in a number."""
 
 
+MOST_FACTOR = 1_000_000
+"""The factor from which a number says no more."""
+
+
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -59,8 +63,13 @@ def headroom(value: float | None) -> str:
         return "none"
     if value > FULL_HEADROOM_BITS:
         return "all"
+    return f"{factor(value)} × ({bits(value)} bits)"
+
+
+def bits(value: float) -> str:
+    """Return bits of headroom as a number, rounded down, with two decimals under one bit, else one."""
     decimals = 2 if value < 1 else 1
-    return f"{factor(value)} × ({rounded_down(value, decimals):.{decimals}f} bits)"
+    return f"{rounded_down(value, decimals):.{decimals}f}"
 
 
 def below_limit(value: float | None) -> str:
@@ -136,6 +145,14 @@ def tightness(bound: float | None, found: float | None) -> float | None:
 def times(ratio: float | None, digits: int = 3) -> str:
     """Return a ratio such as a tightness with some digits, rounded up; "–" where there is none."""
     return "–" if ratio is None else f"{rounded_up(ratio, digits):,g}"
+
+
+def about(ratio: float) -> str:
+    """Return a factor of 1 or more that is only measured as a plain number of two digits: "about 1,600 ×"."""
+    if ratio >= MOST_FACTOR:
+        return f"over {MOST_FACTOR:,} ×"
+    two = float(f"{ratio:.2g}")
+    return f"about {two:,.0f} ×" if two >= 10 else f"about {two:g} ×"
 
 
 def known(value: float | None) -> float | None:

@@ -108,6 +108,7 @@ ANSWERED_AT_ONCE = [
     (2, ("verify tests --original nowhere/at/all", "check nowhere/at/all --runtime openvino")),
     (2, ("audit tests --data none.txt", "convert tests out --data none.txt", "advise tests --updates --data none.txt")),
     (2, ("convert tests out --plan none.json", "convert tests out --finetune none.yaml")),
+    (2, ("convert tests out --margin 99", "certify tests --max-length 0", "convert tests out --max-length 0")),
     (2, ("convert tests out --max-shard-size big", "advise 512 --init --lr 1", "advise tests --updates --optimizer x")),
     (2, ("convert nowhere/at/all out", "publish nowhere org/name", "undo nowhere out", "audit tests --device gpu")),
 ]
@@ -125,6 +126,24 @@ for line in {lines}:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     answers = [line for line in done.stderr.splitlines() if not line.startswith("error: ")]
     assert answers == [f"{line}: {status}: False" for line in lines], done.stderr
+
+
+@pytest.mark.parametrize("command", ["certify {0}", "audit {0}", "convert {0} out"])
+def test_a_broken_config_is_answered_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": ')
+    code = f"""
+import sys
+from bf16_to_fp16.cli import main
+print(main({command.format(tmp_path).split()}), "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "2 False\n" and "config.json: the config is not valid JSON" in done.stderr
+
+
+def test_no_hint_needs_a_release_before_there_is_one() -> None:
+    for path in (ROOT / "bf16_to_fp16").rglob("*.py"):
+        assert "bf16_to_fp16[" not in path.read_text(encoding="utf-8"), path
+    assert "pip install ." in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_gpu_test_is_deselected_where_there_is_no_gpu(tmp_path: Path) -> None:

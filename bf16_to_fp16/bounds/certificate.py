@@ -443,10 +443,6 @@ class _Walk(_Findings):
 
     def feed_forward(self, w: FeedForward) -> None:
         """Bound one feed-forward sublayer and add it to the stream."""
-        if w.activation not in LOWEST:
-            raise UserError(
-                f"activation {w.activation!r} has no bound; the certificate knows {', '.join(sorted(LOWEST))}"
-            )
         source, square = self.norm(w.norm)
         if w.gate:
             gate, gate_square = self.linear(w.gate, "gate", source, square)
@@ -544,6 +540,21 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
 
 
 @full_precision()
+def check_bounded(layout: Layout) -> None:
+    """Raise UserError for what has no bound whatever the weights are: a norm eps of next to nothing, or an activation
+    that is not known."""
+    if layout.eps < 2.0**-126:
+        raise UserError(
+            f"config.json: with a norm eps of {layout.eps:g} a zero vector gives NaN in fp32, which holds 1.2e-38 at"
+            " least; write 1e-6 or so"
+        )
+    for w in layout.topology:
+        if isinstance(w, FeedForward) and w.activation not in LOWEST:
+            raise UserError(
+                f"activation {w.activation!r} has no bound; the certificate knows {', '.join(sorted(LOWEST))}"
+            )
+
+
 def bound(
     layout: Layout,
     weights: TensorReader,
@@ -565,8 +576,7 @@ def bound(
     activation without a bound.
     """
     arithmetic = arithmetic or Arithmetic()
-    if layout.eps < 2.0**-126:
-        raise UserError(f"norm eps {layout.eps:g} is subnormal in fp32: a zero vector gives NaN; give it 1e-6 or so")
+    check_bounded(layout)
     limits = {}
     if target not in TARGETS:
         raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from ..errors import UserError
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+RESTORE = "fetch the file again from the original checkpoint"
 
 
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
@@ -40,3 +44,14 @@ def written_folder(folder: str | Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder that convert wrote")
     return folder
+
+
+def check_config(folder: Path | None) -> None:
+    """Raise UserError for a folder whose config.json is there and is no JSON; all else of it takes longer to see."""
+    config = None if folder is None else folder / "config.json"
+    if config is None or not config.is_file():
+        return
+    try:
+        json.loads(config.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{config}: the config is not valid JSON ({error}); {RESTORE}") from error

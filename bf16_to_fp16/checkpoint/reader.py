@@ -28,7 +28,7 @@ import torch
 
 from ..errors import UserError
 from .hub import reading_from
-from .places import local_folder
+from .places import RESTORE, local_folder
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -87,9 +87,6 @@ SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")
 
 LONGEST_SHOWN = 120
 """Characters of a name or value of a stranger's file that an error message repeats."""
-
-
-RESTORE = "fetch the file again from the original checkpoint"
 
 
 @dataclass(frozen=True)

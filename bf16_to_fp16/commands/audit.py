@@ -10,12 +10,13 @@ import torch
 
 from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, verdict
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.certificate import bound, fp16_weights
+from ..bounds.certificate import bound, check_bounded, fp16_weights
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..conversion.measuring import attacked
+from ..conversion.options import shown_in_a_command
 from ..conversion.planning import checkpoint_batches
 from ..devices import Device, products_on
 from ..environment import SCHEMA
@@ -24,7 +25,7 @@ from ..families.types import Layout
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of
-from ..report.remedies import over_limits, overflowing, unsafe_sites
+from ..report.remedies import going_on_from, over_limits, overflowing, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
 from ..run import probe
 from ..run.agreement import agreed_layout
@@ -63,6 +64,9 @@ def audit(
     on = Device(device, progress)
     checkpoint = open_checkpoint(source, subfolder)
     layout = agreed_layout(checkpoint)
+    converted = is_converted(checkpoint.folder)
+    if converted or attack_steps is not None:
+        check_bounded(layout)  # before anything is run
     inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep, progress=progress)
     with progress.step(f"Auditing {', '.join(regimes)}") as advance:
         results = on.run(
@@ -79,14 +83,14 @@ def audit(
             ),
         )
     described = regimes_of(results)
-    converted = is_converted(checkpoint.folder)
     proven: dict[str, Any] = {}
     if converted or attack_steps is not None:
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
     found = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
+    safe = not found and verdict(results) == "safe"
     report = Report(
         schema=SCHEMA,
-        verdict="unsafe" if found else verdict(results),
+        verdict="safe" if safe else "unsafe",
         proof="certified" if proven and proven["certificate"].holds else "observed",
         family=layout.family.name,
         target=BOUNDED_FOR if proven else None,
@@ -96,6 +100,7 @@ def audit(
         inputs=Inputs.model_validate(probe.describe_batches(inputs, seed=seed, data=data)),
         regimes=described,
         unsafe=[*unsafe_sites(described, converted=converted), *found],
+        next="" if safe else going_on_from(shown_in_a_command(source), described, converted, subfolder),
         **proven,
         environment=Environment.model_validate(on.environment()),
     )
@@ -132,5 +137,5 @@ def proof(
             )
         proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
     proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))
-    proven["uncertified"] = over_limits(proven["certificate"])
+    proven["uncertified"] = over_limits(proven["certificate"], converted=converted)
     return proven

@@ -9,7 +9,9 @@ from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
+from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..conversion.options import shown_in_a_command
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -17,7 +19,7 @@ from ..families.types import Layout
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of
-from ..report.remedies import over_limits
+from ..report.remedies import going_on_from, over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..report.stored import recorded_target
 from ..run.agreement import agreed_layout
@@ -54,7 +56,8 @@ def certify(
     found, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress)
     if (made_for := recorded_target(checkpoint.folder)) not in (None, target):
         progress.say(f"{checkpoint.name} was converted for {made_for}, which --target {made_for} bounds it for")
-    described = CertificateEntry.model_validate(found.to_json())
+    described, converted = CertificateEntry.model_validate(found.to_json()), is_converted(checkpoint.folder)
+    then = going_on_from(shown_in_a_command(source), {}, converted, subfolder)
     report = Report(
         schema=SCHEMA,
         verdict="safe" if found.holds else "unsafe",
@@ -64,7 +67,8 @@ def certify(
         target=target,
         tiers=tiers_of(layout, tiers, {}),
         certificate=described,
-        uncertified=over_limits(described),
+        uncertified=over_limits(described, converted=converted),
+        next="" if found.holds else then,
         environment=Environment.model_validate(on.environment()),
     )
     return dump(report)

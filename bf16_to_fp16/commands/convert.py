@@ -20,7 +20,7 @@ from ..checkpoint.folder import is_converted, records, write_json
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import staged
 from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
-from ..conversion.options import AUTO, Destination, Options, Provenance
+from ..conversion.options import AUTO, Destination, Options, Provenance, shown_in_a_command
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
@@ -49,7 +49,7 @@ repeats in fp16. Measured: 1.3 for both demo checkpoints, 1.6 for a T5 of 60 mil
 class Conversion:
     """What ``convert`` did: the report (its keys are listed in docs/report.md), the folder written (None for a dry
     run), the plan; of a dry run, the bytes of the weights to be written, and the seconds that the whole will take
-    (None where nothing was run)."""
+    (None where nothing was run). ``next``: the report's, with the paths as they were given, so that it runs."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -57,6 +57,7 @@ class Conversion:
     plan: Plan
     nbytes: int | None = None
     seconds: float | None = None
+    next: str = ""
 
     @property
     def safe(self) -> bool:
@@ -152,9 +153,14 @@ def convert_by(
             with progress.step("Comparing fp16 with the original"):
                 kept = fidelity_to_original(provenance.original, measured.half, opened.inputs)
             report = provenance.judge(reports.descended(report, provenance.lineage, kept))
+        elif not report.safe:
+            report = report.model_copy(
+                update={"next": options.next(report, shown_in_a_command(source), place.out.name)}
+            )
         opened.checkpoint.check_unchanged()
         report = write_report(work, report, opened.checkpoint)
-    return Conversion(dump(report), place.out, decided.planned, measured.plan)
+    then = options.next(report, str(source), str(place.out)) if report.next else ""
+    return Conversion(dump(report), place.out, decided.planned, measured.plan, next=then)
 
 
 def write_report(work: Path, report: Report, checkpoint: Checkpoint) -> Report:

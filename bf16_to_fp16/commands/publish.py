@@ -28,6 +28,7 @@ from ..progress import Progress
 from ..quiet import quiet
 from ..report.card import warned
 from ..report.page import render
+from ..report.remedies import going_on_from
 from ..report.schema import PAGE, REPORT, FileEntry, Report, dump, regimes_of
 from ..run.agreement import agreed_layout
 from .verify import Problem, check_audit, check_files, read_recorded, recompute, repeat_audit
@@ -151,8 +152,9 @@ def first_of(problems: list[Problem]) -> str:
 def check_safe(upload: Upload, why: str, allowed: bool) -> None:
     """Raise UserError for an unsafe checkpoint unless it is allowed."""
     if not allowed:
+        what = "safe in fp16, but short of what was asked" if upload.report.short else "unsafe in fp16"
         raise UserError(
-            f"{upload.folder} is unsafe in fp16 ({why}) and is not published; finetune it,"
+            f"{upload.folder} is {what} ({why}) and is not published; finetune it,"
             " or give --allow-unsafe, and the first line of its card will say so"
         )
 
@@ -196,6 +198,7 @@ def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> No
         problems = check_audit(regimes)
         check_safe(upload, f"{problems[0].name}: {problems[0].reason}", allow_unsafe)
         update = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "regimes": regimes_of(regimes)}
+    update["next"] = going_on_from(upload.folder.name, upload.report.regimes, converted=True)
     unsafe = upload.report.model_copy(update=update)
     card = warned(upload.card, unsafe)
     upload.report = unsafe

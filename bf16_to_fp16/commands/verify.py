@@ -121,7 +121,8 @@ def verify(
     built-in probe. run_model: False leaves the audit out. subfolder: of the checkpoint in
     the source. endpoint: the Hub's address. device: auto, cpu, cuda, cuda:N
     or mps. ``verdict`` is "safe" where
-    every check holds and the report itself says so; ``problems`` names the others. Raises UserError for a source that
+    every check holds and the report itself says so; ``problems`` names the others, ``as_reported`` says that they are
+    those of an unsafe checkpoint whose report is true. Raises UserError for a source that
     is not a converted checkpoint.
     """
     progress = progress or Progress(quiet=True)
@@ -156,11 +157,13 @@ def verify(
         problems += tried(outcome, "tiers", check_tiers(tiers, report, ran=run_model))
     if not report.safe:
         problems.append(Problem("report", REPORT, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
+    as_reported = not report.safe and only_what_is_reported(problems, report)
     totals = None if certificate is None else {k: v for k, v in certificate.to_json().items() if k != "sites"}
     found = Verification(
         schema=SCHEMA,
         verdict="unsafe" if problems else "safe",
         verified=not problems,
+        as_reported=as_reported,
         source=Source(path=str(source) if revision is not None else own_name(source), revision=revision),
         report=Claim(verdict=report.verdict, proof=report.proof, family=report.family),
         checks=outcome,
@@ -173,6 +176,13 @@ def verify(
         environment=Environment.model_validate(on.environment()),
     )
     return dump(found)
+
+
+def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
+    """Return whether the problems of an unsafe checkpoint are those that its report names itself: the verdict, and
+    sites that break."""
+    broken = {entry.signal for entry in report.unsafe if entry.kind == "broke"}
+    return all(each.check == "report" or (each.check == "audit" and each.name in broken) for each in problems)
 
 
 def tried(outcome: dict[str, str], check: str, problems: list[Problem]) -> list[Problem]:
@@ -271,7 +281,9 @@ def read_recorded(folder: Path, *, whole: bool = False) -> Report:
     if not path.is_file():
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     contained(folder, REPORT)
-    also, unread = (None, ()) if whole else (("target", "tiers", "proof", "family", "inputs", "finetune"), ("plan",))
+    also, unread = (
+        (None, ()) if whole else (("target", "tiers", "proof", "family", "inputs", "finetune", "unsafe"), ("plan",))
+    )
     report = read_report(path, NEEDED, LISTS_OTHER, also=also, unread=unread, wrong=WRONG, version=SCHEMA)
     if any(entry.nbytes is None or entry.sha256 is None for entry in report.output.files):
         raise UserError(f"{path}: {LISTS_OTHER}")

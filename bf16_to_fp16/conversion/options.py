@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.certificate import TARGETS
+from ..bounds.tiers import TIERS
 from ..checkpoint.reader import Checkpoint, own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
+from ..report.remedies import finetuning_of
 from ..report.schema import Lineage, Report
 from ..rescaling.planner import MARGIN_BITS
 
@@ -87,6 +89,18 @@ class Options:
             if value is not None:
                 words += [option] if value == "" else [option, shown_in_a_command(value)]
         return shlex.join(words)
+
+    def next(self, report: Report, source: str, out: str) -> str:
+        """Return how to go on where a conversion of ``source`` to ``out`` ended unsafe, with both named so."""
+        broken = report.broken_regimes
+        return finetuning_of(
+            source,
+            f"{out}-finetuned",
+            [name for name in report.regimes if name not in broken] if broken else (),
+            certify=not report.regimes,
+            target=None if self.target in (AUTO, TIERS[0].target) else self.target,
+            subfolder=self.subfolder,
+        )
 
 
 def shown_in_a_command(value: object) -> str:

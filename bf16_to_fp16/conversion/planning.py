@@ -12,7 +12,7 @@ import torch
 
 from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
 from ..bounds.arithmetic import Arithmetic, full_precision
-from ..bounds.certificate import bound
+from ..bounds.certificate import bound, check_bounded
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import TIERS
 from ..checkpoint.reader import Checkpoint, open_checkpoint
@@ -81,6 +81,7 @@ def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     """Bound the source's sites, observe them unless nothing is to be run, and choose the plan."""
     checkpoint, device = opened.checkpoint, opened.device
+    check_bounded(opened.layout)  # what the bounds would refuse after all has been run
     ranges, reference, acceptable = None, None, None
     if options.run_model:
         ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)

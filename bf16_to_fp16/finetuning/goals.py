@@ -1,8 +1,9 @@
 """What a recipe asks of a finetune, whether it was delivered, and how to go on where it was not.
 
 A result that overflows nowhere may still keep less headroom than was asked for, or little of the original. Either makes
-the verdict unsafe. Whether more steps will help is read from the run: headroom that still grew from its second quarter
-to its last will grow on; otherwise it has reached a plateau, and another run has to ask differently.
+the verdict unsafe, and people are told that it is safe, but short of what was asked. Whether more steps will help is
+read from the run: headroom that still grew from its second quarter to its last will grow on; otherwise it has reached a
+plateau, and another run has to ask differently.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from ..report.build import FP16_RANGE_BITS
 from ..report.remedies import going_on
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
+from ..wording import bits, counted, excess, scientific
 from .recipe import CERTIFIABLE, Recipe
 
 PLATEAU_BITS = 0.05
@@ -122,6 +124,11 @@ def how_to_go_on(
     return f"more steps will not help, the headroom has stopped growing; begin another run: {line}"
 
 
+def goal(what: str, missing: float, reason: str) -> UnsafeEntry:
+    """Return something that was asked for and missed by so many bits, without a remedy yet."""
+    return UnsafeEntry(signal=what, kind="goal", excess_bits=missing, reason=reason, remedy="")
+
+
 def lost_quality(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> list[UnsafeEntry]:
     """Return what the last evaluation shows to be lost beyond what ``quality`` allows, without a remedy yet.
 
@@ -133,18 +140,19 @@ def lost_quality(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> li
     first, last = evaluations[0], evaluations[-1]
 
     def missed(signal: str, reason: str, over: float) -> None:
-        bits = math.log2(over) if 0 < over < math.inf else FP16_RANGE_BITS
-        found.append(UnsafeEntry(signal=signal, excess_bits=bits, reason=reason, remedy=""))
+        found.append(goal(signal, math.log2(over) if 0 < over < math.inf else FP16_RANGE_BITS, reason))
 
     kl = last.get("held_out_divergence")
     if kl is not None and wanted.max_kl is not None and not kl <= wanted.max_kl:
-        reason = f"{kl:.3g} nats per target token on held-out data, where quality.max_kl is {wanted.max_kl:g}"
+        reason = f"{scientific(kl)} nats per target token from the original on held-out data, at most"
+        reason += f" {wanted.max_kl:g} (quality.max_kl)"
         missed("divergence from the original", reason, kl / wanted.max_kl)
     before, after = (each.get("held_out_loss") for each in (first, last))
     most = wanted.max_loss_rise
     if before is not None and after is not None and most is not None and not after <= before * (1 + most):
         rise = after / max(before, 1e-30) - 1
-        reason = f"{before:.4g} to {after:.4g}, a rise of {rise:.1%}, where quality.max_loss_rise is {most:g}"
+        allowed = f"at most {100 * most:g}% (quality.max_loss_rise)"
+        reason = f"held-out loss {before:.4g} to {after:.4g}, {rise:.1%} more, {allowed}"
         missed("held-out loss", reason, (1 + rise) / (1 + most))
     return found
 
@@ -155,11 +163,9 @@ def uncertified(report: Report) -> list[UnsafeEntry]:
     if report.proven or not report.uncertified:
         return []
     worst = max(report.uncertified, key=lambda site: site.excess_bits)
-    reason = (
-        f"{len(report.uncertified)} bounds pass their limits, most by {worst.excess_bits:.2f} bits at {worst.name},"
-        " where penalty.certify asks that none does"
-    )
-    return [UnsafeEntry(signal="certificate", excess_bits=worst.excess_bits, reason=reason, remedy="")]
+    over = counted(len(report.uncertified), "bound")
+    reason = f"no certificate (penalty.certify), {over} over the limit, most by {excess(worst.excess_bits, 2)} bits at"
+    return [goal("certificate", worst.excess_bits, f"{reason} {worst.name}")]
 
 
 def judged(report: Report, recipe: Recipe, command: Command) -> Report:
@@ -171,9 +177,8 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
     missed = quality = lost_quality(recipe, run.evaluations)
     if recipe.penalty.form in ("amax", "smooth-max", "hinge") and not delivered >= asked - TOLERANCE_BITS:
-        reason = f"{delivered:.2f} bits are left at {tightest.tightest}, where penalty.headroom_bits is {asked:g}"
-        short = UnsafeEntry(signal="headroom", excess_bits=asked - delivered, reason=reason, remedy="")
-        missed = [short, *quality]
+        reason = f"{bits(delivered)} of {asked:g} bits of headroom (penalty.headroom_bits), at {tightest.tightest}"
+        missed = [goal("headroom", asked - delivered, reason), *quality]
     unproven = uncertified(report) if recipe.penalty.certify else []
     missed = [*missed, *unproven]
     if report.safe and not missed:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import finite
+from ..environment import how_to_install
 from ..errors import UserError
 from .recipe import Wandb
 from .states import on_a_disk
@@ -37,7 +38,7 @@ class RunLog:
             import wandb as library
         except ImportError as error:
             raise UserError(
-                'wandb is not installed; pip install "bf16_to_fp16[train]", or set logging.wandb.mode to off'
+                f"wandb is not installed; {how_to_install('train')}, or set logging.wandb.mode to off"
             ) from error
         os.environ.setdefault("WANDB_SILENT", "true")
         try:

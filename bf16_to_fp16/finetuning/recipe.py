@@ -532,7 +532,9 @@ def _problem(error: Any) -> str:
     if kind in _WANTED and value is None:
         return f"{key} is empty; give {_WANTED[kind]}"
     if kind in _WANTED:
-        return f"{key} is {_shown(value)}, {_kind(value)}; give {_WANTED[kind]}"
+        open_too = type(None) in get_args(_field(place).annotation)
+        wanted = _WANTED[kind].replace(" or ", ", ") + " or null" if open_too else _WANTED[kind]
+        return f"{key} is {_shown(value)}, {_kind(value)}; give {wanted}"
     return f"{key}: {error['msg']}"
 
 

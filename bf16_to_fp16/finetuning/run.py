@@ -32,6 +32,7 @@ from ..commands.convert import Conversion, convert_by
 from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
 from ..conversion.planning import Opened, checkpoint_batches, decide
 from ..devices import Device, find_device
+from ..environment import how_to_install
 from ..errors import UserError
 from ..families.known import is_encoder_class
 from ..families.resolve import resolve
@@ -98,7 +99,7 @@ def finetune(
     progress = progress or Progress(quiet=True)
     provenance = Provenance(
         command.published().line(),
-        lineage_of(checkpoint, recipe, run),
+        lineage_of(checkpoint, asked, run),
         checkpoint,
         judge=partial(judged, recipe=asked, command=command.published()),
         attack_steps=recipe.evaluation.attack_steps,
@@ -106,10 +107,9 @@ def finetune(
     with written_trained(run.folder, run.weights) as trained:
         place, options = Destination(out, force=force), options_of(recipe)
         result = convert_by(options, trained, place, provenance=provenance, progress=progress)
-    if command != command.published() and (said := str(result.report["finetune"].get("next", ""))):
-        exact = judged(read(Report, result.report), asked, command).finetune
-        progress.say(exact.next if exact is not None else said)
-    return result
+    if not result.report.get("next"):
+        return result
+    return replace(result, next=judged(read(Report, result.report), asked, command).next)
 
 
 def options_of(recipe: Recipe, **others: Any) -> Options:
@@ -331,7 +331,7 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(recipe.data.gradient_accumulation)
     if engine and find_spec("deepspeed") is None:
         raise UserError(
-            'deepspeed is not installed; pip install "bf16_to_fp16[train]", or launch with launch/accelerate/fsdp.yaml'
+            f"deepspeed is not installed; {how_to_install('train')}, or launch with launch/accelerate/fsdp.yaml"
         )
     if engine and on_cpu:
         import deepspeed.ops
@@ -454,9 +454,11 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
         if broken is None:
             return True
         if recipe.penalty.form == "none" and recipe.schedule.bf16_steps is None:
+            # The bounds that certify holds do bring it down.
+            why = "says when it is" if recipe.penalty.certify else "brings it down"
             raise UserError(
-                f"{broken} is not finite in fp16 before the first step, and without a penalty nothing brings it down;"
-                " set penalty.form, or schedule.bf16_steps"
+                f"{broken} is not finite in fp16 before the first step, and without a penalty nothing {why};"
+                " set schedule.bf16_steps, or penalty.form"
             )
     broken = overflowing(student, given, first, device, progress)
     if broken is not None:
@@ -542,7 +544,9 @@ def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterat
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:
-    """Return what the report says of the run: the original, the recipe, the data and what happened."""
+    """Return what the report says of the run: the original, the recipe as it was written and what was settled on where
+    that left it open, the data and what happened."""
+    settled = recipe.settled(in_parts=in_parts())
     settings = recipe.describe()
     # A report is published; of local paths only the last part says anything to others.
     for section, key in ((settings, "source"), (settings, "out"), (settings["data"], "path")):
@@ -554,6 +558,7 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:
         source=Source.of(checkpoint).model_copy(update={"other_sha256": other_sha256(checkpoint)}),
         finetune=FinetuneEntry(
             recipe=settings,
+            settled={} if settled == recipe else {"penalty.certify": settled.penalty.certify},
             data=shown,
             processes=run.processes,
             devices=list(run.devices),

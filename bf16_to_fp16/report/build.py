@@ -26,12 +26,12 @@ from ..numerics import NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.plan import Plan, describe_plan
-from ..rescaling.planner import ROUNDING, Planned, Violation
+from ..rescaling.planner import ROUNDING, Planned
 from ..rescaling.rounding_loss import STEP_NOISE
 from ..rescaling.squares import squares_of
 from . import schema
 from .evidence import Decided, Measured, Rewritten
-from .remedies import OUTPUT, OVER, inexact, overflowing, passed_limit, sinks, unsafe_sites, why_unproven
+from .remedies import OVER, THIN, inexact, overflowing, passed_limit, sinks, unsafe_sites, why_unproven
 
 NOISE = 1e-9
 """Divergences under it are the noise of fp32 logits."""
@@ -63,7 +63,8 @@ def build(
     """
     layout, planned, ranges, written = decided.layout, decided.planned, decided.ranges, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
-    short = [*map(passed_limit, planned.violations if planned else ()), *(too_inexact(fidelity) if fidelity else ())]
+    over, close = passed_limits(planned, regimes, plan, certificate)
+    over += too_inexact(fidelity) if fidelity else []
     half = regimes.get("half")
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
@@ -74,7 +75,7 @@ def build(
         seen[site.name] = max(seen.get(site.name, 0.0), site.worst)
     return schema.Report(
         schema=SCHEMA,
-        verdict="unsafe" if broken else conclude(regimes, short, plan, certificate),
+        verdict="unsafe" if broken else conclude(regimes, over, certificate),
         proof="certified" if certificate.holds else "observed",
         family=layout.family.name,
         target=decided.target,
@@ -92,7 +93,8 @@ def build(
         plan=Plan.model_validate(describe_plan(plan)),
         signals=signals_of(layout, plan, ranges) if ranges is not None else [],
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
-        unsafe=[*short, *unsafe_sites(described, converted=True), *broken],
+        unsafe=[*over, *unsafe_sites(described, converted=True), *broken],
+        close=close,
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
     )
@@ -111,21 +113,34 @@ def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> sche
     return report.model_copy(update={"output": schema.Output(files=files)})
 
 
+def passed_limits(
+    planned: Planned | None, regimes: Mapping[str, RegimeResult], plan: Plan, certificate: Certificate
+) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
+    """Return the limits that no exponent holds, those that are passed and those of which only the margin is missing,
+    which is nothing unsafe.
+
+    Without regimes nothing was run, and the certificate alone decides.
+    """
+    entries = [passed_limit(violation) for violation in (planned.violations if planned else ())]
+    margin = plan.margin_bits or 0.0
+    past = [entry.excess_bits > margin if regimes else not certificate.holds for entry in entries]
+    over = [entry for entry, is_past in zip(entries, past, strict=True) if is_past]
+    close = [
+        entry.model_copy(update={"reason": THIN}) for entry, is_past in zip(entries, past, strict=True) if not is_past
+    ]
+    return over, close
+
+
 def conclude(
-    regimes: Mapping[str, RegimeResult],
-    violations: Sequence[Violation | schema.UnsafeEntry],
-    plan: Plan,
-    certificate: Certificate,
+    regimes: Mapping[str, RegimeResult], over: Sequence[schema.UnsafeEntry], certificate: Certificate
 ) -> Literal["safe", "unsafe"]:
-    """Return "safe" if the regimes are, and nothing passes its limit by more than the margin that was asked for.
+    """Return "safe" if the regimes are and nothing is over its limit (``over``).
 
     Without regimes nothing was run, and the certificate alone decides.
     """
     if not regimes:
         return "safe" if certificate.holds else "unsafe"
-    margin = plan.margin_bits or 0.0
-    passed = any(v.signal == OUTPUT or v.excess_bits > margin for v in violations)
-    return "unsafe" if passed else verdict(regimes)
+    return "unsafe" if over else verdict(regimes)
 
 
 def tiers_of(

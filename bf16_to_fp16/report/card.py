@@ -27,19 +27,19 @@ from .page import (
     is_exact,
     plan_rows,
     regime_rows,
+    remedies_of,
     source_name,
     unsafe_rows,
-    verdict_sentence,
     weight_rows,
 )
-from .rows import coverage, least_precise, moved_by, tier_rows, uncertified_rows
+from .rows import coverage, least_precise, moved_by, standing, tier_rows, uncertified_rows, verdict_sentence
 from .schema import FinetuneEntry, Report, dump
 
 TAGS = ("fp16", "bf16-to-fp16")
 
 
-UNSAFE_NOTICE = "> **Unsafe in fp16.**"
-"""How the text of an unsafe checkpoint's card begins."""
+NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}
+"""How the text of a card begins by the report's standing."""
 
 
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n.*?\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
@@ -86,10 +86,17 @@ def warned(card: str, report: Report) -> str:
     """Return a card whose text begins with the unsafe verdict of ``report``: as it is if it does so already."""
     front = FRONT_MATTER.match(card)
     head, body = (card[: front.end()], card[front.end() :]) if front else ("", card)
-    if body.lstrip().startswith(UNSAFE_NOTICE):
+    if body.lstrip().startswith(NOTICES[standing(report)]):
         return card
-    sentence = prose(verdict_sentence(report).removeprefix("Unsafe in fp16: "))
-    return f"{head}\n{UNSAFE_NOTICE} {sentence} What is said below otherwise was measured before.\n\n{body.lstrip()}"
+    return f"{head}\n> {notice(report)} What is said below otherwise was measured before.\n\n{body.lstrip()}"
+
+
+def notice(report: Report) -> str:
+    """Return the first line of a card that is not simply safe, as Markdown: the verdict and how to go on."""
+    head, _, rest = verdict_sentence(report).partition(": ")
+    verdict = f"**{prose(head)}.** {prose(rest[:1].upper() + rest[1:])}"
+    words, colon, command = report.next.partition(": ")
+    return f"{verdict} Next: {prose(words)}{colon}{span(command) if colon else ''}" if report.next else verdict
 
 
 def origin(checkpoint: Checkpoint, report: Report) -> tuple[str | None, str | None]:
@@ -218,7 +225,8 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         recipe=yaml.safe_dump(recipe, sort_keys=False, width=120, allow_unicode=True) if recipe else "",
         safe=report.safe,
         sentence=verdict_sentence(report),
-        remedy=unsafe_rows(report)["remedy"],
+        notice=notice(report),
+        unsafe=unsafe_rows(report),
         figures=figures(report),
         regimes=regime_rows(report.regimes),
         proven=report.proven,
@@ -226,6 +234,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         leaves=leaves,
         tiers=tier_rows(report),
         unproven=uncertified_rows(report),
+        remedies=remedies_of(report, uncertified_rows(report)),
         most_unproven=MOST_UNCERTIFIED_ON_CARD,
         least_precise=least_precise(report),
         fidelity=fidelity_rows(report.fidelity),

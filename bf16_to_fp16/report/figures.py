@@ -22,7 +22,7 @@ from markupsafe import Markup
 from ..families.known import FAMILIES, named, roles_of
 from ..families.roles import block_of, last, stack_of
 from ..numerics import FP16_MAX
-from ..wording import bound_magnitude, infinite, known, magnitude, power, rounded_down
+from ..wording import bits, bound_magnitude, infinite, known, magnitude, power
 from .schema import BoundEntry, CertificateEntry, FinetuneEntry, SignalEntry
 
 
@@ -452,11 +452,9 @@ def headroom_picture(
     if not found:
         return None
     asked = "" if target is None else f"; asked for: {target:g}"
-    began, ended = rounded_down(found[0][1], 1), rounded_down(found[-1][1], 1)
-    words = f"headroom of the tightest layer: from {began:.1f} to {ended:.1f} bits{asked}"
+    words = f"headroom of the tightest layer: from {bits(found[0][1])} to {bits(found[-1][1])} bits{asked}"
     if bounds:
-        first, last = rounded_down(bounds[0][1], 1), rounded_down(bounds[-1][1], 1)
-        words += f"; dashed, that of the tightest bound: from {first:.1f} to {last:.1f}"
+        words += f"; dashed, that of the tightest bound: from {bits(bounds[0][1])} to {bits(bounds[-1][1])}"
     with styled("headroom", _CURVE, words) as (axes, result):
         low = min(-0.5, 1.1 * min(values([*found, *bounds])))
         axes.axhspan(low, 0, color=_LIMIT, alpha=0.1, linewidth=0)

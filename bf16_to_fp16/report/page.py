@@ -26,7 +26,7 @@ from markupsafe import Markup, escape
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..wording import (
-    below_limit,
+    about,
     bound_magnitude,
     counted,
     excess,
@@ -50,12 +50,12 @@ from ..wording import (
     times,
 )
 from .figures import BRACKETS, SERIES, bracket_pictures, curve_pictures, pictures
-from .remedies import after_breaking, missed_goals, unsafe_sites
+from .remedies import unsafe_sites
 from .rows import (
     BF16_BITS,
     MOST_UNCERTIFIED,
+    STANDINGS,
     UNCERTIFIED_SHOWN,
-    attack_breaks,
     bound_rows,
     bounds_by_name,
     by_design,
@@ -63,16 +63,30 @@ from .rows import (
     coverage,
     distances,
     distinct,
+    first_broken,
     for_target,
     found_by,
     kept_bits_tables,
     least_precise,
     moved_by,
+    standing,
     tier_rows,
     uncertified_rows,
     underflow_rows,
+    verdict_sentence,
 )
-from .schema import FidelityEntry, FinetuneEntry, RegimeEntry, Report, SignalEntry, SiteEntry, WeightsEntry, dump
+from .schema import (
+    FidelityEntry,
+    FinetuneEntry,
+    RegimeEntry,
+    Report,
+    SignalEntry,
+    SiteEntry,
+    UnprovenEntry,
+    UnsafeEntry,
+    WeightsEntry,
+    dump,
+)
 
 MOST_SITE_BYTES = 1_500_000
 """Bytes of the site table's JSON; past it sites with most headroom are left out, so that the page stays under 2 MB."""
@@ -122,6 +136,7 @@ def render(report: Report) -> str:
         report=report,
         title=source_name(report),
         safe=report.safe,
+        standing=STANDINGS[standing(report)],
         proven=report.proven,
         sentence=verdict_sentence(report),
         figures=figures(report),
@@ -140,7 +155,8 @@ def render(report: Report) -> str:
         tiers=tier_rows(report),
         unproven=unproven[:UNCERTIFIED_SHOWN],
         more_unproven=unproven[UNCERTIFIED_SHOWN:MOST_UNCERTIFIED],
-        one_reason=len({(site.reason, site.remedy) for site in unproven}) == 1,
+        one_reason=len({site.reason for site in unproven}) == 1,
+        remedies=remedies_of(report, unproven),
         hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED),
         precision=kept_bits_tables(report),
         least_precise=least_precise(report),
@@ -201,6 +217,7 @@ def jinja_environment() -> Environment:
         "over": excess,
         "over2": partial(excess, decimals=2),
         "breakable": breakable,
+        "with_command": with_command,
         "tightness": lambda site: tightness(site.bound, site.observed),
     }
     return made
@@ -209,6 +226,12 @@ def jinja_environment() -> Environment:
 def breakable(name: object) -> Markup:
     """Return text, escaped, whose dotted names may wrap behind their dots, but not numbers."""
     return Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(str(name)))))
+
+
+def with_command(said: str) -> Markup:
+    """Return a sentence, escaped, in which a command behind its last words, "…: ", stands as code."""
+    words, colon, command = said.partition(": ")
+    return Markup("{}: <code>{}</code>").format(words, command) if colon else escape(said)
 
 
 # --- verdict and figures -------------------------------------------------------------------------------------------
@@ -227,40 +250,6 @@ def source_name(report: Report) -> str:
     """Return the last part of the source's path or Hub id, without the revision."""
     path = report.source.path or report.family or "checkpoint"
     return path.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1].partition("@")[0] or path
-
-
-def verdict_sentence(report: Report) -> str:
-    """Return the verdict in one sentence, with what it rests on."""
-    regimes, broken = report.regimes, report.broken_regimes
-    if report.safe:
-        beginning = "Safe in fp16"
-        if report.proven:
-            beginning += " for every input, by bounds from the weights"
-        if not regimes:
-            return f"{beginning}; nothing was run."
-        kept = min(regime.headroom_bits for regime in regimes.values())
-        return (
-            f"{beginning}: nothing overflowed or saturated in {listed(list(regimes))},"
-            f" and the largest value run is {below_limit(kept)}."
-        )
-    if not broken:
-        if report.attack is not None and (site := attack_breaks(report)) is not None:
-            steps = counted(report.attack.steps, "gradient step")
-            return f"Unsafe in fp16: {steps} found an input that overflows {site.name}."
-        ran = "nothing overflowed in what was run" if regimes else "nothing was run"
-        over = len(uncertified_rows(report))
-        why = f"bounds pass the limit at {counted(over, 'site')}" if over and not regimes else ""
-        why = "; ".join(f"{entry.signal}: {entry.reason}" for entry in missed_goals(report)) or why
-        return f"Unsafe in fp16: {ran}, but {why or 'see below what passes its limit'}."
-    nonfinite, saturated = (max(getattr(regimes[b], key) for b in broken) for key in ("nonfinite", "saturated"))
-    what = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
-    first = first_broken(regimes[broken[0]])
-    return f"Unsafe in fp16: up to {listed(what)} in {listed(broken)}" + (f", first at {first}." if first else ".")
-
-
-def first_broken(regime: RegimeEntry) -> str | None:
-    """Return the name of the site where a regime breaks first, None where it does not."""
-    return next((site.name for site in regime.broken_sites), None)
 
 
 def figures(report: Report) -> list[Figure]:
@@ -331,8 +320,8 @@ def closeness(close: FidelityEntry, *, finetuned: bool = False) -> tuple[str, st
         return scientific(fp16), note
     if fp16 <= 0:
         return "no error", note
-    ratio = bf16 / fp16
-    return (f"{ratio:.3g}× closer" if ratio >= 1 else f"{fp16 / max(bf16, 1e-300):.3g}× further off"), note
+    closer, further = bf16 / fp16, fp16 / max(bf16, 1e-300)
+    return (f"{about(closer)} closer" if closer >= 1 else f"{about(further)} further off"), note
 
 
 def found_magnitude(found: float | None) -> str:
@@ -381,16 +370,28 @@ def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
 
 
 def unsafe_rows(report: Report) -> dict[str, Any]:
-    """Return what is unsafe and what to do: limits the plan cannot hold, broken sites, how many are not listed."""
-    sites, broken = unsafe_sites(report.regimes), report.broken_regimes
-    clean = [name for name in report.regimes if name not in broken]
+    """Return what is unsafe, short of what was asked, or close to its limit, by kind, with how to go on; the sites that
+    broke in the order in which they did, without those past ``MOST_UNSAFE`` ("more")."""
+    sites = unsafe_sites(report.regimes)
+
+    def of(*kinds: str) -> list[UnsafeEntry]:
+        return [entry for entry in report.unsafe if entry.kind in kinds]
+
     return {
-        # The others are the sites below, which broke in a regime.
-        "limits": [entry for entry in report.unsafe if entry.regimes is None],
+        "next": report.next,
         "sites": sites[:MOST_UNSAFE],
         "more": max(0, len(sites) - MOST_UNSAFE),
-        "remedy": after_breaking(report, clean) if broken else report.finetune.next if report.finetune else "",
+        "found": of("found"),
+        "goals": of("goal", "inexact"),
+        "limits": of("limit"),
+        "close": report.close,
     }
+
+
+def remedies_of(report: Report, unproven: Sequence[UnprovenEntry]) -> list[str]:
+    """Return what helps where bounds pass their limits, each remedy once; nothing where the next step was said of the
+    whole."""
+    return [] if report.next else list(dict.fromkeys(site.remedy for site in unproven))
 
 
 def is_exact(plan: Plan) -> bool:

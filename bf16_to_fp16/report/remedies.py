@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
 
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..rescaling.planner import Fallback, Violation
@@ -20,6 +24,10 @@ MASKED = ":masked"
 
 OUTPUT = "the output, against bf16's error"
 """Names the violation of an fp16 output that is less accurate than bf16's."""
+
+
+TEXT = "TEXT.txt"
+"""Stands for the user's own text."""
 
 
 FINETUNE = "finetune with the activation-magnitude penalty"
@@ -40,16 +48,22 @@ CONVERTED = f"rescaling was not enough; {FINETUNE}"
 OBSERVED = "its observed range with margin decides; finetune with penalty.certify: true to prove it as well"
 
 
-INEXACT = (
-    "fp16 is further from the fp32 source than bf16: the limits leave too few bits;"
-    f" {FINETUNE}, or try a smaller --margin"
-)
+TOO_FEW_BITS = "fp16 is further from the fp32 source than bf16: the limits leave too few bits"
 
 
-NOT_FINITE = f"its logits are inf or NaN: something inside overflows; {FINETUNE}"
+INEXACT = f"{FINETUNE}, or try a smaller --margin"
+
+
+NOT_FINITE = "its logits are inf or NaN, since something inside overflows"
+
+
+SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"
 
 
 PASSED = "no exponent brings it under its limit with the margin"
+
+
+THIN = "it is under its limit by less than the margin, and no exponent lowers it"
 
 
 OVER = "its bound is over the limit with these weights"
@@ -72,7 +86,9 @@ UNSAFE_BY_REPORT = "finetune it, or stay with bf16"
 
 def passed_limit(violation: Violation) -> UnsafeEntry:
     """Return a limit that the plan cannot hold as an entry of the report."""
-    return UnsafeEntry(signal=violation.signal, excess_bits=violation.excess_bits, remedy=PENALTY, reason=PASSED)
+    return UnsafeEntry(
+        signal=violation.signal, kind="limit", excess_bits=violation.excess_bits, remedy=PENALTY, reason=PASSED
+    )
 
 
 def sinks(least: float) -> str:
@@ -82,7 +98,8 @@ def sinks(least: float) -> str:
 
 def inexact(excess_bits: float, *, finite: bool) -> UnsafeEntry:
     """Return an output that is less accurate than bf16's, by so many bits, as an entry of the report."""
-    return UnsafeEntry(signal=OUTPUT, excess_bits=excess_bits, remedy=INEXACT if finite else NOT_FINITE, reason=PASSED)
+    why, remedy = (TOO_FEW_BITS, INEXACT) if finite else (NOT_FINITE, SOMETHING_INSIDE)
+    return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
 
 
 def unsafe_sites(regimes: Mapping[str, RegimeEntry], *, converted: bool = False) -> list[UnsafeEntry]:
@@ -111,6 +128,7 @@ def unsafe_sites(regimes: Mapping[str, RegimeEntry], *, converted: bool = False)
         rows.append(
             UnsafeEntry(
                 signal=signal,
+                kind="broke",
                 regimes=list(found),
                 nonfinite=nonfinite,
                 saturated=saturated,
@@ -134,6 +152,7 @@ def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEn
     return [
         UnsafeEntry(
             signal=site.name,
+            kind="found",
             excess_bits=math.log2(max(site.limit, site.fp32) / site.limit),
             reason=f"{reached(site.fp32)} on an input that {steps} of search found",
             remedy=CONVERTED if converted else NOT_CONVERTED,
@@ -142,8 +161,11 @@ def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEn
     ]
 
 
-def over_limits(certificate: CertificateEntry) -> list[UnprovenEntry]:
-    """Return the sites whose bound passes its limit, the worst first, of weights on which no rescaling was tried."""
+def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> list[UnprovenEntry]:
+    """Return the sites whose bound passes its limit, the worst first.
+
+    converted: whether rescaling has been tried on these weights already.
+    """
     return [
         UnprovenEntry(
             name=site.name,
@@ -151,7 +173,7 @@ def over_limits(certificate: CertificateEntry) -> list[UnprovenEntry]:
             limit=site.limit,
             excess_bits=-site.headroom_bits,
             reason="no rescaling moves it" if site.kind in IMMOVABLE else OVER,
-            remedy=PENALTY if site.kind in IMMOVABLE else CONVERT,
+            remedy=PENALTY if site.kind in IMMOVABLE else CONVERTED if converted else CONVERT,
         )
         for site in certificate.over
     ]
@@ -173,38 +195,54 @@ def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
 def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Report:
     """Return the report of a finetune that ended unsafe or without what was asked of it (``missed``), with ``remedy``
     in the place of another finetune."""
+
+    def helped(told: str) -> str:
+        return remedy if FINETUNE in told else told
+
     finetune = report.finetune.model_copy(update={"next": remedy}) if report.finetune is not None else None
     unsafe = [
-        *(entry.model_copy(update={"remedy": entry.remedy.replace(FINETUNE, remedy)}) for entry in report.unsafe),
+        *(entry.model_copy(update={"remedy": helped(entry.remedy)}) for entry in report.unsafe),
         *(entry.model_copy(update={"remedy": remedy}) for entry in missed),
     ]
-    uncertified = [
-        entry.model_copy(update={"remedy": entry.remedy.replace(FINETUNE, remedy)})
-        for entry in report.uncertified or ()
-    ]
-    changed = {"verdict": "unsafe", "finetune": finetune, "unsafe": unsafe, "uncertified": uncertified}
+    uncertified = [entry.model_copy(update={"remedy": helped(entry.remedy)}) for entry in report.uncertified or ()]
+    changed = {"verdict": "unsafe", "finetune": finetune, "unsafe": unsafe, "uncertified": uncertified, "next": remedy}
     return report.model_copy(update=changed)
 
 
 def missed_goals(report: Report) -> list[UnsafeEntry]:
     """Return what was asked of a finetune and not delivered."""
-    return [entry for entry in report.unsafe if entry.regimes is None and entry.reason != PASSED and entry.reason]
+    return [entry for entry in report.unsafe if entry.kind == "goal"]
 
 
-def after_breaking(report: Report, clean: Sequence[str]) -> str:
-    """Return what to do with a checkpoint that broke, in sentences: convert it, or what is left where that was done.
+def going_on_from(
+    source: str, regimes: Mapping[str, RegimeEntry], converted: bool, subfolder: str | None = None
+) -> str:
+    """Return how to go on with a checkpoint that was found unsafe, in ``regimes`` or, where nothing was run, by its
+    bounds; ``source``, ``subfolder``: as the command takes them."""
+    if converted:
+        clean = [name for name, regime in regimes.items() if not regime.broken]
+        if len(clean) == len(regimes):
+            clean = []
+        return finetuning_of(source, f"{source}-finetuned", clean, certify=not regimes, subfolder=subfolder)
+    out = f"{PurePath(source.partition('@')[0]).name}-fp16"
+    words = ["bf16-to-fp16", "convert", source, out, *(["--subfolder", subfolder] if subfolder else [])]
+    return f"convert it, which is exact and lowers most of this: {shlex.join(words)}"
 
-    clean: the regimes in which nothing broke.
+
+def finetuning_of(
+    source: str, out: str, clean: Sequence[str] = (), *, certify: bool = False, **others: str | None
+) -> str:
+    """Return how to go on with a conversion that was not enough: the command that writes the shortest recipe, with
+    ``others`` of its keys, and runs it.
+
+    source, out: as the recipe takes them. clean: the regimes in which nothing broke, where it broke in others. certify:
+    whether a certificate is what is missing.
     """
-    if report.plan is None:
-        return "Convert the checkpoint (bf16-to-fp16 convert SOURCE OUT): rescaling is exact and lowers most of these."
-    if report.finetune is not None and report.finetune.next:
-        further = report.finetune.next[:1].upper() + report.finetune.next[1:]
-    else:
-        further = "Finetune it with the activation-magnitude penalty (bf16-to-fp16 finetune RECIPE)"
-    if clean:
-        return (
-            f"Rescaling was not enough here. Nothing broke in {listed(clean)}: use it that way. {further},"
-            " or stay with bf16."
-        )
-    return f"Rescaling was not enough here, and no fp16 regime is clean. {further}, or stay with bf16 or fp32."
+    recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
+    recipe |= {key: value for key, value in others.items() if value is not None}
+    if certify:
+        recipe["penalty"] = {"certify": True}
+    # JSON is YAML as well, whatever is in the names.
+    written = f"echo {shlex.quote(json.dumps(recipe, ensure_ascii=False))} > recipe.yaml"
+    otherwise = f"use {listed(clean)}, where nothing broke" if clean else "stay with bf16"
+    return f"{otherwise}, or finetune it on plain text, here {TEXT}: {written} && bf16-to-fp16 finetune recipe.yaml"

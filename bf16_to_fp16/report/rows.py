@@ -10,8 +10,18 @@ from typing import Any
 from ..bounds.tiers import TIERS
 from ..families.known import named, roles_of
 from ..families.roles import block_of, stack_of
-from ..wording import counted, infinite, percent, scientific, tightness
-from .remedies import over_limits
+from ..wording import (
+    below_limit,
+    counted,
+    infinite,
+    listed,
+    over_limit,
+    percent,
+    reached,
+    scientific,
+    tightness,
+)
+from .remedies import missed_goals, over_limits
 from .schema import (
     AttackedSite,
     BoundEntry,
@@ -163,6 +173,82 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
     else:
         leaves.insert(1, ("training mode, with dropout", "--target train"))
     return covers, leaves
+
+
+# --- the verdict ---------------------------------------------------------------------------------------------------
+
+STANDINGS = {"safe": "safe", "short": "safe, but short", "unsafe": "unsafe"}
+"""What the verdict is called: unsafe is divided into what is, and what is only short of what a recipe asked for."""
+
+
+def standing(report: Report) -> str:
+    """Return the key of ``STANDINGS`` that a report has."""
+    return "safe" if report.safe else "short" if report.short else "unsafe"
+
+
+def verdict_sentence(report: Report) -> str:
+    """Return the verdict in one sentence, with what it rests on."""
+    regimes, broken = report.regimes, report.broken_regimes
+    if report.safe or report.short:
+        beginning = "Safe in fp16"
+        if report.proven:
+            beginning += " for every input, by bounds from the weights"
+        elif report.short and regimes:
+            beginning += " on what was run"
+        if report.short:
+            return f"{beginning}, but short of what was asked: {missed(report)}."
+        if not regimes:
+            return f"{beginning}; nothing was run."
+        kept = min(regime.headroom_bits for regime in regimes.values())
+        return (
+            f"{beginning}: nothing overflowed or saturated in {listed(list(regimes))},"
+            f" and the largest value run is {below_limit(kept)}."
+        )
+    if broken:
+        nonfinite, saturated = (max(getattr(regimes[b], key) for b in broken) for key in ("nonfinite", "saturated"))
+        what = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
+        first = first_broken(regimes[broken[0]])
+        return f"Unsafe in fp16: up to {listed(what)} in {listed(broken)}" + (f", first at {first}." if first else ".")
+    if searched := broken_by_search(report):
+        return f"Unsafe in fp16: {searched}."
+    ran = "nothing overflowed in what was run" if regimes else "nothing was run"
+    return f"Unsafe in fp16: {ran}, but {passed(report)}."
+
+
+def missed(report: Report) -> str:
+    """Return what was asked of a finetune and not delivered, in words; empty where nothing was."""
+    return "; ".join(entry.reason for entry in missed_goals(report))
+
+
+def passed(report: Report) -> str:
+    """Return what makes a report unsafe in which nothing overflowed, in words."""
+    kinds = {entry.kind: entry for entry in reversed(report.unsafe)}
+    if (inexact := kinds.get("inexact")) is not None:
+        return inexact.reason
+    over = sum(entry.kind == "limit" for entry in report.unsafe)
+    if over:
+        return f"no exponent keeps {counted(over, 'signal')} under the limit with the margin"
+    unproven = len(uncertified_rows(report))
+    return f"bounds pass the limit at {counted(unproven, 'site')}" if unproven else "see below what passes its limit"
+
+
+def broken_by_search(report: Report) -> str:
+    """Return what a gradient search drove past its limit, in words; empty where it found nothing."""
+    if report.attack is None or (site := attack_breaks(report)) is None:
+        return ""
+    found = [entry for entry in report.unsafe if entry.kind == "found"]
+    worst = max(found, key=lambda entry: entry.excess_bits, default=None)
+    if worst is not None:
+        site = next((each for each in report.attack.sites if each.name == worst.signal), site)
+    where = f"{counted(len(found), 'site')}, furthest {site.name}" if len(found) > 1 else site.name
+    said = f" ({reached(site.fp32)}, {over_limit(site.fp32, site.limit)})" if site.fp32 > site.limit else ""
+    steps = counted(report.attack.steps, "gradient step")
+    return f"{steps} of search found an input that overflows {where}{said}"
+
+
+def first_broken(regime: RegimeEntry) -> str | None:
+    """Return the name of the site where a regime breaks first, None where it does not."""
+    return next((site.name for site in regime.broken_sites), None)
 
 
 # --- tiers ---------------------------------------------------------------------------------------------------------

@@ -431,13 +431,15 @@ class PrecisionEntry(ReportObject):
 
 
 class UnsafeEntry(ReportObject):
-    """What is unsafe, or over its limit less the margin, with the reason and the remedy.
+    """What is unsafe, short of what was asked or over its limit less the margin, with the reason and the remedy.
 
-    ``regimes``, ``nonfinite`` and ``saturated`` are those of a site that broke when it was run, None for a limit that
-    no exponent can hold.
+    ``kind``: "broke" when it was run, with ``regimes``, ``nonfinite`` and ``saturated``; "found" past its limit by a
+    search; a "limit" that no exponent can hold; "inexact", an output further from fp32 than bf16's; a "goal" of a
+    recipe that was missed.
     """
 
     signal: str
+    kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = None
     regimes: list[str] | None = None
     nonfinite: Count | None = None
     saturated: Count | None = None
@@ -452,10 +454,12 @@ class FinetuneEntry(ReportObject):
     ``devices``: it ran on, one after the other. ``skipped``: steps whose gradient was not finite. ``rewinds``: after a
     spike of the loss. ``evaluations``: losses and headroom on held-out data, by step. ``curves``: by
     name, a value for each of ``step``. ``fidelity``: of the output to the original. ``next``: how to go on where it
-    did not deliver what the recipe asks for.
+    did not deliver what the recipe asks for. ``recipe``: as it was written, defaults included; ``settled``: what became
+    of the keys that it left open, by their dotted names.
     """
 
     recipe: dict[str, Any] = {}
+    settled: dict[str, Any] = {}
     data: dict[str, Any] = {}
     processes: Count = 1
     devices: list[str] = []
@@ -470,9 +474,10 @@ class FinetuneEntry(ReportObject):
 
     @property
     def holds_bounds(self) -> bool:
-        """Whether its recipe asked for a certificate, so that bounds were trained besides activations."""
+        """Whether it was after a certificate, asked for or settled on, so that bounds were trained as well."""
         penalty = self.recipe.get("penalty")
-        return isinstance(penalty, Mapping) and penalty.get("certify") is True
+        asked = penalty.get("certify") if isinstance(penalty, Mapping) else None
+        return self.settled.get("penalty.certify", asked) is True
 
 
 class Lineage(ReportObject):
@@ -510,6 +515,8 @@ class Report(ReportObject):
     signals: list[SignalEntry] = []
     precision: list[PrecisionEntry] = []
     unsafe: list[UnsafeEntry] = []
+    close: list[UnsafeEntry] = []
+    next: str = ""
     finetune: FinetuneEntry | None = None
     command: str | None = None
     environment: Environment = Environment()
@@ -518,6 +525,11 @@ class Report(ReportObject):
     def safe(self) -> bool:
         """Whether the verdict is safe."""
         return self.verdict == "safe"
+
+    @property
+    def short(self) -> bool:
+        """Whether nothing is unsafe in it but that a recipe asked for more, which the verdict counts as unsafe."""
+        return not self.safe and bool(self.unsafe) and all(entry.kind == "goal" for entry in self.unsafe)
 
     @property
     def proven(self) -> bool:
@@ -551,12 +563,14 @@ class Verification(ReportObject):
     """What ``verify`` found: how each check ended, every problem, and what was computed again.
 
     ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed; ``target``:
-    for which it is. ``tiers``: as the files give them, none where they failed.
+    for which it is. ``tiers``: as the files give them, none where they failed. ``as_reported``: the report is true, and
+    says itself that the checkpoint is unsafe.
     """
 
     version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
     verdict: Literal["safe", "unsafe"]
     verified: Flag
+    as_reported: Flag = False
     source: Source
     report: Claim
     checks: dict[str, str]

@@ -61,7 +61,7 @@ class Screen(Console):
             return table
         below = Table(
             Column(),
-            Column(ratio=1),
+            Column(ratio=1, overflow="fold"),
             title=table.title,
             title_justify=table.title_justify,
             show_header=False,

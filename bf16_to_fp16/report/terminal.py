@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..wording import (
+    about,
     below_limit,
     bytes_in_words,
     counted,
@@ -33,8 +35,19 @@ from ..wording import (
     tightness,
     times,
 )
-from .remedies import CONVERT, FINETUNE, PASSED, after_breaking, missed_goals, passed_limit
-from .rows import by_design, carried_over, distinct, for_target, least_precise, moved_by, tier_rows
+from .remedies import passed_limit
+from .rows import (
+    broken_by_search,
+    by_design,
+    carried_over,
+    distinct,
+    for_target,
+    least_precise,
+    missed,
+    moved_by,
+    passed,
+    tier_rows,
+)
 from .schema import (
     PAGE,
     REPORT,
@@ -66,10 +79,11 @@ CHECK_NAMES = {
 }
 
 
-def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> None:
+def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool = False) -> None:
     """Print what the source did in fp16, whether the output is safe, and how to load it or what to do where it is not.
 
-    verbose: print the tables of the report before that.
+    then: how to go on, with the paths as they were given, instead of the report's ``next``. verbose: print the tables
+    of the report before that.
     """
     screen = console()
     if verbose:
@@ -79,7 +93,7 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
             screen.print(regime_table(report.regimes))
             print_underflow(screen, report.regimes)
         screen.print(figure_table(report))
-        print_unsafe(screen, report.unsafe, remedies=False)
+        print_unsafe(screen, report)
         print_uncertified(screen, report)
     if report.signals:
         screen.print(source_line(report))
@@ -88,10 +102,9 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
         screen.print(Text(tiers_line(report)), soft_wrap=True)
     if report.finetune is not None:
         screen.print(Text(f"finetune: {moved_by(report.finetune)}"))
-    if report.safe:
+    if report.safe or report.short:
         screen.print(Text(load_line(out)), soft_wrap=True)
-    else:
-        screen.print(Text(next_step(report)))
+    print_next(screen, then or report.next)
     screen.print(Text(f"report: {out / PAGE}"), soft_wrap=True)
 
 
@@ -108,7 +121,7 @@ def source_line(report: Report) -> Text:
         return good(name, f"never overflowed on what was run; its largest value, {plain(largest.before)}, is {kept}")
     where = f"{'entering' if largest.side == 'input' else 'at'} {largest.module}"
     worst = f"{plain(largest.before)} {where}, {over_limit(largest.before)}"
-    return bad(name, f"overflows fp16 at {counted(over, 'site')}, at worst {worst}")
+    return bad(name, f"overflows fp16 at {over:,} of {len(signals):,} sites that the plan watches, at worst {worst}")
 
 
 def tiers_line(report: Report) -> str:
@@ -122,12 +135,12 @@ def tiers_line(report: Report) -> str:
 def output_line(report: Report) -> Text:
     """Return whether an output is safe, what that rests on, and how near the limit it came."""
     certificate, regimes = report.certificate, report.regimes
-    if not report.safe:
+    if not report.safe and not report.short:
         first = next((site for regime in regimes.values() for site in regime.broken_sites), None)
         if first is not None:
             where = f"overflows in {', '.join(report.broken_regimes)}, first at {first.name}"
         else:
-            where = "; ".join(f"{e.signal}: {e.reason}" for e in missed_goals(report)) or "see the report"
+            where = broken_by_search(report) or passed(report)
         return bad("output: unsafe", where)
     said = "nothing overflowed on what was run"
     if certificate is not None and certificate.holds:
@@ -136,21 +149,21 @@ def output_line(report: Report) -> Text:
         said += (
             f"; not proven at {len(certificate.over)} of {counted(len(certificate.sites), 'site')}{for_target(report)}"
         )
-    if not regimes:
-        return good("output: safe", f"{said}; nothing was run")
-    tightest = min(regimes.values(), key=lambda regime: regime.headroom_bits)
-    return good(
-        "output: safe",
-        f"{said}; the largest value run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}",
+    tightest = min(regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
+    kept = (
+        "nothing was run"
+        if tightest is None
+        else f"the largest value run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}"
     )
+    if report.short:
+        return bad("output: safe, but short of what was asked", f"{missed(report)}; {said}; {kept}")
+    return good("output: safe", f"{said}; {kept}")
 
 
-def next_step(report: Report) -> str:
-    """Return the command that helps where a conversion ended unsafe, and what else there is."""
-    clean = [name for name in report.regimes if name not in report.broken_regimes]
-    if any(entry.regimes is not None for entry in report.unsafe):
-        return f"next: {after_breaking(report, clean)}"
-    return f"next: {report.unsafe[0].remedy}" if report.unsafe else f"next: {FINETUNE} (bf16-to-fp16 finetune RECIPE)"
+def print_next(screen: Console, then: str) -> None:
+    """Print how to go on, unfolded, so that the command can be copied."""
+    if then:
+        screen.print(Text(f"next: {then}"), soft_wrap=True)
 
 
 def load_line(out: Path) -> str:
@@ -168,8 +181,8 @@ def print_title(title: str) -> None:
     console().print(Text(f"\n{title}", "bold"))
 
 
-def print_audit(report: Report) -> None:
-    """Print an audit's verdict, its regimes and the tightest sites of each."""
+def print_audit(report: Report, then: str = "") -> None:
+    """Print an audit's verdict, its regimes and the tightest sites of each; ``then`` as for ``print_conversion``."""
     screen = console()
     print_verdict(screen, report)
     print_tiers(screen, report)
@@ -177,10 +190,11 @@ def print_audit(report: Report) -> None:
     print_underflow(screen, report.regimes)
     for name, regime in report.regimes.items():
         screen.print(site_table(name, regime.sites[:WORST_SITES]))
-    print_unsafe(screen, report.unsafe)
+    print_unsafe(screen, report)
     if report.attack is not None and report.certificate is not None:
         print_attack(screen, report.attack, report.certificate)
         print_uncertified(screen, report)
+    print_next(screen, then or report.next)
 
 
 def print_underflow(screen: Console, regimes: Mapping[str, RegimeEntry]) -> None:
@@ -219,22 +233,26 @@ def print_attack(screen: Console, attack: AttackEntry, certificate: CertificateE
     screen.print(table)
 
 
-def print_certificate(report: Report) -> None:
-    """Print a certificate: whether it holds, and the tightest sites of each kind."""
+def print_certificate(report: Report, then: str = "") -> None:
+    """Print a certificate: whether it holds, and its tightest bounds, those over their limit with the reason;
+    ``then`` as for ``print_conversion``."""
     screen, certificate = console(), report.certificate
     assert certificate is not None  # what certify is for
     over = certificate.over
     if certificate.holds:
         screen.print(good("certified", certificate_sentence(report, certificate)))
     else:
-        over_of = f"{len(over)} of {counted(len(certificate.sites), 'site')} can pass their limit{for_target(report)}"
-        screen.print(bad("not certified", f"{over_of}; {CONVERT}"))
+        over_of = f"{len(over)} of {counted(len(certificate.sites), 'bound')} can pass their limit{for_target(report)}"
+        screen.print(bad("not certified", over_of))
     ranked = sorted(certificate.sites, key=lambda site: site.headroom_bits)
     shown = ranked[: max(WORST_SITES, min(len(over), 4 * WORST_SITES))]
     title = f"tightest by bound{for_target(report)}"
-    table = Table("site", "what", "bound", "partial sums", "limit", "headroom", title=title, title_justify="left")
-    for column in table.columns[2:]:
+    table = Table(
+        "site", "what", "bound", "partial sums", "limit", "headroom", "why", title=title, title_justify="left"
+    )
+    for column in table.columns[2:6]:
         column.justify = "right"
+    why = {site.name: site.reason for site in report.uncertified or ()}
     for site in shown:
         table.add_row(
             Name(site.name),
@@ -243,11 +261,12 @@ def print_certificate(report: Report) -> None:
             bound_of(site.partial),
             plain(site.limit),
             headroom_by_bound(site.headroom_bits),
+            why.get(site.name, ""),
         )
     screen.print(table)
     print_tiers(screen, report)
     print_more(screen, len(over), "over their limit", len(shown))
-    print_uncertified(screen, report)
+    print_next(screen, then or report.next)
 
 
 def bound_of(value: float) -> str:
@@ -308,14 +327,15 @@ def brought_back(folder: Path) -> str:
 
 
 def print_uncertified(screen: Console, report: Report) -> None:
-    """Print the sites that the certificate does not cover, and the remedy."""
+    """Print the sites that the certificate does not cover with the reasons, and what helps once, unless the whole has a
+    next step."""
     unproven = report.uncertified or ()
     for site in unproven[:WORST_SITES]:
-        screen.print(
-            f"not certified: {site.name}, bound {bound_of(site.bound)}; {site.reason}; {site.remedy}",
-            markup=False,
-        )
+        screen.print(f"not certified: {site.name}, bound {bound_of(site.bound)}; {site.reason}", markup=False)
     print_more(screen, len(unproven), "not certified")
+    if not report.next:
+        for remedy in dict.fromkeys(site.remedy for site in unproven):
+            screen.print(f"what helps: {remedy}", markup=False)
 
 
 def print_verdict(screen: Console, report: Report) -> None:
@@ -327,8 +347,8 @@ def print_verdict(screen: Console, report: Report) -> None:
         screen.print(good("safe", f"no overflow and no saturation observed; the largest value run is {kept}"))
     else:
         broken = report.broken_regimes
-        why = f"values overflow or saturate in {', '.join(broken)}" if broken else "see what passes its limit below"
-        screen.print(bad("unsafe", f"{why}"))
+        why = f"values overflow or saturate in {', '.join(broken)}" if broken else broken_by_search(report)
+        screen.print(bad("unsafe", why or passed(report)))
 
 
 def regime_table(regimes: Mapping[str, RegimeEntry]) -> Table:
@@ -439,27 +459,27 @@ def ratio(bf16: float | None, fp16: float | None) -> str:
     """Return how many times smaller the fp16 error is, in words; nothing where one of them is not a number."""
     if bf16 is None or fp16 is None or not (fp16 > 0 and math.isfinite(fp16) and bf16 > 0 and math.isfinite(bf16)):
         return ""
-    return f" ({bf16 / fp16:.0f} times smaller)" if bf16 > fp16 else f" ({fp16 / bf16:.1f} times larger)"
+    return f" ({about(bf16 / fp16)} smaller)" if bf16 > fp16 else f" ({about(fp16 / bf16)} larger)"
 
 
-def print_unsafe(screen: Console, entries: Sequence[UnsafeEntry], *, remedies: bool = True) -> None:
-    """Print what broke, with each remedy once below, and what no exponent can hold.
+def print_unsafe(screen: Console, report: Report) -> None:
+    """Print what broke, what a search found, what no exponent can hold and what keeps less than the margin."""
+    said = [
+        *((f"unsafe: {entry.signal}, {entry.reason}", "unsafe") for entry in report.unsafe if entry.kind == "broke"),
+        *((f"unsafe: {entry.signal}, {entry.reason}", "found") for entry in report.unsafe if entry.kind == "found"),
+        *((over_margin(entry), "over their limit with margin") for entry in report.unsafe if entry.kind == "limit"),
+        *((f"close: {entry.signal}, {excess(entry.excess_bits, 2)} bits short", "close") for entry in report.close),
+    ]
+    for what in dict.fromkeys(kind for _, kind in said):
+        lines = [line for line, kind in said if kind == what]
+        for line in lines[:WORST_SITES]:
+            screen.print(line, markup=False)
+        print_more(screen, len(lines), "unsafe" if what == "found" else what)
 
-    remedies: False leaves out those of what broke, where the next step is said elsewhere.
-    """
-    broken = [entry for entry in entries if entry.regimes is not None]
-    for site in broken[:WORST_SITES]:
-        screen.print(f"unsafe: {site.signal}, {site.reason}", markup=False)
-    print_more(screen, len(broken), "unsafe")
-    for remedy in dict.fromkeys(site.remedy for site in broken if remedies):
-        screen.print(f"next: {remedy}", markup=False)
-    limits = [entry for entry in entries if entry.regimes is None and entry.reason in ("", PASSED)]
-    for limit in limits[:WORST_SITES]:
-        screen.print(
-            f"over its limit with margin: {limit.signal} by {excess(limit.excess_bits)} bits; {limit.remedy}",
-            markup=False,
-        )
-    print_more(screen, len(limits), "over their limit with margin")
+
+def over_margin(entry: UnsafeEntry) -> str:
+    """Return in a line by how much a limit is passed that no exponent can hold."""
+    return f"over its limit with margin: {entry.signal} by {excess(entry.excess_bits, 2)} bits"
 
 
 def print_more(screen: Console, count: int, what: str, shown: int = WORST_SITES) -> None:
@@ -506,10 +526,17 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
         screen.print(f"{name} times {factor:.6f} against the drift of eps", markup=False)
     if planned is not None:
         costs = Table("residual exponent", "predicted relative squared error", title="why", title_justify="left")
-        for r, cost in sorted(planned.cost_by_exponent.items()):
-            costs.add_row(str(r), "over a limit" if cost > 1 else f"{cost:.2e}")
+        # Beyond one that is over a limit not all are tried.
+        for over, together in groupby(sorted(planned.cost_by_exponent.items()), lambda each: each[1] > 1):
+            row = list(together)
+            if over:
+                costs.add_row(" to ".join(dict.fromkeys(str(r) for r, _ in (row[0], row[-1]))), "over a limit")
+            else:
+                for r, cost in row:
+                    costs.add_row(str(r), f"{cost:.2e}")
         screen.print(costs)
-        print_unsafe(screen, [passed_limit(violation) for violation in planned.violations])
+        limits = [passed_limit(violation) for violation in planned.violations]
+        print_unsafe(screen, Report(unsafe=limits))
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, aside: bool = False) -> None:
@@ -593,6 +620,12 @@ def print_verification(result: Verification) -> None:
     for check, outcome in result.checks.items():
         table.add_row(CHECK_NAMES.get(check, check), outcome)
     screen.print(table)
+    if result.as_reported:
+        broken = counted(sum(problem.check == "audit" for problem in result.problems), "site")
+        ran = f", {broken} of it broke again when run" if result.regimes else ""
+        said = f"the report is true, {counted(result.files, 'file')} as recorded{ran}; the checkpoint is unsafe in fp16"
+        screen.print(bad("unsafe, as reported", said))
+        return
     for problem in result.problems:
         screen.print(
             f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}",

@@ -15,11 +15,10 @@ from bf16_to_fp16.auditing.fidelity import Fidelity, compared, fidelity, output_
 from bf16_to_fp16.auditing.regimes import RegimeResult
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import Certificate
-from bf16_to_fp16.report.build import NOISE, conclude, too_inexact
-from bf16_to_fp16.report.remedies import INEXACT, NOT_FINITE, OUTPUT, inexact
-from bf16_to_fp16.report.schema import UnsafeEntry
+from bf16_to_fp16.report.build import NOISE, conclude, passed_limits, too_inexact
+from bf16_to_fp16.report.remedies import INEXACT, OUTPUT, SOMETHING_INSIDE, inexact
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.planner import Violation
+from bf16_to_fp16.rescaling.planner import Planned, Violation
 from bf16_to_fp16.run.probe import Batch, batches, run_batch
 
 
@@ -137,9 +136,9 @@ def test_an_output_further_from_the_source_than_bf16_is_a_violation_by_half_the_
     assert too_inexact(apart(2.0**-12, 2.0**-8)) == [inexact(2.0, finite=True)]
     assert too_inexact(apart(2.0**-12, math.inf)) == [inexact(40.0, finite=False)]
     assert too_inexact(apart(0.0, 16 * NOISE)) == [inexact(2.0, finite=True)]
-    for finite, remedy in ((True, INEXACT), (False, NOT_FINITE)):
+    for finite, remedy in ((True, INEXACT), (False, SOMETHING_INSIDE)):
         said = inexact(2.0, finite=finite)
-        assert (said.signal, said.excess_bits, said.remedy) == (OUTPUT, 2.0, remedy)
+        assert (said.signal, said.kind, said.excess_bits, said.remedy) == (OUTPUT, "inexact", 2.0, remedy)
 
 
 @pytest.mark.parametrize(
@@ -160,11 +159,14 @@ def test_too_inexact_an_output_is_unsafe_at_any_margin_and_a_limit_passed_within
     clean = {"half": RegimeResult("half", 0, 0, 1.0, 15.0, 0, ())}
     proven = Certificate((), Arithmetic(512), {})
 
-    def concluded(violations: Sequence[Violation | UnsafeEntry], margin_bits: float | None = 1.25) -> str:
-        return conclude(clean, violations, Plan(family="t5", margin_bits=margin_bits), proven)
+    def concluded(*violations: Violation, margin_bits: float | None = 1.25) -> tuple[str, list[str], list[str]]:
+        plan = Plan(family="t5", margin_bits=margin_bits)
+        over, close = passed_limits(Planned(plan, violations, 0.0), clean, plan, proven)
+        return conclude(clean, over, proven), [entry.signal for entry in over], [entry.signal for entry in close]
 
-    assert concluded([]) == "safe"
-    assert concluded(too_inexact(apart(1.0, 1.01))) == "unsafe"
-    assert concluded([Violation("o (output)", 1.25)]) == "safe"
-    assert concluded([Violation("o (output)", 1.26)]) == "unsafe"
-    assert concluded([Violation("o (output)", 0.01)], margin_bits=None) == "unsafe"
+    assert conclude(clean, [], proven) == "safe" and conclude(clean, too_inexact(apart(1.0, 1.01)), proven) == "unsafe"
+    within, past = Violation("a (output)", 1.25), Violation("o (output)", 1.26)
+    # What only lacks the margin is nothing unsafe, and no entry of that list.
+    assert concluded(within) == ("safe", [], ["a (output)"])
+    assert concluded(within, past) == ("unsafe", ["o (output)"], ["a (output)"])
+    assert concluded(Violation("o (output)", 0.01), margin_bits=None) == ("unsafe", ["o (output)"], [])

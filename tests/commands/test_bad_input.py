@@ -716,6 +716,23 @@ def test_a_hub_id_that_does_not_exist(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"feed_forward_proj": "gated-tanh"}, "activation 'tanh' has no bound"),
+        ({"layer_norm_epsilon": 1e-40}, "a norm eps of 1e-40"),
+    ],
+)
+def test_what_has_no_bound_is_refused_before_anything_is_run(
+    changes: dict[str, Any], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny.save(tiny.build("t5-encoder", **changes), tmp_path / "source")
+    status = cli.main(["convert", str(source), str(tmp_path / "out")])
+    said = capfd.readouterr().err.splitlines()
+    assert status == 2 and said[-1].startswith("error: ") and words in said[-1], said
+    assert not any(line.startswith(("Observing", "Bounding")) for line in said)
+
+
 def test_without_a_tokenizer_it_works_and_says_so(
     good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,7 +108,7 @@ def test_a_runtime_that_is_not_installed_is_one_line(
     assert cli.main(["check", str(folders["fits"]), "--runtime", "openvino"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: openvino is not installed") and said.count("\n") == 1
-    assert "bf16_to_fp16[runtimes]" in said
+    assert "in a clone of the repository pip install '.[runtimes]'" in said
 
 
 # --- the real ones ---------------------------------------------------------------------------------------------------

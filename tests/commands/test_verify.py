@@ -189,6 +189,29 @@ def test_a_hidden_overflow_is_found_by_the_audit(folder: Path) -> None:
     assert any("inf/NaN" in reason and "half" in reason for check, _, reason in found if check == "audit")
 
 
+def test_a_true_report_of_an_unsafe_checkpoint_is_told_from_a_false_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.build("t5-encoder", num_layers=2)
+    for name, weight in model.named_parameters():
+        if name.endswith("wi_0.weight"):  # which no exponent moves
+            weight.data.mul_(1e5)
+    out = tmp_path / "out"
+    assert not convert(tiny.save(model, tmp_path / "theirs"), out).safe
+    assert cli.main(["verify", str(out), "--json", str(tmp_path / "found.json")]) == 1
+    said = capsys.readouterr().out
+    assert "unsafe, as reported: the report is true" in said and "not verified" not in said
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["as_reported"] and not found["verified"] and found["verdict"] == "unsafe" and found["problems"]
+    # What it does not say itself makes it a false one.
+    report = json.loads((out / REPORT).read_text())
+    (out / REPORT).write_text(json.dumps(report | {"unsafe": report["unsafe"][:1]}))
+    assert not verify(out)["as_reported"]
+    (out / REPORT).write_text(json.dumps(report))
+    flip(out / "model.safetensors")
+    assert not verify(out)["as_reported"]
+
+
 @pytest.mark.parametrize(
     ("change", "check", "reason"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from support import fakes
 
 from bf16_to_fp16.finetuning.goals import Command, judged, lost_quality, steps_more
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
-from bf16_to_fp16.report.page import verdict_sentence
-from bf16_to_fp16.report.remedies import CONVERTED
+from bf16_to_fp16.report.card import notice
+from bf16_to_fp16.report.page import render
+from bf16_to_fp16.report.remedies import CONVERTED, PENALTY
+from bf16_to_fp16.report.rows import verdict_sentence
 from bf16_to_fp16.report.schema import AttackEntry, Report, UnsafeEntry, dump, read
-from bf16_to_fp16.report.terminal import next_step
+from bf16_to_fp16.report.terminal import print_conversion
 
 COMMAND = Command("r.yaml", ("schedule.steps=100", "seed=1"))
 
@@ -48,22 +51,59 @@ def test_less_headroom_than_was_asked_for_is_unsafe_with_the_command_that_goes_o
         assert after(finetuned(headroom)) == (finetuned(headroom), "")
     result, go_on = after(finetuned(0.9))
     assert result.verdict == "unsafe" and result.unsafe[-1].excess_bits == pytest.approx(0.1)
-    assert "0.90 bits are left" in result.unsafe[-1].reason and "headroom_bits is 1" in verdict_sentence(result)
+    assert result.unsafe[-1].reason.startswith("0.90 of 1 bits of headroom (penalty.headroom_bits), at ")
+    # Rounded down, as the headroom of the same site is everywhere else.
+    assert "0.20 of 1 bits" in after(finetuned(0.2087))[0].unsafe[-1].reason
     assert go_on == "go on: bf16-to-fp16 finetune r.yaml --set seed=1 --set schedule.steps=200 --force"
-    assert result.unsafe[-1].remedy == go_on and next_step(result) == f"next: {go_on}"
+    assert result.unsafe[-1].remedy == go_on == result.next
     assert after(finetuned(2.9), penalty={"headroom_bits": 3.0})[0].verdict == "unsafe"
     # Without a target there is nothing that was asked for.
     assert after(finetuned(0.5), penalty={"form": "none"})[0].verdict == "safe"
 
 
+def test_a_missed_goal_is_called_safe_but_short_wherever_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proof = {"holds": True, "headroom_bits": 0.5, "max_length": 8, "splits": 8}
+    result, go_on = after(read(Report, dump(finetuned(0.6)) | {"certificate": proof, "proof": "certified"}))
+    # The contract's verdict, of which the exit status is made.
+    assert result.verdict == "unsafe" and result.short
+    sentence = verdict_sentence(result)
+    assert sentence.startswith("Safe in fp16 for every input, by bounds from the weights, but short of what was asked:")
+    page, card = render(result), notice(result)
+    assert '<span class="badge">safe, but short</span>' in page and "What was asked and is missing" in page
+    assert card.startswith("**Safe in fp16 for every input, ")
+    print_conversion(result, tmp_path)
+    terminal = capsys.readouterr().out
+    assert "\noutput: safe, but short of what was asked: 0.60 of 1 bits of headroom" in terminal
+    assert "; proven for every input" in terminal and f"\nnext: {go_on}\n" in terminal and "\nload: " in terminal
+    for said in (page.partition("<title>")[2], card, terminal):
+        assert "unsafe" not in said.lower().replace('id="unsafe"', "").partition("<style>")[0]
+
+
+def test_the_next_command_of_a_finetune_stands_once_on_page_card_and_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = {"bound": 9e4, "limit": 65504.0, "excess_bits": 0.5, "reason": "r", "remedy": PENALTY}
+    found = [UnsafeEntry(signal=f"a.{i}", kind="found", excess_bits=0.5, reason="x", remedy=CONVERTED) for i in (1, 2)]
+    unproven = {"uncertified": [site | {"name": name} for name in ("a.1", "a.2")]}
+    report = read(Report, dump(finetuned(0.6)) | unproven | {"verdict": "unsafe"})
+    result, go_on = after(report.model_copy(update={"unsafe": found}))
+    assert {entry.remedy for entry in (*result.unsafe, *(result.uncertified or ()))} == {go_on}
+    command = go_on.partition(": ")[2]
+    print_conversion(result, tmp_path, verbose=True)
+    for said in (render(result), notice(result), capsys.readouterr().out):
+        assert said.count(command) == 1
+
+
 def test_what_a_search_breaks_is_unsafe_and_goes_on_however_much_headroom_the_audit_saw() -> None:
     report = finetuned(2.0, curve=[2.0] * 20)
-    entry = UnsafeEntry(signal="a.wi_0", excess_bits=0.5, reason="90,000 on an input", remedy=CONVERTED)
+    entry = UnsafeEntry(signal="a.wi_0", kind="found", excess_bits=0.5, reason="90,000 on an input", remedy=CONVERTED)
     search = AttackEntry(steps=64, seed=0, worst_headroom_bits=-0.5, median_gain=None, sites=[])
     report = report.model_copy(update={"verdict": "unsafe", "unsafe": [entry], "attack": search})
     result, said = after(report)
     assert said == "go on: bf16-to-fp16 finetune r.yaml --set seed=1 --set schedule.steps=200 --force"
-    assert result.verdict == "unsafe" and said in result.unsafe[0].remedy
+    assert result.verdict == "unsafe" and result.unsafe[0].remedy == said and not result.short
     said = after(report, penalty={"certify": False})[1]
     assert said.startswith("begin another run, whose bounds are held too: ") and "penalty.certify=true" in said
     assert after(report, penalty={"certify": False}, target="norm-safe")[1].startswith("go on: ")
@@ -86,7 +126,7 @@ def test_headroom_that_no_longer_grows_is_a_plateau_and_that_which_does_says_how
 
 def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
     result, said = after(finetuned(3.0, kl=1060.0))
-    assert result.verdict == "unsafe" and "1.06e+03 nats per target token" in verdict_sentence(result)
+    assert result.verdict == "unsafe" and "1.06×10³ nats per target token" in verdict_sentence(result)
     assert said.startswith("begin another run that holds on to the original: bf16-to-fp16 finetune r.yaml")
     assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
 
@@ -134,9 +174,8 @@ def test_a_certificate_that_was_asked_for_and_does_not_hold_is_unsafe_with_the_w
     assert after(with_bounds(), penalty={"certify": True})[0].safe
     assert after(with_bounds(0.5, 3.25, 1.0))[0].safe  # nobody asked
     result, said = after(with_bounds(0.5, 3.25, 1.0), penalty={"certify": True})
-    assert result.verdict == "unsafe" and "3 bounds pass their limits, most by 3.25 bits at h.1" in verdict_sentence(
-        result
-    )
+    said_of_it = "no certificate (penalty.certify), 3 bounds over the limit, most by 3.25 bits at h.1"
+    assert result.verdict == "unsafe" and said_of_it in verdict_sentence(result)
     assert result.unsafe[-1].signal == "certificate" and result.unsafe[-1].excess_bits == 3.25
     assert said.startswith("begin another run that stays nearer to its start: bf16-to-fp16 finetune r.yaml")
     assert "schedule.learning_rate=0.002" in said

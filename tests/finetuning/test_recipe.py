@@ -176,6 +176,7 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
         ("schedule={steps: 10, warmup: 11}", "schedule: warmup of 11 is longer than the 10 steps"),
         ("precision=fp16; schedule.bf16_steps=5", "schedule.bf16_steps is for precision [bf16, fp16]"),
         ("schedule={bf16_steps: 10, steps: 10}", "schedule: bf16_steps of 10 leaves no step for fp16"),
+        ("penalty.certify=maybe", "penalty.certify is 'maybe', text; give true, false or null"),
         ("penalty.certify=true; target=train", "penalty.certify is for target half, and target is train"),
         ("data={path: a, objective: gap-sentences, target_column: b}", "data: objective gap-sentences makes its own"),
         ("data={path: a, input_column: b, target_column: b}", "data: input_column and target_column are the same"),

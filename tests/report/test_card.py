@@ -129,8 +129,11 @@ def test_a_pipelines_card_counts_for_the_model_inside_it(tmp_path: Path) -> None
 def test_an_unsafe_verdict_is_the_first_line(tmp_path: Path) -> None:
     written = card(tmp_path, fakes.conversion(safe=False))
     first = written.text.lstrip().splitlines()[0]
-    assert first.startswith("> **Unsafe in fp16.** up to 1,200 values are inf or NaN")
-    assert "DenseReluDense.wo" in first and "Nothing broke in stock and amp" in first
+    assert first.startswith("> **Unsafe in fp16.** Up to 1,200 values are inf or NaN")
+    assert "DenseReluDense.wo" in first and first.endswith(f" Next: finetune it: `{fakes.COMMAND}`")
+    assert written.text.count(fakes.COMMAND) == 1
+    # What was observed to be unsafe is no reason to speak of headroom.
+    assert "which is what headroom is for" not in written.text and written.text.count("Unsafe in fp16") == 1
     assert ".half()\n" not in written.text and "`.half()` is not safe" in written.text
 
 
@@ -138,7 +141,13 @@ def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
     text = card(tmp_path, fakes.conversion()).text
     assert text.lstrip().startswith("# `summariser-large` in fp16")
     assert "**Safe in fp16: nothing overflowed" in text and "Unsafe" not in text
-    for figure in ("**3.9 × (1.9 bits)**", "**40× closer**", "**99.9999%**", "times 2⁻³", "12 of 512 channels moved"):
+    for figure in (
+        "**3.9 × (1.9 bits)**",
+        "**about 40 × closer**",
+        "**99.9999%**",
+        "times 2⁻³",
+        "12 of 512 channels moved",
+    ):
         assert figure in text
     assert "bf16-to-fp16 convert someone/summariser-large out\nbf16-to-fp16 undo DIR OUT" in text
     assert "Licence as" not in text and "bf16-to-fp16 verify DIR" in text
@@ -241,7 +250,9 @@ def test_what_is_not_certified_is_listed_in_the_card(tmp_path: Path) -> None:
     text = card(tmp_path, report).text
     assert "8 of 1 bounds are over their limit" in text and "The other 2 are in `fp16_report.json`." in text
     rows = re.findall(r"^\| `place.*$", text, re.MULTILINE)
-    assert len(rows) == 6 and rows[0] == "| `place\\|0` | 90,001 | 65,504 | 0.5 | reason 0 | remedy\\|0 |"
+    assert len(rows) == 6 and rows[0] == "| `place\\|0` | 90,001 | 65,504 | 0.5 | reason 0 |"
+    # What helps is said once, not beside each site.
+    assert all(text.count(f"What helps: remedy\\|{i}.") == 1 for i in range(8)) and text.count("remedy") == 8
     assert "No input can make any operation overflow" not in text
 
 
@@ -351,5 +362,11 @@ def test_a_warning_is_put_first_and_once(tmp_path: Path) -> None:
     before = (tmp_path / "README.md").read_text()
     after = warned(before, unsafe)
     assert ModelCard(after).data.to_dict() == ModelCard(before).data.to_dict()
-    assert ModelCard(after).text.lstrip().startswith("> **Unsafe in fp16.** up to 1,200 values are inf or NaN")
+    assert ModelCard(after).text.lstrip().startswith("> **Unsafe in fp16.** Up to 1,200 values are inf or NaN")
+    short = unsafe | {
+        "regimes": fakes.conversion()["regimes"],
+        "unsafe": [fakes.LIMIT | {"kind": "goal", "reason": "too little"}],
+    }
+    assert "\n> **Safe in fp16 on what was run, but short of what was asked.** Too little." in warned(before, short)
+    assert warned(warned(before, short), unsafe).count("> **Unsafe in fp16") == 1
     assert warned(after, unsafe) == after and warned("plain", unsafe).lstrip().startswith("> **Unsafe")

@@ -32,6 +32,8 @@ from bf16_to_fp16.report import figures as pictures
 from bf16_to_fp16.report.build import tiers_of
 from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, dump, read
 from bf16_to_fp16.wording import (
+    about,
+    bits,
     bound_magnitude,
     excess,
     headroom,
@@ -141,7 +143,7 @@ def test_a_whole_report_gives_every_section() -> None:
     assert page.open == []
     assert page.sections == ["picture", "regimes", "plan", "fidelity", "sites", "provenance"]
     assert "Safe in fp16: nothing overflowed or saturated in stock, amp and half" in page.text
-    assert "1.9 bits" in page.text and "40× closer" in page.text and "99.9999%" in page.text
+    assert "1.9 bits" in page.text and "about 40 × closer" in page.text and "99.9999%" in page.text
     assert sum(tag == "svg" for tag, _ in page.tags) == 2
 
 
@@ -201,15 +203,16 @@ def test_an_unsafe_report_names_the_site_its_regime_and_the_remedy() -> None:
     # Joined without spaces: names may wrap behind their dots.
     assert verdict_sentence(report) == sentence and sentence in "".join(page.words)
     assert page.sections[0] == "unsafe"
-    assert "Nothing broke in stock and amp: use it that way" in page.text
-    assert "finetune it" in page.text
+    assert page.text.count(fakes.COMMAND) == 1 and f"<code>{fakes.COMMAND}</code>" in render(report)
+    assert "No exponent brings these under their limit" in page.text
     assert figures(report)[0].value == "none"
 
 
 def test_a_safe_report_with_a_thin_margin_is_not_called_unsafe() -> None:
-    report = fakes.conversion() | {"unsafe": [{"signal": "lm_head (output)", "excess_bits": 0.4, "remedy": "finetune"}]}
+    report = fakes.conversion() | {"close": [fakes.LIMIT | {"excess_bits": 0.4}]}
     text = Page(render(report)).text
     assert "What is close to its limit" in text and "What is unsafe" not in text
+    assert "Under their limit by less than the margin" in text and "No exponent brings" not in text
 
 
 def test_an_audit_has_a_page_without_plan_weights_and_fidelity() -> None:
@@ -518,12 +521,12 @@ def test_what_is_not_certified_is_listed_with_reason_and_remedy() -> None:
     assert not report["certificate"]["holds"]
     html = render(report)
     shown = table(html, 'id="unproven"')
-    assert shown[0] == ["site", "bound", "limit", "bits over", "reason", "remedy"] and len(shown) == 13
+    assert shown[0] == ["site", "bound", "limit", "bits over", "reason"] and len(shown) == 13
     for row, site in zip(shown[1:], report["uncertified"], strict=False):
-        assert row == [site["name"], bound_magnitude(site["bound"]), "65,504", row[3], site["reason"], site["remedy"]]
+        assert row == [site["name"], bound_magnitude(site["bound"]), "65,504", row[3], site["reason"]]
         assert site["excess_bits"] <= float(row[3]) < site["excess_bits"] + 0.1001
     words, rest = Page(html).text, len(report["uncertified"]) - 12
-    assert f"{rest} more" in words and all(site["remedy"] in words for site in report["uncertified"])
+    assert f"{rest} more" in words and all(words.count(f"{site['remedy']}.") == 1 for site in report["uncertified"])
     assert f"Not proven: {rest + 12} of 37 sites" in words and "not certified" in words
     assert (
         figures(report)[1].value == f"{rest + 12} sites" and report["uncertified"][0]["name"] in figures(report)[1].note
@@ -539,6 +542,8 @@ def test_one_reason_for_all_is_said_once_and_very_many_sites_are_cut() -> None:
     ]
     text = Page(render(report)).text
     assert text.count("too wide") == 1 and "Why: too wide. What helps: finetune." in text
+    # Where the whole has a next step, that is it.
+    assert "What helps" not in Page(render(report | {"next": "go on: c"})).text
     assert "place 399" in text and "place 400" not in text and "50 more are in the JSON report only" in text
 
 
@@ -634,7 +639,11 @@ def test_a_site_is_counted_once_and_a_caption_names_a_larger_one_that_is_not_dra
     rows = [row[:2] for row in table(html, "before</th>")[1:]]
     assert rows[:2] == [[gate["module"], "fixed, output"], ["lm_head", "logits, output"]] and rows.count(rows[1]) == 1
     over = sum(signal["before"] > 65504 for signal in report["signals"]) - 1
-    assert f"overflows fp16 at {over} sites" in terminal.source_line(read(Report, report)).plain
+    of = len(report["signals"]) - 1
+    assert (
+        f"overflows fp16 at {over} of {of} sites that the plan watches, "
+        in terminal.source_line(read(Report, report)).plain
+    )
     labels = [a.get("aria-label") or "" for t, a in Page(html).tags if t == "svg"]
     assert labels[1].endswith(f"65,504; not drawn: {gate['module']}, 400,000 before and 400,000 after")
     assert labels[0].endswith("the limit is 65,504")
@@ -650,7 +659,9 @@ def test_a_caption_names_what_is_bounded_and_not_drawn() -> None:
 def test_an_attack_that_breaks_what_ran_clean_says_where() -> None:
     report = attacked(broken=True)
     name = report["attack"]["sites"][0]["name"]
-    assert verdict_sentence(report) == f"Unsafe in fp16: 20 gradient steps found an input that overflows {name}."
+    assert (
+        verdict_sentence(report) == f"Unsafe in fp16: 20 gradient steps of search found an input that overflows {name}."
+    )
     assert figures(report)[1].value == "none" and "overflow" in figures(report)[1].note
 
 
@@ -804,12 +815,13 @@ def test_a_finetune_without_a_log_keeps_the_curves_of_its_evaluations() -> None:
 
 
 def test_a_finetune_that_is_not_safe_is_not_sent_back_to_where_it_came_from() -> None:
-    broken = fakes.conversion(safe=False)
-    assert "bf16-to-fp16 finetune RECIPE" in Page(render(broken)).text
     said = "go on: bf16-to-fp16 finetune recipe.yaml --set schedule.steps=400"
-    again = broken | {"finetune": finetuned()["finetune"] | {"next": said}}
-    text = Page(render(again)).text
-    assert f"G{said[1:]}" in text and "bf16-to-fp16 finetune RECIPE" not in text
+    found = [fakes.LIMIT | {"signal": f"a.{i}", "kind": "found", "reason": f"{i},000 on an input"} for i in (70, 80)]
+    run = finetuned()["finetune"] | {"next": said}
+    html = render(fakes.conversion(safe=False) | {"unsafe": found, "finetune": run, "next": said})
+    assert html.count("bf16-to-fp16 finetune") == 1 and "RECIPE" not in html
+    text = Page(html).text
+    assert "What the search drove past its limit" in text and "No exponent" not in text and "80,000 on an input" in text
 
 
 def test_curves_come_from_the_log_and_are_thinned(tmp_path: Path) -> None:
@@ -837,6 +849,39 @@ def test_the_report_of_a_finetune_has_the_curves_of_its_log(tmp_path: Path) -> N
     found = dump(lineage_of(open_checkpoint(source), recipe, run).finetune)
     assert found["curves"]["step"] == [10] and found["curves"]["loss_scale"] == [64.0]
     assert [p.stack for p in curve_pictures(found)] == ["losses", "loss scale"]
+    # What was written, and what became of it.
+    assert found["recipe"]["penalty"]["certify"] is None and found["settled"] == {"penalty.certify": True}
+    assert FinetuneEntry.model_validate(found).holds_bounds
+    decided = recipe.model_copy(update={"penalty": recipe.penalty.model_copy(update={"certify": False})})
+    written = lineage_of(open_checkpoint(source), decided, run).finetune
+    assert written.settled == {} and not written.holds_bounds
+
+
+def test_the_legend_of_the_curves_names_every_line_that_is_drawn() -> None:
+    report = finetuned()
+    assert "headroom of the tightest layer" in render(report) and "of the tightest bound</li>" not in render(report)
+    report["finetune"]["curves"]["bound_bits"] = [-1.0 + k / 16 for k in range(20)]
+    html = render(report)
+    assert '<i class="key dashed of-attention"></i>headroom of the tightest bound</li>' in html
+    assert "that of the tightest bound: from -1.00 to 0.18" in Page(html).text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (1.0, "about 1 ×"),
+        (2.34, "about 2.3 ×"),
+        (9.96, "about 10 ×"),
+        (1584, "about 1,600 ×"),
+        (4e9, "over 1,000,000 ×"),
+    ],
+)
+def test_a_factor_that_was_measured_is_a_plain_number(ratio: float, said: str) -> None:
+    assert about(ratio) == said
+
+
+def test_bits_of_headroom_are_never_rounded_up() -> None:
+    assert [bits(b) for b in (0.2087, 0.999, 1.0, 2.96, -0.5006)] == ["0.20", "0.99", "1.0", "2.9", "-0.51"]
 
 
 def test_every_exponent_of_the_plan_is_listed() -> None:

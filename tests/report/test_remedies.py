@@ -68,7 +68,9 @@ def test_an_audit_names_every_site_that_broke(source: Path, capsys: pytest.Captu
     assert report["source"]["path"] == "theirs"
     assert cli.main(["audit", str(source), "--regime", "half"]) == 1
     out = capsys.readouterr().out
-    assert out.count("\nunsafe: ") > 1 and out.count("next: bf16-to-fp16 convert rescales") == 1
+    command = f"bf16-to-fp16 convert {source} theirs-fp16\n"  # as it was given, which the report does not keep
+    assert out.count("\nunsafe: ") > 1 and out.count("\nnext: ") == 1 and out.endswith(command)
+    assert report["next"].endswith("bf16-to-fp16 convert theirs theirs-fp16")
 
 
 def test_a_safe_audit_names_nothing(source: Path, tmp_path: Path) -> None:
@@ -83,7 +85,12 @@ def test_a_certificate_that_does_not_hold_names_every_site(source: Path, capsys:
     assert {row["name"] for row in report["uncertified"]} == over and over
     assert all(row["reason"] and row["remedy"] and row["excess_bits"] > 0 for row in report["uncertified"])
     assert cli.main(["certify", str(source)]) == 1
-    assert "not certified: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("not certified: ") and out.count("\nnext: ") == 1 and out.count("bf16-to-fp16 convert") == 1
+    # Each site once, in the table, with the reason.
+    worst = report["uncertified"][0]["name"]
+    assert sum(line.startswith(f"{worst} ") for line in out.splitlines()) == out.count(f"{worst} ") == 1
+    assert report["uncertified"][0]["reason"] in out
 
 
 def test_what_no_rescaling_moves_is_told_from_what_it_does(source: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from support import fakes
 
 from bf16_to_fp16 import cli
+from bf16_to_fp16.families.known import FAMILIES
 from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
 from bf16_to_fp16.report.terminal import (
     brought_back,
@@ -24,6 +25,7 @@ from bf16_to_fp16.report.terminal import (
     print_audit,
     print_certificate,
     print_conversion,
+    print_plan,
     print_planned,
     source_line,
 )
@@ -97,7 +99,9 @@ def test_elsewhere_a_step_is_a_line_and_a_row_is_a_line(tmp_path: Path) -> None:
 def test_a_long_name_is_neither_cut_nor_folded(capsys: pytest.CaptureFixture[str]) -> None:
     report, name = fakes.audit(), "decoder." + "very_long_module_name." * 12 + "wo"
     report["regimes"]["half"]["sites"][0]["name"] = name
-    report["unsafe"] = [{"signal": name, "regimes": ["half"], "reason": "it broke", "remedy": "convert it"}]
+    report["unsafe"] = [
+        {"signal": name, "kind": "broke", "regimes": ["half"], "reason": "it broke", "remedy": "convert it"}
+    ]
     print_audit(read(Report, report))
     shown = capsys.readouterr().out
     assert not FRAME.search(shown) and "\x1b" not in shown
@@ -150,6 +154,21 @@ def test_a_narrow_terminal_cuts_neither_a_number_nor_a_name(width: int, monkeypa
         assert any(report.regimes["half"].sites[1].name in line for line in lines)
 
 
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_the_families_are_listed_whole_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def show() -> None:
+        assert cli.main(["families"]) == 0
+
+    lines = in_columns(width, show, monkeypatch)
+    assert max(map(len, lines)) <= width and "…" not in "".join(lines)
+    # A long word is folded, where nothing of it is lost.
+    text = re.sub(r"[\s│]", "", "".join(lines))
+    readme = (Path(cli.__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    for family in FAMILIES:
+        for name in (*family.seq2seq, *family.encoder_only):
+            assert name in text and (name in readme or name[0] in "MU"), name  # "MT5… and UMT5ForConditional…"
+
+
 @pytest.mark.parametrize("certify", [False, True])
 def test_the_figures_of_a_finetune_say_that_its_bounds_were_trained(
     certify: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -181,7 +200,8 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
         "source: never overflowed on what was run; its largest value, 1, is 65,499 ×"
     )
     broken = fakes.audit()["regimes"]
-    print_conversion(read(Report, made | {"verdict": "unsafe", "regimes": broken}), tmp_path)
+    unsafe = {"verdict": "unsafe", "regimes": broken, "next": "finetune it: bf16-to-fp16 finetune r.yaml"}
+    print_conversion(read(Report, made | unsafe), tmp_path)
     source, output, remedy, page = capsys.readouterr().out.splitlines()
     assert output == "output: unsafe: overflows in half, first at encoder.block.2.layer.1.DenseReluDense.wo"
     assert remedy.startswith("next: ") and "bf16-to-fp16 finetune" in remedy and page.startswith("report: ")
@@ -192,7 +212,13 @@ def test_what_is_left_out_is_counted_and_the_next_step_is_said_once(
 ) -> None:
     broken = fakes.audit() | {
         "unsafe": [
-            {"signal": f"site.{i}", "regimes": ["half"], "reason": "1 inf/NaN in half", "remedy": "convert it"}
+            {
+                "signal": f"site.{i}",
+                "kind": "broke",
+                "regimes": ["half"],
+                "reason": "1 inf/NaN in half",
+                "remedy": "convert it",
+            }
             for i in range(9)
         ]
     }
@@ -203,7 +229,9 @@ def test_what_is_left_out_is_counted_and_the_next_step_is_said_once(
     made = fakes.conversion(safe=False) | {"unsafe": broken["unsafe"], "uncertified": UNPROVEN}
     print_conversion(read(Report, made), tmp_path, verbose=True)
     said = capsys.readouterr().out
-    assert said.count("next: ") == 1 and "load: " not in said
+    assert said.count("next: ") == 1 and "load: " not in said and "what helps" not in said
+    print_conversion(read(Report, made), tmp_path, then="finetune it: exactly so")
+    assert capsys.readouterr().out.count("next: finetune it: exactly so\n") == 1
     assert "and 2 more not certified; --json FILE lists all" in said
 
 
@@ -227,7 +255,7 @@ def test_what_is_said_of_bounds_names_their_target(capsys: pytest.CaptureFixture
     over = sites[0] | {"bound": 131_008.0, "partial": 131_008.0, "headroom_bits": -1.0, "holds": False}
     print_certificate(read(Report, made | {"certificate": proof | {"holds": False, "sites": [over]}}))
     said = capsys.readouterr().out
-    assert "1 of 1 site can pass their limit (target norm-safe)" in said and "2 × over" in said
+    assert "1 of 1 bound can pass their limit (target norm-safe)" in said and "2 × over" in said
 
 
 def test_a_finetune_says_how_far_it_went_from_the_original(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -256,6 +284,16 @@ def test_a_dry_run_begins_with_what_would_become_of_the_source(capsys: pytest.Ca
     source, then, verdict = capsys.readouterr().out.splitlines()
     assert source.startswith("source: overflows fp16 at ") and verdict.startswith("safe: every limit would hold")
     assert then.startswith(f"after: the largest of these values would be {plain(after)}, ")
+
+
+def test_a_dry_run_says_once_which_exponents_are_over_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan.model_validate(fakes.conversion()["plan"])
+    costs = {0: 1e30, -11: 2e30, -12: 1e-7, -13: 2e-8}
+    print_plan(plan, Planned(plan, (), 0.0, costs))
+    why = capsys.readouterr().out.partition("residual exponent")[2].splitlines()[1:]
+    assert [line.split(maxsplit=1)[0] for line in why] == ["-13", "-12", "-11"] and why[2].split() == [
+        *("-11", "to", "0", "over", "a", "limit"),
+    ]
 
 
 def test_help_begins_with_convert_and_has_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 BROKEN = "encoder.block.2.layer.1.DenseReluDense.wo"
 
+LIMIT = {"signal": f"{BROKEN} (output)", "kind": "limit", "excess_bits": 2.5, "remedy": "finetune it"}
+COMMAND = "bf16-to-fp16 finetune r.yaml"
+
 OPERATIONS = (
     *("layer_norm:pow", "layer_norm:mul", "SelfAttention.q", "SelfAttention.k", "SelfAttention.v"),
     *("SelfAttention:scores", "SelfAttention:softmax", "SelfAttention.o", ":add"),
@@ -132,7 +135,8 @@ def conversion(
             "margin_bits": 1.25,
         },
         "signals": signals(blocks, stacks),
-        "unsafe": [] if safe else [{"signal": f"{BROKEN} (output)", "excess_bits": 2.5, "remedy": "finetune it"}],
+        "unsafe": [] if safe else [LIMIT],
+        "next": "" if safe else f"finetune it: {COMMAND}",
         "command": "bf16-to-fp16 convert someone/summariser-large out",
         "environment": {"versions": {"torch": "2.13.0", "safetensors": None}, "python": "3.11.7", "device": "cpu"},
     }
@@ -144,4 +148,4 @@ def audit() -> dict[str, Any]:
     for key in ("plan", "weights", "fidelity", "signals", "unsafe", "output", "command"):
         del report[key]
     report["source"] = {key: report["source"][key] for key in ("path", "revision", "sha256")}
-    return report | {"train_mode": True}
+    return report | {"train_mode": True, "next": "convert it: bf16-to-fp16 convert SOURCE OUT"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from ...environment import how_to_install
 from ...errors import UserError
 from . import ctranslate2, onnx_reference, onnxruntime, openvino
 from .types import Runtime
@@ -26,5 +27,5 @@ def installed(name: str) -> Runtime:
         raise UserError(f"no runtime {name!r}; the known ones are {', '.join(RUNTIMES)}")
     for module in runtime.modules:
         if find_spec(module) is None:
-            raise UserError(f"{name} is not installed ({module} is missing); pip install 'bf16_to_fp16[runtimes]'")
+            raise UserError(f"{name} is not installed ({module} is missing); {how_to_install('runtimes')}")
     return runtime
