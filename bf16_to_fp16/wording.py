@@ -67,9 +67,14 @@ def headroom(value: float | None) -> str:
 
 
 def bits(value: float) -> str:
-    """Return bits of headroom as a number, rounded down, with two decimals under one bit, else one."""
-    decimals = 2 if value < 1 else 1
+    """Return bits of headroom as a number, rounded down, with two decimals from 0 to one bit, else one."""
+    decimals = 2 if 0 <= value < 1 else 1
     return f"{rounded_down(value, decimals):.{decimals}f}"
+
+
+def in_bits(value: float) -> str:
+    """Return a number of bits that was asked for as it was given: "1 bit", "1.5 bits"."""
+    return f"{value:g} bit" + ("" if value == 1 else "s")
 
 
 def below_limit(value: float | None) -> str:

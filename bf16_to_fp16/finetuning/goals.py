@@ -19,7 +19,7 @@ from typing import Any
 from ..report.build import FP16_RANGE_BITS
 from ..report.remedies import going_on
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
-from ..wording import bits, counted, excess, scientific
+from ..wording import bits, counted, excess, in_bits, scientific
 from .recipe import CERTIFIABLE, Recipe
 
 PLATEAU_BITS = 0.05
@@ -177,7 +177,7 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
     missed = quality = lost_quality(recipe, run.evaluations)
     if recipe.penalty.form in ("amax", "smooth-max", "hinge") and not delivered >= asked - TOLERANCE_BITS:
-        reason = f"{bits(delivered)} of {asked:g} bits of headroom (penalty.headroom_bits), at {tightest.tightest}"
+        reason = f"{bits(delivered)} of {in_bits(asked)} of headroom (penalty.headroom_bits), at {tightest.tightest}"
         missed = [goal("headroom", asked - delivered, reason), *quality]
     unproven = uncertified(report) if recipe.penalty.certify else []
     missed = [*missed, *unproven]

@@ -33,6 +33,7 @@ from ..wording import (
     headroom,
     headroom_by_bound,
     headroom_or_excess,
+    in_bits,
     infinite,
     known,
     listed,
@@ -377,11 +378,14 @@ def unsafe_rows(report: Report) -> dict[str, Any]:
     def of(*kinds: str) -> list[UnsafeEntry]:
         return [entry for entry in report.unsafe if entry.kind in kinds]
 
+    reached_in_fp32 = {site.name: site.fp32 for site in (report.attack.sites if report.attack else ())}
     return {
         "next": report.next,
         "sites": sites[:MOST_UNSAFE],
         "more": max(0, len(sites) - MOST_UNSAFE),
-        "found": of("found"),
+        "found": [
+            (entry.signal, reached(reached_in_fp32.get(entry.signal)), entry.excess_bits) for entry in of("found")
+        ],
         "goals": of("goal", "inexact"),
         "limits": of("limit"),
         "close": report.close,
@@ -406,8 +410,10 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         return []
     r = plan.residual_exponent
     rows = [("residual stream", f"times {power(r)}" if r else "not moved")]
+    # Of a finetune they begin with the config of what was trained, rescaled once already, not with the original's.
+    whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"
     for key, sides in report.source.config_changes.items():
-        rows.append((f"config.json: {key}", f"{sides.get('before', 'absent')} → {sides.get('after', 'absent')}"))
+        rows.append((f"{whose}: {key}", f"{sides.get('before', 'absent')} → {sides.get('after', 'absent')}"))
     if plan.eps is None and r:
         rows.append(("norm eps", "fixed in stock code, so it drifts (below)"))
     if plan.untied_head:
@@ -499,7 +505,7 @@ def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
     if precision:
         rows.append(("precision", precision if isinstance(precision, str) else ", then ".join(map(str, precision))))
     if penalty.get("headroom_bits") is not None:
-        rows.append(("penalty", f"{penalty['form']}, for {penalty['headroom_bits']:g} bits of headroom"))
+        rows.append(("penalty", f"{penalty['form']}, for {in_bits(penalty['headroom_bits'])} of headroom"))
     if run.holds_bounds:
         rows.append(("bounds", "trained to come under fp16's limit and stay there"))
     rows.append(("steps skipped, gradient not finite", f"{len(run.skipped):,}"))

@@ -54,7 +54,7 @@ TOO_FEW_BITS = "fp16 is further from the fp32 source than bf16: the limits leave
 INEXACT = f"{FINETUNE}, or try a smaller --margin"
 
 
-NOT_FINITE = "its logits are inf or NaN, since something inside overflows"
+NOT_FINITE = "the output is inf or NaN, since something inside overflows"
 
 
 SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"

@@ -189,7 +189,8 @@ def print_audit(report: Report, then: str = "") -> None:
     screen.print(regime_table(report.regimes))
     print_underflow(screen, report.regimes)
     for name, regime in report.regimes.items():
-        screen.print(site_table(name, regime.sites[:WORST_SITES]))
+        title = f"{name}: the tightest of {counted(len(regime.sites), 'site')} that were measured"
+        screen.print(site_table(title, regime.sites[:WORST_SITES]))
     print_unsafe(screen, report)
     if report.attack is not None and report.certificate is not None:
         print_attack(screen, report.attack, report.certificate)
@@ -377,7 +378,7 @@ def site_table(title: str, sites: Sequence[SiteEntry]) -> Table:
         "non-finite",
         "saturated",
         "by design",
-        title=f"{title}: tightest sites",
+        title=title,
         title_justify="left",
     )
     for column in table.columns[1:5]:

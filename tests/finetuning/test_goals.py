@@ -51,9 +51,9 @@ def test_less_headroom_than_was_asked_for_is_unsafe_with_the_command_that_goes_o
         assert after(finetuned(headroom)) == (finetuned(headroom), "")
     result, go_on = after(finetuned(0.9))
     assert result.verdict == "unsafe" and result.unsafe[-1].excess_bits == pytest.approx(0.1)
-    assert result.unsafe[-1].reason.startswith("0.90 of 1 bits of headroom (penalty.headroom_bits), at ")
+    assert result.unsafe[-1].reason.startswith("0.90 of 1 bit of headroom (penalty.headroom_bits), at ")
     # Rounded down, as the headroom of the same site is everywhere else.
-    assert "0.20 of 1 bits" in after(finetuned(0.2087))[0].unsafe[-1].reason
+    assert "0.20 of 1 bit" in after(finetuned(0.2087))[0].unsafe[-1].reason
     assert go_on == "go on: bf16-to-fp16 finetune r.yaml --set seed=1 --set schedule.steps=200 --force"
     assert result.unsafe[-1].remedy == go_on == result.next
     assert after(finetuned(2.9), penalty={"headroom_bits": 3.0})[0].verdict == "unsafe"
@@ -75,7 +75,7 @@ def test_a_missed_goal_is_called_safe_but_short_wherever_it_is_said(
     assert card.startswith("**Safe in fp16 for every input, ")
     print_conversion(result, tmp_path)
     terminal = capsys.readouterr().out
-    assert "\noutput: safe, but short of what was asked: 0.60 of 1 bits of headroom" in terminal
+    assert "\noutput: safe, but short of what was asked: 0.60 of 1 bit of headroom" in terminal
     assert "; proven for every input" in terminal and f"\nnext: {go_on}\n" in terminal and "\nload: " in terminal
     for said in (page.partition("<title>")[2], card, terminal):
         assert "unsafe" not in said.lower().replace('id="unsafe"', "").partition("<style>")[0]
