@@ -340,7 +340,7 @@ def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do(
     report = report_of(tmp_path)
     assert report["verdict"] == "unsafe" and report["proof"] == "observed"
     missed = next(entry for entry in report["unsafe"] if entry["signal"] == "certificate")
-    assert "bounds pass their limits, most by" in missed["reason"] and missed["remedy"] == report["finetune"]["next"]
+    assert "over the limit, most by" in missed["reason"] and missed["remedy"] == report["finetune"]["next"]
     assert "bf16-to-fp16 finetune" in missed["remedy"] and "next: " in "".join(capsys.readouterr())
 
 
