@@ -34,12 +34,13 @@ from bf16_to_fp16.finetuning.distillation import (
 from bf16_to_fp16.finetuning.evaluation import scores
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.mixed_precision import LossScale, MixedPrecision, each_norm
+from bf16_to_fp16.finetuning.optimizers import make_optimizer
 from bf16_to_fp16.finetuning.penalty import Observation
 from bf16_to_fp16.finetuning.recipe import Penalty, Recipe, Schedule, Wandb, parse_recipe
 from bf16_to_fp16.finetuning.run import make_accelerator
 from bf16_to_fp16.finetuning.stability import PULLED_STEPS
 from bf16_to_fp16.finetuning.states import RunFolder, read_state, write_state
-from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate, make_optimizer
+from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate
 from bf16_to_fp16.optim.adamw import AdamW
 
 BAD = ord("Z") + 3
