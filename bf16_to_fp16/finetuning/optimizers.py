@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optim.adamw import AdamW
+from ..optim.adamw import Adam, AdamW
 from .recipe import Recipe
 
 
@@ -19,8 +19,14 @@ def typical_magnitude(parameter: Tensor) -> float:
     return median if median > 0 else float(size.square().mean().sqrt()) or 1.0
 
 
-def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return AdamW for ``parameters``: torch's for fp32 ones, this package's for weights kept in 16 bits."""
+def make_optimizer(
+    recipe: Recipe, parameters: list[torch.nn.Parameter], *, fused: bool = False
+) -> torch.optim.Optimizer:
+    """Return the recipe's optimizer of ``parameters``: torch's for fp32 ones, this package's for weights kept in 16
+    bits, and for moments that are in fewer bits or elsewhere.
+
+    fused: of torch's the one loop for all operations, where they would else bound a step.
+    """
     given = recipe.optimizer
     options = {
         "lr": recipe.schedule.learning_rate,
@@ -36,20 +42,28 @@ def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torc
     groups = [group for group in groups if group["params"]]
     if given.relative:
         # A group for each tensor; the scale is kept in every state with the other options of a group. Gradients go with
-        # its inverse, so epsilon does as well; and decay, which the scaled learning rate multiplies, is undone.
+        # its inverse, so epsilon does as well; and decay, which the scaled learning rate multiplies, is undone. In a
+        # gradient decay is times the weight, so that it is undone once more.
+        power = 1 if given.name == "adamw" else 2
         groups = [
             {
                 **group,
                 "params": [p],
                 "scale": scale,
                 "eps": given.epsilon / scale,
-                "weight_decay": group.get("weight_decay", given.weight_decay) / scale,
+                "weight_decay": group.get("weight_decay", given.weight_decay) / scale**power,
             }
             for group in groups
             for p, scale in ((p, typical_magnitude(p)) for p in group["params"])
         ]
-    if given.weights == "fp32" and given.moments == "fp32":
-        return torch.optim.AdamW(groups, **options)  # type: ignore[arg-type]
-    moments = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8bit"}[given.moments]
-    exact = {"rounding": given.rounding, "moments": moments, "seed": recipe.seed, "compile": recipe.compile or None}
-    return AdamW(groups, **options, **exact)  # type: ignore[arg-type]
+    if given.weights == "fp32" and given.moments == "fp32" and not given.offload:
+        plain = torch.optim.AdamW if given.name == "adamw" else torch.optim.Adam
+        return plain(groups, **options, fused=fused or None)  # type: ignore[arg-type]
+    exact = {
+        "rounding": given.rounding,
+        "moments": {"fp32": "float32", "bf16": "bfloat16"}.get(given.moments, given.moments),
+        "seed": recipe.seed,
+        "compile": recipe.compile or None,
+        "offload": given.offload,
+    }
+    return (AdamW if given.name == "adamw" else Adam)(groups, **options, **exact)  # type: ignore[arg-type]

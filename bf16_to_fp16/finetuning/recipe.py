@@ -108,20 +108,32 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """AdamW (Loshchilov and Hutter 2019), and in which dtype the weights live between steps."""
+    """Adam or AdamW (Loshchilov and Hutter 2019), and in which format weights and moments live between steps."""
 
+    name: Literal["adamw", "adam"] = Field(
+        default="adamw", description="adamw: decoupled decay; adam: decay as L2 in the gradient, as torch.optim.Adam"
+    )
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
     epsilon: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
     relative: bool = Field(
         default=True, description="everything in units of each tensor's median magnitude, which rescaling changes"
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled decay per unit of learning rate")
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="decay of matrices, per unit of learning rate; adam: times the weight, in its gradient",
+    )
     clip_norm: float = Field(default=1.0, gt=0, description="largest norm of the whole gradient, relative as above")
     weights: Precision = Field(default="fp32", description="dtype of the weights that the optimizer changes")
     rounding: Literal["nearest", "stochastic", "kahan"] = Field(
         default="nearest", description="how an update is stored in weights of bf16 or fp16"
     )
-    moments: Literal["fp32", "bf16", "8bit"] = Field(default="fp32", description="how the moments are stored")
+    moments: Literal["fp32", "bf16", "8bit", "fp8", "4bit"] = Field(
+        default="fp32", description="how the moments are stored; the last three need torchao"
+    )
+    offload: bool = Field(
+        default=False, description="keep the moments in the machine's memory, not the GPU's, and step there"
+    )
 
     @field_validator("betas")
     @classmethod

@@ -139,7 +139,8 @@ class Trainer:
         if weights != torch.float32:
             student.to(weights)
         self.mixed_precision = self._mixed_precision(0)
-        optimizer = make_optimizer(recipe, [p for p in student.parameters() if p.requires_grad])
+        trained = [p for p in student.parameters() if p.requires_grad]
+        optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
         model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
         self.model: Any = torch.compile(model) if recipe.compile else model
         self.penalty = self._penalty() if recipe.penalty.form != "none" else None
