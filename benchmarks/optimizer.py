@@ -149,10 +149,11 @@ def measured(
         base, ours = (min(times) for times in zip(*pairs, strict=True))
         memory = transient_megabytes(optimizer.step, device)
         held = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
             for state in optimizer.state.values()
             for tensor in state.values()
             if tensor.numel() > 1
+            for part in ([getattr(tensor, name) for name in tensor.tensor_attrs] if is_blocked(tensor) else [tensor])
         }
         yield Measured(name, ours / base, base * 1e3, memory, sum(held.values()) / count)
         del optimizer, made

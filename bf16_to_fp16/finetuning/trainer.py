@@ -601,7 +601,7 @@ class Trainer:
             "penalty": None if self.penalty is None else self.penalty.state_dict(),
             "constraint": None if self.constraint is None else self.constraint.state_dict(),
             "detector": self.watch.detector.state_dict(),
-            "recipe": self.recipe.describe(),
+            "recipe": self.recipe.asked.describe(),
             "parts": self._parts,
         }
         if self.processes.sharded:
@@ -697,7 +697,7 @@ CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "sourc
 def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
     """Raise UserError where a state was written under a recipe that would have given other bits; a run that has come
     to its end may go on to more steps."""
-    before, now = state["recipe"], recipe.describe()
+    before, now = state["recipe"], recipe.asked.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:
         before = {**before, "schedule": {**before["schedule"], "steps": steps}}

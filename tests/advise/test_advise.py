@@ -16,9 +16,8 @@ from support import tiny
 from torch import Tensor, nn
 
 from bf16_to_fp16 import AdamW
-from bf16_to_fp16.advise.formats import FORMATS
 from bf16_to_fp16.advise.initialisation import advise_init, megatron, rules_for, small
-from bf16_to_fp16.advise.updates import Layer, Rule, advise_updates, moving
+from bf16_to_fp16.advise.updates import Rule, advise_updates, moving
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.log import RunLog
@@ -28,6 +27,8 @@ from bf16_to_fp16.losses.events import Curve, Divergence, Event, Plateau, Resume
 from bf16_to_fp16.losses.logs import read_log
 from bf16_to_fp16.losses.report import advise_losses, event_in_words, sparkline
 from bf16_to_fp16.optim import rounding
+from bf16_to_fp16.optim.formats import FORMATS
+from bf16_to_fp16.optim.stalls import Layer
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
 T5 = DEMO / "t5-gated-bytes"

@@ -8,19 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bf16_to_fp16.advise.formats import (
-    BF16,
-    FORMATS,
-    FP16,
-    Format,
-    advise_format,
-    half_gaps,
-    held,
-    is_number,
-    number_report,
-)
+from bf16_to_fp16.advise.formats import advise_format, held, is_number, number_report
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.optim import rounding
+from bf16_to_fp16.optim.formats import BF16, FORMATS, FP16, Format, half_gaps
 
 BOTH = pytest.mark.parametrize("target", [BF16, FP16], ids=["bf16", "fp16"])
 
