@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from ..optim.formats import FORMATS, Format
 from ..progress import Advance
+from .chain import becomes_nan, to_nan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +46,8 @@ def is_number(thing: str) -> bool:
 
 
 def number_report(text: str) -> dict[str, Any]:
-    """Return what each format makes of a number: its ``value`` as a double, and ``formats``.
+    """Return what each format makes of a number: its ``value`` as a double, ``formats``, and where it is past fp16's
+    range ``to_nan``, what becomes of it in a layer.
 
     Of each format: ``value`` and ``nearest``, both the value nearest to the number, with ``relative_error``, ``exact``
     and ``overflow``; and where that is finite whether it is ``subnormal``, the ``gap`` and ``half_gap`` there, its
@@ -57,7 +59,9 @@ def number_report(text: str) -> dict[str, Any]:
     except ValueError:
         accepted = "one like 0.0129 or 2e-5 (sums are not worked out), or a checkpoint"
         raise UserError(f"{text!r} is not a number; give {accepted}") from None
-    return {"number": text, "value": exact, "formats": {f.name: _in_format(exact, f) for f in FORMATS.values()}}
+    formats = {f.name: _in_format(exact, f) for f in FORMATS.values()}
+    past = becomes_nan(exact, formats["fp16"]["overflow"])
+    return {"number": text, "value": exact, "formats": formats, "to_nan": to_nan(exact) if past else []}
 
 
 def _in_format(exact: float, target: Format) -> dict[str, Any]:
