@@ -34,7 +34,7 @@ from torch.optim.optimizer import ParamsT
 
 from ..errors import UserError
 from . import kernel, rounding
-from .moments import BLOCKED, MOMENTS, check_moments, is_blocked, new_moment
+from .moments import BLOCKED, MOMENTS, check_moments, is_blocked, new_moment, store
 
 ROUNDINGS = ("stochastic", "nearest", "kahan")
 
@@ -303,7 +303,7 @@ class AdamW(Optimizer):
 
     rounding: how a step is stored, ``"stochastic"``, ``"nearest"`` or ``"kahan"`` (2 bytes more per element).
     moments: ``"float32"`` (8 bytes per element), ``"bfloat16"`` (4, rounded stochastically), ``"8bit"``, ``"fp8"`` (2)
-    or ``"4bit"`` (1): the last three are torchao's block formats with its rounding to nearest; a shard's blocks are its
+    or ``"4bit"`` (1): the last three are torchao's block formats, rounded stochastically; a shard's blocks are its
     own. seed: from 0 to 2⁶³ − 1, of all random bits. compile: one fused kernel instead of eager chunks, on a CPU by a C
     compiler, on an accelerator by torch.compile; by default on a CPU where a C compiler is found. foreach: pack small
     parameters together in eager mode (the default). offload: keep the moments in the machine's memory and take the step
@@ -393,8 +393,7 @@ class AdamW(Optimizer):
                     continue
                 # At once, so that memory holds the copies of one parameter only.
                 _advance(runs, tensors[0].device, group, _coefficients(group, step, 1 / scale))
-                for target, source in copies:
-                    target.copy_(source.view(target.shape))
+                _put_back(copies, runs)
             for (device, step), runs in work.items():
                 _advance(runs, device, group, _coefficients(group, step, 1 / scale))
         return loss
@@ -475,6 +474,24 @@ class Adam(AdamW):
 
 _OWN = ("compile", "foreach", "offload", "decoupled_weight_decay")
 """Options that a loaded state does not change."""
+
+
+def _put_back(copies: list[tuple[Tensor, Tensor]], runs: list[_Run]) -> None:
+    """Write what was stepped as copies to the tensors that it belongs to, to both moments or none in blocks."""
+    moments = [(target, source.view(-1)) for target, source in copies if is_blocked(target)]
+    if moments:
+        # The bits that moments in bf16 are rounded by; of a shard from its first element on.
+        (_, first), start = moments[0], runs[0].start
+        drawn = []
+        for begin, end, block, offset in rounding.index_blocks(start, start + len(first), _chunk(first.device)):
+            key = rounding.make_key(*runs[0].identity, block, offset)
+            bits = rounding.random_bits(rounding.counters(end - begin, first.device), key)
+            drawn.append(rounding.more_bits(bits, key))
+        for (moment, value), parts in zip(moments, zip(*drawn, strict=True), strict=True):
+            store(moment, value, torch.cat(parts))
+    for target, source in copies:
+        if not is_blocked(target):
+            target.copy_(source.view(target.shape))
 
 
 def _home(local: Tensor, group: dict[str, Any]) -> torch.device:

@@ -21,7 +21,7 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.optim import adamw as module
 from bf16_to_fp16.optim import kernel, rounding
 from bf16_to_fp16.optim.adamw import Adam, AdamW
-from bf16_to_fp16.optim.moments import BLOCKED
+from bf16_to_fp16.optim.moments import BLOCKED, new_moment, store
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NARROW = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -747,6 +747,42 @@ def test_a_gpus_offloaded_step_is_a_processors(moments: str) -> None:
         assert all(optimizer.state[p]["exp_avg"].device.type == "cpu" for p in params)
         results.append([p.detach().cpu() for p in params])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("kind", ["8bit", "fp8"])
+def test_second_moments_decay_beside_larger_ones_of_their_block(kind: str) -> None:
+    kept = []
+    for moments in ("float32", kind):
+        (parameter,) = parameters(BF16, [(16, 256)])
+        optimizer = AdamW([parameter], moments=moments)
+        for step in range(500):
+            give_gradients([parameter], step)
+            if step > 100:
+                assert parameter.grad is not None
+                parameter.grad[:, 4:] *= 0.01
+            optimizer.step()
+        moment = optimizer.state[parameter]["exp_avg_sq"]
+        kept.append(float((moment.dequantize() if moments == kind else moment)[:, 4:].mean()))
+    # torchao's nearest code keeps what was there at the fall, half as much again.
+    assert kept[1] == pytest.approx(kept[0], rel=0.03)
+
+
+@pytest.mark.parametrize("kind", BLOCKED)
+def test_a_code_is_the_value_on_average_and_one_of_the_two_beside_it(kind: str) -> None:
+    moment = new_moment(torch.zeros(4096), kind, True, torch.device("cpu"))
+    value = torch.linspace(-0.88, 0.88, 4096)
+    value[::128] = 1.0  # the largest of each block: torchao's signed maps have a 1, and no -1
+    mean, draws = torch.zeros(4096), 400
+    for draw in range(draws):
+        store(moment, value, rounding.random_bits(rounding.counters(4096), rounding.make_key(0, draw, 0)))
+        once = moment.dequantize()
+        mean += once / draws
+    exact = once.clone()
+    store(moment, exact, torch.full((4096,), 0x8000, dtype=torch.int32))
+    assert torch.allclose(moment.dequantize(), exact, rtol=1e-6)  # what is a code stays
+    gap = {"8bit": 0.02, "fp8": 0.072, "4bit": 0.25}[kind]
+    assert float((once - value).abs().max()) < gap
+    assert float((mean - value).abs().max()) < 5 * gap / 2 / draws**0.5
 
 
 def test_8bit_second_moments_decay() -> None:
