@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from .finetuning.penalty import ActivationPenalty
     from .finetuning.run import finetune
     from .losses.report import advise_losses
-    from .optim.adamw import AdamW
+    from .optim.adamw import Adam, AdamW
     from .rescaling.plan import Plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ActivationPenalty",
+    "Adam",
     "AdamW",
     "Certificate",
     "Conversion",
@@ -57,6 +58,7 @@ __all__ = [
 
 _HOMES = {
     "ActivationPenalty": "finetuning.penalty",
+    "Adam": "optim.adamw",
     "AdamW": "optim.adamw",
     "advise_format": "advise.formats",
     "advise_init": "advise.initialisation",

@@ -14,7 +14,7 @@
 set -euo pipefail
 
 if (($# < 2)); then
-  echo "error: give a kind and a recipe: launch/slurm.sh ddp|zero2|zero3|fsdp RECIPE.yaml [options of finetune]" >&2
+  echo "error: give a kind and a recipe: launch/slurm.sh ddp|zero2|zero3|zero2-offload|zero3-offload|fsdp RECIPE.yaml [options of finetune]" >&2
   exit 2
 fi
 config=launch/accelerate/$1.yaml

@@ -22,23 +22,12 @@ from ..errors import UserError
 from ..families.known import FAMILIES, family_of
 from ..families.types import Family, Initialisation, axis_size
 from ..progress import Progress
+from .configs import config_alone, judged_config
 from .formats import chosen, open_weights, tensor_pieces
+from .rules import FAR, megatron, small
 
 if TYPE_CHECKING:
     from ..checkpoint.reader import Checkpoint
-
-FAR = 4.0
-"""Times its own rule, either way, from which a tensor is flagged."""
-
-
-def small(hidden: int) -> float:
-    """Return √(2/(5h)), the "small init" of Transformers without Tears."""
-    return math.sqrt(2 / (5 * hidden))
-
-
-def megatron(hidden: int) -> float:
-    """Return √(1/(3h)), the initialisation of MT-NLG 530B."""
-    return math.sqrt(1 / (3 * hidden))
 
 
 def rules_for(hidden: int) -> dict[str, Any]:
@@ -105,14 +94,21 @@ def advise_init(
 ) -> dict[str, Any]:
     """Return the rules for a hidden size or a checkpoint's, and for a checkpoint how far each tensor is from them.
 
-    source: folder or Hub id, or a hidden size such as "14336". tensors: names with wildcards, of those to look at.
-    ``tensors`` of the result: name, elements, ``rms``, ``own_rule`` (None where the family has none) and how many times
-    it, ``times``, whether that is ``far`` (4 times either way), and ``times_small`` and ``times_megatron``. Raises
-    UserError for a source that cannot be read or is of no known family.
+    source: folder or Hub id, a config (a ``.json`` or a folder without weights) of any transformer, or a hidden size
+    such as "14336". ``config`` of the result: what ``judged_config`` says, None for a hidden size. tensors: names with
+    wildcards, of those to look at. ``tensors`` of the result: name, elements, ``rms``, ``own_rule`` (None where the
+    family has none) and how many times it, ``times``, whether that is ``far`` (4 times either way), and ``times_small``
+    and ``times_megatron``. Raises UserError for a source that cannot be read or is of no known family.
     """
     text = str(source)
     if text.isdigit() and not Path(text).exists():
-        return {"mode": "init", "source": None, "rules": rules_for(int(text)), "tensors": [], "far": []}
+        rules = rules_for(int(text))
+        return {"mode": "init", "source": None, "rules": rules, "config": None, "tensors": [], "far": []}
+    if (alone := config_alone(source)) is not None:
+        config, kind = alone
+        judged = judged_config(config, text)
+        about = {"mode": "init", "source": text, "family": kind, "rules": rules_for(judged["hidden_size"])}
+        return about | {"config": judged, "tensors": [], "far": []}
     checkpoint = open_weights(source, subfolder)
     if not checkpoint.config:
         known = ", ".join(family.title for family in FAMILIES)
@@ -134,6 +130,7 @@ def advise_init(
         "source": checkpoint.source,
         "family": family.name,
         "rules": rules,
+        "config": judged_config(checkpoint.config, checkpoint.source, hidden),
         "tensors": rows,
         "far": [row["name"] for row in rows if row["far"]],
     }

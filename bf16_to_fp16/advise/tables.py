@@ -31,7 +31,8 @@ from ..progress import Progress
 from ..report.screen import console
 from ..wording import counted, percent, rounded_up
 from .formats import advise_format, is_number
-from .initialisation import FAR, advise_init, with_own_rules
+from .initialisation import advise_init, with_own_rules
+from .rules import FAR
 
 _MOST_PRINTED = 100  # of tensors that are printed; all are in the JSON
 
@@ -171,6 +172,9 @@ def print_init(result: Mapping[str, Any]) -> None:
     screen.print(known)
     if result["source"] is None:
         return
+    screen.print(config_in_words(result["config"]), markup=False)
+    if not result["tensors"]:
+        return
     layers: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["tensors"]:
         if row["own_rule"] is not None:
@@ -213,6 +217,22 @@ def print_init(result: Mapping[str, Any]) -> None:
         screen.print("Large weights that write the residual stream make it large: bf16-to-fp16 certify says how large.")
 
 
+def config_in_words(config: Mapping[str, Any]) -> str:
+    """Return what a config's way of drawing weights is beside the rule for its width."""
+    whose = "" if config["stated"] else " (its class's default)"
+    goes = config["fits"] is None
+    drawn = f" draws with {config['deviation']:.3g}, which" if goes else ""
+    fits = "as at every width" if goes else f"and fits h = {config['fits']:,}"
+    times, other = (ratio_text(config[key]) for key in ("times_megatron", "times_small"))
+    text = (
+        f"{config['key']} {config['value']:g}{whose}{drawn} is {times} times MT-NLG's rule at"
+        f" h = {config['hidden_size']:,} ({other} times the other), {fits}"
+    )
+    if not config["far"]:
+        return text
+    return f"{text}: over {FAR:g} times off; for new weights set {config['key']} to {config['wanted']:.3g}"
+
+
 def ratio_text(value: float) -> str:
     """Return a ratio with two digits, and without a power of ten where it is large."""
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}"
@@ -253,6 +273,21 @@ def print_number(screen: Console, entry: Mapping[str, Any]) -> None:
             screen.print(f"{name}: overflows to {f['value']}")
         elif f.get("subnormal"):
             screen.print(f"{name}: subnormal, with fewer significant bits the smaller it is")
+    if entry["to_nan"]:
+        print_chain(screen, entry)
+
+
+def print_chain(screen: Console, entry: Mapping[str, Any]) -> None:
+    """Print what becomes of a number past fp16's range in a layer."""
+    rows = table(f"from inf to NaN, with x = {exact(abs(entry['value']))}", "in fp16", "in bf16", "true value")
+    for row in entry["to_nan"]:
+        shown = ("NaN" if math.isnan(row[key]) else f"{row[key]:.5g}" for key in ("fp16", "bf16", "true"))
+        rows.add_row(row["operation"], *shown)
+    screen.print(rows)
+    screen.print(
+        "inf - inf, 0 * inf and inf / inf are NaN; a token that is NaN makes those that attend to it NaN, then the"
+        " loss, and a step of the optimizer the weights."
+    )
 
 
 def exact(value: float) -> str:

@@ -41,8 +41,35 @@ class Processes:
     def _engine(self) -> Any:
         return self.accelerator.deepspeed_engine_wrapped.engine
 
+    @property
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        return config
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the engine keeps the optimizer in the machine's memory and takes its steps there."""
+        if not self.engine:
+            return False
+        zero = self._config.get("zero_optimization", {})
+        return zero.get("offload_optimizer", {}).get("device", "none") != "none"
+
     def prepare(self, model: Any, optimizer: Any, recipe: Recipe) -> tuple[Any, Any]:
-        """Return model and optimizer as the processes run them."""
+        """Return model and optimizer as the processes run them.
+
+        Raises UserError for an optimizer of whole weights where each process has parts of them.
+        """
+        if self.sharded and recipe.optimizer.offload:
+            raise UserError(
+                "optimizer.offload is for whole weights; leave it out, and launch with"
+                " launch/accelerate/zero2-offload.yaml, or for FSDP with --fsdp_offload_params true"
+            )
+        replaces = self.offloads and self._config.get("zero_force_ds_cpu_optimizer", True)
+        if replaces and not isinstance(optimizer, torch.optim.Adam):  # which torch's AdamW is as well
+            raise UserError(
+                "DeepSpeed would put plain Adam in the place of this recipe's optimizer; set"
+                ' "zero_force_ds_cpu_optimizer": false in its JSON, or weights and moments to fp32'
+            )
         if self.engine:
             configure_engine(self.accelerator, recipe)
         with whole_embeddings(model):

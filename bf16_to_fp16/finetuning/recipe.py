@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from ..devices import DEVICE_NAMES, is_device_name
 from ..errors import UserError
@@ -108,20 +108,32 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """AdamW (Loshchilov and Hutter 2019), and in which dtype the weights live between steps."""
+    """Adam or AdamW (Loshchilov and Hutter 2019), and in which format weights and moments live between steps."""
 
+    name: Literal["adamw", "adam"] = Field(
+        default="adamw", description="adamw: decoupled decay; adam: decay as L2 in the gradient, as torch.optim.Adam"
+    )
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
     epsilon: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
     relative: bool = Field(
         default=True, description="everything in units of each tensor's median magnitude, which rescaling changes"
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled decay per unit of learning rate")
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="decay of matrices, per unit of learning rate; adam: times the weight, in its gradient",
+    )
     clip_norm: float = Field(default=1.0, gt=0, description="largest norm of the whole gradient, relative as above")
     weights: Precision = Field(default="fp32", description="dtype of the weights that the optimizer changes")
     rounding: Literal["nearest", "stochastic", "kahan"] = Field(
         default="nearest", description="how an update is stored in weights of bf16 or fp16"
     )
-    moments: Literal["fp32", "bf16", "8bit"] = Field(default="fp32", description="how the moments are stored")
+    moments: Literal["fp32", "bf16", "8bit", "fp8", "4bit"] = Field(
+        default="fp32", description="how the moments are stored; the last three need torchao"
+    )
+    offload: bool = Field(
+        default=False, description="keep the moments in the machine's memory, not the GPU's, and step there"
+    )
 
     @field_validator("betas")
     @classmethod
@@ -143,6 +155,10 @@ class Schedule(Section):
     steps: Positive = Field(default=1000, description="optimizer steps of the whole run")
     learning_rate: float = Field(
         default=4e-3, gt=0, description="its highest value; about 1e-4 where optimizer.relative is false"
+    )
+    advised: bool = Field(
+        default=False,
+        description="raise rate and gradient_accumulation together until half the 16-bit weights move at all",
     )
     warmup: NonNegative = Field(default=50, description="steps of the linear rise")
     decay: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="shape after the rise")
@@ -324,6 +340,7 @@ class Recipe(Section):
     logging: Logging = Logging()
     checkpointing: Checkpointing = Checkpointing()
     stability: Stability = Stability()
+    _asked: Recipe | None = PrivateAttr(default=None)
 
     @field_validator("device")
     @classmethod
@@ -351,7 +368,26 @@ class Recipe(Section):
             raise ValueError(f"penalty.certify is for target half, and target is {self.target}; leave one of them out")
         if self.schedule.bf16_steps is not None and self.precision != ("bf16", "fp16"):
             raise ValueError("schedule.bf16_steps is for precision [bf16, fp16]; set that, or leave it out")
+        if self.schedule.advised and (self.optimizer.weights == "fp32" or self.optimizer.rounding != "nearest"):
+            lossless = "weights fp32" if self.optimizer.weights == "fp32" else f"rounding {self.optimizer.rounding}"
+            raise ValueError(
+                "schedule.advised is for weights of bf16 or fp16 that are rounded to nearest, and with optimizer."
+                f"{lossless} no update is lost; leave it out"
+            )
         return self
+
+    @property
+    def asked(self) -> Recipe:
+        """What was asked for, where ``with_pair`` has changed it."""
+        return self if self._asked is None else self._asked
+
+    def with_pair(self, learning_rate: float, accumulation: int) -> Recipe:
+        """Return it with another learning rate and gradient accumulation, and with what was asked for in ``asked``."""
+        schedule = self.schedule.model_copy(update={"learning_rate": learning_rate})
+        data = self.data.model_copy(update={"gradient_accumulation": accumulation})
+        chosen = self.model_copy(update={"schedule": schedule, "data": data})
+        chosen._asked = self
+        return chosen
 
     def settled(self, *, in_parts: bool) -> Recipe:
         """Return it with ``penalty.certify`` decided where it is left open: for half and auto, with a penalty.

@@ -48,6 +48,7 @@ from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
 from ..run.scaled_attention import SCALED, register
 from ..run.stock import load, load_config
+from .advised import with_advised_pair
 from .corpus import Corpus, open_corpus
 from .distillation import Teacher, arguments, counted_positions, task_loss
 from .goals import Command, judged
@@ -99,7 +100,7 @@ def finetune(
     progress = progress or Progress(quiet=True)
     provenance = Provenance(
         command.published().line(),
-        lineage_of(checkpoint, asked, run),
+        lineage_of(checkpoint, asked, run.recipe or recipe, run),
         checkpoint,
         judge=partial(judged, recipe=asked, command=command.published()),
         attack_steps=recipe.evaluation.attack_steps,
@@ -128,8 +129,8 @@ def options_of(recipe: Recipe, **others: Any) -> Options:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its folder, what it did, on which data, how many processes and which devices, and the
-    trained fp32 weights (None on every process but the first)."""
+    """A run that has ended: its folder, what it did, on which data, how many processes and which devices, the trained
+    fp32 weights (None on every process but the first), and the recipe as it ran."""
 
     folder: Path
     outcome: Outcome
@@ -137,6 +138,7 @@ class Run:
     processes: int
     devices: Sequence[str]
     weights: Mapping[str, torch.Tensor] | None
+    recipe: Recipe | None = None
 
 
 def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | None) -> Run:
@@ -197,6 +199,10 @@ def train(
     student = load(start, torch.float32, attention=attention_of(recipe))
     # Where stock code ties nothing the embedding is stored under several names; it is trained as the one that it was.
     student.set_input_embeddings(student.get_input_embeddings())
+    if recipe.schedule.advised:
+        recipe = with_advised_pair(recipe, student.parameters(), progress)
+        corpus.data = recipe.data
+        accelerator.gradient_accumulation_steps = recipe.data.gradient_accumulation
     fits = False
     if not RunFolder(folder, 1).steps():
         fits = check_start(student, recipe, corpus, accelerator, progress)
@@ -221,7 +227,8 @@ def train(
     # All are done with each other: a process that ends with its group's threads running may be aborted.
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), weights if main else None)
+    trained = weights if main else None
+    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), trained, recipe)
 
 
 @quiet()
@@ -275,6 +282,11 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.compile and recipe.penalty.form != "none":
         raise UserError(
             "compile hides the operations that the penalty looks at; set compile: false, or penalty.form: none"
+        )
+    if recipe.schedule.advised and in_parts():
+        raise UserError(
+            "schedule.advised looks at weights of 16 bits that are whole; launch with launch/accelerate/ddp.yaml, or"
+            " leave it out"
         )
     device = find_device(recipe.device)
     if device.index is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -543,11 +555,17 @@ def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterat
         shutil.rmtree(trained, ignore_errors=True)
 
 
-def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:
+def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:
     """Return what the report says of the run: the original, the recipe as it was written and what was settled on where
-    that left it open, the data and what happened."""
-    settled = recipe.settled(in_parts=in_parts())
-    settings = recipe.describe()
+    that left it open (``taken``), the data and what happened."""
+    settings, final = recipe.describe(), taken.describe()
+    settled = {
+        f"{section}.{key}": value
+        for section, part in final.items()
+        if isinstance(part, dict)
+        for key, value in part.items()
+        if settings[section][key] != value
+    }
     # A report is published; of local paths only the last part says anything to others.
     for section, key in ((settings, "source"), (settings, "out"), (settings["data"], "path")):
         if Path(str(section[key])).exists() or key == "out":
@@ -558,7 +576,7 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, run: Run) -> Lineage:
         source=Source.of(checkpoint).model_copy(update={"other_sha256": other_sha256(checkpoint)}),
         finetune=FinetuneEntry(
             recipe=settings,
-            settled={} if settled == recipe else {"penalty.certify": settled.penalty.certify},
+            settled=settled,
             data=shown,
             processes=run.processes,
             devices=list(run.devices),

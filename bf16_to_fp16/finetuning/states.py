@@ -22,6 +22,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ..checkpoint.staging import sync_folder, sync_tree
 from ..errors import UserError
+from ..optim.moments import BLOCKED
 
 STATE, TENSORS = "state.pt", "model.safetensors"
 
@@ -29,7 +30,7 @@ STATE, TENSORS = "state.pt", "model.safetensors"
 GOES_ON = "free some space; the same command then goes on with the run"
 
 
-_EIGHT_BIT = "torchao.optim.subclass_8bit"
+_MODULES = tuple(module for module, _, _ in BLOCKED.values())
 
 
 _NAME = re.compile(r"step-(\d{8})\Z")
@@ -143,9 +144,11 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 def read_state(folder: Path) -> dict[str, Any]:
     """Return what ``write_state`` wrote; raises UserError for a file that is damaged or holds anything else."""
     try:
-        # torch takes moments in 8 bits for code until torchao, which nothing may have imported yet, vouches for them.
-        if any(name.startswith(_EIGHT_BIT) for name in get_unsafe_globals_in_checkpoint(folder / STATE)):
-            import_module(_EIGHT_BIT)
+        # torch takes moments in blocks for code until torchao, which nothing may have imported yet, vouches for them.
+        unknown = get_unsafe_globals_in_checkpoint(folder / STATE)
+        for module in _MODULES:
+            if any(name.startswith(module) for name in unknown):
+                import_module(module)
         state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise many kinds
         raise damaged(folder / STATE) from error

@@ -28,7 +28,6 @@ from ..families.resolve import resolve
 from ..families.roles import layer_of
 from ..families.types import Layout
 from ..numerics import FP16_MAX
-from ..optim.adamw import AdamW
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
 from ..run.probe import Batch, random_rows, rows_of
@@ -49,6 +48,7 @@ from .distillation import (
 from .evaluation import Evaluator
 from .log import RunLog
 from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision, recomputation
+from .optimizers import make_optimizer
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
@@ -139,7 +139,8 @@ class Trainer:
         if weights != torch.float32:
             student.to(weights)
         self.mixed_precision = self._mixed_precision(0)
-        optimizer = make_optimizer(recipe, [p for p in student.parameters() if p.requires_grad])
+        trained = [p for p in student.parameters() if p.requires_grad]
+        optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
         model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
         self.model: Any = torch.compile(model) if recipe.compile else model
         self.penalty = self._penalty() if recipe.penalty.form != "none" else None
@@ -600,7 +601,7 @@ class Trainer:
             "penalty": None if self.penalty is None else self.penalty.state_dict(),
             "constraint": None if self.constraint is None else self.constraint.state_dict(),
             "detector": self.watch.detector.state_dict(),
-            "recipe": self.recipe.describe(),
+            "recipe": self.recipe.asked.describe(),
             "parts": self._parts,
         }
         if self.processes.sharded:
@@ -689,50 +690,6 @@ def probe_arguments(batch: Batch, device: torch.device) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
 
 
-def typical_magnitude(parameter: Tensor) -> float:
-    """Return the median of |w| of a tensor that is not all zeros, which a few outlier rows or channels do not move;
-    the root mean square where more than half of it is zero."""
-    size = parameter.detach().float().abs()
-    median = float(size.median())
-    return median if median > 0 else float(size.square().mean().sqrt()) or 1.0
-
-
-def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return AdamW for ``parameters``: torch's for fp32 ones, this package's for weights kept in 16 bits."""
-    given = recipe.optimizer
-    options = {
-        "lr": recipe.schedule.learning_rate,
-        "betas": given.betas,
-        "eps": given.epsilon,
-        "weight_decay": given.weight_decay,
-    }
-    # Norm gains and biases are not decayed: they are scales, not directions.
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim > 1]},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if given.relative:
-        # A group for each tensor; the scale is kept in every state with the other options of a group. Gradients go with
-        # its inverse, so epsilon does as well; and decay, which the scaled learning rate multiplies, is undone.
-        groups = [
-            {
-                **group,
-                "params": [p],
-                "scale": scale,
-                "eps": given.epsilon / scale,
-                "weight_decay": group.get("weight_decay", given.weight_decay) / scale,
-            }
-            for group in groups
-            for p, scale in ((p, typical_magnitude(p)) for p in group["params"])
-        ]
-    if given.weights == "fp32" and given.moments == "fp32":
-        return torch.optim.AdamW(groups, **options)  # type: ignore[arg-type]
-    moments = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8bit"}[given.moments]
-    exact = {"rounding": given.rounding, "moments": moments, "seed": recipe.seed, "compile": recipe.compile or None}
-    return AdamW(groups, **options, **exact)  # type: ignore[arg-type]
-
-
 CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
 """Parts of a recipe that may change when a run continues: they have no part in its bits."""
 
@@ -740,7 +697,7 @@ CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "sourc
 def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
     """Raise UserError where a state was written under a recipe that would have given other bits; a run that has come
     to its end may go on to more steps."""
-    before, now = state["recipe"], recipe.describe()
+    before, now = state["recipe"], recipe.asked.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:
         before = {**before, "schedule": {**before["schedule"], "steps": steps}}

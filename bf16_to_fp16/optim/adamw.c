@@ -165,6 +165,7 @@ static inline void block(parameter_t *restrict parameter, const gradient_t *rest
 #endif
   for (int i = 0; i < length; i++) {
     float g = LOAD(gradient, i, GRADIENT) * c[0];
+    if (c[8] != 0) g += LOAD(parameter, i, PARAMETER) * c[8];
     float m = LOAD(first, i, MOMENT) * c[1] + g * c[2];
     float v = LOAD(second, i, MOMENT) * c[3] + g * g * c[4];
     float square = v < 0x1p-126f ? 0x1p-126f : v;
@@ -207,7 +208,7 @@ static inline void block(parameter_t *restrict parameter, const gradient_t *rest
 void step(parameter_t *restrict parameter, const gradient_t *restrict gradient, moment_t *restrict first,
           moment_t *restrict second, uint16_t *restrict compensation, const float *restrict coefficients,
           const int32_t *restrict key, int64_t length) {
-  float c[8];
+  float c[9];
   int32_t words[3];
   memcpy(c, coefficients, sizeof c);
   memcpy(words, key, sizeof words);

@@ -24,8 +24,6 @@ import itertools
 import math
 import types
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +34,9 @@ from torch.optim.optimizer import ParamsT
 
 from ..errors import UserError
 from . import kernel, rounding
+from .moments import BLOCKED, MOMENTS, check_moments, is_blocked, new_moment, store
 
 ROUNDINGS = ("stochastic", "nearest", "kahan")
-
-
-MOMENTS = ("float32", "bfloat16", "8bit")
 
 
 # Up to this many elements are packed with others, and never given to torch.compile's kernel: calling it costs more.
@@ -49,10 +45,6 @@ _SMALL = 1 << 14
 
 # An accelerator is kept busy by longer runs than a processor's caches hold (64 MB for each fp32 intermediate result).
 _CHUNK_ON_ACCELERATOR = 1 << 24
-
-
-# What torchao quantises: whole blocks of 256, in tensors of at least 4096 elements.
-_BLOCK_8BIT, _FROM_8BIT = 256, 4096
 
 
 # ---- one step of some elements -------------------------------------------------------------------------------------
@@ -68,14 +60,16 @@ class Coefficients(NamedTuple):
     one_minus_beta2: float
     minus_rate: float  # −lr · √(1 − β₂ᵗ) / (1 − β₁ᵗ)
     eps: float  # ε · √(1 − β₂ᵗ)
-    decay: float  # 1 − lr · weight decay
+    decay: float  # 1 − lr · weight decay, where it is decoupled
+    l2: float  # weight decay, where it is not
 
 
 def _coefficients(group: dict[str, Any], step: int, unscale: float) -> Coefficients:
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     root = math.sqrt(1 - beta2**step)
-    rate = lr * root / (1 - beta1**step)
-    exact = unscale, beta1, 1 - beta1, beta2, 1 - beta2, -rate, group["eps"] * root, 1 - lr * group["weight_decay"]
+    rate, weight_decay = lr * root / (1 - beta1**step), group["weight_decay"]
+    decay, l2 = (1 - lr * weight_decay, 0.0) if group["decoupled_weight_decay"] else (1.0, weight_decay)
+    exact = unscale, beta1, 1 - beta1, beta2, 1 - beta2, -rate, group["eps"] * root, decay, l2
     return Coefficients(*torch.tensor(exact, dtype=torch.float32).tolist())
 
 
@@ -101,16 +95,17 @@ def _update(
     """
     parameter, grad, exp_avg, exp_avg_sq, compensation = tensors
     numbers = c.unbind() if isinstance(c, Tensor) else c
-    unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay = numbers
-    g = grad.to(torch.float32)
+    unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay, l2 = numbers
+    g, value = grad.to(torch.float32), parameter.to(torch.float32)
     if not isinstance(unscale, float) or unscale != 1:
         g = g * unscale
+    if not isinstance(l2, float) or l2 != 0:
+        g = g + value * l2
     m = _add_multiple(exp_avg.to(torch.float32).mul_(beta1), one_minus_beta1, g)
     v = _add_multiple(exp_avg_sq.to(torch.float32).mul_(beta2), one_minus_beta2, g * g)
     # Neither 0 nor inf, of which the product with rsqrt is NaN. Roots: 1e-19 and 2e19.
     square = v.clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)
-    value = parameter.to(torch.float32).mul_(decay)
-    value = _add_quotient(value, minus_rate, m, square.mul_(square.rsqrt()).add_(eps))
+    value = _add_quotient(value.mul_(decay), minus_rate, m, square.mul_(square.rsqrt()).add_(eps))
 
     stochastic = how == "stochastic" and parameter.dtype != torch.float32
     if stochastic or exp_avg.dtype != torch.float32:
@@ -307,11 +302,13 @@ class AdamW(Optimizer):
     option may be set per group.
 
     rounding: how a step is stored, ``"stochastic"``, ``"nearest"`` or ``"kahan"`` (2 bytes more per element).
-    moments: ``"float32"`` (8 bytes per element), ``"bfloat16"`` (4, rounded stochastically) or ``"8bit"`` (2, torchao's
-    block format and its rounding to nearest; eager only, and a shard's blocks are its own). seed: from 0 to 2⁶³ − 1, of
-    all random bits. compile: one fused kernel instead of eager chunks, on a CPU by a C compiler, on an accelerator by
-    torch.compile; by default on a CPU where a C compiler is found. foreach: pack small parameters together in eager
-    mode (the default). The last two change the speed only, and are not taken from a loaded state.
+    moments: ``"float32"`` (8 bytes per element), ``"bfloat16"`` (4, rounded stochastically), ``"8bit"``, ``"fp8"`` (2)
+    or ``"4bit"`` (1): the last three are torchao's block formats, rounded stochastically; a shard's blocks are its
+    own. seed: from 0 to 2⁶³ − 1, of all random bits. compile: one fused kernel instead of eager chunks, on a CPU by a C
+    compiler, on an accelerator by torch.compile; by default on a CPU where a C compiler is found. foreach: pack small
+    parameters together in eager mode (the default). offload: keep the moments in the machine's memory and take the step
+    there, parameter by parameter; not for DTensors. The last three change speed and memory only, and are not taken from
+    a loaded state.
 
     Under ``torch.amp.GradScaler`` fp16 gradients work: the scale is divided out in fp32, and a step with inf or NaN
     changes nothing. ``GradScaler.unscale_`` refuses fp16 gradients, so clip before the step at max_norm · scale.
@@ -320,6 +317,8 @@ class AdamW(Optimizer):
     one; the state of torch.optim.AdamW loads too. Raises UserError for bad options and parameters, and when a step is
     asked for at a loss scale of 0.
     """
+
+    _decoupled = True
 
     # GradScaler then sets grad_scale and found_inf as attributes before step(), as for torch's fused optimizers.
     _step_supports_amp_scaling = True
@@ -337,9 +336,12 @@ class AdamW(Optimizer):
         seed: int = 0,
         compile: bool | None = None,
         foreach: bool = True,
+        offload: bool = False,
     ) -> None:
         # As many parameters as torch.optim.AdamW has, so that only its name changes, and this one's own as keywords.
-        options = {"rounding": rounding, "moments": moments, "seed": seed, "compile": compile, "foreach": foreach}
+        options = {"rounding": rounding, "moments": moments, "seed": seed}
+        options |= {"compile": compile, "foreach": foreach, "offload": offload}
+        options["decoupled_weight_decay"] = self._decoupled  # under torch's name
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
         try:
             super().__init__(params, defaults)
@@ -379,29 +381,21 @@ class AdamW(Optimizer):
         place = itertools.count()
         for group in self.param_groups:
             work: dict[tuple[torch.device, int], list[_Run]] = {}
-            copies: list[tuple[Tensor, Tensor]] = []
             for parameter in group["params"]:
                 index = next(place)
-                if parameter.grad is not None:
-                    tensors, step = self._tensors(parameter, group, copies)
-                    runs = _split(tensors, local_runs(parameter), (int(group["seed"]), step, index))
+                if parameter.grad is None:
+                    continue
+                copies: list[tuple[Tensor, Tensor]] = []
+                tensors, step = self._tensors(parameter, group, copies)
+                runs = _split(tensors, local_runs(parameter), (int(group["seed"]), step, index))
+                if not copies:
                     work.setdefault((tensors[0].device, step), []).extend(runs)
+                    continue
+                # At once, so that memory holds the copies of one parameter only.
+                _advance(runs, tensors[0].device, group, _coefficients(group, step, 1 / scale))
+                _put_back(copies, runs)
             for (device, step), runs in work.items():
-                c = _coefficients(group, step, 1 / scale)
-                native: list[_Run] = []
-                long: list[_Run] = []
-                short: list[_Run] = []
-                for run in runs:
-                    if _is_native(run, group):
-                        native.append(run)
-                    else:
-                        (long if run.length > _SMALL else short).append(run)
-                _run_natively(native, c, group["rounding"])
-                fused = group["compile"] and device.type != "cpu"
-                (_run_compiled if fused else _run_eagerly)(long, device, c, group["rounding"])
-                (_run_packed if group["foreach"] else _run_eagerly)(short, device, c, group["rounding"])
-            for target, source in copies:
-                target.copy_(source.view(target.shape))
+                _advance(runs, device, group, _coefficients(group, step, 1 / scale))
         return loss
 
     def _tensors(
@@ -412,25 +406,26 @@ class AdamW(Optimizer):
         What cannot be stepped in place is stepped as a copy, which ``copies`` gets with the tensor that it belongs to.
         """
         state, local = self.state[parameter], _local(parameter)
+        home = _home(local, group)
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
             for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-                state[name] = _like(parameter, _new_moment(local, group["moments"], signed))
+                state[name] = _like(parameter, new_moment(local, group["moments"], signed, home))
         kahan = group["rounding"] == "kahan" and parameter.dtype != torch.float32
         if kahan and "compensation" not in state:
-            state["compensation"] = _like(parameter, torch.zeros_like(local, dtype=torch.bfloat16))
+            state["compensation"] = _like(parameter, torch.zeros_like(local, dtype=torch.bfloat16, device=home))
         state["step"] += 1
 
         def flat(tensor: Tensor) -> Tensor:
-            if hasattr(tensor, "codes"):  # torchao's
+            if is_blocked(tensor):
                 copies.append((tensor, tensor.dequantize()))
-            elif not tensor.is_contiguous():
-                copies.append((tensor, tensor.contiguous()))
+            elif tensor.device != home or not tensor.is_contiguous():
+                copies.append((tensor, tensor.to(home).contiguous()))
             else:
                 return tensor.view(-1)
             return copies[-1][1].view(-1)
 
-        grad = _gradient(parameter).contiguous().view(-1)
+        grad = _gradient(parameter).to(home).contiguous().view(-1)
         exp_avg, exp_avg_sq = flat(_local(state["exp_avg"])), flat(_local(state["exp_avg_sq"]))
         lost = flat(_local(state["compensation"])) if kahan else None
         return (flat(local), grad, exp_avg, exp_avg_sq, lost), int(state["step"])
@@ -438,13 +433,13 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what state_dict() returned, in the dtypes in which it was saved.
 
-        Options are taken from the saved groups where they have them (not compile and foreach); the moments come in the
-        dtype that ``moments`` then names, whatever they were saved in.
+        Options are taken from the saved groups where they have them (not compile, foreach, offload or the kind of
+        decay); the moments come in the format that ``moments`` then names, whatever they were saved in.
         """
         before = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, options, saved_group in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
-            group |= {name: options[name] for name in options if name not in group or name in ("compile", "foreach")}
+            group |= {name: options[name] for name in options if name not in group or name in _OWN}
             _check(group)
             # torch has cast every floating tensor to its parameter's dtype: take the saved ones again.
             for parameter, saved_id in zip(group["params"], saved_group["params"], strict=True):
@@ -453,10 +448,74 @@ class AdamW(Optimizer):
                     self.state[parameter]["step"] = torch.tensor(float(saved["step"]))
                 for name in ("exp_avg", "exp_avg_sq", "compensation"):
                     if name in saved:
-                        self.state[parameter][name] = _restored(name, saved[name], parameter, group["moments"])
+                        self.state[parameter][name] = _restored(name, saved[name], parameter, group)
 
 
-def _restored(name: str, saved: Tensor, parameter: Tensor, kind: str) -> Tensor:
+class Adam(AdamW):
+    """Adam (Kingma and Ba, arXiv:1412.6980) with everything that ``AdamW`` here has.
+
+    weight_decay: added to the gradient times the weight (L2), as in torch.optim.Adam; by default none.
+    """
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **options: Any,
+    ) -> None:
+        """Take what ``AdamW`` takes."""
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+
+_OWN = ("compile", "foreach", "offload", "decoupled_weight_decay")
+"""Options that a loaded state does not change."""
+
+
+def _put_back(copies: list[tuple[Tensor, Tensor]], runs: list[_Run]) -> None:
+    """Write what was stepped as copies to the tensors that it belongs to, to both moments or none in blocks."""
+    moments = [(target, source.view(-1)) for target, source in copies if is_blocked(target)]
+    if moments:
+        # The bits that moments in bf16 are rounded by; of a shard from its first element on.
+        (_, first), start = moments[0], runs[0].start
+        drawn = []
+        for begin, end, block, offset in rounding.index_blocks(start, start + len(first), _chunk(first.device)):
+            key = rounding.make_key(*runs[0].identity, block, offset)
+            bits = rounding.random_bits(rounding.counters(end - begin, first.device), key)
+            drawn.append(rounding.more_bits(bits, key))
+        for (moment, value), parts in zip(moments, zip(*drawn, strict=True), strict=True):
+            store(moment, value, torch.cat(parts))
+    for target, source in copies:
+        if not is_blocked(target):
+            target.copy_(source.view(target.shape))
+
+
+def _home(local: Tensor, group: dict[str, Any]) -> torch.device:
+    """Return the device on which a parameter's moments are, and its step is taken."""
+    return torch.device("cpu") if group["offload"] else local.device
+
+
+def _advance(runs: list[_Run], device: torch.device, group: dict[str, Any], c: Coefficients) -> None:
+    """Step runs that are on one device and whose step has one number, each in the way that suits it."""
+    native: list[_Run] = []
+    long: list[_Run] = []
+    short: list[_Run] = []
+    for run in runs:
+        if _is_native(run, group):
+            native.append(run)
+        else:
+            (long if run.length > _SMALL else short).append(run)
+    _run_natively(native, c, group["rounding"])
+    fused = group["compile"] and device.type != "cpu"
+    (_run_compiled if fused else _run_eagerly)(long, device, c, group["rounding"])
+    (_run_packed if group["foreach"] else _run_eagerly)(short, device, c, group["rounding"])
+
+
+def _restored(name: str, saved: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
     """Return a copy of a saved state tensor as this optimizer keeps it; a change of dtype rounds to nearest, once."""
     saved, local = _local(saved), _local(parameter)
     if saved.shape != local.shape:
@@ -464,23 +523,16 @@ def _restored(name: str, saved: Tensor, parameter: Tensor, kind: str) -> Tensor:
             f"AdamW: the saved {name} of a parameter has shape {tuple(saved.shape)}, here it has {tuple(local.shape)};"
             " load the state of the same model, sharded in the same way"
         )
+    home = _home(local, group)
     if name == "compensation":
-        new = torch.empty_like(local, dtype=torch.bfloat16)
+        new = torch.empty_like(local, dtype=torch.bfloat16, device=home)
     else:
-        new = _new_moment(local, kind, signed=name == "exp_avg")
-    if hasattr(saved, "codes") and not hasattr(new, "codes"):
+        new = new_moment(local, group["moments"], name == "exp_avg", home)
+    if is_blocked(saved) and type(saved) is not type(new):
         saved = saved.dequantize()
+    if is_blocked(new) and not is_blocked(saved):
+        saved = saved.to(home, torch.float32).contiguous()
     return _like(parameter, new.copy_(saved))
-
-
-def _new_moment(local: Tensor, kind: str, signed: bool) -> Tensor:
-    """Return a moment, zero, in the shape of ``local``."""
-    if kind == "8bit" and local.numel() >= _FROM_8BIT and local.numel() % _BLOCK_8BIT == 0:
-        state = import_module("torchao.optim.subclass_8bit").OptimState8bit
-        zeros: Tensor = state.zeros(local.shape, signed, _BLOCK_8BIT, local.device)
-        return zeros
-    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    return torch.zeros(local.shape, dtype=dtype, device=local.device)
 
 
 def _split(tensors: _Tensors, lie: list[tuple[int, int]], identity: tuple[int, int, int]) -> list[_Run]:
@@ -552,10 +604,13 @@ def _check(group: dict[str, Any]) -> None:
             raise UserError(
                 f"AdamW: a parameter is placed as {parameter.placements}; only Shard and Replicate are known"
             )
-    if group["moments"] == "8bit":
-        if group["compile"]:
-            raise UserError("AdamW: moments='8bit' has no compiled kernel; leave it to compile=None")
-        if find_spec("torchao") is None:
-            raise UserError("AdamW: moments='8bit' needs torchao: pip install torchao, or choose 'bfloat16' (4 bytes)")
-    if group["compile"] and any(parameter.device.type == "cpu" for parameter in group["params"]):
+    on = {parameter.device.type for parameter in group["params"]}
+    if group["offload"]:
+        if any(isinstance(parameter, DTensor) for parameter in group["params"]):
+            raise UserError("AdamW: offload is for whole parameters; offload sharded ones by FSDP's CPUOffloadPolicy")
+        on = {"cpu"}
+    if group["moments"] in BLOCKED and group["compile"]:
+        raise UserError(f"AdamW: moments={group['moments']!r} has no compiled kernel; leave it to compile=None")
+    check_moments(group["moments"], on)
+    if group["compile"] and "cpu" in on:
         kernel.check_compiler()

@@ -16,9 +16,9 @@ from support import tiny
 from torch import Tensor, nn
 
 from bf16_to_fp16 import AdamW
-from bf16_to_fp16.advise.formats import FORMATS
-from bf16_to_fp16.advise.initialisation import advise_init, megatron, rules_for, small
-from bf16_to_fp16.advise.updates import Layer, Rule, advise_updates, moving
+from bf16_to_fp16.advise.initialisation import advise_init, rules_for
+from bf16_to_fp16.advise.rules import megatron, small
+from bf16_to_fp16.advise.updates import Rule, advise_updates, moving
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.log import RunLog
@@ -28,6 +28,8 @@ from bf16_to_fp16.losses.events import Curve, Divergence, Event, Plateau, Resume
 from bf16_to_fp16.losses.logs import read_log
 from bf16_to_fp16.losses.report import advise_losses, event_in_words, sparkline
 from bf16_to_fp16.optim import rounding
+from bf16_to_fp16.optim.formats import FORMATS
+from bf16_to_fp16.optim.stalls import Layer
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
 T5 = DEMO / "t5-gated-bytes"
@@ -319,6 +321,66 @@ def test_far_is_more_than_four_times_either_way(tmp_path: Path) -> None:
     assert found["far"] == ["decoder.block.1.layer.0.layer_norm.weight", "encoder.block.1.layer.0.layer_norm.weight"]
 
 
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"model_type": "bloom", "hidden_size": 14336, "initializer_range": 0.02}, ("initializer_range", 4.147, True)),
+        (
+            {"model_type": "bloom", "hidden_size": 14336, "initializer_range": 0.00482},
+            ("initializer_range", 1.0, False),
+        ),
+        ({"model_type": "llama", "hidden_size": 4096}, ("initializer_range", 2.217, False)),  # the class's 0.02
+        ({"model_type": "gpt2", "n_embd": 768, "initializer_range": 0.02}, ("initializer_range", 0.96, False)),
+        ({"model_type": "pegasus", "d_model": 1024, "init_std": 0.1}, ("init_std", 5.543, True)),
+        ({"model_type": "t5", "d_model": 512}, ("initializer_factor", 3**0.5, False)),
+        ({"model_type": "mt5", "d_model": 4096, "initializer_factor": 1.0}, ("initializer_factor", 3**0.5, False)),
+        ({"model_type": "umt5", "d_model": 512, "initializer_factor": 5}, ("initializer_factor", 5 * 3**0.5, True)),
+        ({"model_type": "a", "text_config": {"hidden_size": 833, "init_std": 0.02}}, ("init_std", 1.0, False)),
+    ],
+)
+def test_a_config_is_judged_by_its_width(
+    config: dict[str, Any], wanted: tuple[str, float, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    key, times, far = wanted
+    for source in (tmp_path, tmp_path / "config.json"):
+        found = advise_init(source)["config"]
+        assert (found["key"], found["far"]) == (key, far)
+        assert found["times_megatron"] == pytest.approx(times, rel=2e-3)
+        assert found["stated"] is (key in config or "text_config" in config)
+    out = " ".join(advise(capsys, tmp_path, "--init").split())
+    assert (f"for new weights set {key} to" in out) is far
+    if not key.endswith("factor"):
+        # What it asks for has the rule's deviation.
+        assert found["wanted"] == pytest.approx(found["value"] / found["times_megatron"])
+        assert found["fits"] == pytest.approx(found["hidden_size"] / times**2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "no hidden_size, d_model, n_embd; give the config of a transformer"),
+        ('{"d_model": -1}', "d_model is -1; it must be a positive whole number"),
+        ('{"d_model": 8}', "neither it nor its class names initializer_range, init_std"),
+        ('{"d_model": 8, "init_std": "x"}', "init_std is 'x'; it must be a positive number"),
+        ("[]", "not a config; give a config.json or a folder with one"),
+        ("nothing", "not JSON; give a config.json or a folder with one"),
+    ],
+)
+def test_a_config_that_cannot_be_judged_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "some.json").write_text(text)
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        advise_init(tmp_path / "some.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_deviation_of_a_t5s_config_is_that_of_its_weights(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.gated(d_model=96, initializer_factor=0.5), tmp_path / "model")
+    found = advise_init(folder, tensors=["*.k.weight"])
+    for row in found["tensors"]:
+        assert row["rms"] == pytest.approx(found["config"]["deviation"], rel=0.1)
+
+
 def test_an_infinite_weight_is_flagged_and_left_out_of_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,7 +580,9 @@ def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "0.00482" in advise(capsys, 14336, "--init")
     assert "2832" in advise(capsys, "--format", "2830") and "2832" in advise(capsys, "2830", "--format")
     assert "-2.015625" in advise(capsys, "--format", "-2") and "-2.015625" in advise(capsys, "--format=-2")
-    assert "overflows to inf" in advise(capsys, "70000", "--format")
+    out = " ".join(advise(capsys, "70000", "--format").split())
+    assert "overflows to inf" in out and re.search(r"softmax: x - the largest of \(x, 1\) \W*NaN \W*0 \W*0", out)
+    assert "NaN" not in advise(capsys, "65504", "--format")
     assert "99.9951%" in advise(capsys, T5, "--format")
     out = advise(capsys, log_of(tmp_path / "a.csv", spiked()), "--losses")
     assert "201 to 20" in out and "fast recovery" in out and "█" in out
@@ -606,6 +670,7 @@ def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str]
         (["{tmp}/none", "--updates"], "none does not exist"),
         (["{tmp}/empty.csv", "--format"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
         (["0", "--init"], "the hidden size is 0; give a positive number"),
+        (["{tmp}/none.json", "--init"], "none.json does not exist"),
         (
             ["283 x 10", "--format"],
             "'283 x 10' is not a number; give one like 0.0129 or 2e-5 (sums are not worked out)",

@@ -3,24 +3,16 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bf16_to_fp16.advise.formats import (
-    BF16,
-    FORMATS,
-    FP16,
-    Format,
-    advise_format,
-    half_gaps,
-    held,
-    is_number,
-    number_report,
-)
+from bf16_to_fp16.advise.formats import advise_format, held, is_number, number_report
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.optim import rounding
+from bf16_to_fp16.optim.formats import BF16, FORMATS, FP16, Format, half_gaps
 
 BOTH = pytest.mark.parametrize("target", [BF16, FP16], ids=["bf16", "fp16"])
 
@@ -134,6 +126,33 @@ def test_a_sum_is_refused_and_not_taken_for_a_folder(text: str) -> None:
         UserError, match=r"is not a number; give one like 0\.0129 or 2e-5 \(sums are not worked out\), or"
     ):
         advise_format(text)
+
+
+def becoming(number: str) -> dict[str, str]:
+    return {row["operation"]: row["becomes"] for row in number_report(number)["to_nan"]}
+
+
+def test_a_number_past_fp16_becomes_nan_where_inf_meets_itself_or_0() -> None:
+    rows = {row["operation"].split(":")[-1].strip(): row for row in number_report("70000")["to_nan"]}
+    # In another library's arithmetic of 16 bits.
+    with np.errstate(all="ignore"):
+        x, one = np.float16(70000), np.float16(1)
+        root = np.float16(1) / np.sqrt((x * x + one) / np.float16(2))
+        wanted = {"x": x, "x squared": x * x, "1 / root of the mean square": root, "x times that": x * root}
+        wanted |= {"x - the largest of (x, 1)": x - x, "a weight of 0 times x": x * np.float16(0)}
+    for name, value in wanted.items():
+        np.testing.assert_equal(rows[name]["fp16"], float(value))
+    assert [rows[name]["becomes"] for name in wanted] == ["inf", "inf", "finite", "NaN", "NaN", "NaN"]
+    assert len(rows) == 10 and sum(row["becomes"] == "NaN" for row in rows.values()) == 7
+    for row in rows.values():  # bf16 has the range, and 8 bits
+        assert row["bf16"] == pytest.approx(row["true"], rel=2.0**-7, abs=1e-30)
+    assert rows["x times that"]["true"] == pytest.approx(math.sqrt(2), rel=1e-9)
+
+
+def test_only_what_overflows_has_a_way_to_nan() -> None:
+    assert becoming("65519") == {} and becoming("0.0129") == {} and becoming("inf") == {} and becoming("1e200") == {}
+    assert becoming("65520")["x"] == "inf"
+    assert becoming("-70000") == becoming("70000")
 
 
 @pytest.mark.parametrize("text", ["abc", "__import__('os').getcwd()", "[1]", "True", "1 if 1 else 2"])

@@ -159,7 +159,7 @@ def test_ddp_on_two_machines_takes_the_steps_of_one_process(two_machines: Path, 
     assert_same_run(two_machines, alone, processes=2, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["zero2", "zero3", "zero2-offload", "zero3-offload"])
 def test_zero_takes_the_steps_of_one_process(
     stage: str, recipe: Path, alone_unclipped: Path, warm_python: Path, tmp_path: Path
 ) -> None:
@@ -261,10 +261,12 @@ def test_fsdp_takes_the_steps_of_one_process(recipe: Path, alone: Path, warm_pyt
         ("fsdp", ()),
         ("zero2", ()),
         ("zero3", ()),
+        ("zero2-offload", ()),
+        ("zero3-offload", ()),
         ("zero2", ("--deepspeed_config_file", "launch/deepspeed/zero2-half.json")),
         ("zero3", ("--deepspeed_config_file", "launch/deepspeed/zero3-half.json")),
     ],
-    ids=["amp", "fsdp", "zero2", "zero3", "zero2-half", "zero3-half"],
+    ids=["amp", "fsdp", "zero2", "zero3", "zero2-offload", "zero3-offload", "zero2-half", "zero3-half"],
 )
 def test_fp16_on_gpus_follows_fp32(
     config: str, options: tuple[str, ...], recipe: Path, alone: Path, tmp_path: Path
@@ -296,18 +298,19 @@ def test_fp16_on_gpus_follows_fp32(
 # ---- what else is shipped --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3", "zero2-half", "zero3-half"])
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero2-half", "zero3-half", "zero2-offload", "zero3-offload"])
 def test_a_deepspeed_configuration_has_one_precision_and_repeats_nothing(name: str) -> None:
     """accelerate refuses a YAML with keys of the JSON, and torch_autocast excludes fp16."""
     tree = json.loads((DEEPSPEED / f"{name}.json").read_text())
     assert len({"torch_autocast", "fp16", "bf16"} & set(tree)) == 1
     assert tree["zero_optimization"]["stage"] == int(name[4])
-    given = yaml.safe_load((ACCELERATE / f"{name[:5]}.yaml").read_text())
-    assert given["deepspeed_config"]["deepspeed_config_file"] == f"launch/deepspeed/{name[:5]}.json"
+    launched = name.removesuffix("-half")
+    given = yaml.safe_load((ACCELERATE / f"{launched}.yaml").read_text())
+    assert given["deepspeed_config"]["deepspeed_config_file"] == f"launch/deepspeed/{launched}.json"
     assert "mixed_precision" not in given and "zero_stage" not in given["deepspeed_config"]
 
 
-@pytest.mark.parametrize("config", ["ddp", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("config", ["ddp", "zero2", "zero3", "zero2-offload", "zero3-offload", "fsdp"])
 def test_the_number_of_processes_must_be_given(config: str) -> None:
     tree = yaml.safe_load((ACCELERATE / f"{config}.yaml").read_text())
     assert tree["num_processes"] == -1

@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,13 +36,16 @@ from bf16_to_fp16.finetuning.distillation import (
 from bf16_to_fp16.finetuning.evaluation import scores
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.mixed_precision import LossScale, MixedPrecision, each_norm
+from bf16_to_fp16.finetuning.optimizers import make_optimizer
 from bf16_to_fp16.finetuning.penalty import Observation
+from bf16_to_fp16.finetuning.processes import Processes
 from bf16_to_fp16.finetuning.recipe import Penalty, Recipe, Schedule, Wandb, parse_recipe
 from bf16_to_fp16.finetuning.run import make_accelerator
 from bf16_to_fp16.finetuning.stability import PULLED_STEPS
 from bf16_to_fp16.finetuning.states import RunFolder, read_state, write_state
-from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate, make_optimizer
+from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate
 from bf16_to_fp16.optim.adamw import AdamW
+from bf16_to_fp16.optim.moments import BLOCKED
 
 BAD = ord("Z") + 3
 """ByT5's id of a letter that no text here has."""
@@ -215,11 +220,13 @@ def test_where_no_loss_scale_helps_the_first_steps_are_skipped_as_any_other(fold
     assert [(row["step"], row["loss_scale"]) for row in outcome.skipped] == [(1, 2.0**15), (2, 2.0**14), (3, 2.0**13)]
 
 
-@pytest.mark.parametrize("clip_norm", [1e9, 0.02])
-def test_a_relative_learning_rate_goes_with_each_tensor(folder: Path, tmp_path: Path, clip_norm: float) -> None:
+@pytest.mark.parametrize(("name", "clip_norm"), [("adamw", 1e9), ("adamw", 0.02), ("adam", 1e9)])
+def test_a_relative_learning_rate_goes_with_each_tensor(
+    folder: Path, tmp_path: Path, name: str, clip_norm: float
+) -> None:
     """Multiplying a weight by a power of two multiplies its steps by the same, clipping, epsilon and decay included."""
     moved = []
-    for name, factor in (("plain", 1.0), ("scaled", 2.0**-6)):
+    for arm, factor in (("plain", 1.0), ("scaled", 2.0**-6)):
         model = tiny_model(dropout=0.0)
         with torch.no_grad():
             for block in model.encoder.block:
@@ -231,14 +238,14 @@ def test_a_relative_learning_rate_goes_with_each_tensor(folder: Path, tmp_path: 
             folder,
             tmp_path / "out",
             precision="fp32",
-            optimizer={"relative": True, "clip_norm": clip_norm, "epsilon": 1e-3, "weight_decay": 0.5},
+            optimizer={"name": name, "relative": True, "clip_norm": clip_norm, "epsilon": 1e-3, "weight_decay": 0.5},
             schedule={"steps": 3, "learning_rate": 0.01},
         )
-        trainer = trainer_of(recipe, folder, tmp_path / name, model=model)
+        trainer = trainer_of(recipe, folder, tmp_path / arm, model=model)
         trainer.train()
         after = trainer.weights()["encoder.block.0.layer.0.SelfAttention.v.weight"]
         moved.append((after - before) / factor)
-        losses = losses_of(tmp_path / name)
+        losses = losses_of(tmp_path / arm)
         moved.append(torch.tensor([losses[step] for step in (1, 2, 3)]))
     assert torch.allclose(moved[0], moved[2], rtol=1e-2, atol=1e-6) and torch.allclose(moved[1], moved[3], rtol=1e-4)
 
@@ -295,9 +302,10 @@ def test_states_are_whole_or_not_there_and_the_oldest_go(tmp_path: Path) -> None
         read_state(states.of(8))
 
 
-def test_a_new_process_reads_moments_in_8_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", BLOCKED)
+def test_a_new_process_reads_moments_in_blocks(moments: str, tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(64, 64))
-    optimizer = AdamW([weight], moments="8bit")
+    optimizer = AdamW([weight], moments=moments)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     write_state(tmp_path, {"optimizer": optimizer.state_dict()})
@@ -470,16 +478,43 @@ def test_dropout_is_another_in_every_step(folder: Path, tmp_path: Path) -> None:
 
 def test_the_optimizer_is_the_recipes_and_scales_are_not_decayed(folder: Path, tmp_path: Path) -> None:
     given = {"betas": [0.8, 0.95], "epsilon": 1e-5, "weight_decay": 0.3}
-    for weights, rounding in (("fp32", "nearest"), ("bf16", "stochastic")):
-        settings = given | {"weights": weights, "rounding": rounding, "relative": False}
+    for weights, rounding, name in product(("fp32", "bf16"), ("nearest", "stochastic"), ("adamw", "adam")):
+        if weights == "fp32" and rounding == "stochastic":
+            continue
+        settings = given | {"weights": weights, "rounding": rounding, "relative": False, "name": name}
         recipe = recipe_for(folder, tmp_path / "out", precision="fp32", optimizer=settings)
         matrix, gain = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
         optimizer = make_optimizer(recipe, [gain, matrix])
+        assert type(optimizer).__name__.lower() == name
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] is (name == "adamw")
         groups = {len(group["params"][0].shape): group for group in optimizer.param_groups}
         assert set(groups) == {1, 2} and [p.ndim for group in groups.values() for p in group["params"]] == [2, 1]
         assert (groups[2]["weight_decay"], groups[1]["weight_decay"]) == (0.3, 0.0)
         for group in groups.values():
             assert (tuple(group["betas"]), group["eps"], group["lr"]) == ((0.8, 0.95), 1e-5, 0.003)
+
+
+def test_offload_and_deepspeeds_are_kept_apart(folder: Path, tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    accelerator = SimpleNamespace(
+        distributed_type=SimpleNamespace(value="DEEPSPEED"),
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config)),
+        device=torch.device("cpu"),
+        process_index=0,
+        num_processes=2,
+        is_main_process=True,
+    )
+    processes, model = Processes(accelerator), tiny_model()
+    assert processes.offloads
+    for settings, said in (
+        ({"offload": True}, "optimizer.offload is for whole weights; leave it out, and launch with launch/accelerate"),
+        ({"moments": "bf16"}, "DeepSpeed would put plain Adam in the place of this recipe's optimizer; set"),
+    ):
+        recipe = recipe_for(folder, tmp_path / "out", optimizer=settings)
+        with pytest.raises(UserError, match=said):
+            processes.prepare(model, make_optimizer(recipe, list(model.parameters())), recipe)
+    config["zero_optimization"] = {"stage": 2}
+    assert not processes.offloads
 
 
 def test_the_penalty_is_the_recipes_and_looks_at_new_random_ids_every_other_step(folder: Path, tmp_path: Path) -> None:
@@ -583,15 +618,26 @@ def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(f
     assert not trainer.position.hard
 
 
-@pytest.mark.parametrize("penalty", ["none", "amax"])
+@pytest.mark.parametrize(
+    ("penalty", "optimizer"),
+    [
+        ("none", {}),
+        ("amax", {}),
+        ("none", {"weights": "bf16", "rounding": "stochastic", "moments": "4bit", "name": "adam"}),
+        ("none", {"weights": "bf16", "rounding": "kahan", "moments": "8bit", "relative": True}),
+        ("none", {"moments": "fp8", "offload": True}),
+    ],
+    ids=["plain", "penalty", "adam-4bit", "kahan-8bit", "fp8-offload"],
+)
 def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
-    folder: Path, tmp_path: Path, penalty: str
+    folder: Path, tmp_path: Path, penalty: str, optimizer: dict[str, Any]
 ) -> None:
     recipe = recipe_for(
         folder,
         tmp_path / "out",
         schedule={"steps": 10},
         penalty={"form": penalty, "headroom_bits": 14.0, "search_every": 2},
+        optimizer=optimizer,
     )
     whole = trainer_of(recipe, folder, tmp_path / "whole")
     outcome = whole.train()
