@@ -687,7 +687,8 @@ class Trainer:
         training_batches = self.corpus.training_batches(self.processes.rank, self.processes.world)
         with self.progress.step(f"Computing the teacher's {self.recipe.distillation.top_k} best logits") as advance:
             for step in range(steps):
-                if self.tops.has(step):
+                # Each process has files of its own, and a teacher in parts needs all of them.
+                if self.processes.everywhere(self.tops.has(step)):
                     training_batches.skip(1)
                     continue
                 batches = [next(training_batches) for _ in range(self.passes)]
