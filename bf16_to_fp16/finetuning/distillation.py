@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from ..errors import UserError
@@ -91,12 +92,14 @@ def arguments(model: Any, batch: TrainingBatch, device: torch.device) -> dict[st
 class Teacher:
     """The frozen original. ``outputs`` gives its logits or hidden states of the positions that count.
 
-    temperature: at which ``top`` is taken.
+    temperature: at which ``top`` is taken. in_parts: each process of the default group holds its share of every
+    weight, and gathers a block when it runs; all of them must then call equally often.
     """
 
-    def __init__(self, model: Any, device: torch.device, *, temperature: float) -> None:
+    def __init__(self, model: Any, device: torch.device, *, temperature: float, in_parts: bool = False) -> None:
         """Freeze ``model`` and move it."""
-        self.model = model.to(device).eval().requires_grad_(False)
+        model = model.eval().requires_grad_(False)
+        self.model = deal_out(model, device) if in_parts else model.to(device)
         self.device, self.temperature = device, temperature
 
     @torch.no_grad()
@@ -112,6 +115,23 @@ class Teacher:
         log_p = (self.outputs(batch) / self.temperature).log_softmax(-1)
         values, ids = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
         return TopK(values, ids)
+
+
+def deal_out(model: Any, device: torch.device) -> Any:
+    """Return ``model`` with each process of the default group holding its share of every weight, by FSDP2.
+
+    It moves one block at a time to ``device``: no process needs room there for more than its share and a block.
+    """
+    mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    lists: list[str] = []
+    for path, module in list(model.named_modules()):
+        # A block may have lists of its own.
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in lists):
+            lists.append(path)
+            for block in module:
+                fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 class TopStore:

@@ -10,8 +10,10 @@ coefficient to tune. A site inside its target costs one ``aminmax`` and no graph
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,7 +98,8 @@ class ActivationPenalty:
     nothing is over. model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: largest |x|
     wanted, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
     form: one of ``FORMS``. dual_step: growth of a site's weight per step and bit of excess; weight: a fixed weight of
-    every site instead. accumulation: calls that make one optimizer step; the loop divides the loss by it.
+    every site instead. accumulation: calls that make one optimizer step; the loop divides the loss by it, and
+    ``look_ahead`` makes them one large batch.
     process_group: ranks that agree on the largest values, by default the default group. train_mode: hold what enters
     ``gelu_new`` to 147.8, beyond which its backward overflows.
 
@@ -154,13 +157,13 @@ class ActivationPenalty:
         self._weights: dict[str, float] = {}
         self._last: dict[str, Observation] = {}
         self._largest: dict[str, float] = {}
-        self._before: dict[str, float] = {}
         self._calls = 0
         self._seen = False
+        self._looking_ahead = False
+        self._reached: dict[str, float] = {}
         self._terms: dict[str, list[Tensor]] = {}
-        self._runs: dict[str, int] = {}
-        self._kept_run: dict[str, int] = {}
-        self._shares: dict[str, _Share] | None = None
+        self._ahead: list[dict[str, _Held]] = []
+        self._ahead_shares: list[dict[str, _Share]] = []
         self._world = 1
         self._waiting: list[_Waiting] = []
         # A device whose values cannot be read without waiting for it; a test sets it on the CPU.
@@ -201,11 +204,23 @@ class ActivationPenalty:
             raise UserError(
                 "the penalty saw no forward with gradients; attach() it, and call it after the same model's forward"
             )
+        if self._ahead:
+            raise UserError(
+                f"look_ahead() saw {len(self._ahead)} of the {self.accumulation} calls of a step; all of them come"
+                " before the first forward with gradients"
+            )
         self._read()
-        self._agree()
-        total = self._total()
+        together = self._ahead_shares[self._calls] if self._ahead_shares else None
+        ranks = self._gather([self._held(read=together is None and self._world > 1)])
+        for site, largest in _largest_of(ranks).items():
+            self._largest[site] = max(largest, self._largest.get(site, 0.0))
+        if together is not None:
+            total = self._shared_total(together, self.accumulation)
+        elif self.form in _WITH_PEAK and self._world > 1:
+            total = self._shared_total(self._shares(ranks)[0], 1)
+        else:
+            total = self._total()
         self._forget()
-        self._before = dict(self._largest)
         self._calls += 1
         if self._calls >= self.accumulation:
             self._close_step()
@@ -228,8 +243,37 @@ class ActivationPenalty:
         """Forget the calls of an optimizer step that the loop gives up half-way; on every rank, or on none."""
         self._forget()
         self._largest.clear()
-        self._before.clear()
         self._calls = 0
+        self._ahead, self._ahead_shares = [], []
+
+    @property
+    def pulls(self) -> bool:
+        """Whether any site has a weight, so that its largest value would pull."""
+        return self.form != "none" and (self.weight or max(self._weights.values(), default=0.0)) > 0
+
+    @contextmanager
+    def look_ahead(self) -> Iterator[None]:
+        """Note, without gradients, what the forwards inside reach: those of one call of the step that follows.
+
+        Once for each call of a step, in their order and before the first of them; every rank must. The step's peak is
+        then known to all of its calls, which pull as one large batch would. Raises ``UserError`` for one call too many,
+        and where the step has begun.
+        """
+        if not self._attached or self._calls or self._ahead_shares or self._seen:
+            raise UserError(f"look_ahead() comes {self.accumulation} times before a step's first call, attached")
+        self._looking_ahead = self._tap.without_gradients = True
+        try:
+            with torch.no_grad():
+                yield
+            self._read()
+            self._ahead.append(self._held(read=True))
+        finally:
+            self._looking_ahead = self._tap.without_gradients = False
+            self._forget()
+        if len(self._ahead) == self.accumulation:
+            ahead, self._ahead = self._ahead, []
+            if self.form in _WITH_PEAK:
+                self._ahead_shares = self._shares(self._gather(ahead))
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit."""
@@ -249,8 +293,9 @@ class ActivationPenalty:
             raise UserError(f"this is no state of a penalty: {', '.join(sorted(missing))} missing")
         self._order = list(state["order"])
         self._weights = dict(state["weights"])
-        self._largest, self._before = dict(state["largest"]), dict(state["largest"])
+        self._largest = dict(state["largest"])
         self._calls = int(state["calls"])
+        self._ahead, self._ahead_shares = [], []
         self.skipped = int(state["skipped"])
         self._last = {site: Observation(**seen) for site, seen in state["observations"].items()}
         self._agreed = False
@@ -299,32 +344,36 @@ class ActivationPenalty:
         low, high = torch.aminmax(x)
         if self._waits(x):
             self._waiting.append(_Waiting(site, low, high))
-            return self.form in _WITHOUT_TARGET or self._is_near(site)
+            return self.form in _WITHOUT_TARGET or self._may_pull(site)
         amax = _amax(float(low), float(high))
-        record = self._note(site, amax)
-        if self.form in _WITHOUT_TARGET:
-            return not math.isnan(amax)
-        if self.form == "hinge":
-            record = amax > self._target[site]
-        return record and self._weight(site) > 0 and not math.isnan(amax)
+        over = self._note(site, amax)
+        return not math.isnan(amax) and (self.form in _WITHOUT_TARGET or (over and self._weight(site) > 0))
 
     def _note(self, site: str, amax: float) -> bool:
-        """Note a largest value; whether it passes the target and everything seen before in this step."""
+        """Note a largest value; whether it pulls."""
         if math.isnan(amax):
-            self.skipped += 1
+            self.skipped += not self._looking_ahead
             amax = math.inf
-        self._runs[site] = self._runs.get(site, 0) + 1
-        before = self._largest.get(site)
-        if before is None or amax > before:
-            self._largest[site] = amax
-        # Under a smooth maximum these tokens pull as well if another rank's pass the target.
-        spread = self.form == "smooth-max" and self._world > 1
-        floor = self._target[site] / 2**MOST_SLACK_BITS if spread else self._target[site]
-        return amax > max(floor, before or 0.0)
+        before = self._reached.get(site, -1.0)
+        self._reached[site] = max(before, amax)
+        # A site that runs several times before a call pulls at its largest.
+        return amax > max(self._floor(site), before if self.form == "amax" else -1.0)
 
-    def _is_near(self, site: str) -> bool:
+    def _floor(self, site: str) -> float:
+        """The largest value that pulls at nothing."""
+        if self._ahead_shares and site not in self._ahead_shares[self._calls]:
+            return math.inf
+        # Under a smooth maximum a token pulls as well where another run, call or rank passes the target.
+        return self._target[site] / 2**MOST_SLACK_BITS if self.form == "smooth-max" else self._target[site]
+
+    def _may_pull(self, site: str) -> bool:
+        """Whether a term must be made before its device has said how large it is."""
+        if self._weight(site) <= 0:
+            return False
+        if self._looking_ahead or self._ahead_shares:
+            return self._floor(site) < math.inf
         last = self._last.get(site)
-        return self._weight(site) > 0 and (last is None or last.excess_bits > -MOST_SLACK_BITS)
+        return last is None or last.excess_bits > -MOST_SLACK_BITS
 
     def _weight(self, site: str) -> float:
         if self.form == "none":
@@ -332,10 +381,10 @@ class ActivationPenalty:
         return self._weights.get(site, 0.0) if self.weight is None else self.weight
 
     def _take(self, site: str, x: Tensor) -> None:
-        if not x.requires_grad:
+        if not x.requires_grad and not self._looking_ahead:
             return
         if self.form == "amax" and not self._waits(x):
-            self._keep(site, _log2_largest(x, self._largest[site]))
+            self._keep(site, _log2_largest(x, self._reached[site]))
             return
         # Everything here is fp32, and nothing a product that autocast would lower.
         term = self._term(site, x)
@@ -345,13 +394,11 @@ class ActivationPenalty:
             self._keep(site, term)
 
     def _keep(self, site: str, term: Tensor) -> None:
-        # A site that runs several times before a call pulls at its largest.
-        self._terms[site] = [term] if self.form in _WITH_PEAK else [*self._terms.get(site, ()), term]
-        self._kept_run[site] = self._runs[site]
+        self._terms[site] = [term] if self.form == "amax" else [*self._terms.get(site, ()), term]
 
     def _term(self, site: str, x: Tensor) -> Tensor:
         if self.form in _WITH_PEAK:
-            return _log2_peak(x, smooth=self.form == "smooth-max")
+            return _log2_peak(x, self._floor(site) if self.form == "smooth-max" else None)
         wide = x.float()
         if self.form == "mean-square":
             return wide.square().mean()
@@ -369,16 +416,23 @@ class ActivationPenalty:
             return
         waiting = self._waiting
         for entry, amax in zip(waiting, _read_amax(waiting), strict=True):
-            record = self._note(entry.site, amax)
-            over = record if self.form in _WITH_PEAK else amax > self._target[entry.site]
-            wanted = self.form in _WITHOUT_TARGET or over
+            wanted = self._note(entry.site, amax) or self.form in _WITHOUT_TARGET
             if entry.term is not None and wanted and not math.isnan(amax):
                 self._keep(entry.site, entry.term)
 
+    def _joined(self, site: str) -> Tensor:
+        """log2 of the peak of all runs of a site since the last call."""
+        terms = self._terms[site]
+        if len(terms) == 1:
+            return terms[0]
+        unit = SHARPNESS * math.log(2)
+        return (torch.stack(terms) * unit).logsumexp(0) / unit
+
     def _total(self) -> Tensor:
-        if self._shares is not None:
-            return self._shared_total(self._shares)
-        terms = [(site, term) for site, kept in self._terms.items() for term in kept]
+        """The penalty of one process, or of a form whose parts only add up."""
+        peak = self.form in _WITH_PEAK
+        over = [site for site in self._terms if not peak or self._reached[site] > self._target[site]]
+        terms = [(site, term) for site in over for term in ([self._joined(site)] if peak else self._terms[site])]
         if not terms:
             return torch.zeros((), device=_device(self.model))
         device = terms[0][1].device
@@ -386,29 +440,28 @@ class ActivationPenalty:
         if self.form in _WITHOUT_TARGET:
             assert self.weight is not None
             return self.weight * values.mean()
-        # Of other sums each rank has a part, which the mean over the ranks divides.
-        parts = self._world if self.form == "hinge" else 1
-        weights = [self._weight(site) * self.accumulation * parts for site, _ in terms]
-        targets = [math.log2(self._target[site]) if self.form in _WITH_PEAK else 0.0 for site, _ in terms]
+        # Of a sum each call and each rank has a part, which the mean over them divides.
+        parts = 1 if peak else self._world * self.accumulation
+        weights = [self._weight(site) * parts for site, _ in terms]
+        targets = [math.log2(self._target[site]) if peak else 0.0 for site, _ in terms]
         constant = torch.tensor([weights, targets]).to(device, non_blocking=True)
         return ((values - constant[1]) * constant[0]).sum()
 
-    def _shared_total(self, shares: Mapping[str, _Share]) -> Tensor:
-        """The penalty of all ranks, the same on each, with this rank's part of its gradient times their number."""
+    def _shared_total(self, shares: Mapping[str, _Share], calls: int) -> Tensor:
+        """The penalty of all ranks and of ``calls`` calls, the same in each, with this part's share of its gradient
+        times their number."""
         total = torch.zeros((), device=_device(self.model))
         for site, share in shares.items():
-            weight = self._weight(site) * self.accumulation
+            weight = self._weight(site)
             total = total + weight * (share.bits - math.log2(self._target[site]))
-            if share.mine:
-                (term,) = self._terms[site]
-                total = total + (term - term.detach()).to(total.device) * (weight * share.mine * self._world)
+            if share.mine and site in self._terms:
+                term = self._joined(site)
+                total = total + (term - term.detach()).to(total.device) * (weight * share.mine * calls * self._world)
         return total
 
     def _forget(self) -> None:
+        self._reached.clear()
         self._terms.clear()
-        self._runs.clear()
-        self._kept_run.clear()
-        self._shares = None
         self._waiting = []
         self._seen = False
 
@@ -428,61 +481,70 @@ class ActivationPenalty:
                 self._weights[site] = max(0.0, self._weights.get(site, 0.0) + self.dual_step * step)
             self._last[site] = Observation(amax, target, excess, self._weight(site))
         self._largest.clear()
-        self._before.clear()
         self._calls = 0
+        self._ahead_shares = []
 
-    def _agree(self) -> None:
-        """Make the largest values those of all ranks, and find out which of them pull at a site."""
+    def _held(self, *, read: bool) -> dict[str, _Held]:
+        """What this call has on this rank; ``read``: with its peaks, read from their device at once."""
+        bits: dict[str, float] = {}
+        if read and self._terms and self.form in _WITH_PEAK:
+            peaks = [self._joined(site).detach() for site in self._terms]
+            together = torch.stack([peak.to(peaks[0].device) for peak in peaks])
+            bits = dict(zip(self._terms, together.tolist(), strict=True))
+        return {site: _Held(largest, bits.get(site, _ABSENT)) for site, largest in self._reached.items()}
+
+    def _gather(self, calls: list[dict[str, _Held]]) -> list[list[dict[str, _Held]]]:
+        """Of every rank what ``calls`` are here; all ranks then know the same sites, in the same order."""
         known = set(self._order)
-        new = [site for site in self._largest if site not in known]
+        new = list(dict.fromkeys(site for call in calls for site in call if site not in known))
         if self._world == 1:
             self._order += new
-            return
+            return [calls]
         distributed, group = torch.distributed, self.process_group
         device = torch.device("cpu") if "gloo" in distributed.get_backend(group) else _device(self.model)
 
-        def gather(sites: list[str]) -> list[list[float]]:
-            """Of every rank: whether it has new sites, and for each site its largest value, its term, and the term's
-            run in this call."""
-            values = self._values()
-            columns = (self._largest, values, self._kept_run)
-            row = [float(bool(new)), *(float(column.get(site, _ABSENT)) for column in columns for site in sites)]
+        def exchange(sites: list[str]) -> list[list[float]]:
+            """Of every rank: whether it has new sites, and for each call and site its largest value and its peak."""
+            held = [call.get(site, _NOTHING) for call in calls for site in sites]
+            row = [float(bool(new)), *(number for each in held for number in (each.largest, each.bits))]
             packed = torch.tensor(row, dtype=torch.float64, device=device)
             rows = [torch.empty_like(packed) for _ in range(self._world)]
             distributed.all_gather(rows, packed, group=group)
             found: list[list[float]] = torch.stack(rows).tolist()
             return found
 
-        rows = gather(self._order if self._agreed else [])
+        rows = exchange(self._order if self._agreed else [])
         if any(row[0] for row in rows) or not self._agreed:
             # Sites of the first step, and any that a rank sees for the first time: rare, so names may be exchanged.
             names: list[list[str]] = [[] for _ in range(self._world)]
             distributed.all_gather_object(names, self._order + new, group=group)
             self._order = list(dict.fromkeys(site for each in names for site in each))
             self._agreed = True
-            rows = gather(self._order)
-        number, rank = len(self._order), distributed.get_rank(group)
-        self._shares = {} if self.form in _WITH_PEAK else None
-        for i, site in enumerate(self._order, 1):
-            held = [_Held(row[i], row[i + number], int(row[i + 2 * number])) for row in rows]
-            largest = max(each.largest for each in held)
-            if largest == _ABSENT:
-                continue
-            self._largest[site] = largest
-            if self._shares is None or (site not in self._target and not self._is_wanted(site)):
-                continue
-            if largest > max(self._target[site], self._before.get(site, 0.0)):
-                share = _gradient_share(held, rank, smooth=self.form == "smooth-max")
-                if share is not None:
-                    self._shares[site] = share
+            rows = exchange(self._order)
+        keys = [(call, site) for call in range(len(calls)) for site in self._order]
+        ranks: list[list[dict[str, _Held]]] = [[{} for _ in calls] for _ in rows]
+        for rank, row in zip(ranks, rows, strict=True):
+            for (call, site), largest, bits in zip(keys, row[1::2], row[2::2], strict=True):
+                if largest != _ABSENT:
+                    rank[call][site] = _Held(largest, bits)
+        return ranks
 
-    def _values(self) -> dict[str, float]:
-        """log2 of each kept term, read from its device at once."""
-        if self.form not in _WITH_PEAK or not self._terms:
-            return {}
-        device = next(iter(self._terms.values()))[0].device
-        together = torch.stack([term.detach().to(device) for (term,) in self._terms.values()])
-        return dict(zip(self._terms, together.tolist(), strict=True))
+    def _shares(self, ranks: list[list[dict[str, _Held]]]) -> list[dict[str, _Share]]:
+        """For each call, what this rank has of the peaks that pull."""
+        mine = torch.distributed.get_rank(self.process_group) if self._world > 1 else 0
+        found: list[dict[str, _Share]] = [{} for _ in ranks[0]]
+        for site, largest in _largest_of(ranks).items():
+            wanted = site in self._target or self._is_wanted(site)
+            if not wanted or largest <= self._target[site] or self._weight(site) <= 0:
+                continue
+            # The order of their rows in one large batch.
+            held = [rank[call].get(site, _NOTHING) for call in range(len(found)) for rank in ranks]
+            peak = _parts_of_peak(held, smooth=self.form == "smooth-max")
+            if peak is not None:
+                bits, parts = peak
+                for shares, part in zip(found, parts[mine :: len(ranks)], strict=True):
+                    shares[site] = _Share(bits, part)
+        return found
 
 
 _ABSENT = -1e300
@@ -490,35 +552,44 @@ _ABSENT = -1e300
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What one rank has of a site: its largest value in this step, log2 of its term, and the term's run."""
+    """What one call of one rank has of a site: its largest value, and log2 of the peak of its terms."""
 
     largest: float
     bits: float
-    run: int
+
+
+_NOTHING = _Held(_ABSENT, _ABSENT)
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """log2 of the peak over all ranks, and this rank's share of its gradient."""
+    """log2 of the peak over all ranks and calls, and the share of its gradient that one call of one rank has."""
 
     bits: float
     mine: float
 
 
-def _gradient_share(held: list[_Held], rank: int, *, smooth: bool) -> _Share | None:
-    """Return what ``rank`` has of the peak over all ranks; None where the largest value has no term, being NaN or far
-    inside in the step before."""
+def _largest_of(ranks: list[list[dict[str, _Held]]]) -> dict[str, float]:
+    largest: dict[str, float] = {}
+    for call in itertools.chain(*ranks):
+        for site, held in call.items():
+            largest[site] = max(held.largest, largest.get(site, held.largest))
+    return largest
+
+
+def _parts_of_peak(held: list[_Held], *, smooth: bool) -> tuple[float, list[float]] | None:
+    """Return log2 of the peak over all that is held, and the share of each in its gradient; None where the largest
+    value has no term, being NaN or far inside in the step before."""
     largest = max(each.largest for each in held)
     first = next((i for i, each in enumerate(held) if each.largest == largest and each.bits != _ABSENT), None)
     if first is None:
         return None
     if not smooth:
-        return _Share(held[first].bits, float(rank == first))
-    # The log-sum-exp over all tokens is that over the ranks' own.
-    joined = [each.bits if each.run == held[first].run and each.bits != _ABSENT else -math.inf for each in held]
-    peak = max(joined)
-    parts = [2.0 ** (SHARPNESS * (bits - peak)) for bits in joined]
-    return _Share(peak + math.log2(sum(parts)) / SHARPNESS, parts[rank] / sum(parts))
+        return held[first].bits, [float(i == first) for i in range(len(held))]
+    # The log-sum-exp over all tokens is that over the parts' own.
+    peak = max(each.bits for each in held)
+    parts = [0.0 if each.bits == _ABSENT else 2.0 ** (SHARPNESS * (each.bits - peak)) for each in held]
+    return peak + math.log2(sum(parts)) / SHARPNESS, [part / sum(parts) for part in parts]
 
 
 @dataclass(slots=True)
@@ -601,12 +672,13 @@ def _log2_largest(x: Tensor, amax: float) -> Tensor:
 _BISECT_TO = 8192
 
 
-def _log2_peak(x: Tensor, *, smooth: bool) -> Tensor:
+def _log2_peak(x: Tensor, floor: float | None) -> Tensor:
     """log2 of the largest |x|, or of the smooth maximum of the tokens' largest, [..., channels] to a scalar.
 
+    floor: a token that reaches no more has no part in a smooth maximum, however x is cut; None: no smooth maximum.
     Nothing is read back from the device.
     """
-    channels = x.shape[-1] if smooth and x.dim() > 1 else x.numel()
+    channels = x.shape[-1] if floor is not None and x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)
     index = _where_largest(rows) + torch.arange(len(rows), device=x.device) * channels
     largest = rows.reshape(-1)[index].float()
@@ -614,6 +686,8 @@ def _log2_peak(x: Tensor, *, smooth: bool) -> Tensor:
     bits = size.log2()
     peak = bits.amax()
     shares = torch.exp2(SHARPNESS * (bits - peak))
+    if floor is not None:
+        shares = shares * ((size > floor) | (bits == peak))
     total = shares.sum()
     slope = shares / total * largest.sign().nan_to_num(nan=0.0) / (size * math.log(2))
     value: Tensor = _Peak.apply(x, peak + total.log2() / SHARPNESS, index, slope)

@@ -177,6 +177,13 @@ def in_parts() -> bool:
     return any(value in ("1", "true") for value in asked)
 
 
+def weights_in_parts(accelerator: Any) -> bool:
+    """Return whether each of several processes has a part of every weight: under FSDP and ZeRO-3."""
+    kind = str(accelerator.distributed_type.value)
+    stage = accelerator.state.deepspeed_plugin.zero_stage if kind == "DEEPSPEED" else 0
+    return accelerator.num_processes > 1 and (kind == "FSDP" or stage == 3)
+
+
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
     """Return the precisions of the run, in order: the recipe's, or where it leaves them out those of DeepSpeed's
     configuration.

@@ -54,7 +54,7 @@ from .distillation import Teacher, arguments, counted_positions, task_loss
 from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import PRECISION_DTYPES, MixedPrecision
-from .processes import in_parts, precisions_of
+from .processes import in_parts, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe
 from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
@@ -189,7 +189,7 @@ def train(
     corpus.check_processes(accelerator.num_processes)
     main = accelerator.is_main_process
     progress = (progress or Progress(quiet=True)) if main else Progress(quiet=True)
-    teacher = make_teacher(checkpoint, recipe, accelerator.device)
+    teacher = make_teacher(checkpoint, recipe, accelerator)
     if teacher is not None:
         corpus = with_known_sentinels(corpus, teacher, progress)
     start = folder / START_FOLDER
@@ -379,8 +379,12 @@ def attention_of(recipe: Recipe) -> str:
     return recipe.attention
 
 
-def make_teacher(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -> Teacher | None:
-    """Return the frozen original in its own precision, or in the one asked for; None where nothing is distilled."""
+def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Teacher | None:
+    """Return the frozen original in its own precision, or in the one asked for; None where nothing is distilled.
+
+    Where processes have parts of the student's weights they have parts of the teacher's.
+    """
+    device = accelerator.device
     encoder = is_encoder_class(str(checkpoint.config.get("architectures", [""])[0]))
     if recipe.distillation.weight == 0 and not encoder:
         return None
@@ -389,7 +393,10 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -
     stored = torch.bfloat16 if kept == {"BF16"} and device.type != "cpu" else torch.float32
     dtype = stored if wanted == "source" else PRECISION_DTYPES[wanted]
     return Teacher(
-        load(checkpoint.folder, dtype, attention="sdpa"), device, temperature=recipe.distillation.temperature
+        load(checkpoint.folder, dtype, attention="sdpa"),
+        device,
+        temperature=recipe.distillation.temperature,
+        in_parts=weights_in_parts(accelerator),
     )
 
 

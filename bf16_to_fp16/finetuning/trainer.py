@@ -339,7 +339,10 @@ class Trainer:
         the step was skipped, and the sums of task, divergence and penalty over all processes."""
         p, recipe = self.position, self.recipe
         # Dropout is a function of where the run stands, so no generator has a state to keep.
-        torch.manual_seed(hash((recipe.seed, p.step, len(p.rewinds), self.processes.rank)) & 0x7FFF_FFFF_FFFF)
+        seed = hash((recipe.seed, p.step, len(p.rewinds), self.processes.rank)) & 0x7FFF_FFFF_FFFF
+        torch.manual_seed(seed)
+        if self._look_ahead(batches):
+            torch.manual_seed(seed)
         if self.mixed_precision.loss_scale is not None:
             self.processes.tell_scale(self.mixed_precision.scale)
         if not self.processes.engine:
@@ -351,7 +354,7 @@ class Trainer:
             with self.processes.synchronised(self.model, last):
                 with self.mixed_precision.forward():
                     loss, task, kl = self._losses(batch, data_step, index)
-                    anchor = self._reach_beyond_the_data(p.step * self.passes + index)
+                    anchor = self._reach_beyond_the_data(index)
                 # Processes and passes are averaged; the sum over all of them is what is wanted.
                 total = loss * (self.processes.world * self.passes / max(1.0, positions))
                 penalty = self.penalty() if self.penalty is not None else torch.zeros((), device=self.device)
@@ -395,29 +398,55 @@ class Trainer:
         loss = task * (1 - mix.weight) + kl * mix.weight
         return loss, task.detach().double(), kl.detach().double()
 
-    def _reach_beyond_the_data(self, turn: int) -> Tensor | None:
-        """Run a batch of the built-in probe, for the penalty alone: the audit will run what no text contains.
+    def _look_ahead(self, batches: Sequence[TrainingBatch]) -> bool:
+        """Let the penalty see all passes of a step before the first of them pulls; whether there was need to.
 
-        Its random ids are new each time, and other ones than the audit's: what is held fixed would be learnt by heart.
-        Where processes have parts of a model, returns a zero whose backward goes through this forward as well: all must
-        gather the same weights, and the penalty pulls in some of them only.
+        Its gradient is then that of one large batch. Parts of a model are left without: gathering them once more would
+        cost as much again as the forward.
+        """
+        if self.penalty is None or self.passes == 1 or self.processes.sharded or not self.penalty.pulls:
+            return False
+        for index, batch in enumerate(batches):
+            with self.penalty.look_ahead(), self.mixed_precision.forward():
+                self.model(**arguments(self.stock, batch, self.device))
+                self._reach_beyond_the_data(index)
+        return True
+
+    def _reach_beyond_the_data(self, index: int) -> Tensor | None:
+        """Run a pass's share of a batch of the built-in probe, for the penalty alone: the audit will run what no text
+        contains.
+
+        A step's batch is a function of the step, and its rows are dealt out to passes and processes. Random ids are
+        new each time, and other ones than the audit's: what is held fixed would be learnt by heart. Where processes
+        have parts of a model, returns a zero whose backward goes through this forward as well: all must gather the same
+        weights, and the penalty pulls in some of them only.
         """
         if self.penalty is None or not self.recipe.penalty.probe:
             return None
-        config, seed, hard = self.stock.config, self.recipe.seed + 1 + turn, self.position.hard
-        if hard and turn % 2:
-            batch = rows_of(config, hard, "hard inputs")
-        elif (place := turn // 2 if hard else turn) % 2 == 0:
-            # Of random ids there are most, and in short rows nothing is averaged.
-            batch = random_rows(config, seed=seed, left=place % 4 == 2)
-        else:
-            made = [b for b in probe_batches(config, None, None, seed=seed) if not b.generate]
-            batch = made[place // 2 % len(made)]
-        out = self.model(**probe_arguments(batch, self.device))
+        whole = self._beyond_the_data()
+        world = self.processes.world
+        count = len(whole.input_ids)
+        if index * world >= count and not self.processes.sharded:
+            return None
+        # A wrapped model's forwards are for all processes: one for which no row is left repeats the last.
+        first = min(index * world + self.processes.rank, count - 1)
+        out = self.model(**probe_arguments(whole.rows(slice(first, None, self.passes * world)), self.device))
         if not self.processes.sharded:
             return None
-        anchor: Tensor = _Anchor.apply(out.last_hidden_state if batch.decoder_input_ids is None else out.logits)
+        anchor: Tensor = _Anchor.apply(out.last_hidden_state if whole.decoder_input_ids is None else out.logits)
         return anchor
+
+    def _beyond_the_data(self) -> Batch:
+        """The step's batch of the built-in probe, or of the inputs that a search found."""
+        config, step, hard = self.stock.config, self.position.step, self.position.hard
+        seed = self.recipe.seed + 1 + step
+        if hard and step % 2:
+            return rows_of(config, hard, "hard inputs")
+        if (place := step // 2 if hard else step) % 2 == 0:
+            # Of random ids there are most, and in short rows nothing is averaged.
+            return random_rows(config, seed=seed, left=place % 4 == 2)
+        made = [b for b in probe_batches(config, None, None, seed=seed) if not b.generate]
+        return made[place // 2 % len(made)]
 
     def _search_hard_inputs(self) -> None:
         """Every so many steps, look for the inputs that bring the sites furthest past their targets, and keep them for
@@ -659,7 +688,8 @@ class Trainer:
         training_batches = self.corpus.training_batches(self.processes.rank, self.processes.world)
         with self.progress.step(f"Computing the teacher's {self.recipe.distillation.top_k} best logits") as advance:
             for step in range(steps):
-                if self.tops.has(step):
+                # Each process has files of its own, and a teacher in parts needs all of them.
+                if self.processes.everywhere(self.tops.has(step)):
                     training_batches.skip(1)
                     continue
                 batches = [next(training_batches) for _ in range(self.passes)]

@@ -185,6 +185,8 @@ class Tap:
         self.on_site = on_site
         self.only = only
         self.glance = glance
+        self.without_gradients = False
+        """Whether a forward without gradients is tapped as well."""
         self._mode = _TapMode(self)
         self._names: dict[str, dict[tuple[str, int], str | None]] = {}
         self._functions: dict[Any, _Function] = {}
@@ -219,7 +221,7 @@ class Tap:
             outer = stack[-1] if stack else None
             # Inside a node of the backward the forward runs only to be recomputed.
             tapped = torch._C._current_autograd_node() is None and not self._handing_over
-            if tapped and not torch.is_grad_enabled():
+            if tapped and not torch.is_grad_enabled() and not self.without_gradients:
                 if (outer is None or outer.tapped) and _is_called_by("CheckpointFunction.forward"):
                     raise UserError(
                         "reentrant gradient checkpointing hides the gradient of every site;"
@@ -299,7 +301,7 @@ class Tap:
             return
         # What a wrapper does without gradients is no part of the forward: ZeRO-3 gathers weights, and detaches what
         # enters a module, masks too, in an autograd function of its own.
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self.without_gradients:
             return
         if function.inplace:
             forget_origin(out)

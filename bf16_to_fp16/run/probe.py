@@ -90,6 +90,12 @@ class Batch:
     kind: str = "given"
     chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
+    def rows(self, chosen: slice) -> Batch:
+        """Return the batch of some of its rows, at the same length."""
+        tensors = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+        found = {name: getattr(self, name) for name in tensors}
+        return replace(self, **{name: x[chosen] for name, x in found.items() if x is not None})
+
     def labels(self) -> Tensor:
         """Return what each decoder position should predict, int64 of the decoder's shape: the next id, or -100."""
         if self.decoder_input_ids is None or self.decoder_attention_mask is None:

@@ -96,8 +96,9 @@ def test_a_run_takes_the_pair_and_goes_on_with_it(tmp_path: Path, capsys: pytest
     finetune(recipe, progress=Progress())
     said = capsys.readouterr().err
     assert "Advised: at learning rate 0.001" in said and "passes a step instead of 1" in said
-    ran = json.loads((tmp_path / "out" / "fp16_report.json").read_text())["finetune"]["recipe"]
-    rate, passes = ran["schedule"]["learning_rate"], ran["data"]["gradient_accumulation"]
+    ran = json.loads((tmp_path / "out" / "fp16_report.json").read_text())["finetune"]
+    assert ran["recipe"]["schedule"]["learning_rate"] == 1e-3
+    rate, passes = (ran["settled"][key] for key in ("schedule.learning_rate", "data.gradient_accumulation"))
     assert passes == math.ceil(rate / 1e-3) > 1
     rows = [json.loads(line) for line in (tmp_path / "out.run" / "log.jsonl").read_text().splitlines()]
     assert [row["learning_rate"] for row in rows if "loss" in row] == [rate, rate]

@@ -32,6 +32,8 @@ ACCELERATE = ROOT / "launch" / "accelerate"
 DEEPSPEED = ROOT / "launch" / "deepspeed"
 STEPS = 6
 UNCLIPPED = "optimizer.clip_norm=1e6"
+IN_TWO_PASSES = ("data.batch_size=2", "data.gradient_accumulation=2")
+"""Half a process's batch twice: two processes then take the step of ``alone`` in four parts."""
 MISSED = 1
 """Exit status of a run of the recipe, which asks for more headroom than six steps can give."""
 
@@ -151,7 +153,8 @@ def two_machines(recipe: Path, warm_python: Path) -> Path:
         "SLURM_CPUS_ON_NODE": "1",
         "SLURM_JOB_NODELIST": "two[0-1]",
     }
-    run(["bash", "launch/slurm.sh", "ddp", str(recipe), "--set", f"out={out}"], {**ON_CPU, **slurm}, MISSED, folder)
+    settings = [part for setting in (f"out={out}", *IN_TWO_PASSES) for part in ("--set", setting)]
+    run(["bash", "launch/slurm.sh", "ddp", str(recipe), *settings], {**ON_CPU, **slurm}, MISSED, folder)
     return out
 
 
@@ -189,7 +192,7 @@ def test_two_processes_that_are_killed_go_on_to_the_same_bits(
     """Those that are killed have nothing from another process, so that each orders its hashes in its own way."""
     out = tmp_path / "out"
     process = subprocess.Popen(
-        command(Path(sys.executable), "ddp", 2, recipe, out),
+        command(Path(sys.executable), "ddp", 2, recipe, out, settings=IN_TWO_PASSES),
         cwd=ROOT,
         env={**os.environ, **ON_CPU},
         stdout=subprocess.DEVNULL,
@@ -204,7 +207,8 @@ def test_two_processes_that_are_killed_go_on_to_the_same_bits(
     finally:
         kill(process)
     assert not out.exists() and not (tmp_path / "out.run" / f"step-{STEPS:08d}").exists()
-    assert "Continuing from step" in run(command(warm_python, "ddp", 2, recipe, out), status=MISSED)
+    again = command(warm_python, "ddp", 2, recipe, out, settings=IN_TWO_PASSES)
+    assert "Continuing from step" in run(again, status=MISSED)
     for name in ("out/model.safetensors", "out.run/log.jsonl"):
         whole = two_machines.parent / name.replace("out", two_machines.name, 1)
         assert (tmp_path / name).read_bytes() == whole.read_bytes(), name
