@@ -51,6 +51,11 @@ def test_the_penalty_in_a_plain_loop_brings_headroom(tmp_path: Path, warm_python
     assert len(bits) == 8 and bits[-1] > bits[1]
 
 
+def test_the_penalty_brings_a_model_of_no_family_inside_fp16(tmp_path: Path, warm_python: Path) -> None:
+    bits = headrooms(run("penalty_gemma", tmp_path, warm_python))
+    assert bits[0] < -2 and bits[-1] > 0
+
+
 def test_the_penalty_in_a_trainer_is_part_of_its_loss_and_its_log(tmp_path: Path, warm_python: Path) -> None:
     shown = run("trainer_penalty", tmp_path, warm_python)
     assert len(headrooms(shown)) >= 4

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -179,7 +179,7 @@ def audit_folder(
     ``train_mode`` loads the model and runs all inputs in every way. device: by default the
     CPU. Raises ``UserError`` for a folder that cannot be used.
     """
-    _check_names(regimes, attention)
+    check_names(regimes, attention)
     place = device or torch.device("cpu")
     config = load_config(folder)
     if inputs is None:
@@ -196,7 +196,7 @@ def audit_folder(
                 advance(before + done, len(chosen) * share)
 
         results[regime] = audit_model(
-            load(folder, _DTYPES[regime], half=regime == "half").to(place),
+            load(folder, DTYPES[regime], half=regime == "half").to(place),
             inputs,
             regime=regime,
             attention=attention,
@@ -272,14 +272,16 @@ def run_regimes(
     )
 
 
-_DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
+DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
+"""In which dtype stock code loads a regime's weights; under ``half`` what stays in fp32 is then cast."""
 
 
 def _weights(regime: str) -> tuple[torch.dtype, bool]:
-    return _DTYPES[regime], regime == "half"
+    return DTYPES[regime], regime == "half"
 
 
-def _check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
+def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
+    """Raise UserError for a regime or an attention that there is not."""
     unknown = [regime for regime in regimes if regime not in REGIMES]
     if unknown:
         raise UserError(f"{unknown[0]}: no such regime; choose from {', '.join(REGIMES)}")
@@ -351,16 +353,30 @@ class _Seen:
 def _beside_fp32(
     checkpoint: Checkpoint, inputs: Sequence[Batch], results: dict[str, RegimeResult], device: torch.device | str
 ) -> dict[str, RegimeResult]:
-    """The results with what fp32 shows of them: how large the values are that broke, and which of the signals that are
-    zero throughout are not so in fp32. It runs only where there is one or the other."""
-    within = insides_of(load_config(checkpoint.folder))
+    """``beside_fp32`` by a walk over the files."""
+
+    def run() -> dict[str, float]:
+        walk, seen = Walk(checkpoint, device), _Seen("fp32", "eager")
+        seen.add(walk, inputs)
+        walk.run()
+        return {site.name: site.amax for site in seen.sites()}
+
+    return beside_fp32(results, insides_of(load_config(checkpoint.folder)), run)
+
+
+def beside_fp32(
+    results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
+) -> dict[str, RegimeResult]:
+    """Return the results with what fp32 shows of them: how large the values are that broke, and which of the signals
+    that are zero throughout are not so in fp32.
+
+    within: as ``insides_of`` gives them. run: gives the largest |x| of every site in fp32; called only where there is
+    one or the other.
+    """
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
     if not silent and all(result.safe for result in results.values()):
         return results
-    walk, seen = Walk(checkpoint, device), _Seen("fp32", "eager")
-    seen.add(walk, inputs)
-    walk.run()
-    fp32 = {site.name: site.amax for site in seen.sites()}
+    fp32 = run()
     alive = {name for name in silent if fp32.get(name, 0.0) > 0}
     shown = {}
     for regime, result in results.items():

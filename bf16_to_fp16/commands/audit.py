@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..auditing.any_model import audit_any, batches_of, open_any
 from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, verdict
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, check_bounded, fp16_weights
@@ -21,6 +22,7 @@ from ..conversion.planning import checkpoint_batches
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..families.known import is_known
 from ..families.types import Layout
 from ..progress import Progress
 from ..quiet import quiet
@@ -63,6 +65,23 @@ def audit(
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     on = Device(device, progress)
     checkpoint = open_checkpoint(source, subfolder)
+    if not is_known(checkpoint.config):
+        if attack_steps is not None:
+            raise UserError(
+                f"{checkpoint.name}: the attack needs bounds, and {checkpoint.config.get('model_type')} is of no family"
+                " that has them; leave --attack out"
+            )
+        return audit_unknown(
+            checkpoint,
+            regimes=regimes,
+            data=data,
+            train_mode=train_mode,
+            attention=attention,
+            seed=seed,
+            sweep=sweep,
+            on=on,
+            progress=progress,
+        )
     layout = agreed_layout(checkpoint)
     converted = is_converted(checkpoint.folder)
     if converted or attack_steps is not None:
@@ -102,6 +121,49 @@ def audit(
         unsafe=[*unsafe_sites(described, converted=converted), *found],
         next="" if safe else going_on_from(shown_in_a_command(source), described, converted, subfolder),
         **proven,
+        environment=Environment.model_validate(on.environment()),
+    )
+    return dump(report)
+
+
+def audit_unknown(
+    checkpoint: Checkpoint,
+    *,
+    regimes: Sequence[str],
+    data: str | None,
+    train_mode: bool,
+    attention: Sequence[str],
+    seed: int,
+    sweep: bool,
+    on: Device,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Return the report of a checkpoint of no known family: what its regimes show, and no certificate.
+
+    So many parameters because they are the command's. Raises ``UserError`` as ``audit`` does.
+    """
+    model = open_any(checkpoint.folder, attention, progress)
+    inputs = batches_of(model, data, seed, sweep=sweep)
+    chosen = [regime for regime in REGIMES if regime in regimes]
+    with progress.step(f"Auditing {', '.join(chosen)}") as advance:
+        results = on.run(
+            "audit",
+            lambda place: audit_any(
+                model, inputs, regimes=chosen, train_mode=train_mode, device=place, advance=advance, seed=seed
+            ),
+        )
+    described = regimes_of(results)
+    report = Report(
+        schema=SCHEMA,
+        verdict=verdict(results),
+        proof="observed",
+        family=str(checkpoint.config.get("model_type")),
+        source=Source.of(checkpoint),
+        train_mode=train_mode,
+        attention=list(model.attention),
+        inputs=Inputs.model_validate(probe.describe_batches(inputs, seed=seed, data=data)),
+        regimes=described,
+        unsafe=unsafe_sites(described, convertible=False),
         environment=Environment.model_validate(on.environment()),
     )
     return dump(report)

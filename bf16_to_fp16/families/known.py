@@ -37,6 +37,15 @@ def family_of(config: Mapping[str, object]) -> Family:
     return family
 
 
+def is_known(config: Mapping[str, object]) -> bool:
+    """Return whether a config belongs to a supported family, by its ``model_type`` and the class that it names first;
+    one that names no class does by its ``model_type``."""
+    family = of_model_type(config.get("model_type"))
+    return family is not None and all(
+        name in family.seq2seq + family.encoder_only for name in architectures(config)[:1]
+    )
+
+
 def named(name: object) -> Family | None:
     """Return the family of this name, None where there is none; a report has a family's name and no layout."""
     return next((family for family in FAMILIES if family.name == name), None)

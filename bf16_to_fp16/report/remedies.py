@@ -45,6 +45,9 @@ NOT_CONVERTED = f"{CONVERT}; what cannot, a finetune lowers"
 CONVERTED = f"rescaling was not enough; {FINETUNE}"
 
 
+NO_FAMILY = "stay with bf16, or finetune it with ActivationPenalty in a loop of your own"
+
+
 OBSERVED = "its observed range with margin decides; finetune with penalty.certify: true to prove it as well"
 
 
@@ -102,15 +105,19 @@ def inexact(excess_bits: float, *, finite: bool) -> UnsafeEntry:
     return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
 
 
-def unsafe_sites(regimes: Mapping[str, RegimeEntry], *, converted: bool = False) -> list[UnsafeEntry]:
+def unsafe_sites(
+    regimes: Mapping[str, RegimeEntry], *, converted: bool = False, convertible: bool = True
+) -> list[UnsafeEntry]:
     """Return the sites that are non-finite or saturated other than by design, in the order they broke, each with its
     regimes, the counts of the worst of them, the reason and the remedy.
 
-    converted: whether rescaling has been tried on these weights already.
+    converted: whether rescaling has been tried on these weights already; convertible: whether it can be.
     """
     broken = {name: {site.name: site for site in regime.broken_sites} for name, regime in regimes.items()}
     clean = " or ".join(name for name, sites in broken.items() if not sites)
-    remedy = NOT_CONVERTED if not converted else CONVERTED + f", or use {clean}, which is clean" * bool(clean)
+    remedy = NO_FAMILY if not convertible else CONVERTED if converted else NOT_CONVERTED
+    if clean and (converted or not convertible):
+        remedy += f", or use {clean}, which is clean"
     rows = []
     for signal in dict.fromkeys(signal for sites in broken.values() for signal in sites):
         found = {name: sites[signal] for name, sites in broken.items() if signal in sites}

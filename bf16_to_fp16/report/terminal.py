@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..families.known import is_encoder_class
+from ..families.known import is_encoder_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
@@ -185,6 +185,12 @@ def print_audit(report: Report, then: str = "") -> None:
     """Print an audit's verdict, its regimes and the tightest sites of each; ``then`` as for ``print_conversion``."""
     screen = console()
     print_verdict(screen, report)
+    if named(report.family) is None:
+        screen.print(
+            f"no certificate: {report.family} is none of the families that can be bounded and converted"
+            " (bf16-to-fp16 families)",
+            markup=False,
+        )
     print_tiers(screen, report)
     screen.print(regime_table(report.regimes))
     print_underflow(screen, report.regimes)

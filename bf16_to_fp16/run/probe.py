@@ -416,7 +416,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         made += _chosen(config, ids_by_reason, min(length, 128))
     made = _within_budget(made, vocabulary)
     if decodes:
-        made.append(_generation(next(batch for batch in made if batch.kind == PADDED)))
+        made.append(generation(next(batch for batch in made if batch.kind == PADDED)))
     return made
 
 
@@ -541,8 +541,8 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
     return made
 
 
-def _generation(batch: Batch) -> Batch:
-    """The first two rows of a batch, from which beam search makes a few tokens."""
+def generation(batch: Batch) -> Batch:
+    """Return the first two rows of a batch, from which beam search makes a few tokens."""
     ids, mask = batch.input_ids[:2], batch.attention_mask[:2]
     return Batch("generate with cache and beams", ids, mask, generate=True, kind=GENERATE)
 
@@ -612,7 +612,7 @@ def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, l
         for i in range(0, len(pairs), rows)
     ]
     if has_decoder(config):
-        made.append(_generation(made[0]))
+        made.append(generation(made[0]))
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,7 @@ from ..families.known import family_of, may_be_absent, stock_class
 
 def load_config(folder: Path) -> Any:
     """Return the transformers configuration in ``folder``; ``UserError`` where it is unusable or of no known class."""
-    import transformers
-
-    if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"{folder}: no config.json; give the folder of a checkpoint")
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # each field has its own validation, with exceptions of its own
-        raise UserError(f"{folder}/config.json: {' '.join(str(error).split())}; mend the file") from error
+    config = any_config(folder)
     try:
         stock_class({"model_type": config.model_type, "architectures": config.architectures})
     except UserError as error:
@@ -37,6 +30,18 @@ def load_config(folder: Path) -> Any:
     return config
 
 
+def any_config(folder: Path) -> Any:
+    """Return the transformers configuration in ``folder``, of whatever class; ``UserError`` where it is unusable."""
+    import transformers
+
+    if not (Path(folder) / "config.json").is_file():
+        raise UserError(f"{folder}: no config.json; give the folder of a checkpoint")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each field has its own validation, with exceptions of its own
+        raise UserError(f"{folder}/config.json: {' '.join(str(error).split())}; mend the file") from error
+
+
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
     """Return the stock model in ``folder`` as ``from_pretrained(dtype=dtype)`` loads it, in eval mode on the CPU.
 
@@ -44,10 +49,19 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
     no remote code runs. Raises ``UserError`` where files cannot be read or a tensor is missing (stock fills it
     at random).
     """
+    config = load_config(folder).to_dict()
+    model, missing = from_files(folder, stock_class(config), dtype, attention)
+    check_complete(folder, config, missing)
+    return model.half().eval() if half else model.eval()
+
+
+def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> tuple[Any, list[str]]:
+    """Return what the transformers class ``name`` makes of a folder, and the tensors that it did not find there.
+
+    Raises ``UserError`` where it cannot.
+    """
     import transformers
 
-    config = load_config(folder).to_dict()
-    name = stock_class(config)
     try:
         model, info = getattr(transformers, name).from_pretrained(
             str(folder),
@@ -58,8 +72,7 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
         )
     except Exception as error:  # safetensors, pickle and transformers each raise their own kinds
         raise cannot_be_loaded(folder, error) from error
-    check_complete(folder, config, info)
-    return model.half().eval() if half else model.eval()
+    return model, sorted(info["missing_keys"])
 
 
 def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
@@ -77,7 +90,7 @@ def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False,
             model.adjust_generation_fn(None, False, None, str(folder), local_files_only=True, **NOTHING_REMOTE)
     except Exception as error:  # as in ``load``
         raise cannot_be_loaded(folder, error) from error
-    check_complete(folder, config.to_dict(), info)
+    check_complete(folder, config.to_dict(), info["missing_keys"])
     model.config.name_or_path = str(folder)
     fill_in(model, checkpoint)
     return model.half().eval() if half else model.eval()
@@ -156,9 +169,9 @@ def fill_in(model: Any, checkpoint: Checkpoint) -> None:
             model._init_weights(module)
 
 
-def check_complete(folder: Path, config: Mapping[str, object], info: Mapping[str, Any]) -> None:
+def check_complete(folder: Path, config: Mapping[str, object], not_found: Iterable[str]) -> None:
     """Raise UserError for a tensor that stock code did not find."""
-    missing = sorted(set(info["missing_keys"]) - may_be_absent(family_of(config)))
+    missing = sorted(set(not_found) - may_be_absent(family_of(config)))
     if missing:
         raise UserError(
             f"{folder}: tensor {missing[0]} is missing, and stock code would fill it at random; complete the checkpoint"

@@ -1,0 +1,144 @@
+"""A model of any other transformers class, run in its regimes: where its fp16 breaks, and by how much.
+
+The observer knows operations and not families, so it sees inside any model. What a family adds is left out: bounds,
+conversion, a choice of ids by the weights, and a walk over the files; each regime is loaded whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from ..families.known import architectures
+from ..progress import Advance, Progress
+from ..run import probe
+from ..run.probe import Batch
+from ..run.stock import any_config, from_files
+from .regimes import DTYPES, RegimeResult, audit_model, beside_fp32, check_names
+
+
+@dataclass(frozen=True)
+class AnyModel:
+    """A checkpoint whose class belongs to no family: its folder, the name of the class, the configuration with which
+    inputs are made, the attentions that the class has, and whether it can generate."""
+
+    folder: Path
+    name: str
+    config: Any
+    attention: tuple[str, ...]
+    generates: bool
+
+    def load(self, dtype: torch.dtype, *, half: bool = False) -> Any:
+        """Return the model in eval mode on the CPU; ``half``: every parameter cast to fp16.
+
+        Raises UserError where stock code cannot load it, or finds a tensor missing that it would draw at random.
+        """
+        model, missing = from_files(self.folder, self.name, dtype, self.attention[0])
+        if missing:
+            raise UserError(
+                f"{self.folder}: tensor {missing[0]} is missing, and {self.name} would fill it at random;"
+                " complete the checkpoint, or name the class that it was saved from in config.json"
+            )
+        return model.half().eval() if half else model.eval()
+
+
+def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
+    """Return the checkpoint in ``folder`` ready to be audited; an attention that its class lacks is left out, and said.
+
+    Raises UserError for a class that transformers does not have (code in the folder is never run), one without a
+    vocabulary, and where no attention is left.
+    """
+    import transformers
+
+    config = any_config(folder)
+    names = architectures({"architectures": config.architectures})
+    if not names:
+        raise UserError(f'{folder}/config.json names no class; add "architectures" with the name of one')
+    found = getattr(transformers, names[0], None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise UserError(
+            f"{folder}/config.json: {names[0]} is no model of transformers {transformers.__version__}, and code of a"
+            " checkpoint is not run; install the version that has it"
+        )
+    kind: Any = found
+    text = config.get_text_config()
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise UserError(f"{folder}/config.json: no vocab_size, and the audit runs token ids; give a model of text")
+    inputs = copy(text)
+    inputs.architectures = names[:1]
+    inputs.is_encoder_decoder = "decoder_input_ids" in inspect.signature(kind.forward).parameters
+    lacking = [name for name in attention if name == "sdpa" and not kind._supports_sdpa]
+    kept = tuple(name for name in attention if name not in lacking)
+    if not kept:
+        raise UserError(f"{names[0]} has no {lacking[0]} attention; give --attention eager")
+    if lacking:
+        progress.say(f"{names[0]} has no sdpa attention: eager only")
+    # A decoder beside an encoder needs to be told with what to begin.
+    starts = [getattr(text, key, None) for key in ("decoder_start_token_id", "bos_token_id")]
+    begins = not inputs.is_encoder_decoder or any(start is not None for start in starts)
+    return AnyModel(folder, names[0], inputs, kept, begins and kind.can_generate())
+
+
+def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
+    """Return the built-in probe and the user's text as inputs of a model: with a head throughout, and with a few tokens
+    generated where the class can.
+
+    Raises UserError for data that cannot be used.
+    """
+    made = probe.batches(model.config, None, None, seed=seed, sweep=sweep)
+    if data is not None:
+        made += probe.batches(model.config, model.folder, data, seed=seed)
+    forwards = [replace(batch, head=True) for batch in made if not batch.generate]
+    if not model.generates:
+        return forwards
+    return [*forwards, probe.generation(forwards[0])]
+
+
+def audit_any(
+    model: AnyModel,
+    inputs: Sequence[Batch],
+    *,
+    regimes: Sequence[str],
+    train_mode: bool = False,
+    device: torch.device | None = None,
+    advance: Advance | None = None,
+    seed: int = 0,
+) -> dict[str, RegimeResult]:
+    """Return what each regime shows on ``inputs``, as ``audit_folder`` does, with every regime on all of them.
+
+    Raises UserError where stock code cannot load or run the model.
+    """
+    check_names(regimes, model.attention)
+    place = device or torch.device("cpu")
+    share = len(model.attention) * len(inputs)
+    results: dict[str, RegimeResult] = {}
+    for i, regime in enumerate(regimes):
+
+        def step(done: int, _: int, before: int = i * share) -> None:
+            if advance is not None:
+                advance(before + done, len(regimes) * share)
+
+        results[regime] = audit_model(
+            model.load(DTYPES[regime], half=regime == "half").to(place),
+            inputs,
+            regime=regime,
+            attention=model.attention,
+            train_mode=train_mode,
+            advance=step,
+            seed=seed,
+        )
+
+    def in_fp32() -> dict[str, float]:
+        found = audit_model(
+            model.load(torch.float32).to(place), inputs, regime="fp32", attention=model.attention[:1], seed=seed
+        )
+        return {site.name: site.amax for site in found.sites}
+
+    return beside_fp32(results, frozenset(), in_fp32)

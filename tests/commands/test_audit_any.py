@@ -1,0 +1,127 @@
+"""``audit`` of models that belong to no family: the same regimes and sites, and what it cannot give is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from bf16_to_fp16 import audit, cli
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.observe.observer import SiteObserver
+
+SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 24, "intermediate_size": 32}
+
+
+def gemma(folder: Path, factor: float) -> Path:
+    """Save a Gemma 3 whose last post-norm adds ``factor`` times what it did to the stream."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(**SMALL, num_key_value_heads=1, head_dim=12, sliding_window=16)
+    model = transformers.Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        model.model.layers[1].post_feedforward_layernorm.weight.fill_(factor)
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+def bart(folder: Path) -> Path:
+    torch.manual_seed(0)
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 32))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(vocab_size=97, d_model=24, max_position_embeddings=64, **sizes, **heads)
+    transformers.BartForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_decoder_that_overflows_is_named_where_it_does_in_every_regime_with_its_true_size(tmp_path: Path) -> None:
+    report = audit(gemma(tmp_path / "m", 100_000.0))
+    assert (report["verdict"], report["proof"], report["family"]) == ("unsafe", "observed", "gemma3_text")
+    assert report.get("certificate") is None
+    site = "model.layers.1:add#2"
+    found = {entry["signal"]: entry for entry in report["unsafe"]}
+    assert set(found[site]["regimes"]) == {"stock", "amp", "half"} and "convert" not in found[site]["remedy"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    with SiteObserver(model) as observer, torch.no_grad():
+        model(input_ids=torch.arange(97)[None])
+    (alone,) = [s.amax for s in observer.sites() if s.name == site]
+    (shown,) = [s for s in report["regimes"]["half"]["sites"] if s["name"] == site]
+    # All ids were run, so that it is at least what one row of them has.
+    assert shown["fp32"] >= 0.9 * alone > 65504
+    kinds = {kind for run in report["regimes"]["half"]["runs"] for kind in run["kinds"]}
+    assert "generate" in kinds and {run["attention"] for run in report["regimes"]["half"]["runs"]} == {"eager", "sdpa"}
+
+
+def test_one_that_fits_is_safe_and_an_encoder_decoder_runs_both_sides(tmp_path: Path) -> None:
+    report = audit(bart(tmp_path / "m"), regimes=("half",))
+    assert report["verdict"] == "safe" and report["unsafe"] == []
+    names = {site["name"].split(".")[1] for site in report["regimes"]["half"]["sites"] if site["name"].count(".") > 1}
+    assert {"encoder", "decoder"} <= names
+
+
+def test_a_head_that_no_family_has_is_audited(tmp_path: Path) -> None:
+    config = transformers.T5Config(vocab_size=97, d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2)
+    transformers.T5ForTokenClassification(config).save_pretrained(tmp_path / "m")
+    report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
+    assert any(site["name"] == "classifier" for site in report["regimes"]["half"]["sites"])
+
+
+def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.LongT5Config(
+        vocab_size=97,
+        d_model=24,
+        d_kv=12,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        local_radius=7,
+        global_block_size=4,
+        encoder_attention_type="transient-global",
+    )
+    transformers.LongT5ForConditionalGeneration(config).save_pretrained(tmp_path / "m")
+    assert cli.main(["audit", str(tmp_path / "m"), "--regime", "half", "--json", str(tmp_path / "r.json")]) == 1
+    said = capsys.readouterr()
+    assert "has no sdpa attention: eager only" in said.err
+    assert "no certificate: longt5 is none of the families" in said.out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["attention"] == ["eager"]
+    # Its masks of -1e10 are -inf in fp16, and a row that sees nothing is NaN behind its softmax.
+    broken = {site["name"] for site in report["regimes"]["half"]["sites"] if site["nonfinite"]}
+    assert any(name.endswith("TransientGlobalSelfAttention:softmax") for name in broken)
+    with pytest.raises(UserError, match="has no sdpa attention; give --attention eager"):
+        audit(tmp_path / "m", attention=("sdpa",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({}, {"attack_steps": 2}, "needs bounds"),
+        ({"architectures": None}, {}, "names no class"),
+        ({"architectures": ["MyOwnModel"]}, {}, "code of a checkpoint is not run"),
+        ({"architectures": ["BertTokenizer"]}, {}, "is no model of transformers"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    folder = bart(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=said) as error:
+        audit(folder, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tensor_that_is_missing_is_not_drawn_at_random(tmp_path: Path) -> None:
+    folder = bart(tmp_path / "m")
+    model = transformers.BartModel.from_pretrained(folder)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["BartForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"tensor classification_head\.\S+ is missing"):
+        audit(folder)
