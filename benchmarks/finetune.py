@@ -64,11 +64,11 @@ DEMOS = {"T5": "t5-gated-bytes", "Pegasus": "pegasus-bytes"}
 LEVELS = (1.0, 3.0)
 STAYS = 10
 
-STARTS = {"bf16": False, "rescaled": True}
+STARTS = {"rescaled": True, "bf16": False}
 GOAL = {"form": "smooth-max", "headroom_bits": max(LEVELS) + 0.25}
 IDLE = {"form": "amax", "weight": 0.0}
 
-FIRST_COEFFICIENT = {"bf16": -5, "rescaled": -4}
+FIRST_COEFFICIENT = {"rescaled": -3, "bf16": -5}
 """Powers of ten at which the search for the mean square's coefficient begins; rescaling makes the squares smaller."""
 
 MOST_LOSS = 1.05
@@ -405,7 +405,7 @@ def draw(curves: dict[str, dict[str, list[tuple[int, float]]]], path: Path) -> N
     )
     for panel, (demo, methods) in zip(panels[0], curves.items(), strict=True):
         for number, (name, points) in enumerate(methods.items()):
-            look = {"color": colours[number % 3], "linestyle": "--" if number < 3 else "-"}
+            look = {"color": colours[number % 3], "linestyle": "-" if number < 3 else "--"}
             panel.plot([s for s, _ in points], [max(h, -8) for _, h in points], label=name, linewidth=1.6, **look)
         for level in (0, *LEVELS):
             panel.axhline(level, color="0.5", linewidth=0.8, linestyle=":")
@@ -424,7 +424,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--work", type=Path, help="folder of the runs, else one that is removed")
-    parser.add_argument("--coefficients", type=float, nargs=2, help="mean square's, for bf16 and for rescaled weights")
+    parser.add_argument("--coefficients", type=float, nargs=2, help="mean square's, for rescaled weights and for bf16")
     parser.add_argument("--amp", type=int, metavar="STEPS", help="finetune under fp16 AMP instead, for so many steps")
     parser.add_argument("--cost", type=int, metavar="STEPS", help="time a step instead, over so many steps")
     parser.add_argument("--models", nargs="+", choices=list(DEMOS), default=list(DEMOS))

@@ -64,6 +64,11 @@ def spoiled_as(data_step: int) -> str | None:
     return KINDS[number % len(KINDS)]
 
 
+def spoiled_runs(data_steps: int) -> list[int]:
+    """Return the first step of every spoiled run in so many steps of data, counted from 0."""
+    return [step for step in range(FIRST, data_steps) if spoiled_as(step) is not None and spoiled_as(step - 1) is None]
+
+
 def spoiled(batch: TrainingBatch, kind: str, seed: int, vocabulary: int) -> TrainingBatch:
     """Return a batch of the same shape with wrong labels or meaningless rows, the same for the same seed."""
     chance = torch.Generator().manual_seed(seed)
@@ -229,6 +234,18 @@ def drive(work: Path, arm: str, steps: int) -> None:
         noted.write_text(json.dumps(kills), encoding="utf-8")
 
 
+HEADER = (
+    "arm",
+    "steps",
+    "killed; steps computed again, the same",
+    "skipped",
+    "loss scale: first, range, last",
+    "bad runs of data, noticed; gone back",
+    "headroom, bits: first, least, last",
+    "held-out loss: first, least, last",
+)
+
+
 @dataclass(frozen=True)
 class Arm:
     """What an arm has done so far: the lines of its steps and evaluations, its kills and rewinds."""
@@ -252,11 +269,23 @@ class Arm:
         )
 
     def computed_again(self) -> tuple[int, int]:
-        """Return how many steps a kill made be computed again that are still in the log, and how many of those are the
-        same to the last bit of every figure."""
+        """Return how many steps a kill made be computed again, but for those that a rewind then replaced by others, and
+        how many of those are the same to the last bit of every figure."""
         now = {row["step"]: row for row in self.rows}
-        pairs = [(row, now[row["step"]]) for kill in self.kills for row in kill["rows"] if row["step"] in now]
+        pairs = [
+            (row, now[row["step"]])
+            for kill in self.kills
+            for row in kill["rows"]
+            if row["step"] in now
+            and not any(
+                r["back_to"] < row["step"] and r["noticed"] > kill["at"] for r in self.rewinds_near(row["step"])
+            )
+        ]
         return len(pairs), sum(before == after for before, after in pairs)
+
+    def rewinds_near(self, step: int) -> list[dict[str, Any]]:
+        """Return the rewinds that were noticed at this step or after it."""
+        return [note for note in self.rewinds if note["noticed"] >= step]
 
     def scales(self) -> list[tuple[int, float]]:
         """Return the steps at which the loss scale is another than before, with the first."""
@@ -267,15 +296,18 @@ class Arm:
                 found.append((row["step"], scale))
         return found
 
-    def spoiled_runs(self) -> int:
-        """Return how many spoiled runs of data the steps went by or through."""
-        left_out = sum(note["steps_of_data_left_out"] - (note["noticed"] - note["back_to"]) for note in self.rewinds)
-        last = self.rows[-1]["step"] + left_out
-        return sum(spoiled_as(step) is not None and spoiled_as(step - 1) is None for step in range(FIRST, last))
+    def spoiled_runs(self) -> tuple[int, int]:
+        """Return how many spoiled runs of data came up, and at how many of them the run went back."""
+        shift, noticed = 0, set()
+        for note in self.rewinds:
+            noticed |= {begin for begin in spoiled_runs(note["noticed"] + shift) if begin >= note["back_to"] + shift}
+            shift += note["steps_of_data_left_out"]  # counted from the state
+        return len(spoiled_runs(self.rows[-1]["step"] + shift)), len(noticed)
 
     def line(self) -> str:
         """Return its line of the table."""
         again, same = self.computed_again()
+        came, noticed = self.spoiled_runs()
         scales = [scale for _, scale in self.scales()]
         losses = [row["evaluation"]["held_out_loss"] for row in self.evaluations]
         bits = [row["headroom_bits"] for row in self.evaluations]
@@ -285,7 +317,7 @@ class Arm:
             f"{len(self.kills)}; {again:,}, {same:,}",
             str(self.rows[-1]["skipped"]),
             f"{scales[0]:,.0f}, {min(scales):,.0f} to {max(scales):,.0f}, {scales[-1]:,.0f}" if scales else "none",
-            f"{self.spoiled_runs()}; {len(self.rewinds)}",
+            f"{came}, {noticed}; {len(self.rewinds)}",
             f"{bits[0]:.2f}, {min(bits):.2f}, {bits[-1]:.2f}",
             f"{losses[0]:.3f}, {min(losses):.3f}, {losses[-1]:.3f}",
         ]
@@ -325,7 +357,8 @@ def draw(arms: Sequence[Arm], path: Path) -> None:
             axes.axvline(kill["at"], color="#5a626d", linewidth=0.7, linestyle=":")
         axes.grid(alpha=0.3)
     for note in first.rewinds:
-        losses.plot(note["spike"], losses.get_ylim()[1], marker="v", color="#b3261e", markersize=5, clip_on=False)
+        place = {"transform": losses.get_xaxis_transform(), "clip_on": False}
+        losses.plot(note["spike"], 1.02, marker="v", color="#b3261e", markersize=5, **place)
     losses.set_ylabel("loss, nats a byte")
     scales.set_ylabel("loss scale")
     headroom.set_ylabel("headroom in fp16, bits")
@@ -358,9 +391,7 @@ def main() -> None:
         for arm in given.arms:
             drive(work, arm, given.steps)
     arms = [Arm.read(work, name) for name in ARMS if (work / name / "log.jsonl").is_file()]
-    print("| arm | steps | killed; steps computed again, the same | skipped | loss scale: first, range, last |", end="")
-    print(" bad runs of data; gone back | headroom, bits: first, least, last | held-out loss: first, least, last |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
     for arm in arms:
         print(arm.line())
     if given.convert:

@@ -68,6 +68,22 @@ def test_spoiled_batches_are_a_function_of_the_data_wherever_a_run_begins(tmp_pa
     assert max(text) < 259 < int(here.input_ids.max()) and before.input_ids.shape[0] == 2
 
 
+def test_a_rewind_counts_for_the_spoiled_data_that_it_left_out_and_replaces_what_a_kill_had_seen() -> None:
+    def row(step: int, loss: float) -> dict[str, Any]:
+        return {"step": step, "task_loss": loss}
+
+    # Data step 1000 is the batch of step 1001; 20 steps more are left out, so that 2500 is the batch of step 2481.
+    first = {"noticed": 1001, "back_to": 1000, "spike": 1001, "steps_of_data_left_out": 20}
+    second = {"noticed": 2481, "back_to": 2400, "spike": 2481, "steps_of_data_left_out": 81}
+    by_chance = {"noticed": 2700, "back_to": 2600, "spike": 2700, "steps_of_data_left_out": 100}
+    kills = [{"at": 311, "rows": [row(310, 1.0), row(311, 2.0)]}, {"at": 2450, "rows": [row(2450, 3.0)]}]
+    rows = [row(310, 1.0), row(311, 2.5), row(2450, 3.5), row(3700, 1.0)]
+    arm = long_run.Arm("fp16", rows, [], kills, [first, second, by_chance])
+    assert arm.spoiled_runs() == (2, 2) and arm.computed_again() == (2, 1)
+    assert long_run.Arm("fp16", rows, [], kills, [first]).spoiled_runs() == (2, 1)
+    assert long_run.Arm("fp16", rows, [], kills, []).computed_again() == (3, 1)
+
+
 def test_each_kind_of_spoiling_leaves_shape_and_padding() -> None:
     batch = next(rates.corpus_of(0, 4).training_batches())
     batch = replace(batch, labels=torch.where(torch.arange(batch.labels.shape[1]) < 3, batch.labels, -100))
