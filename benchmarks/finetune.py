@@ -1,15 +1,24 @@
-"""How much finetuning it takes: steps and tokens until every activation has 1 and 3 bits of headroom in fp16, and what
-that costs in quality, for the activation-magnitude penalty, exact rescaling, both, and the mean-square penalty.
+"""How much finetuning it takes: steps until every activation has 1 and 3 bits of headroom in fp16, and what that costs
+in quality, for the activation-magnitude penalty and the mean-square penalty, each from the weights as trained in bf16
+and from rescaled ones.
 
-    python benchmarks/finetune.py --steps 300
+    python benchmarks/finetune.py --work WORK    # the comparison; what WORK holds is not computed again
     python benchmarks/finetune.py --amp 500      # ordinary finetuning under fp16 AMP, before and after convert
     python benchmarks/finetune.py --cost 20      # seconds a step beside a plain loop, over 20 steps
 
-The first trains the shipped demo models from plain text on one thread, evaluates on held-out text, prints a Markdown
-table, and draws headroom against steps (benchmarks/finetune.svg). Headroom is log2(65504 / largest |x|) over every site
-of one step's training batches and probe, in the run's own mixed precision; a level counts as reached at the first step
-from which the next 10 stay there. Quality is the rise of the held-out loss over the original's, and the KL to the
-original; since all are trained on the kind of text on which they are judged, "no penalty" is what to compare with.
+The first trains the shipped demo models from plain text on one thread, evaluates on held-out text, prints Markdown
+tables, and draws headroom against steps (benchmarks/finetune.svg). All runs of a start begin with the same weights:
+rescaled as ``convert`` does by default, without asking it for headroom, since on these two models a plan that is asked
+for 3 bits gives them by itself. Training is in fp32, where headroom is what it is in fp16 and nothing is skipped, and a
+CPU is twice as fast. Headroom is log2(65504 / largest |x|) over every site of one step's training batches and probe; a
+level counts as reached at the first step from which the next 10 stay there. Quality is the rise of the held-out loss
+over the original's, and the KL to the original; since all are trained on the kind of text on which they are judged, "no
+penalty" is what to compare with.
+
+The mean square needs a coefficient, for each start its own. Powers of ten are tried, in runs of all the steps with the
+first seed, until the best has a worse one on either side: the best gets to 3 bits in the fewest steps without raising
+the held-out loss by more than 5% over that without penalty; where none does, it is the one with the most headroom among
+those that keep the loss. The other seeds are run with that one.
 
 The second trains without penalty, rescaling or teacher, as anybody would finetune the checkpoint in fp16, and counts
 the steps that are skipped because a value or a gradient is not finite. The third finetunes a byte-level T5 of 57
@@ -28,7 +37,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +52,7 @@ from bf16_to_fp16.finetuning.corpus import open_corpus
 from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import Wandb, parse_recipe
-from bf16_to_fp16.finetuning.run import make_accelerator, train
+from bf16_to_fp16.finetuning.run import make_accelerator, make_teacher, write_start
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run.stock import load, load_config
@@ -54,9 +64,15 @@ DEMOS = {"T5": "t5-gated-bytes", "Pegasus": "pegasus-bytes"}
 LEVELS = (1.0, 3.0)
 STAYS = 10
 
-# A coefficient for the mean square is found by trial: these are tried in runs of a fifth of the steps, and the one with
-# the most headroom is shown.
-COEFFICIENTS = (1e-9, 1e-7, 1e-5)
+STARTS = {"rescaled": True, "bf16": False}
+GOAL = {"form": "smooth-max", "headroom_bits": max(LEVELS) + 0.25}
+IDLE = {"form": "amax", "weight": 0.0}
+
+FIRST_COEFFICIENT = {"rescaled": -3, "bf16": -5}
+"""Powers of ten at which the search for the mean square's coefficient begins; rescaling makes the squares smaller."""
+
+MOST_LOSS = 1.05
+"""Times the held-out loss without penalty that a coefficient may cost."""
 
 
 def data_of(demo: str) -> dict[str, Any]:
@@ -73,43 +89,94 @@ def data_of(demo: str) -> dict[str, Any]:
     return data
 
 
-def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[str, Any], rate: float) -> Any:
-    """Return the recipe of one run; what fp16 does not hold begins in bf16."""
+def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[str, Any], seed: int) -> Any:
+    """Return the recipe of one run."""
+    short = {"input_length": 64, "target_length": 32, "batch_size": 4, "seed": seed}
     return parse_recipe(
         {
             "source": str(ROOT / "bf16_to_fp16" / "demo_data" / DEMOS[demo]),
             "out": str(out),
             "device": "cpu",
             "rescale": rescale,
-            "data": data_of(demo),
-            "schedule": {"steps": steps, "learning_rate": rate, "warmup": min(10, steps)},
+            "precision": "fp32",
+            "seed": seed,
+            "data": data_of(demo) | short,
+            "schedule": {"steps": steps, "warmup": min(10, steps)},
             # The penalty by itself: no bounds are held, and no inputs searched for.
             "penalty": {"certify": False, "search_every": None, **penalty},
             "evaluation": {"every": steps, "examples": 64, "generate": False},
             "checkpointing": {"every": steps, "keep": 1},
             "logging": {"every": 1},
-            "stability": {"stuck_stop": 100_000, "overflow_stop": 1000, "nonfinite_stop": 1000},
+            "stability": {"stuck_stop": 100_000, "nonfinite_stop": 1000, "overflow_stop": 1000, "spike_z": 1e9},
         }
     )
 
 
-def measure(demo: str, work: Path, steps: int, rescale: bool, penalty: dict[str, Any], rate: float) -> dict[str, Any]:
-    """Run once and return headroom by step, tokens by step, and the evaluations."""
-    folder = work / "run"
-    shutil.rmtree(work, ignore_errors=True)
-    folder.mkdir(parents=True)
-    recipe = recipe_of(demo, folder / "out", steps, rescale=rescale, penalty=penalty, rate=rate)
-    run = train(recipe, open_checkpoint(recipe.source), progress=Progress(quiet=True))
-    rows = [json.loads(line) for line in (folder / "out.run" / "log.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "headroom" in row]
-    first, last = run.outcome.evaluations[0], run.outcome.evaluations[-1]
-    return {
-        "headroom": [(row["step"], min(row["headroom"].values())) for row in rows],
-        "tokens": {row["step"]: row["tokens"] for row in rows},
-        "skipped": len(run.outcome.skipped),
-        "before": first,
-        "after": last,
-    }
+@dataclass(frozen=True)
+class Bench:
+    """Runs on one demo, each of which is kept in ``work`` and not computed again."""
+
+    demo: str
+    work: Path
+    steps: int
+
+    def start(self, rescale: bool) -> Path:
+        """Return the folder of the weights with which runs begin, which is made once."""
+        place = self.work / f"{self.demo}-{'rescaled' if rescale else 'bf16'}"
+        if not (place / "config.json").is_file():
+            recipe = recipe_of(self.demo, place, 1, rescale=rescale, penalty={"form": "none"}, seed=0)
+            write_start(open_checkpoint(recipe.source), recipe, place, Progress(quiet=True))
+        return place
+
+    def run(self, start: str, penalty: dict[str, Any], seed: int) -> dict[str, Any]:
+        """Train once and return headroom by step and the first and last evaluation."""
+        form = "-".join(str(value) for value in penalty.values())
+        kept = self.work / f"{self.demo}-{start}-{form}-{self.steps}-{seed}.json"
+        if kept.is_file():
+            found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+            return found
+        rescale, run = STARTS[start], self.work / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir(parents=True)
+        recipe = recipe_of(self.demo, run / "out", self.steps, rescale=rescale, penalty=penalty, seed=seed)
+        place, source = self.start(rescale), open_checkpoint(recipe.source)
+        # Not by train, which would rescale until the plan itself has the headroom that is asked for.
+        corpus = open_corpus(recipe.data, source.folder, load_config(source.folder), seed=recipe.data_seed)
+        teacher = make_teacher(source, recipe, torch.device("cpu"))
+        student = load(place, torch.float32, attention="eager")
+        student.set_input_embeddings(student.get_input_embeddings())
+        log = RunLog(run / "log.jsonl", Wandb(), run, "", {})
+        Trainer(recipe, student, teacher, corpus, run, make_accelerator(recipe), log=log).train()
+        log.close()
+        rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+        evaluations = [row["evaluation"] for row in rows if "evaluation" in row]
+        found = {
+            "headroom": [(row["step"], min(row["headroom"].values())) for row in rows if "headroom" in row],
+            "before": evaluations[0],
+            "after": evaluations[-1],
+        }
+        kept.write_text(json.dumps(found), encoding="utf-8")
+        return found
+
+
+def worth(found: dict[str, Any], plain: dict[str, Any]) -> tuple[bool, float]:
+    """Return what coefficients are compared by, more being better; ``plain``: the run without penalty."""
+    loss, step = found["after"]["held_out_loss"], reached(found, LEVELS[-1])
+    if loss is None or not loss <= MOST_LOSS * plain["after"]["held_out_loss"]:
+        return False, -math.inf
+    return step is not None, float(found["headroom"][-1][1] if step is None else -step)
+
+
+def interior(first: int, worth_of: Callable[[int], tuple[bool, float]]) -> tuple[int, list[int]]:
+    """Return the best power of ten and all that were tried: from ``first`` on, until both neighbours of the best are
+    worse."""
+    tried = {first: worth_of(first)}
+    while True:
+        best = max(tried, key=lambda power: tried[power])
+        missing = [power for power in (best + 1, best - 1) if power not in tried]
+        if not missing:
+            return best, sorted(tried)
+        tried[missing[0]] = worth_of(missing[0])
 
 
 def reached(found: dict[str, Any], level: float) -> int | None:
@@ -121,22 +188,65 @@ def reached(found: dict[str, Any], level: float) -> int | None:
     return None
 
 
-def lines_of(name: str, found: dict[str, Any], original: float) -> str:
-    """Return one line of the table."""
+def spread(values: Sequence[float], form: str) -> str:
+    """Return the median of some seeds, and in brackets their range where they differ as they are shown."""
+    shown = [format(value, form) for value in sorted(values)]
+    middle = format(statistics.median(values), form)
+    return middle if shown[0] == shown[-1] else f"{middle} ({shown[0]} to {shown[-1]})"
+
+
+def line_of(name: str, runs: Sequence[dict[str, Any]]) -> str:
+    """Return one line of a table: the median and the range of the seeds' runs."""
     cells = [name]
     for level in LEVELS:
-        step = reached(found, level)
-        tokens = found["tokens"].get(step, 0) if step else 0
-        cells.append("never" if step is None else f"{step} ({tokens:,} tokens)")
-    final = found["headroom"][-1][1]
-    rise = found["after"]["held_out_loss"] / original - 1
+        steps = [step for found in runs if (step := reached(found, level)) is not None]
+        never = len(runs) - len(steps)
+        cells.append("never" if not steps else spread(steps, ".0f") + (f", {never} never" if never else ""))
+    rises = [100 * (r["after"]["held_out_loss"] / r["before"]["held_out_loss"] - 1) for r in runs]
     cells += [
-        f"{final:.1f}",
-        f"{100 * rise:+.1f}%",
-        f"{found['after']['held_out_divergence']:.3f}",
-        str(found["skipped"]),
+        spread([r["headroom"][-1][1] for r in runs], ".1f"),
+        spread(rises, "+.1f"),
+        spread([r["after"]["held_out_divergence"] for r in runs], ".3f"),
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+HEADER = """| {} | steps to 1 bit | steps to 3 bits | bits at the end | held-out loss, % | KL |
+|---|---|---|---|---|---|"""
+
+
+def compare(bench: Bench, seeds: Sequence[int], coefficients: dict[str, float] | None = None) -> dict[str, Any]:
+    """Print the tables of one demo and return the curves of the first seed.
+
+    coefficients: of the mean square, by start; else they are searched for, and the search is printed too.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for start, first in FIRST_COEFFICIENT.items():
+        prefix = "as trained" if start == "bf16" else "rescaled"
+        runs[f"{prefix}, no penalty"] = plain = [
+            bench.run(start, IDLE, seed) for seed in seeds[: None if start == "bf16" else 1]
+        ]
+        runs[f"{prefix}, then penalty"] = [bench.run(start, GOAL, seed) for seed in seeds]
+
+        def squares(power: int, seed: int, start: str = start) -> dict[str, Any]:
+            return bench.run(start, {"form": "mean-square", "weight": 10.0**power}, seed)
+
+        if coefficients is None:
+            best, tried = interior(first, lambda power: worth(squares(power, seeds[0]), plain[0]))  # noqa: B023
+            print(f"\n{bench.demo}, mean square, {prefix}\n\n" + HEADER.format("coefficient"))
+            for power in tried:
+                print(line_of(f"{'**' * (power == best)}1e{power}{'**' * (power == best)}", [squares(power, seeds[0])]))
+            coefficient = best
+        else:
+            coefficient = round(math.log10(coefficients[start]))
+        name = f"{prefix}, then mean square, 1e{coefficient}"
+        runs[name] = [squares(coefficient, seed) for seed in seeds]
+    original = statistics.mean(r["before"]["held_out_loss"] for r in next(iter(runs.values())))
+    print(f"\n{bench.demo} demo, {len(seeds)} seeds, held-out loss of the original {original:.3f}\n")
+    print(HEADER.format("method"))
+    for name, found in runs.items():
+        print(line_of(name, found), flush=True)
+    return {name: found[0]["headroom"] for name, found in runs.items()}
 
 
 def amp_recipe(demo: str, source: Path, out: Path, steps: int) -> Any:
@@ -286,31 +396,36 @@ def draw(curves: dict[str, dict[str, list[tuple[int, float]]]], path: Path) -> N
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "bf16_to_fp16"
+    matplotlib.rcParams |= {"svg.hashsalt": "bf16_to_fp16", "svg.fonttype": "none", "font.size": 9}
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, len(curves), figsize=(5.2 * len(curves), 3.6), sharey=True, squeeze=False)
+    colours = ("#5a626d", "#1f5fa8", "#b25c00")
+    figure, panels = plt.subplots(
+        1, len(curves), figsize=(6 * len(curves), 3.8), sharey=True, squeeze=False, layout="constrained"
+    )
     for panel, (demo, methods) in zip(panels[0], curves.items(), strict=True):
-        for name, points in methods.items():
-            panel.plot([s for s, _ in points], [max(h, -8) for _, h in points], label=name, linewidth=1.6)
-        panel.axhline(0, color="0.3", linewidth=1, linestyle=":")
+        for number, (name, points) in enumerate(methods.items()):
+            look = {"color": colours[number % 3], "linestyle": "-" if number < 3 else "--"}
+            panel.plot([s for s, _ in points], [max(h, -8) for _, h in points], label=name, linewidth=1.6, **look)
+        for level in (0, *LEVELS):
+            panel.axhline(level, color="0.5", linewidth=0.8, linestyle=":")
         panel.set_title(f"{demo} demo")
         panel.set_xlabel("step")
         panel.grid(alpha=0.3)
+        panel.legend(fontsize=7.5)
     panels[0][0].set_ylabel("headroom in fp16 (bits)")
-    panels[0][-1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
     follow_schemes(path)
 
 
 def main() -> None:
     """Run every method on every demo."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--work", type=Path, help="folder of the runs, else one that is removed")
+    parser.add_argument("--coefficients", type=float, nargs=2, help="mean square's, for rescaled weights and for bf16")
     parser.add_argument("--amp", type=int, metavar="STEPS", help="finetune under fp16 AMP instead, for so many steps")
-    parser.add_argument(
-        "--rate", type=float, default=4e-3, help="highest learning rate, relative to each tensor's size"
-    )
     parser.add_argument("--cost", type=int, metavar="STEPS", help="time a step instead, over so many steps")
     parser.add_argument("--models", nargs="+", choices=list(DEMOS), default=list(DEMOS))
     parser.add_argument("--plot", type=Path, default=HERE / "finetune.svg")
@@ -322,37 +437,14 @@ def main() -> None:
     if options.amp:
         compare_in_amp(options.models, options.amp)
         return
-    goal = {"form": "smooth-max", "headroom_bits": max(LEVELS) + 0.25}
-    idle = {"form": "amax", "weight": 0.0}
-    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    given = dict(zip(STARTS, options.coefficients, strict=True)) if options.coefficients else None
     with tempfile.TemporaryDirectory() as scratch:
-        for demo in options.models:
-
-            def run(steps: int, rescale: bool, penalty: dict[str, Any], rate: float) -> dict[str, Any]:
-                return measure(demo, Path(scratch), steps, rescale, penalty, rate)  # noqa: B023  (called in the loop)
-
-            short = max(STAYS, options.steps // 5)
-            squares = {w: {"form": "mean-square", "weight": w} for w in COEFFICIENTS}
-            tried = {w: run(short, False, p, options.rate)["headroom"][-1][1] for w, p in squares.items()}
-            best = max(tried, key=lambda w: tried[w])
-            runs = {
-                "rescale only": run(STAYS, True, idle, 1e-12),
-                "no penalty": run(options.steps, True, idle, options.rate),
-                "rescale, then penalty": run(options.steps, True, goal, options.rate),
-                "penalty only": run(options.steps, False, goal, options.rate),
-                f"mean square, coefficient {best:g}": run(options.steps, False, squares[best], options.rate),
-            }
-            original = runs["rescale only"]["before"]["held_out_loss"]
-            print(f"\n{demo} demo, held-out loss of the original {original:.4f}\n")
-            print("| method | steps to 1 bit | steps to 3 bits | bits at the end | held-out loss | KL | skipped |")
-            print("|---|---|---|---|---|---|---|")
-            for name, found in runs.items():
-                print(lines_of(name, found, original), flush=True)
-            curves[demo] = {name: found["headroom"] for name, found in runs.items()}
-            flat = curves[demo]["rescale only"]
-            curves[demo]["rescale only"] = [(s, flat[0][1]) for s in range(1, options.steps + 1, options.steps - 1)]
-            assert all(math.isfinite(h) for points in curves[demo].values() for _, h in points)
-            draw(curves, options.plot)
+        work = options.work or Path(scratch)
+        work.mkdir(parents=True, exist_ok=True)
+        curves = {
+            demo: compare(Bench(demo, work, options.steps), range(options.seeds), given) for demo in options.models
+        }
+    draw(curves, options.plot)
 
 
 if __name__ == "__main__":

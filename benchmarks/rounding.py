@@ -43,18 +43,18 @@ LOSS_SCALE = 2.0**12
 class Weights:
     """The parameters of a model as one way keeps them, and the optimizer that changes them."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, way: str, rate: float) -> None:
-        """Take the model's values, rounded to ``dtype``."""
+    def __init__(self, model: nn.Module, dtype: torch.dtype, way: str, rate: float, seed: int = 0) -> None:
+        """Take the model's values, rounded to ``dtype``; seed: of stochastic rounding."""
         self.model, self.dtype, self.scale = model, dtype, LOSS_SCALE if dtype == torch.float16 else 1.0
         stored = torch.float32 if way == "fp32 master" else dtype
-        self.kept = {n: nn.Parameter(p.detach().to(dtype).to(stored)) for n, p in model.named_parameters()}
+        self.kept = {n: nn.Parameter(p.detach().to(dtype).to(stored, copy=True)) for n, p in model.named_parameters()}
         self.start = {n: p.detach().clone() for n, p in self.kept.items()}
         options: dict[str, Any] = {"lr": rate, "weight_decay": 0.0}
         self.optimizer: torch.optim.Optimizer
         if way == "fp32 master":
             self.optimizer = torch.optim.AdamW(self.kept.values(), **options)
         else:
-            self.optimizer = AdamW(self.kept.values(), rounding=way, **options)
+            self.optimizer = AdamW(self.kept.values(), rounding=way, seed=seed, **options)
         self.master = way == "fp32 master"
 
     def loss(self, batch: TrainingBatch) -> Tensor:
@@ -63,10 +63,11 @@ class Weights:
         found: Tensor = functional_call(self.model, values, kwargs=batch.inputs()).loss
         return found
 
-    def step(self, batch: TrainingBatch) -> None:
-        """Take one step."""
+    def step(self, *batches: TrainingBatch) -> None:
+        """Take one step, of gradients accumulated over some batches in the dtype of what is kept."""
         self.optimizer.zero_grad()
-        (self.loss(batch) * self.scale).backward()
+        for batch in batches:
+            (self.loss(batch) * (self.scale / len(batches))).backward()
         if self.master:
             for parameter in self.kept.values():
                 if parameter.grad is not None:
