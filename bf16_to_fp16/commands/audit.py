@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from ..families.types import Layout
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of
-from ..report.remedies import going_on_from, over_limits, overflowing, unsafe_sites
+from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
 from ..run import probe
 from ..run.agreement import agreed_layout
+from ..run.probe import Batch
 
 BOUNDED_FOR = "half"
 """The target that an audit bounds a checkpoint for; of the stricter ones it says whether they hold."""
@@ -65,23 +67,14 @@ def audit(
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     on = Device(device, progress)
     checkpoint = open_checkpoint(source, subfolder)
+    asked = Asked(tuple(r for r in REGIMES if r in regimes), data, train_mode, tuple(attention), seed, sweep)
     if not is_known(checkpoint.config):
         if attack_steps is not None:
             raise UserError(
                 f"{checkpoint.name}: the attack needs bounds, and {checkpoint.config.get('model_type')} is of no family"
                 " that has them; leave --attack out"
             )
-        return audit_unknown(
-            checkpoint,
-            regimes=regimes,
-            data=data,
-            train_mode=train_mode,
-            attention=attention,
-            seed=seed,
-            sweep=sweep,
-            on=on,
-            progress=progress,
-        )
+        return dump(audited_without_family(checkpoint, asked, on, progress))
     layout = agreed_layout(checkpoint)
     converted = is_converted(checkpoint.folder)
     if converted or attack_steps is not None:
@@ -101,7 +94,7 @@ def audit(
                 seed=seed,
             ),
         )
-    described = regimes_of(results)
+    observed = observation(checkpoint, asked, results, inputs, on)
     proven: dict[str, Any] = {}
     if converted or attack_steps is not None:
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
@@ -113,60 +106,71 @@ def audit(
         proof="certified" if proven and proven["certificate"].holds else "observed",
         family=layout.family.name,
         target=BOUNDED_FOR if proven else None,
-        source=Source.of(checkpoint),
-        train_mode=train_mode,
-        attention=list(attention),
-        inputs=Inputs.model_validate(probe.describe_batches(inputs, seed=seed, data=data)),
-        regimes=described,
-        unsafe=[*unsafe_sites(described, converted=converted), *found],
-        next="" if safe else going_on_from(shown_in_a_command(source), described, converted, subfolder),
+        **observed,
+        unsafe=[*unsafe_sites(observed["regimes"], converted=converted), *found],
+        next="" if safe else going_on_from(shown_in_a_command(source), observed["regimes"], converted, subfolder),
         **proven,
-        environment=Environment.model_validate(on.environment()),
     )
     return dump(report)
 
 
-def audit_unknown(
-    checkpoint: Checkpoint,
-    *,
-    regimes: Sequence[str],
-    data: str | None,
-    train_mode: bool,
-    attention: Sequence[str],
-    seed: int,
-    sweep: bool,
-    on: Device,
-    progress: Progress,
+@dataclass(frozen=True)
+class Asked:
+    """What an audit is to run: the command's options of these names."""
+
+    regimes: tuple[str, ...]
+    data: str | None
+    train_mode: bool
+    attention: tuple[str, ...]
+    seed: int
+    sweep: bool
+
+
+def observation(
+    checkpoint: Checkpoint, asked: Asked, results: Mapping[str, RegimeResult], inputs: Sequence[Batch], on: Device
 ) -> dict[str, Any]:
+    """Return what every audit reports: what was run, on what, and what it showed."""
+    return {
+        "source": Source.of(checkpoint),
+        "train_mode": asked.train_mode,
+        "attention": list(asked.attention),
+        "inputs": Inputs.model_validate(probe.describe_batches(inputs, seed=asked.seed, data=asked.data)),
+        "regimes": regimes_of(results),
+        "environment": Environment.model_validate(on.environment()),
+    }
+
+
+def audited_without_family(checkpoint: Checkpoint, asked: Asked, on: Device, progress: Progress) -> Report:
     """Return the report of a checkpoint of no known family: what its regimes show, and no certificate.
 
-    So many parameters because they are the command's. Raises ``UserError`` as ``audit`` does.
+    Raises ``UserError`` as ``audit`` does.
     """
-    model = open_any(checkpoint.folder, attention, progress)
-    inputs = batches_of(model, data, seed, sweep=sweep)
-    chosen = [regime for regime in REGIMES if regime in regimes]
-    with progress.step(f"Auditing {', '.join(chosen)}") as advance:
+    model = open_any(checkpoint.folder, asked.attention, progress)
+    inputs = batches_of(model, asked.data, asked.seed, sweep=asked.sweep)
+    with progress.step(f"Auditing {', '.join(asked.regimes)}") as advance:
         results = on.run(
             "audit",
             lambda place: audit_any(
-                model, inputs, regimes=chosen, train_mode=train_mode, device=place, advance=advance, seed=seed
+                model,
+                inputs,
+                regimes=asked.regimes,
+                train_mode=asked.train_mode,
+                device=place,
+                advance=advance,
+                seed=asked.seed,
             ),
         )
-    described = regimes_of(results)
-    report = Report(
+    observed = observation(checkpoint, replace(asked, attention=model.attention), results, inputs, on)
+    said = verdict(results)
+    return Report(
         schema=SCHEMA,
-        verdict=verdict(results),
+        verdict=said,
         proof="observed",
         family=str(checkpoint.config.get("model_type")),
-        source=Source.of(checkpoint),
-        train_mode=train_mode,
-        attention=list(model.attention),
-        inputs=Inputs.model_validate(probe.describe_batches(inputs, seed=seed, data=data)),
-        regimes=described,
-        unsafe=unsafe_sites(described, convertible=False),
-        environment=Environment.model_validate(on.environment()),
+        **observed,
+        unsafe=unsafe_sites(observed["regimes"], convertible=False),
+        next="" if said == "safe" else NO_FAMILY,
     )
-    return dump(report)
 
 
 def proof(

@@ -77,7 +77,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     (changed / "README.md").write_text("# Mine\n")
     (folder / "log.jsonl").write_text('{"step": 10, "task_loss": 2.5}\n')
     lineage = lineage_of(
-        open_checkpoint(source), recipe, Run(folder, Outcome(10, 100, (), (), ()), {}, 1, ["cpu"], None)
+        open_checkpoint(source), recipe, recipe, Run(folder, Outcome(10, 100, (), (), ()), {}, 1, ["cpu"], None)
     )
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
     sunk = SiteResult("a", 1e-5, 65504.0, 32.6, 0, 0, None, "float16", fp32=1e5)
