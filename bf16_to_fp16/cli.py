@@ -463,10 +463,11 @@ def certify_command(
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
     """Return a report's next step with the path as it was given, of which the report has the last part only."""
     from .checkpoint.folder import is_converted
+    from .families.known import named
     from .report.remedies import going_on_from
 
     folder = local_folder(source)
-    if not report.next or folder is None:
+    if not report.next or folder is None or named(report.family) is None:
         return report.next
     return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder)
 

@@ -87,6 +87,7 @@ def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pyt
     said = capsys.readouterr()
     assert "has no sdpa attention: eager only" in said.err
     assert "no certificate: longt5 is none of the families" in said.out
+    assert "next: stay with bf16" in said.out and "convert it" not in said.out
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["attention"] == ["eager"]
     # Its masks of -1e10 are -inf in fp16, and a row that sees nothing is NaN behind its softmax.
