@@ -79,7 +79,7 @@ def test_the_demos_files_compute_the_same_function(demo: Any, name: str) -> None
         if not batch.generate:
             with torch.no_grad():
                 a, b = run_batch(source, batch).logits, run_batch(out, batch).logits
-            assert float((a - b).abs().max()) <= allowed + 1e-6 * float(a.abs().max())
+            assert float((a - b).abs().max()) <= allowed + 5e-6 * float(a.abs().max())
 
 
 def test_the_demo_prints_before_and_after_and_where_the_report_is(demo: Any) -> None:

@@ -23,7 +23,7 @@ from ..families.known import FAMILIES, named, roles_of
 from ..families.roles import block_of, last, stack_of
 from ..numerics import FP16_MAX
 from ..wording import bits, bound_magnitude, infinite, known, magnitude, power
-from .schema import BoundEntry, CertificateEntry, FinetuneEntry, SignalEntry
+from .schema import BoundEntry, CertificateEntry, FinetuneEntry, SignalEntry, SiteEntry
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,64 @@ def themed(svg: str, words: str) -> Markup:
         words, "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
     )
     return Markup(svg.replace("%s", str(label), 1))
+
+
+# --- an audit --------------------------------------------------------------------------------------------------------
+
+
+BLOCKS = (
+    Series("residual stream and other sums", STREAM.css, STREAM.marker, STREAM.placeholder),
+    Series("outputs of linears", FEED_FORWARD.css, FEED_FORWARD.marker, FEED_FORWARD.placeholder),
+    Series("gated products, and what norms put out", PRODUCT.css, PRODUCT.marker, PRODUCT.placeholder),
+    Series("attention scores", SCORES.css, SCORES.marker, SCORES.placeholder),
+)
+
+
+_OF_OPERATION = {"add": BLOCKS[0], "": BLOCKS[1], "mul": BLOCKS[2], "scores": BLOCKS[3]}
+
+
+def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
+    """Return a picture of each column of blocks that a regime ran: per block and kind of operation the largest |x|, of
+    what broke that in fp32.
+
+    Sites outside the blocks are left out, and those by design, whose size means nothing. What overflowed is drawn at
+    the limit where fp32's value is not known.
+    """
+    sites = list(sites)
+    attentions = {site.name.removesuffix(":scores") for site in sites if site.name.endswith(":scores")}
+    largest: dict[str, dict[Series, dict[int, SiteEntry]]] = {}
+    for site in sites:
+        path, _, operation = site.name.partition(":")
+        series, block = _OF_OPERATION.get(operation.partition("#")[0]), block_of(site.name)
+        if path in attentions and series is not None:
+            series = BLOCKS[3]
+        if series is None or block is None or site.limit is None or site.benign or not known(site.reached):
+            continue
+        blocks = largest.setdefault(stack_of(path) or "model", {}).setdefault(series, {})
+        if block not in blocks or site.reached > blocks[block].reached:
+            blocks[block] = site
+    values = [s.reached for of in largest.values() for blocks in of.values() for s in blocks.values() if s.reached > 0]
+    if not values:
+        return []
+    low, high = min(0, math.floor(math.log2(min(values)))), max(18, math.ceil(math.log2(max(values))) + 1)
+    made = []
+    for stack, found in largest.items():
+        top = max((site for blocks in found.values() for site in blocks.values()), key=lambda site: site.reached)
+        words = f"{stack}: the largest value is {magnitude(top.reached)}, at {top.name}; the limit is 65,504"
+        made.append(Picture(stack, draw_audit(found, stack, low, high, words), words))
+    return made
+
+
+def draw_audit(found: Mapping[Series, Mapping[int, SiteEntry]], stack: str, low: int, high: int, words: str) -> Markup:
+    """Return the SVG of one column of blocks; a cross is what is over the limit."""
+    with drawn(stack, low, high, words) as (axes, result):
+        for series, blocks in found.items():
+            y = {block: math.log2(site.reached) for block, site in sorted(blocks.items()) if site.reached > 0}
+            look: dict[str, Any] = {"color": series.placeholder, "markersize": 3.6 if len(y) < 20 else 2.4}
+            axes.plot(list(y), list(y.values()), "-", marker=series.marker, linewidth=1.3, **look)
+            over = [block for block, bits in y.items() if bits > math.log2(FP16_MAX)]
+            axes.plot(over, [y[block] for block in over], "x", color=_LIMIT, markersize=7, markeredgewidth=1.4)
+    return result[0]
 
 
 # --- the bracket -----------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from ..wording import (
     tightness,
     times,
 )
-from .figures import BRACKETS, SERIES, bracket_pictures, curve_pictures, pictures
+from .figures import BLOCKS, BRACKETS, SERIES, audit_pictures, bracket_pictures, curve_pictures, pictures
 from .remedies import unsafe_sites
 from .rows import (
     BF16_BITS,
@@ -132,6 +132,8 @@ def render(report: Report) -> str:
     data = site_data(report)
     unproven = uncertified_rows(report)
     covers, leaves = coverage(report)
+    # Where the most is fp16.
+    widest = "half" if "half" in regimes else next(iter(regimes), "")
     template = jinja_environment().get_template("report.html.jinja")
     return template.render(
         report=report,
@@ -144,6 +146,10 @@ def render(report: Report) -> str:
         pictures=pictures(report.signals, report.family),
         series=SERIES,
         largest=largest_signals(report.signals),
+        audited=audit_pictures(regimes[widest].sites) if widest and not report.signals else (),
+        audited_regime=widest,
+        audit_series=BLOCKS,
+        attentions=attentions_run(report.attention),
         certificate=certificate,
         brackets=bracket_pictures(certificate, report.family) if certificate else (),
         bracket_series=BRACKETS,
@@ -189,6 +195,12 @@ def render(report: Report) -> str:
         folders=[name for name in report.source.left_out if name.endswith("/")],
         hashes=hash_rows(report),
     )
+
+
+def attentions_run(names: Sequence[str]) -> str:
+    """Return with which attentions a report's regimes ran, in words."""
+    shown = [{"sdpa": "SDPA"}.get(name, name) for name in names] or ["eager", "SDPA"]
+    return f"{'Each with' if len(shown) > 1 else 'With'} {listed(shown)} attention."
 
 
 def machine_rows(report: Report) -> list[tuple[str, object]]:

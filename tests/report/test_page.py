@@ -217,13 +217,35 @@ def test_a_safe_report_with_a_thin_margin_is_not_called_unsafe() -> None:
 
 def test_an_audit_has_a_page_without_plan_weights_and_fidelity() -> None:
     page = Page(render(fakes.audit()))
-    assert page.sections == ["unsafe", "regimes", "sites", "provenance"]
+    assert page.sections == ["unsafe", "blocks", "regimes", "sites", "provenance"]
     assert "in training mode" in page.text and "bf16-to-fp16 convert SOURCE OUT" in page.text
     assert [f.name for f in figures(fakes.audit())] == [
         "headroom in pure fp16",
         "values not finite",
         "values saturated",
     ]
+
+
+def test_an_audit_draws_what_each_block_reached_and_what_overflowed_as_large_as_in_fp32() -> None:
+    def site(name: str, amax: float, fp32: float | None = None, benign: str | None = None) -> dict[str, Any]:
+        entry = {"name": name, "amax": amax, "limit": 65504.0, "headroom_bits": 1.0, "nonfinite": int(amax == 65536)}
+        return entry | {"saturated": 0, "benign": benign, "dtype": "float16"} | ({} if fp32 is None else {"fp32": fp32})
+
+    found = [
+        site("model.layers.0:add", 12.0),
+        site("model.layers.1:add#2", 65536.0, 360_564.0),
+        site("model.layers.1.self_attn:scores", 99.0),
+        site("model.layers.1.self_attn:add", 65536.0, benign="the mask"),
+        site("model.layers.1.mlp.down_proj", 40.0),
+        site("model.norm:mul", 7e4),
+    ]
+    regime = {"nonfinite": 1, "saturated": 0, "amax": 65536.0, "headroom_bits": -1.0, "sites": found}
+    report = {"verdict": "unsafe", "regimes": {"half": regime}, "attention": ["eager"]}
+    page = Page(render(report))
+    assert page.sections[:2] == ["unsafe", "blocks"]
+    words = "model: the largest value is 360,564, at model.layers.1:add#2; the limit is 65,504"
+    assert [a.get("aria-label") for t, a in page.tags if t == "svg"] == [words]
+    assert "With eager attention." in page.text
 
 
 @pytest.mark.parametrize(
