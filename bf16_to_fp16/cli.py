@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from .checkpoint.places import CONVERTED, local_folder, written_folder
+from .checkpoint.places import CONVERTED, local_folder, local_source, written_folder
 from .errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 
 
 FOLDER = click.Path(path_type=Path)
+
+
+CONFIG = "the config.json of SOURCE's weights"
 
 
 source = click.argument("source", type=click.Path())  # or a Hub id; what a shell completes
@@ -86,6 +89,14 @@ allow_unsafe = click.option(
 
 
 subfolder = click.option("--subfolder", metavar="NAME", help="Folder inside SOURCE (diffusers: text_encoder_2).")
+
+
+config = click.option(
+    "--config",
+    type=FOLDER,
+    metavar="FILE",
+    help="config.json of a SOURCE that is one file of weights; default: told from its names and shapes.",
+)
 
 
 device = click.option(
@@ -146,7 +157,7 @@ class _Commands(click.Group):
 def app(context: click.Context) -> None:
     """Make bf16-pretrained T5-family and Pegasus checkpoints safe in fp16: exactly rescaled, audited, stock-loadable.
 
-    SOURCE is a local folder or a Hub id (name[@revision]).
+    SOURCE is a local folder, one file of weights or a Hub id (name[@revision]).
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -172,6 +183,7 @@ def app(context: click.Context) -> None:
     help="Run nothing: plan from the bounds and let the certificate decide. Needs no memory for the model.",
 )
 @subfolder
+@config
 @click.option(
     "--plan",
     type=FOLDER,
@@ -222,6 +234,7 @@ def convert_command(
     dry_run: bool,
     no_audit: bool,
     subfolder: str | None,
+    config: Path | None,
     plan: Path | None,
     recipe: Path | None,
     margin: float | None,
@@ -242,7 +255,8 @@ def convert_command(
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
     written."""
     # As many parameters as options, which click passes one by one.
-    check_given(source, data, {plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"})
+    others = {plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
+    check_given(source, data, others | {config: CONFIG})
     if out is not None and not dry_run:
         from .checkpoint.staging import check_out
 
@@ -252,10 +266,7 @@ def convert_command(
     from .conversion.options import Destination, Options
     from .rescaling.planner import MARGIN_BITS
 
-    if recipe is not None and (dry_run or no_audit):
-        raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
-    if push_to is None and (public or allow_unsafe):
-        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
+    check_together(recipe, push_to, runs=not (dry_run or no_audit), publishes=public or allow_unsafe)
     if push_to is not None:
         check_publishable(push_to, endpoint, dry_run=dry_run)
         out = out or Path(push_to.rpartition("/")[2])
@@ -275,6 +286,7 @@ def convert_command(
         seed=seed,
         sweep=sweep,
         device=device,
+        config=config,
     )
     if recipe is not None:
         from .finetuning.run import convert_or_finetune
@@ -293,6 +305,14 @@ def convert_command(
     if json_file != "-":
         show_conversion(result, published, verbose=verbose)
     return SAFE if dry_run or result.safe else UNSAFE
+
+
+def check_together(recipe: Path | None, push_to: str | None, *, runs: bool, publishes: bool) -> None:
+    """Raise UserError for options of ``convert`` that do not go together."""
+    if recipe is not None and not runs:
+        raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
+    if push_to is None and publishes:
+        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
 
 
 def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:
@@ -360,6 +380,7 @@ def push(out: Path, repo_id: str, **options: Any) -> dict[str, Any]:
     help="Search by gradient for the input that comes nearest to each limit, and compare with the certificate.",
 )
 @subfolder
+@config
 @seed
 @sweep
 @device
@@ -373,6 +394,7 @@ def audit_command(
     train_mode: bool,
     attack_steps: int | None,
     subfolder: str | None,
+    config: Path | None,
     seed: int,
     sweep: bool,
     device: str,
@@ -381,7 +403,7 @@ def audit_command(
 ) -> int:
     """Run SOURCE in fp16 the ways people run it and measure every site, that is every operation's output."""
     # As many parameters as options, which click passes one by one.
-    check_given(source, data)
+    check_given(source, data, {config: CONFIG})
     checked_target(html, "--html")
     from .auditing.regimes import ATTENTIONS, REGIMES
     from .commands.audit import audit
@@ -399,6 +421,7 @@ def audit_command(
         seed=seed,
         sweep=sweep,
         device=device,
+        config=config,
         progress=make_progress(),
     )
     write_result(json_file, result)
@@ -426,13 +449,20 @@ def audit_command(
 )
 @max_length
 @subfolder
+@config
 @device
 @json_file
 def certify_command(
-    source: str, target: str, max_length: int | None, subfolder: str | None, device: str, json_file: str | None
+    source: str,
+    target: str,
+    max_length: int | None,
+    subfolder: str | None,
+    config: Path | None,
+    device: str,
+    json_file: str | None,
 ) -> int:
     """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
-    local_folder(source)
+    check_given(source, None, {config: CONFIG})
     from .bounds.arithmetic import MAX_LENGTH
     from .commands.certify import certify
     from .report import terminal
@@ -440,7 +470,13 @@ def certify_command(
 
     length = MAX_LENGTH if max_length is None else max_length
     result = certify(
-        source, max_length=length, target=target, subfolder=subfolder, device=device, progress=make_progress()
+        source,
+        max_length=length,
+        target=target,
+        subfolder=subfolder,
+        device=device,
+        config=config,
+        progress=make_progress(),
     )
     write_result(json_file, result)
     if json_file != "-":
@@ -834,7 +870,7 @@ def check_given(
     """Raise UserError for a checkpoint, a text or another file that was given and is not there, before the seconds that
     the work takes to import; others: paths, with what is then told to give."""
     if source is not None:
-        local_folder(source)
+        local_source(source)
     if data is not None:
         from .run.texts import text_file
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from .disk import created, write_all, writing
-from .reader import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, Checkpoint
+from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
+from .reader import Checkpoint
 
 LARGEST_EXPONENT = 500
 """Exponents beyond it are refused; fp64, which the general path scales in, has room for twice as much."""
@@ -122,7 +123,9 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
         number = {file: i for i, file in enumerate(checkpoint.weight_files)}
         for write in ordered:
-            groups[number[checkpoint.tensors[write.source].file] if write.source is not None else -1].append(write)
+            # What was dequantised lies beside the one file that it came from.
+            place = number.get(checkpoint.tensors[write.source].file, 0) if write.source is not None else -1
+            groups[place].append(write)
         return [g for g in groups if g] or [[]]
     result: list[list[Write]] = [[]]
     left = max_shard_size

@@ -46,22 +46,26 @@ def audit(
     seed: int = 0,
     sweep: bool = False,
     device: str | torch.device = "auto",
+    config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Run ``source`` (folder or Hub id) in ``regimes`` and return the report: verdict, regimes with every site,
-    environment; of a converted folder, certificate and tiers as well.
+    """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report: verdict, regimes with
+    every site, environment; of a converted folder, certificate and tiers as well.
 
     Its many parameters are the command's options, as keywords. data: text to run on besides the built-in probe.
     train_mode: with dropout and the backward pass under a loss scale. attention: implementations, of ``ATTENTIONS`` and
     "scaled". attack_steps: gradient steps of a search for every site's worst input, reported beside the certificate's
-    bounds. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps. Raises
+    bounds. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps.
+    config: the config.json of one file of weights, else inferred. Raises
     ``UserError`` for a source, data or device that cannot be used.
     """
     progress = progress or Progress(quiet=True)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     on = Device(device, progress)
-    checkpoint = open_checkpoint(source, subfolder)
+    checkpoint = open_checkpoint(source, subfolder, config=None if config is None else Path(config))
+    for note in checkpoint.notes:
+        progress.say(note)
     layout = agreed_layout(checkpoint)
     inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep, progress=progress)
     with progress.step(f"Auditing {', '.join(regimes)}") as advance:

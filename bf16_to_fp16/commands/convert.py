@@ -87,18 +87,21 @@ def convert(
     seed: int = 0,
     sweep: bool = False,
     device: str | torch.device = "auto",
+    config: str | Path | None = None,
     endpoint: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert ``source`` (folder or Hub id) to an fp16 checkpoint at ``out`` and return what was done and measured.
+    """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
+    and measured.
 
     Its many parameters are the command's options, as keywords; ``Options`` says what each of them means. dry_run: plan
     only, write nothing. force: replace an existing ``out``. endpoint: the Hub's address, by default the environment's.
     Raises UserError for input that cannot be used; ``out`` then does not exist.
     """
     options = Options(
-        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep, device
-    )
+        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep, device,
+        config=config,
+    )  # fmt: skip
     place = Destination(Path(out), force=force, dry_run=dry_run)
     return convert_by(options, source, place, endpoint=endpoint, progress=progress)
 

@@ -38,6 +38,7 @@ class Options:
     max_length: positions for which the certificate holds. max_shard_size: bytes, else sharded like the source.
     workers: processes that write shards. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda,
     cuda:N or mps. prove: hold every signal for every input where an exponent does it, whatever precision that costs.
+    config: the config.json of a source that is one file of weights, else told from its tensors.
     """
 
     target: str = AUTO
@@ -53,6 +54,7 @@ class Options:
     sweep: bool = False
     device: str | torch.device = "auto"
     prove: bool = False
+    config: str | Path | None = None
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""
@@ -78,6 +80,7 @@ class Options:
             "--sweep": "" if self.sweep else None,
             "--plan": self.plan,
             "--subfolder": self.subfolder,
+            "--config": self.config,
             "--max-shard-size": None if self.max_shard_size is None else f"{self.max_shard_size}B",
             "--seed": self.seed or None,
             "--max-length": None if self.max_length == MAX_LENGTH else self.max_length,

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.reader import SAFETENSORS_DTYPES, Checkpoint
+from ..checkpoint.formats import SAFETENSORS_DTYPES
+from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
 from ..families.known import family_of, may_be_absent, stock_class
 
@@ -46,11 +47,17 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
     """
     import transformers
 
-    config = load_config(folder).to_dict()
+    loaded = load_config(folder)
+    config = loaded.to_dict()
     name = stock_class(config)
+    seen = VIEWS.get(Path(folder))
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(folder)}
+    if seen is not None:  # one file of weights, which stock code could not read under its names
+        weights = {tensor: seen.read(tensor) for tensor in seen.tensors}
+        source = {"pretrained_model_name_or_path": None, "config": loaded, "state_dict": weights}
     try:
         model, info = getattr(transformers, name).from_pretrained(
-            str(folder),
+            **source,
             dtype=dtype,
             attn_implementation=attention,
             local_files_only=True,
