@@ -197,6 +197,13 @@ def app(context: click.Context) -> None:
     metavar="RECIPE",
     help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into it.",
 )
+@click.option(
+    "--layout",
+    type=click.Choice(["hf", "comfy", "wan", "single"]),
+    default="hf",
+    show_default=True,
+    help="hf: a folder. Else OUT is one file: comfy for ComfyUI and Forge, wan for Wan's, single with stock names.",
+)
 @click.option("--margin", type=float, metavar="BITS", help="Bits kept between what is observed and each limit.")
 @max_length
 @click.option(
@@ -237,6 +244,7 @@ def convert_command(
     config: Path | None,
     plan: Path | None,
     recipe: Path | None,
+    layout: str,
     margin: float | None,
     max_length: int | None,
     max_shard_size: int | None,
@@ -258,15 +266,13 @@ def convert_command(
     others = {plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
     check_given(source, data, others | {config: CONFIG})
     if out is not None and not dry_run:
-        from .checkpoint.staging import check_out
-
-        check_out(out, Path(source) if Path(source).is_dir() else None, force=force)
+        check_free(out, Path(source), layout, force=force)
     from .bounds.arithmetic import MAX_LENGTH
-    from .commands.convert import convert_by
+    from .commands.convert import convert_by, convert_to_file
     from .conversion.options import Destination, Options
     from .rescaling.planner import MARGIN_BITS
 
-    check_together(recipe, push_to, runs=not (dry_run or no_audit), publishes=public or allow_unsafe)
+    check_together(recipe, push_to, layout, runs=not (dry_run or no_audit), publishes=public or allow_unsafe)
     if push_to is not None:
         check_publishable(push_to, endpoint, dry_run=dry_run)
         out = out or Path(push_to.rpartition("/")[2])
@@ -287,13 +293,15 @@ def convert_command(
         sweep=sweep,
         device=device,
         config=config,
+        layout=layout,
     )
     if recipe is not None:
         from .finetuning.run import convert_or_finetune
 
         convert_by = partial(convert_or_finetune, recipe)
     place = Destination(out, force=force, dry_run=dry_run)
-    result = convert_by(options, source, place, endpoint=endpoint, progress=make_progress())
+    run = convert_by if layout == "hf" or dry_run else convert_to_file
+    result = run(options, source, place, endpoint=endpoint, progress=make_progress())
     published = None
     if push_to is not None and (result.safe or allow_unsafe):
         published = push(out, push_to, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
@@ -307,8 +315,22 @@ def convert_command(
     return SAFE if dry_run or result.safe else UNSAFE
 
 
-def check_together(recipe: Path | None, push_to: str | None, *, runs: bool, publishes: bool) -> None:
+def check_free(out: Path, source: Path, layout: str, *, force: bool) -> None:
+    """Raise UserError unless a conversion can be written at ``out``, as a folder or in a layout of one file."""
+    from .checkpoint.staging import check_out
+
+    if layout == "hf":
+        check_out(out, source if source.is_dir() else None, force=force)
+        return
+    from .checkpoint.packing import check_out_file
+
+    check_out_file(out, source, force=force)
+
+
+def check_together(recipe: Path | None, push_to: str | None, layout: str, *, runs: bool, publishes: bool) -> None:
     """Raise UserError for options of ``convert`` that do not go together."""
+    if layout != "hf" and (recipe is not None or push_to is not None):
+        raise UserError("--layout writes one file; leave it out with --finetune and --push-to, which make a folder")
     if recipe is not None and not runs:
         raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
     if push_to is None and publishes:
@@ -328,6 +350,9 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
         took = "" if result.seconds is None else f"; converting takes {roughly(result.seconds)} in all on this machine"
         print(f"to write: {bytes_in_words(result.nbytes or 0)} of weights{took}")
         terminal.print_plan(report.plan or result.plan, result.planned)
+        return
+    if result.out.is_file():
+        terminal.print_file(report, result.out, result.notes)
         return
     terminal.print_conversion(report, result.out, verbose=verbose)
     if published is not None:
@@ -640,14 +665,18 @@ def check_command(out: str, runtime: str, source: str | None, seed: int, json_fi
 @json_file
 def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) -> int:
     """Write the weights from before the rescaling back, a source's or a finetune's, by the inverse of DIR's plan."""
-    written_folder(folder)
+    if not folder.is_file():
+        written_folder(folder)
     from .checkpoint.staging import check_out
     from .commands.undo import undo
     from .report import terminal
     from .report.schema import REPORT
+    from .report.stored import read_packed
 
     words = ""
-    if (folder / REPORT).is_file():  # what is no converted folder ``undo`` refuses in words of its own
+    if folder.is_file():
+        words = terminal.came_through("the source's weights", read_packed(folder).weights)
+    elif (folder / REPORT).is_file():  # what is no converted folder ``undo`` refuses in words of its own
         check_out(out, folder, force=force)
         words = terminal.brought_back(folder)  # before anything is written
     written = undo(folder, out, force=force, progress=make_progress())

@@ -63,6 +63,9 @@ def remove(files: Iterable[OutFile]) -> None:
         file.path.unlink(missing_ok=True)
 
 
+WEIGHTS = "model.safetensors"
+
+
 INDEX = "model.safetensors.index.json"
 
 
@@ -142,7 +145,7 @@ def lay_out(groups: Sequence[Sequence[Write]], folder: Path) -> list[OutFile]:
     """Return the files for groups of tensors, in each wider dtypes first, so that all are aligned, then by name."""
     files = []
     for number, group in enumerate(groups, 1):
-        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         begins, end = [], 0
         ordered = sorted(group, key=lambda w: (-w.dtype.itemsize, w.name))

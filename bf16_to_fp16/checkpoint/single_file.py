@@ -34,6 +34,7 @@ from .formats import (
 )
 from .inference import CLASSES, DTYPES, described, given_config, inferred_config
 from .naming import Naming, found_in
+from .packing import way_back_of
 from .staging import FREE_SPACE_REMEDY
 
 TOKENIZER = "spiece_model"
@@ -150,6 +151,8 @@ def settled_config(
     """Return the config of a file's tensors, given or inferred, and what is said of it."""
     if config is not None:
         return given_config(config, tensors), []
+    if (inside := way_back_of(file)) is not None:
+        return given_config(inside["config"], tensors), [f"{file.name}: has its config inside, from its conversion"]
     found = inferred_config(tensors, str(file))
     whole = bool(found["is_encoder_decoder"])
     found["architectures"] = [CLASSES[found["model_type"]][whole]]

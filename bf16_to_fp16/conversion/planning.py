@@ -66,6 +66,7 @@ def open_source(
         progress.say(note)
     place.check(checkpoint.folder)
     layout = agreed_layout(checkpoint)
+    options.check_layout(layout, checkpoint.name)
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:

@@ -46,6 +46,7 @@ from .schema import (
     SiteEntry,
     UnsafeEntry,
     Verification,
+    WeightsEntry,
     read_report,
 )
 from .screen import Name, bad, console, good
@@ -93,6 +94,20 @@ def print_conversion(report: Report, out: Path, *, verbose: bool = False) -> Non
     else:
         screen.print(Text(next_step(report)))
     screen.print(Text(f"report: {out / PAGE}"), soft_wrap=True)
+
+
+def print_file(report: Report, out: Path, notes: Sequence[str]) -> None:
+    """Print of a conversion to one file what the source did in fp16, whether the output is safe, and ``notes``."""
+    screen = console()
+    if report.signals:
+        screen.print(source_line(report))
+    screen.print(output_line(report))
+    screen.print(Text(tiers_line(report)), soft_wrap=True)
+    for note in notes:
+        screen.print(Text(note), soft_wrap=True)
+    if not report.safe:
+        screen.print(Text(next_step(report)))
+    screen.print(Text(f"written: {out}"), soft_wrap=True)
 
 
 def source_line(report: Report) -> Text:
@@ -301,6 +316,11 @@ def brought_back(folder: Path) -> str:
     weights = report.weights
     assert weights is not None  # asked for
     whose = "the source's weights" if report.finetune is None else "the finetuned weights from before the rescaling"
+    return came_through(whose, weights)
+
+
+def came_through(whose: str, weights: WeightsEntry) -> str:
+    """Return in words how many of someone's weights are brought back bit for bit."""
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"

@@ -238,6 +238,14 @@ def test_published_shapes_give_the_published_configs(name: str) -> None:
     assert found == [kind, vocabulary, width, heads, size, hidden, activation] and config["num_layers"] == 3
 
 
+def test_bias_tables_in_some_blocks_are_neither_t5_nor_umt5(tmp_path: Path) -> None:
+    tensors = tools.stored(encoder("umt5-encoder", num_layers=3))
+    del tensors["encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"]
+    source = tools.write(tmp_path / "umt5.safetensors", tensors)
+    with pytest.raises(UserError, match="2 of 3 blocks have a bias table"):
+        open_checkpoint(source)
+
+
 def test_a_given_config_goes_before_the_inferred_one(t5: Path, tmp_path: Path) -> None:
     config = json.loads((tiny.save(encoder(), tmp_path / "folder") / "config.json").read_text())
     # The whole model's, as its publisher has it, for a file of its encoder.
