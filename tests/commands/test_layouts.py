@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny, tools
 
 from bf16_to_fp16 import audit, certify, convert, undo
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
 
@@ -121,6 +122,7 @@ def test_a_files_metadata_say_where_it_is_from_and_how_it_was_judged(files: Any,
     assert said["source"]["path"] == sources[kind].name
     assert said["source"]["sha256"] == {sources[kind].name: sha256(sources[kind].read_bytes()).hexdigest()}
     assert said["verdict"] == "safe" and said["tiers"]["norm-fp16"]["holds"] and said["layout"] == "comfy"
+    assert 0 < said["drift_of_eps"] < 1e-5
     assert said["command"].endswith("comfy.safetensors --target norm-safe --layout comfy")
     back = json.loads(zlib.decompress(base64.b64decode(metadata["bf16_to_fp16.undo"])))
     assert back["plan"]["residual_exponent"] == result.plan.residual_exponent == said["residual_exponent"] < 0
@@ -134,8 +136,17 @@ def test_a_file_holds_what_the_folder_holds_and_is_itself_a_source(files: Any, s
     one, other = load_file(file), load_file(tmp_path / "out/model.safetensors")
     assert set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
     # With the eps that its config inside says, not the published one.
+    eps = json.loads((tmp_path / "out/config.json").read_text())["layer_norm_epsilon"]
+    assert open_checkpoint(file).config["layer_norm_epsilon"] == eps != 1e-6
     assert certify(file)["certificate"] == certify(tmp_path / "out")["certificate"]
     assert audit(file, regimes=("half",))["verdict"] == "safe"
+
+
+def test_shards_become_one_file(tmp_path: Path) -> None:
+    source = tiny.save(encoder("t5-encoder"), tmp_path / "source", max_shard_size="10KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 2
+    convert(source, tmp_path / "out.safetensors", layout="single", run_model=False)
+    assert set(load_file(tmp_path / "out.safetensors")) == set(tools.stored(encoder("t5-encoder")))
 
 
 def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path, capsys: Any) -> None:
@@ -187,9 +198,14 @@ def test_a_file_is_replaced_only_when_asked_and_never_the_source(sources: Any, t
     assert "ends in .safetensors" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["not base64!", base64.b64encode(zlib.compress(b"{}")).decode(), ""])
+@pytest.mark.parametrize("damage", ["not base64!", base64.b64encode(zlib.compress(b"{}")).decode(), "cut short", ""])
 def test_a_file_whose_way_back_is_missing_or_damaged_is_refused(damage: str, files: Any, tmp_path: Path) -> None:
-    metadata = {"format": "pt"} | ({"bf16_to_fp16.undo": damage} if damage else {})
+    with safe_open(files["single"][1], framework="pt") as opened:
+        metadata = opened.metadata()
+    whole = base64.b64decode(metadata["bf16_to_fp16.undo"])
+    metadata["bf16_to_fp16.undo"] = base64.b64encode(whole[:-2]).decode() if damage == "cut short" else damage
+    if not damage:
+        del metadata["bf16_to_fp16.undo"]
     save_file(load_file(files["single"][1]), tmp_path / "x.safetensors", metadata=metadata)
     with pytest.raises(UserError, match="damaged" if damage else "has no plan in its metadata"):
         undo(tmp_path / "x.safetensors", tmp_path / "back.safetensors")
