@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from .checkpoint.places import CONVERTED, check_config, local_folder, written_folder
+from .checkpoint.places import CONVERTED, check_config, local_folder, local_source, written_folder
 from .environment import how_to_install
 from .errors import UserError
 
@@ -34,6 +34,9 @@ SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 
 
 FOLDER = click.Path(path_type=Path)
+
+
+CONFIG = "the config.json of SOURCE's weights"
 
 
 source = click.argument("source", type=click.Path())  # or a Hub id; what a shell completes
@@ -91,6 +94,14 @@ allow_unsafe = click.option(
 
 
 subfolder = click.option("--subfolder", metavar="NAME", help="Folder inside SOURCE (diffusers: text_encoder_2).")
+
+
+config = click.option(
+    "--config",
+    type=FOLDER,
+    metavar="FILE",
+    help="config.json of a SOURCE that is one file of weights; default: told from its names and shapes.",
+)
 
 
 device = click.option(
@@ -151,7 +162,7 @@ class _Commands(click.Group):
 def app(context: click.Context) -> None:
     """Make bf16-pretrained T5-family and Pegasus checkpoints safe in fp16: exactly rescaled, audited, stock-loadable.
 
-    SOURCE is a local folder or a Hub id (name[@revision]).
+    SOURCE is a local folder, one file of weights or a Hub id (name[@revision]).
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -177,6 +188,7 @@ def app(context: click.Context) -> None:
     help="Run nothing: plan from the bounds and let the certificate decide. Needs no memory for the model.",
 )
 @subfolder
+@config
 @click.option(
     "--plan",
     type=FOLDER,
@@ -189,6 +201,13 @@ def app(context: click.Context) -> None:
     type=FOLDER,
     metavar="RECIPE",
     help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into it.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["hf", "comfy", "wan", "single"]),
+    default="hf",
+    show_default=True,
+    help="hf: a folder. Else OUT is one file: comfy for ComfyUI and Forge, wan for Wan's, single with stock names.",
 )
 @click.option(
     "--margin",
@@ -232,8 +251,10 @@ def convert_command(
     dry_run: bool,
     no_audit: bool,
     subfolder: str | None,
+    config: Path | None,
     plan: Path | None,
     recipe: Path | None,
+    layout: str,
     margin: float | None,
     max_length: int | None,
     max_shard_size: int | None,
@@ -252,20 +273,16 @@ def convert_command(
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
     written."""
     # As many parameters as options, which click passes one by one.
-    check_given(source, data, {plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"})
+    others = {plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
+    check_given(source, data, others | {config: CONFIG})
     if out is not None and not dry_run:
-        from .checkpoint.staging import check_out
-
-        check_out(out, Path(source) if Path(source).is_dir() else None, force=force)
+        check_free(out, Path(source), layout, force=force)
     from .bounds.arithmetic import MAX_LENGTH
-    from .commands.convert import convert_by
+    from .commands.convert import convert_by, convert_to_file
     from .conversion.options import Destination, Options
     from .rescaling.planner import MARGIN_BITS
 
-    if recipe is not None and (dry_run or no_audit):
-        raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
-    if push_to is None and (public or allow_unsafe):
-        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
+    check_together(recipe, push_to, layout, runs=not (dry_run or no_audit), publishes=public or allow_unsafe)
     if push_to is not None:
         check_publishable(push_to, endpoint, dry_run=dry_run)
         out = out or Path(push_to.rpartition("/")[2])
@@ -285,13 +302,16 @@ def convert_command(
         seed=seed,
         sweep=sweep,
         device=device,
+        config=config,
+        layout=layout,
     )
     if recipe is not None:
         from .finetuning.run import convert_or_finetune
 
         convert_by = partial(convert_or_finetune, recipe)
     place = Destination(out, force=force, dry_run=dry_run)
-    result = convert_by(options, source, place, endpoint=endpoint, progress=make_progress())
+    run = convert_by if layout == "hf" or dry_run else convert_to_file
+    result = run(options, source, place, endpoint=endpoint, progress=make_progress())
     published = None
     if push_to is not None and (result.safe or allow_unsafe):
         published = push(out, push_to, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
@@ -303,6 +323,28 @@ def convert_command(
     if json_file != "-":
         show_conversion(result, published, verbose=verbose)
     return SAFE if dry_run or result.safe else UNSAFE
+
+
+def check_free(out: Path, source: Path, layout: str, *, force: bool) -> None:
+    """Raise UserError unless a conversion can be written at ``out``, as a folder or in a layout of one file."""
+    from .checkpoint.staging import check_out
+
+    if layout == "hf":
+        check_out(out, source if source.is_dir() else None, force=force)
+        return
+    from .checkpoint.packing import check_out_file
+
+    check_out_file(out, source, force=force)
+
+
+def check_together(recipe: Path | None, push_to: str | None, layout: str, *, runs: bool, publishes: bool) -> None:
+    """Raise UserError for options of ``convert`` that do not go together."""
+    if layout != "hf" and (recipe is not None or push_to is not None):
+        raise UserError("--layout writes one file; leave it out with --finetune and --push-to, which make a folder")
+    if recipe is not None and not runs:
+        raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
+    if push_to is None and publishes:
+        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
 
 
 def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:
@@ -318,6 +360,9 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
         took = "" if result.seconds is None else f"; converting takes {roughly(result.seconds)} in all on this machine"
         print(f"to write: {bytes_in_words(result.nbytes or 0)} of weights{took}")
         terminal.print_plan(report.plan or result.plan, result.planned)
+        return
+    if result.out.is_file():
+        terminal.print_file(report, result.out, result.notes, then=result.next)
         return
     terminal.print_conversion(report, result.out, then=result.next, verbose=verbose)
     if published is not None:
@@ -370,6 +415,7 @@ def push(out: Path, repo_id: str, **options: Any) -> dict[str, Any]:
     help="Search by gradient for the input that comes nearest to each limit, and compare with the certificate.",
 )
 @subfolder
+@config
 @seed
 @sweep
 @device
@@ -383,6 +429,7 @@ def audit_command(
     train_mode: bool,
     attack_steps: int | None,
     subfolder: str | None,
+    config: Path | None,
     seed: int,
     sweep: bool,
     device: str,
@@ -391,7 +438,7 @@ def audit_command(
 ) -> int:
     """Run SOURCE in fp16 the ways people run it and measure every site, that is every operation's output."""
     # As many parameters as options, which click passes one by one.
-    check_given(source, data)
+    check_given(source, data, {config: CONFIG})
     checked_target(html, "--html")
     from .auditing.regimes import ATTENTIONS, REGIMES
     from .commands.audit import audit
@@ -409,6 +456,7 @@ def audit_command(
         seed=seed,
         sweep=sweep,
         device=device,
+        config=config,
         progress=make_progress(),
     )
     write_result(json_file, result)
@@ -437,13 +485,20 @@ def audit_command(
 )
 @max_length
 @subfolder
+@config
 @device
 @json_file
 def certify_command(
-    source: str, target: str, max_length: int | None, subfolder: str | None, device: str, json_file: str | None
+    source: str,
+    target: str,
+    max_length: int | None,
+    subfolder: str | None,
+    config: Path | None,
+    device: str,
+    json_file: str | None,
 ) -> int:
     """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
-    check_given(source)
+    check_given(source, None, {config: CONFIG})
     from .bounds.arithmetic import MAX_LENGTH
     from .commands.certify import certify
     from .report import terminal
@@ -451,7 +506,13 @@ def certify_command(
 
     length = MAX_LENGTH if max_length is None else max_length
     result = certify(
-        source, max_length=length, target=target, subfolder=subfolder, device=device, progress=make_progress()
+        source,
+        max_length=length,
+        target=target,
+        subfolder=subfolder,
+        device=device,
+        config=config,
+        progress=make_progress(),
     )
     write_result(json_file, result)
     if json_file != "-":
@@ -466,7 +527,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
     from .families.known import named
     from .report.remedies import going_on_from
 
-    folder = local_folder(source)
+    folder = local_source(source)
     if not report.next or folder is None or named(report.family) is None:
         return report.next
     return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder)
@@ -625,14 +686,18 @@ def check_command(out: str, runtime: str, source: str | None, seed: int, json_fi
 @json_file
 def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) -> int:
     """Write the weights from before the rescaling back, a source's or a finetune's, by the inverse of DIR's plan."""
-    written_folder(folder)
+    if not folder.is_file():
+        written_folder(folder)
     from .checkpoint.staging import check_out
     from .commands.undo import undo
     from .report import terminal
     from .report.schema import REPORT
+    from .report.stored import read_packed
 
     words = ""
-    if (folder / REPORT).is_file():  # what is no converted folder ``undo`` refuses in words of its own
+    if folder.is_file():
+        words = terminal.came_through("the source's weights", read_packed(folder).weights)
+    elif (folder / REPORT).is_file():  # what is no converted folder ``undo`` refuses in words of its own
         check_out(out, folder, force=force)
         words = terminal.brought_back(folder)  # before anything is written
     written = undo(folder, out, force=force, progress=make_progress())
@@ -855,7 +920,7 @@ def check_given(
     """Raise UserError for a checkpoint, a text or another file that was given and is not there, before the seconds that
     the work takes to import; others: paths, with what is then told to give."""
     if source is not None:
-        check_config(local_folder(source))
+        check_config(local_source(source))
     if data is not None:
         from .run.texts import text_file
 

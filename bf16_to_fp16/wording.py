@@ -215,9 +215,9 @@ def signed(exponent: int) -> str:
     return f"{exponent:+d}".replace("-", "−") if exponent else "0"
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names as prose: "a", "a and b", "a, b and c"."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+def listed(names: Sequence[str], last: str = "and") -> str:
+    """Return names as prose: "a", "a and b", "a, b and c", or with another word before the last."""
+    return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def bytes_in_words(nbytes: int) -> str:

@@ -110,7 +110,8 @@ class Held:
 
 def open_weights(source: str | Path, subfolder: str | None = None) -> Checkpoint:
     """Open a checkpoint as ``open_checkpoint`` does, or a single ``.safetensors`` or ``.bin`` file without a config."""
-    from ..checkpoint.reader import Checkpoint, open_checkpoint, read_header, read_pickle
+    from ..checkpoint.formats import read_header, read_pickle
+    from ..checkpoint.reader import Checkpoint, open_checkpoint
 
     path = Path(source).expanduser()
     if subfolder is None and path.is_file():
@@ -126,7 +127,7 @@ def chosen(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> list[str]:
 
     Raises UserError where none matches, and for a tensor of whole numbers.
     """
-    from ..checkpoint.reader import FLOATING_DTYPES
+    from ..checkpoint.formats import FLOATING_DTYPES
 
     names = [n for n in checkpoint.tensors if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]
     if not names:

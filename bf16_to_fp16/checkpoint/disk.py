@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UserError
-from .reader import bytes_of
+from .formats import bytes_of
 from .staging import FREE_SPACE_REMEDY
 
 BUFFER = 1 << 21

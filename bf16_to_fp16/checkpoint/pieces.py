@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ..numerics import FP16_TINY
-from .reader import Checkpoint, TensorInfo
+from .formats import TensorInfo
+from .reader import Checkpoint
 from .shards import OutFile, Write, dtype_of
 
 ELEMENTS = 1 << 19

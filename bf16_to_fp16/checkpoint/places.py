@@ -17,6 +17,10 @@ RESTORE = "fetch the file again from the original checkpoint"
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 
 
+SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")
+"""Endings of a file that may be a source by itself, as the tools for diffusion models keep text encoders."""
+
+
 CONVERTED = "a converted folder or a Hub id like org/name"
 
 
@@ -36,6 +40,17 @@ def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool 
     if folder.exists() or not looks_like_repo_id(str(source)):
         raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}; give {wanted}")
     return None
+
+
+def local_source(source: str | Path) -> Path | None:
+    """Return the folder or the file of weights that a source names, None for a Hub id.
+
+    Raises UserError for what is none of them.
+    """
+    file = Path(source).expanduser()
+    if file.name.endswith(SINGLE_FILES) and file.is_file():
+        return file
+    return local_folder(source)
 
 
 def written_folder(folder: str | Path) -> Path:

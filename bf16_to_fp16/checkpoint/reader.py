@@ -1,25 +1,16 @@
 """Reading a checkpoint: where every tensor lies, and its bytes on request.
 
-The files are someone else's, so nothing in them is believed: stock readers take duplicate keys, an index that points
-out of its folder, or a missing tensor without a word. Everything is checked when the checkpoint is opened, and after
-that a tensor is a range of bytes in a file. Ranges are read with ``preadv`` into memory of their own: no mapping,
-which would grow with the file and kill the process if the file shrank, and no pickle, except the one that torch reads
-with ``weights_only`` to learn where a legacy ``pytorch_model.bin`` keeps its tensors.
-Format: https://github.com/huggingface/safetensors#format
+The files are someone else's, so nothing in them is believed: stock readers take an index that points out of its
+folder, or a missing tensor without a word. Everything is checked when the checkpoint is opened, and after that a tensor
+is a range of bytes in a file (``formats``). A source that is one file of weights (``single_file``) is a checkpoint
+like any other: its folder, in scratch space, holds all but the weights, which stay where they are.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import os
-import pickle
-import stat
-import sys
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,50 +18,28 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from .formats import (
+    RESTORE,
+    SAFETENSORS_DTYPES,
+    FileState,
+    RunningHash,
+    TensorInfo,
+    bytes_of,
+    check_not_quantised,
+    clipped,
+    read_exactly,
+    read_header,
+    read_json,
+    read_pickle,
+    read_range,
+    reading,
+    regular_size,
+    shown,
+    state_of,
+)
 from .hub import reading_from
-from .places import RESTORE, local_folder
-
-SAFETENSORS_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-"""Dtypes that can be read, by their names in safetensors files."""
-
-
-FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Names of the dtypes that weights may have."""
-
-
-SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-
-
-QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")
-"""Beginnings of the names of dtypes in which weights are only codes, meaningless without their scales."""
-
-
-LONGEST_HEADER = 8_000_000
-"""Bytes of a header, a config or an index. Some 50,000 tensors fit; parsed, the worst of so many bytes takes a few
-hundred MB, while the 100 MB that the safetensors library allows would take several GB."""
-
-
-MOST_AXES = 8
-"""Axes of a tensor. The product of a million sizes would take hours."""
-
-
-READ_BYTES = 1 << 20
-"""Bytes read at a time where a whole file is hashed."""
-
+from .places import local_source
+from .single_file import SingleFile, open_single_file
 
 SINGLE_OR_SHARDED = (
     "model.safetensors",
@@ -85,29 +54,14 @@ SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")
 """Patterns of what a Hub repository has besides weights."""
 
 
-LONGEST_SHOWN = 120
-"""Characters of a name or value of a stranger's file that an error message repeats."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies: ``nbytes`` bytes from ``offset`` of ``file``; ``dtype`` as safetensors spells it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint: its config and where each tensor lies; the weights stay on the disk.
 
     ``source``: what the user typed. ``revision``: the commit that a Hub id stood for, else None. ``tensors``: by
     name, sorted. ``weight_files``: in shard order. ``index``: the parsed index file, None for a single file.
-    ``subfolder``: the folder below the source that was asked for.
+    ``subfolder``: the folder below the source that was asked for. ``notes``: what was assumed of a source that is one
+    file, in sentences for its user.
     """
 
     folder: Path
@@ -119,6 +73,7 @@ class Checkpoint:
     index: dict[str, Any] | None
     states: Mapping[Path, FileState] = field(default_factory=dict)
     subfolder: str | None = None
+    notes: tuple[str, ...] = ()
 
     def check_unchanged(self) -> None:
         """Raise UserError for a weight file that is not as it was when the checkpoint was opened.
@@ -136,6 +91,10 @@ class Checkpoint:
         if self.revision is not None:
             return self.source
         return "/".join(filter(None, (own_name(self.source), self.subfolder)))
+
+    def file_name(self, file: Path) -> str:
+        """Return what a report calls a file of weights: its path in the folder, or of a single file its own name."""
+        return str(file.relative_to(self.folder)) if file.is_relative_to(self.folder) else file.name
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor in its own dtype and in memory of its own.
@@ -184,177 +143,62 @@ def own_name(path: str | Path) -> str:
     return os.path.basename(os.path.abspath(os.path.expanduser(path))) or "checkpoint"
 
 
-def open_checkpoint(source: str | Path, subfolder: str | None = None, *, endpoint: str | None = None) -> Checkpoint:
-    """Open the checkpoint in a local folder or, where no such folder exists, under a Hub id ``org/name[@revision]``.
+VIEWS: dict[Path, Checkpoint] = {}
+"""The checkpoints that are one file of weights, by the folders in scratch space that hold all else of them. Only this
+process makes such folders, so that no file of a folder can lead to weights outside it."""
 
-    subfolder: the model's folder below it, as in diffusers layouts. endpoint: the Hub's address, by default the
-    environment's. Raises UserError for anything that is not a complete checkpoint with plain weights.
+
+def open_checkpoint(
+    source: str | Path,
+    subfolder: str | None = None,
+    *,
+    config: Path | Mapping[str, Any] | None = None,
+    endpoint: str | None = None,
+) -> Checkpoint:
+    """Open the checkpoint in a local folder, in one file of weights or, where neither exists, under a Hub id
+    ``org/name[@revision]``.
+
+    subfolder: the model's folder below it, as in diffusers layouts, or in a file the prefix of its tensors' names.
+    config: the config.json, or what it holds, that describes one file of weights, instead of the one inferred.
+    endpoint: the Hub's address, by default the environment's. Raises UserError for anything that is not a complete
+    checkpoint with plain weights.
     """
-    folder, revision = local_folder(source), None
+    folder, revision = local_source(source), None
+    if folder in VIEWS and subfolder is None:
+        return VIEWS[folder]
+    if folder is not None and not folder.is_dir():
+        return view(open_single_file(folder, subfolder, config), source, subfolder)
+    if config is not None:
+        raise UserError(f"{source} has a config.json of its own; leave out --config, which is for single files")
     if folder is None:
         folder, revision = download(str(source), subfolder, endpoint)
     if subfolder is not None:
         folder = subfolder_of(folder, subfolder)
-    config = read_config(folder)
+    found = read_config(folder)
     files, index = weight_files(folder)
     states = {file: state_of(file) for file in files}
     tensors = collect(files, index, folder)
     for info in tensors.values():
         check_not_quantised(info.dtype, info.name, info.file)
-    return Checkpoint(folder, str(source), revision, config, tensors, files, index, states, subfolder)
+    return Checkpoint(folder, str(source), revision, found, tensors, files, index, states, subfolder)
 
 
-FileState = tuple[int, int, int, int, int]
-"""Device, inode, size in bytes, and times in ns of the last change of the data and of anything."""
-
-
-def state_of(file: Path) -> FileState:
-    """Return what a change to a file alters; raise UserError where the file is gone."""
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def shown(value: object) -> str:
-    """Return a name or value from a stranger's file as an error message may repeat it, cut where it is long."""
-    return repr(clipped(value)) if isinstance(value, str) else clipped(repr(value))
-
-
-def clipped(text: str) -> str:
-    """Return a text, cut where it is too long for an error message."""
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
-
-
-# --- bytes ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def reading(file: Path) -> Iterator[int]:
-    """Yield a descriptor of a file open for reading; raise UserError where it cannot be opened."""
-    try:
-        # A pipe in place of a file would otherwise wait for a writer for ever.
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: Path) -> None:
-    """Fill ``buffer`` from ``offset`` of an open file; raise UserError where the disk fails or the file ends."""
-    done = 0
-    while done < len(buffer):
-        try:
-            count = os.preadv(descriptor, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-        if count == 0:
-            raise UserError(f"{file} became shorter while it was read; {RESTORE}")
-        done += count
-
-
-class RunningHash:
-    """The SHA-256 of a file, fed with what passes by in order; what did not pass by is read from the file."""
-
-    def __init__(self, descriptor: int, file: Path) -> None:
-        """Start at the beginning of an open file."""
-        self.digest = hashlib.sha256()
-        self.position = 0
-        self.descriptor = descriptor
-        self.file = file
-
-    def feed(self, data: memoryview, offset: int) -> None:
-        """Take the bytes of the file from ``offset`` on, unless they lie behind the position and are known already."""
-        if offset >= self.position:
-            self.catch_up(offset)
-            self.digest.update(data)
-            self.position = offset + len(data)
-
-    def catch_up(self, end: int) -> None:
-        """Read and take what lies between the position and ``end``."""
-        buffer = memoryview(bytearray(max(0, min(READ_BYTES, end - self.position))))
-        while self.position < end:
-            part = buffer[: end - self.position]
-            read_exactly(self.descriptor, part, self.position, self.file)
-            self.digest.update(part)
-            self.position += len(part)
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor as a flat view."""
-    if not tensor.numel():
-        return memoryview(bytearray())
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Tensor:
-    """Return a tensor of ``shape`` from the bytes that begin ``skip`` bytes into a stored tensor."""
-    tensor = torch.empty(shape, dtype=SAFETENSORS_DTYPES[info.dtype])
-    with reading(info.file) as descriptor:
-        read_exactly(descriptor, bytes_of(tensor), info.offset + skip, info.file)
-    return tensor
-
-
-# --- JSON ----------------------------------------------------------------------------------------------------------
-
-
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object as a dict; raise ValueError for a key that comes twice."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {shown(twice)} comes twice")
-    return result
-
-
-def no_constant(name: str) -> float:
-    """Raise ValueError: NaN and Infinity are not JSON."""
-    raise ValueError(f"{name} is not JSON")
-
-
-def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in ``data``; raise UserError for anything else, duplicate keys and NaN included."""
-    try:
-        parsed = json.loads(data.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant)
-        if b"\\u" in data:  # half of a surrogate pair is valid JSON, but no text that could be written again
-            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
-    except (ValueError, RecursionError) as error:
-        reason = clipped(str(error)) or "nested too deeply"
-        raise UserError(f"{file}: the {what} is not valid JSON ({reason}); {RESTORE}") from error
-    if not isinstance(parsed, dict):
-        raise UserError(f"{file}: the {what} is not a JSON object; {RESTORE}")
-    return parsed
-
-
-def read_json(file: Path, what: str, limit: int = LONGEST_HEADER) -> dict[str, Any]:
-    """Return the JSON object in a file of at most ``limit`` bytes, read as ``parse_json`` does."""
-    with reading(file) as descriptor:
-        size = regular_size(descriptor, file)
-        if size > limit:
-            raise UserError(f"{file}: {size} bytes are too many for a {what}; {RESTORE}")
-        buffer = memoryview(bytearray(size))
-        read_exactly(descriptor, buffer, 0, file)
-    return parse_json(bytes(buffer), file, what)
-
-
-def nested_value(data: object, *keys: str) -> Any:
-    """Return what lies behind keys of nested JSON objects, None where one of them is not there."""
-    for key in keys:
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data
-
-
-def regular_size(descriptor: int, file: Path) -> int:
-    """Return the size of an open file in bytes; raise UserError where it is a folder, a pipe or a device."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{file} is not a regular file; {RESTORE}")
-    return status.st_size
+def view(opened: SingleFile, source: str | Path, subfolder: str | None) -> Checkpoint:
+    """Return one file of weights as a checkpoint, which its folder in scratch space then stands for."""
+    made = Checkpoint(
+        folder=opened.folder,
+        source=str(source),
+        revision=None,
+        config=opened.config,
+        tensors=opened.tensors,
+        weight_files=(opened.file,),
+        index=None,
+        states=opened.states,
+        subfolder=subfolder,
+        notes=opened.notes,
+    )
+    VIEWS[opened.folder] = made
+    return made
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -382,14 +226,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             " give a checkpoint of a stock class"
         )
     return config
-
-
-def check_not_quantised(dtype: str, name: str, file: Path) -> None:
-    """Raise UserError for a dtype in which weights are only codes."""
-    if dtype.startswith(QUANTISED):
-        raise UserError(
-            f"{file}: tensor {shown(name)} is {clipped(dtype)}, quantised; give the checkpoint it was quantised from"
-        )
 
 
 # --- which files ---------------------------------------------------------------------------------------------------
@@ -479,156 +315,6 @@ def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Pa
                     " fetch the index from the original checkpoint"
                 )
     return dict(sorted(tensors.items()))
-
-
-# --- safetensors ---------------------------------------------------------------------------------------------------
-
-
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return where every tensor of a safetensors file lies.
-
-    Raises UserError unless the header is well formed and its ranges cover the data exactly once.
-    """
-    with reading(file) as descriptor:
-        size = regular_size(descriptor, file)
-        if size < 8:
-            raise UserError(f"{file}: {size} bytes are too few for a safetensors file; {RESTORE}")
-        prefix = memoryview(bytearray(8))
-        read_exactly(descriptor, prefix, 0, file)
-        length = int.from_bytes(prefix, "little")
-        if length > size - 8:
-            raise UserError(
-                f"{file}: a header of {length} bytes does not fit the file of {size};"
-                f" it is cut short or not safetensors, {RESTORE}"
-            )
-        if length > LONGEST_HEADER:
-            raise UserError(
-                f"{file}: a header of {length} bytes is longer than the {LONGEST_HEADER} that are read here;"
-                f" it is not a header of weights, {RESTORE}"
-            )
-        header = memoryview(bytearray(length))
-        read_exactly(descriptor, header, 8, file)
-    entries = parse_json(bytes(header), file, "header")
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise UserError(f"{file}: __metadata__ is not a map of strings; {RESTORE}")
-    tensors = {name: tensor_info(name, entry, file, 8 + length) for name, entry in entries.items()}
-    end = 8 + length
-    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
-        if info.offset != end:
-            kind = "overlaps the one before" if info.offset < end else "leaves a hole before it"
-            raise UserError(f"{file}: tensor {shown(info.name)} {kind}; {RESTORE}")
-        end += info.nbytes
-    if end != size:
-        problem = "cut short" if end > size else "longer than its tensors"
-        raise UserError(f"{file}: {problem} ({size} bytes, the header says {end}); {RESTORE}")
-    return tensors
-
-
-def tensor_info(name: str, entry: object, file: Path, start: int) -> TensorInfo:
-    """Return a header's entry as a TensorInfo, the data beginning at ``start``; raise UserError where it is wrong."""
-
-    def invalid(problem: str) -> UserError:
-        return UserError(f"{file}: tensor {shown(name)} {problem}; {RESTORE}")
-
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise invalid("does not have exactly dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not is_sizes(shape) or len(shape) > MOST_AXES:
-        raise invalid(f"has the shape {shown(shape)}")
-    if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise invalid(f"has the offsets {shown(offsets)}")
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise invalid("has a name that is not Unicode text") from error
-    begin, end = offsets
-    if not isinstance(dtype, str):
-        raise invalid(f"has the unknown dtype {shown(dtype)}")
-    check_not_quantised(dtype, name, file)
-    if dtype not in SAFETENSORS_DTYPES:
-        raise invalid(f"has the unknown dtype {shown(dtype)}")
-    nbytes = math.prod(shape) * SAFETENSORS_DTYPES[dtype].itemsize
-    if nbytes != end - begin:
-        raise invalid(f"needs {nbytes} bytes for {dtype} {shape} but has {end - begin}")
-    return TensorInfo(name, dtype, tuple(shape), file, start + begin, nbytes)
-
-
-def is_sizes(value: object) -> bool:
-    """Return whether a JSON value is a list of integers from 0 to 2⁴⁸."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
-
-
-# --- pytorch_model.bin ---------------------------------------------------------------------------------------------
-
-
-def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """Return where every tensor of a ``torch.save`` file lies; tensors that share storage share bytes.
-
-    torch reads the pickle with ``weights_only``, which runs no code, onto the meta device, which holds no data; the
-    offset of each storage is then looked up in the zip directory. Raises UserError for anything but a dict of
-    contiguous tensors in an uncompressed zip file.
-    """
-    resave = "load it with torch and save it with safetensors"
-    with reading(file) as descriptor:
-        regular_size(descriptor, file)
-    records = zip_records(file)
-    try:
-        content = torch.load(file, map_location="meta", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{file}: holds more than tensors, loading it could run code; {resave} where you trust it"
-        ) from error
-    except Exception as error:  # of what is in the file, its unpickler can raise any kind
-        raise UserError(f"{file}: torch cannot read it; {RESTORE}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: holds a {type(content).__name__}, not a dict of tensors; {resave}")
-    tensors = {}
-    for name, tensor in content.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise UserError(f"{file}: entry {shown(name)} is not a tensor; {resave}")
-        dtype = SAFETENSORS_NAMES.get(tensor.dtype, str(tensor.dtype))
-        if dtype not in SAFETENSORS_DTYPES or not tensor.is_contiguous() or tensor.is_sparse:
-            raise UserError(
-                f"{file}: tensor {shown(name)} is {dtype} with strides, or of a kind unknown here; {resave}"
-            )
-        begin = int(getattr(tensor.untyped_storage(), "_checkpoint_offset", -1))
-        skip, nbytes = int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize
-        if nbytes and skip + nbytes > records.get(begin, -1):
-            raise UserError(f"{file}: tensor {shown(name)} lies outside its storage; {RESTORE}")
-        tensors[name] = TensorInfo(name, dtype, tuple(tensor.shape), file, begin + skip, nbytes)
-    return tensors
-
-
-def zip_records(file: Path) -> dict[int, int]:
-    """Return the sizes of a zip file's records in bytes by where their data begin; raise UserError unless plain."""
-    sizes = {}
-    try:
-        with zipfile.ZipFile(file) as archive, open(file, "rb") as raw:
-            for record in archive.infolist():
-                if record.compress_type != zipfile.ZIP_STORED:
-                    raise UserError(f"{file}: compressed; unpack and zip it again without compression, or {RESTORE}")
-                if record.filename.endswith((".pkl", "/byteorder")) and record.file_size > LONGEST_HEADER:
-                    raise UserError(f"{file}: {record.file_size} bytes are too many for a pickle of tensors; {RESTORE}")
-                if record.filename.endswith("/byteorder") and archive.read(record).decode() != sys.byteorder:
-                    raise UserError(f"{file}: saved on a machine of another byte order; save it again on one like this")
-                raw.seek(record.header_offset + 26)
-                lengths = raw.read(4)
-                sizes[
-                    record.header_offset
-                    + 30
-                    + int.from_bytes(lengths[:2], "little")
-                    + int.from_bytes(lengths[2:], "little")
-                ] = record.file_size
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
-        # Zip files that are encrypted, of many disks or with impossible offsets raise the other kinds.
-        raise UserError(
-            f"{file}: cut short, or in torch's format of before 2020;"
-            f" {RESTORE}, or load it with torch and save it with safetensors"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-    return sizes
 
 
 # --- Hub -----------------------------------------------------------------------------------------------------------

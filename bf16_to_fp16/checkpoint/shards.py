@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from .disk import created, write_all, writing
-from .reader import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, Checkpoint
+from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
+from .reader import Checkpoint
 
 LARGEST_EXPONENT = 500
 """Exponents beyond it are refused; fp64, which the general path scales in, has room for twice as much."""
@@ -60,6 +61,9 @@ def remove(files: Iterable[OutFile]) -> None:
     """Remove what was written of files."""
     for file in files:
         file.path.unlink(missing_ok=True)
+
+
+WEIGHTS = "model.safetensors"
 
 
 INDEX = "model.safetensors.index.json"
@@ -122,7 +126,9 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
         number = {file: i for i, file in enumerate(checkpoint.weight_files)}
         for write in ordered:
-            groups[number[checkpoint.tensors[write.source].file] if write.source is not None else -1].append(write)
+            # What was dequantised lies beside the one file that it came from.
+            place = number.get(checkpoint.tensors[write.source].file, 0) if write.source is not None else -1
+            groups[place].append(write)
         return [g for g in groups if g] or [[]]
     result: list[list[Write]] = [[]]
     left = max_shard_size
@@ -139,7 +145,7 @@ def lay_out(groups: Sequence[Sequence[Write]], folder: Path) -> list[OutFile]:
     """Return the files for groups of tensors, in each wider dtypes first, so that all are aligned, then by name."""
     files = []
     for number, group in enumerate(groups, 1):
-        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         begins, end = [], 0
         ordered = sorted(group, key=lambda w: (-w.dtype.itemsize, w.name))

@@ -29,8 +29,9 @@ import torch
 
 from ..errors import UserError
 from .disk import Sink, created, is_direct, one_torch_thread, writing
+from .formats import SAFETENSORS_DTYPES, RunningHash, bytes_of, read_exactly, reading
 from .pieces import NOTHING, Piece, Scratch, TensorStats, convert_piece, output_pieces, room
-from .reader import SAFETENSORS_DTYPES, Checkpoint, RunningHash, bytes_of, read_exactly, reading
+from .reader import Checkpoint
 from .shards import FileRecord, OutFile, Write, check_write, lay_out, remove, shards, size_of, write_index
 
 SLOTS = 4
@@ -243,7 +244,7 @@ class WritePipeline:
         self.checkpoint, self.hashes, self.files = self.workload.checkpoint, self.workload.hashes, self.workload.files
         self.stats = {w.name: NOTHING for f in self.files for w, _ in f.tensors}
         used = {self.checkpoint.tensors[str(n)].file for n in (w.source for f in self.files for w, _ in f.tensors) if n}
-        mine = [p for p in self.checkpoint.weight_files if p in used or (self.hashes and p in self.workload.sources)]
+        mine = [*sorted(used), *(p for p in self.workload.sources if self.hashes and p not in used)]
         self.sources = {p: self.stack.enter_context(reading(p)) for p in mine}
         self.outputs = {f.path: self.stack.enter_context(created(f.path, f.size)) for f in self.files}
         self.source_hashes = {p: RunningHash(self.sources[p], p) for p in self.workload.sources if self.hashes}
@@ -382,4 +383,4 @@ class WritePipeline:
         """Return the hashes of this workload's source files by name; empty without hashing."""
         for running in self.source_hashes.values():
             running.catch_up(os.fstat(running.descriptor).st_size)
-        return {str(p.relative_to(self.checkpoint.folder)): r.digest.hexdigest() for p, r in self.source_hashes.items()}
+        return {self.checkpoint.file_name(p): r.digest.hexdigest() for p, r in self.source_hashes.items()}

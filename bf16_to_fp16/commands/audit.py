@@ -51,22 +51,26 @@ def audit(
     seed: int = 0,
     sweep: bool = False,
     device: str | torch.device = "auto",
+    config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Run ``source`` (folder or Hub id) in ``regimes`` and return the report: verdict, regimes with every site,
-    environment; of a converted folder, certificate and tiers as well.
+    """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report: verdict, regimes with
+    every site, environment; of a converted folder, certificate and tiers as well.
 
     Its many parameters are the command's options, as keywords. data: text to run on besides the built-in probe.
     train_mode: with dropout and the backward pass under a loss scale. attention: implementations, of ``ATTENTIONS`` and
     "scaled". attack_steps: gradient steps of a search for every site's worst input, reported beside the certificate's
-    bounds. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps. Raises
+    bounds. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps.
+    config: the config.json of one file of weights, else inferred. Raises
     ``UserError`` for a source, data or device that cannot be used.
     """
     progress = progress or Progress(quiet=True)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     on = Device(device, progress)
-    checkpoint = open_checkpoint(source, subfolder)
+    checkpoint = open_checkpoint(source, subfolder, config=None if config is None else Path(config))
+    for note in checkpoint.notes:
+        progress.say(note)
     asked = Asked(tuple(r for r in REGIMES if r in regimes), data, train_mode, tuple(attention), seed, sweep)
     if not is_known(checkpoint.config):
         if attack_steps is not None:
@@ -166,7 +170,7 @@ def audited_without_family(checkpoint: Checkpoint, asked: Asked, on: Device, pro
         schema=SCHEMA,
         verdict=said,
         proof="observed",
-        family=str(checkpoint.config.get("model_type")),
+        family=model.name,
         **observed,
         unsafe=unsafe_sites(observed["regimes"], convertible=False),
         next="" if said == "safe" else NO_FAMILY,

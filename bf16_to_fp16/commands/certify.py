@@ -36,22 +36,26 @@ def certify(
     target: str = "half",
     subfolder: str | None = None,
     device: str | torch.device = "auto",
+    config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Bound every site of ``source`` (folder or Hub id) for every input, from its weights rounded to fp16, and return
-    the report: verdict, certificate with every site, environment.
+    """Bound every site of ``source`` (folder, file of weights or Hub id) for every input, from its weights rounded to
+    fp16, and return the report: verdict, certificate with every site, environment.
 
     Nothing is run: stock code only builds the model, without its values, to show that it is the one that is bounded.
     max_length: positions of a sequence for which it holds. target: ``half``, ``norm-safe`` (norms
     that square the stream in fp16), ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout, and the limit of the
-    cube's derivative). device: auto, cpu, cuda, cuda:N or mps, for the products of large matrices. Raises UserError for
+    cube's derivative). device: auto, cpu, cuda, cuda:N or mps, for the products of large matrices. config:
+    the config.json of one file of weights, else inferred. Raises UserError for
     a source or device that cannot be used.
     """
     progress = progress or Progress(quiet=True)
     if max_length < 1:
         raise UserError(f"a maximum length of {max_length} is not a number of positions; give 1 or more")
     on = Device(device, progress)
-    checkpoint = open_checkpoint(source, subfolder)
+    checkpoint = open_checkpoint(source, subfolder, config=None if config is None else Path(config))
+    for note in checkpoint.notes:
+        progress.say(note)
     layout = agreed_layout(checkpoint)
     found, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress)
     if (made_for := recorded_target(checkpoint.folder)) not in (None, target):

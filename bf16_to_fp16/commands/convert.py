@@ -11,16 +11,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH
-from ..checkpoint.folder import is_converted, records, write_json
+from ..checkpoint.folder import is_converted, records, sha256_of, write_json
+from ..checkpoint.formats import read_json
+from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS, check_out_file, metadata_of, pack, put_file_in_place
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.staging import staged
-from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
-from ..conversion.options import AUTO, Destination, Options, Provenance, shown_in_a_command
+from ..checkpoint.shards import WEIGHTS
+from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
+from ..checkpoint.staging import scratch, staged
+from ..conversion.measuring import attack_unproven, drift_of_eps, fidelity_to_original, measure
+from ..conversion.options import AUTO, TOOL_EPS, TOOLS, Destination, Options, Provenance, shown_in_a_command
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
@@ -29,7 +33,7 @@ from ..quiet import quiet
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
-from ..report.schema import PAGE, REPORT, Report, dump
+from ..report.schema import PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, describe_plan
@@ -47,9 +51,10 @@ repeats in fp16. Measured: 1.3 for both demo checkpoints, 1.6 for a T5 of 60 mil
 
 @dataclass(frozen=True)
 class Conversion:
-    """What ``convert`` did: the report (its keys are listed in docs/report.md), the folder written (None for a dry
-    run), the plan; of a dry run, the bytes of the weights to be written, and the seconds that the whole will take
-    (None where nothing was run). ``next``: the report's, with the paths as they were given, so that it runs."""
+    """What ``convert`` did: the report (its keys are listed in docs/report.md), the folder or file written (None for a
+    dry run), the plan; of a dry run, the bytes of the weights to be written, and the seconds that the whole will take
+    (None where nothing was run); of one file, sentences on the tool that is to read it. ``next``: the report's, with
+    the paths as they were given, so that it runs."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -57,6 +62,7 @@ class Conversion:
     plan: Plan
     nbytes: int | None = None
     seconds: float | None = None
+    notes: tuple[str, ...] = ()
     next: str = ""
 
     @property
@@ -88,20 +94,25 @@ def convert(
     seed: int = 0,
     sweep: bool = False,
     device: str | torch.device = "auto",
+    config: str | Path | None = None,
+    layout: str = FOLDER_LAYOUT,
     endpoint: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert ``source`` (folder or Hub id) to an fp16 checkpoint at ``out`` and return what was done and measured.
+    """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
+    and measured.
 
     Its many parameters are the command's options, as keywords; ``Options`` says what each of them means. dry_run: plan
     only, write nothing. force: replace an existing ``out``. endpoint: the Hub's address, by default the environment's.
     Raises UserError for input that cannot be used; ``out`` then does not exist.
     """
     options = Options(
-        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep, device
-    )
+        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep, device,
+        config=config, layout=layout,
+    )  # fmt: skip
     place = Destination(Path(out), force=force, dry_run=dry_run)
-    return convert_by(options, source, place, endpoint=endpoint, progress=progress)
+    run = convert_by if layout == FOLDER_LAYOUT or dry_run else convert_to_file
+    return run(options, source, place, endpoint=endpoint, progress=progress)
 
 
 @quiet()
@@ -161,6 +172,87 @@ def convert_by(
         report = write_report(work, report, opened.checkpoint)
     then = options.next(report, str(source), str(place.out)) if report.next else ""
     return Conversion(dump(report), place.out, decided.planned, measured.plan, next=then)
+
+
+@quiet()
+def convert_to_file(
+    options: Options,
+    source: str | Path,
+    place: Destination,
+    *,
+    endpoint: str | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert as ``convert_by`` does, and leave one file in the layout that ``options`` ask for.
+
+    The folder is made beside it and then packed, so there must be room for the weights twice. A tool whose eps is fixed
+    is measured with it; for one that has its own T5 the target is ``norm-safe`` where none was asked for.
+    """
+    progress = progress or Progress(quiet=True)
+    options.check()
+    check_out_file(place.out, Path(source), force=place.force)
+    if options.layout in TOOLS and options.target == AUTO:
+        options = replace(options, target="norm-safe")
+    with scratch(place.out) as work:
+        folder, file = work / place.out.name, work / "packed"
+        done = convert_by(options, source, Destination(folder), endpoint=endpoint, progress=progress)
+        report, eps, drift = read(Report, done.report), done.plan.eps, None
+        if options.layout in TOOLS and options.run_model and done.plan.residual_exponent:
+            drift = drift_of_eps(folder, TOOL_EPS, options, progress)
+        summary = {
+            "layout": options.layout,
+            **{key: done.report.get(key) for key in ("verdict", "proof", "target", "tiers", "command", "environment")},
+            "source": {key: done.report["source"].get(key) for key in ("path", "revision", "sha256")},
+            "residual_exponent": done.plan.residual_exponent,
+            "eps": eps,
+            "drift_of_eps": drift,
+        }
+        config = read_json(folder / "config.json", "config")
+        back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
+        spiece = folder / TOKENIZER_FILE
+        inside = (TOKENIZER, spiece) if options.layout == "comfy" and needs_tokenizer(config, spiece) else None
+        with progress.step(f"Packing it for --layout {options.layout}"):
+            pack(folder / WEIGHTS, file, LAYOUTS[options.layout], metadata_of(summary, back), inside)
+            written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
+            put_file_in_place(file, place.out, force=place.force)
+    notes = for_the_tool(report, options.layout, drift, missing=needs_tokenizer(config) and inside is None)
+    then = options.next(report, str(source), str(place.out)) if report.next else ""
+    return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
+
+
+def needs_tokenizer(config: Mapping[str, Any], file: Path | None = None) -> bool:
+    """Return whether ComfyUI takes a model's tokenizer from its weights (UMT5), and if a file is given, can have it."""
+    return config.get("model_type") == "umt5" and (file is None or file.is_file())
+
+
+def for_the_tool(report: Report, layout: str, drift: float | None, *, missing: bool) -> tuple[str, ...]:
+    """Return what there is to say of a file to the user of the tool that is to read it.
+
+    drift: of eps, where it was measured. missing: whether ComfyUI will not find a tokenizer.
+    """
+    eps = report.plan.eps if report.plan is not None else None
+    if layout not in TOOLS:
+        return () if eps is None else (f"to be loaded with layer_norm_epsilon {eps!r} in its config",)
+    tool, notes = TOOLS[layout], []
+    fixed = f"{tool} has {TOOL_EPS:g} for eps whatever the file says"
+    if drift is not None:
+        bf16 = report.fidelity.kl_bf16 if report.fidelity is not None else None
+        beside = "" if bf16 is None else f", beside {bf16:.1e} for the source in bf16"
+        notes.append(f"{fixed}: that costs a relative squared error of {drift:.1e}{beside}")
+    elif eps is not None and eps != TOOL_EPS:
+        notes.append(f"{fixed}, where this needs {eps:.1e}; nothing was run to measure the difference")
+    tier = report.tiers.get("norm-fp16")
+    if layout == "comfy" and tier is not None and not tier.holds:
+        notes.append(
+            f"norm-fp16 does not hold: {tier.reason}; safe where ComfyUI keeps activations in fp32, as it does by"
+            " default, and not where they are fp16"
+        )
+    if layout == "comfy" and missing:
+        notes.append(
+            "ComfyUI takes UMT5's tokenizer from the weights, and the source has none (spiece.model, or spiece_model in"
+            " a file); convert a source that has it"
+        )
+    return tuple(notes)
 
 
 def write_report(work: Path, report: Report, checkpoint: Checkpoint) -> Report:

@@ -2,56 +2,98 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.folder import carry_over, write_json
+from ..checkpoint.packing import LAYOUTS, check_out_file, pack, put_file_in_place
 from ..checkpoint.places import written_folder
-from ..checkpoint.reader import open_checkpoint
-from ..checkpoint.staging import check_out, staged
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.shards import WEIGHTS, Write
+from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
+from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import write_fp16
 from ..errors import UserError
 from ..families.resolve import resolve
 from ..progress import Progress
-from ..report.schema import REPORT
-from ..report.stored import check_written_files, read_origin, read_plan
+from ..report.schema import REPORT, Source
+from ..report.stored import check_written_files, read_origin, read_packed, read_plan
 from ..rescaling.apply import writes
-from ..rescaling.plan import inverse
+from ..rescaling.plan import Plan, inverse
 
 
 def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: Progress | None = None) -> Path:
     """Write the source's weights back from a converted folder by the inverse of its recorded plan, and return
     ``out``.
 
-    Bit for bit where the conversion was lossless. Tensors that the conversion made (positions, a separated head)
-    are left out; those that it dropped as copies are not restored. Nothing is claimed of what the weights compute, so
-    whether stock code of the installed version agrees is not asked. Raises UserError where the folder has no plan.
+    A file that ``convert --layout`` wrote is brought back as a file with the same names, or as a folder where ``out``
+    does not end in ``.safetensors``. Bit for bit where the conversion was lossless. Tensors that the conversion made
+    (positions, a separated head) are left out; those that it dropped as copies are not restored. Nothing is claimed of
+    what the weights compute, so whether stock code of the installed version agrees is not asked. Raises UserError where
+    the folder has no plan.
     """
     progress = progress or Progress(quiet=True)
+    if Path(folder).is_file():
+        return undo_file(Path(folder), Path(out), force=force, progress=progress)
     folder, out = written_folder(folder), Path(out)
     if not (folder / REPORT).is_file():
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     check_out(out, folder, force=force)
-    plan = read_plan(folder)
     origin = read_origin(folder)
-    assert origin.dtype is not None  # read_origin
     checkpoint = open_checkpoint(folder)
-    layout = resolve(checkpoint)
-    stored = {"F64": "F32"}  # which holds all that came through fp16
-    back = [
-        write.as_dtype(stored.get(dtype := origin.dtypes.get(write.name, origin.dtype), dtype))
-        for write in writes(layout, inverse(plan))
-        if write.name not in origin.made
-    ]
-    config = dict(checkpoint.config)
-    for key, sides in origin.config_changes.items():
-        config.pop(key, None)
-        if "before" in sides:
-            config[key] = sides["before"]
+    back = writes_back(checkpoint, read_plan(folder), origin)
     with staged(out, force=force) as work:
         with progress.step(f"Writing {len(back)} tensors") as advance:
             written = write_fp16(checkpoint, back, work, advance=advance)
         checkpoint.check_unchanged()
         check_written_files(folder, written.source_sha256)
-        write_json(work / "config.json", config)
+        write_json(work / "config.json", config_before(checkpoint.config, origin))
         carry_over(folder, work, back=True)
+    return out
+
+
+def writes_back(checkpoint: Checkpoint, plan: Plan, origin: Source) -> list[Write]:
+    """Return what to write to have the tensors of a converted checkpoint's source again."""
+    assert origin.dtype is not None  # as read
+    stored = {"F64": "F32"}  # which holds all that came through fp16
+    return [
+        write.as_dtype(stored.get(dtype := origin.dtypes.get(write.name, origin.dtype), dtype))
+        for write in writes(resolve(checkpoint), inverse(plan))
+        if write.name not in origin.made
+    ]
+
+
+def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
+    """Return the config that a conversion made another one of."""
+    found = dict(config)
+    for key, sides in origin.config_changes.items():
+        found.pop(key, None)
+        if "before" in sides:
+            found[key] = sides["before"]
+    return found
+
+
+def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path:
+    """Write the source's weights back from one file that ``convert --layout`` wrote."""
+    inside, as_file = read_packed(file), out.suffix == ".safetensors"
+    if as_file:
+        check_out_file(out, file, force=force)
+    else:
+        check_out(out, None, force=force)
+    checkpoint = open_checkpoint(file)
+    back = writes_back(checkpoint, inside.plan, inside.source)
+    with scratch(out) if as_file else staged(out, force=force) as work:
+        with progress.step(f"Writing {len(back)} tensors") as advance:
+            write_fp16(checkpoint, back, work, max_shard_size=sys.maxsize, advance=advance)
+        checkpoint.check_unchanged()
+        spiece = checkpoint.folder / TOKENIZER_FILE
+        if as_file:
+            tokenizer = (TOKENIZER, spiece) if spiece.is_file() else None
+            pack(work / WEIGHTS, work / "packed", LAYOUTS[inside.layout], {}, tokenizer)
+            put_file_in_place(work / "packed", out, force=force)
+        else:
+            write_json(work / "config.json", config_before(checkpoint.config, inside.source))
+            carry_over(checkpoint.folder, work, back=True)
     return out

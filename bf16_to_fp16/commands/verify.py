@@ -24,9 +24,10 @@ from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import TARGETS, Certificate
 from ..bounds.spectral import CARRIED
 from ..checkpoint.folder import sha256_of
+from ..checkpoint.formats import bytes_of, shown
 from ..checkpoint.hub import reading_from
 from ..checkpoint.places import CONVERTED, local_folder
-from ..checkpoint.reader import Checkpoint, bytes_of, contained, open_checkpoint, own_name, shown, subfolder_of
+from ..checkpoint.reader import Checkpoint, contained, open_checkpoint, own_name, subfolder_of
 from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA
@@ -402,7 +403,7 @@ def replay(
 ) -> list[Problem]:
     """Return where applying the recorded plan to the original does not give the checkpoint's weights, bit for bit."""
     for file in original.weight_files:
-        name = str(file.relative_to(original.folder))
+        name = original.file_name(file)
         if source.sha256.get(name) != original.sha256(file):
             return [Problem("replay", name, "is not the file that was converted", RIGHT_REVISION)]
     agreed_layout(original)

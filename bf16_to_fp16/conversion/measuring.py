@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..auditing.attack import GROUP, Attack, attack
-from ..auditing.fidelity import Outputs, Reference, fidelity, outputs
+from ..auditing.fidelity import Outputs, Reference, add_outputs, fidelity, outputs
 from ..auditing.regimes import REGIMES, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
@@ -20,16 +21,18 @@ from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device, products_on
+from ..families.resolve import resolve
 from ..families.types import Layout
 from ..progress import Progress
 from ..report.evidence import Decided, Measured
 from ..report.schema import FidelityEntry
 from ..rescaling.plan import Drift, Plan
 from ..run.agreement import agreed_layout
+from ..run.lanes import Walk
 from ..run.probe import Batch
-from ..run.stock import load
+from ..run.stock import eps_attribute, load
 from .options import Options
-from .planning import Opened, drifted_outputs, reference_of
+from .planning import Opened, checkpoint_batches, drifted_outputs, reference_of
 
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
@@ -130,6 +133,24 @@ def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, 
     layout = agreed_layout(open_checkpoint(work))
     found = attacked(work, layout, measured.certificate, steps, 0, opened.device, progress, sites=rows)
     return replace(measured, attack=found)
+
+
+def drift_of_eps(folder: Path, eps: float, options: Options, progress: Progress) -> float:
+    """Return how far a converted encoder, in fp32, goes from itself where its norms have another eps, as a relative
+    squared error of its last states on what the conversion ran on."""
+    checkpoint = open_checkpoint(folder)
+    layout = resolve(checkpoint)
+    inputs = checkpoint_batches(checkpoint, layout, options.data, options.seed, sweep=options.sweep)
+    with progress.step(f"Running it with eps fixed at {eps:g}") as advance:
+        walk = Walk(checkpoint)
+        right, other = (add_outputs(walk, inputs, torch.float32) for _ in range(2))
+        for lane in other:
+            for path in layout.norms:
+                norm: Any = lane.model.get_submodule(path)
+                setattr(norm, eps_attribute(norm), eps)
+        walk.run(advance)
+    outputs = [[lane.result for lane in lanes] for lanes in (right, other)]
+    return fidelity(outputs[0], outputs[0], outputs[1], probabilities=False).kl_fp16
 
 
 def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> FidelityEntry:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.certificate import TARGETS
 from ..bounds.tiers import TIERS
+from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.reader import Checkpoint, own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
+from ..families.types import Layout
 from ..report.remedies import finetuning_of
 from ..report.schema import Lineage, Report
 from ..rescaling.planner import MARGIN_BITS
@@ -24,6 +26,14 @@ AUTO = "auto"
 
 if TYPE_CHECKING:
     import torch
+
+TOOLS = {"comfy": "ComfyUI", "wan": "Wan"}
+"""The tools with a T5 of their own, by layout."""
+
+
+TOOL_EPS = 1e-6
+"""The eps of the norms in these tools, which no file can change."""
+
 
 MOST_MARGIN = 12
 """Bits of margin that leave a signal any room: 65504·2⁻¹² is 16."""
@@ -40,6 +50,8 @@ class Options:
     max_length: positions for which the certificate holds. max_shard_size: bytes, else sharded like the source.
     workers: processes that write shards. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda,
     cuda:N or mps. prove: hold every signal for every input where an exponent does it, whatever precision that costs.
+    config: the config.json of a source that is one file of weights, else told from its tensors. layout: ``hf`` for a
+    folder, or one of ``LAYOUTS`` for one file.
     """
 
     target: str = AUTO
@@ -55,6 +67,8 @@ class Options:
     sweep: bool = False
     device: str | torch.device = "auto"
     prove: bool = False
+    config: str | Path | None = None
+    layout: str = FOLDER_LAYOUT
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""
@@ -62,12 +76,29 @@ class Options:
             raise UserError(f"target {self.target!r} is unknown; choose one of {', '.join((AUTO, *TARGETS))}")
         if not 0 <= self.margin_bits <= MOST_MARGIN:
             raise UserError(f"a margin of {self.margin_bits} bits cannot be kept; give 0 to {MOST_MARGIN}")
+        if self.layout not in (FOLDER_LAYOUT, *LAYOUTS):
+            raise UserError(f"layout {self.layout!r} is unknown; choose one of {', '.join((FOLDER_LAYOUT, *LAYOUTS))}")
+        if self.layout != FOLDER_LAYOUT and self.max_shard_size is not None:
+            raise UserError("--layout writes one file; leave out either it or --max-shard-size")
         if self.max_length < 1:
             raise UserError(f"a maximum length of {self.max_length} is not a number of positions; give 1 or more")
         if self.data is not None and not self.run_model:
             raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
         if self.sweep and not self.run_model:
             raise UserError("nothing is run to sweep; leave out either --sweep or --no-audit")
+
+    def check_layout(self, layout: Layout, where: str) -> None:
+        """Raise UserError for a model that the tool of the layout has no class for."""
+        if self.layout not in TOOLS:
+            return
+        if not layout.encoder_only:
+            raise UserError(
+                f"{where}: {TOOLS[self.layout]} reads encoders alone; give the encoder, or choose --layout single"
+            )
+        if self.layout == "wan" and (layout.family.model_type != "umt5" or not layout.gates):
+            raise UserError(f"{where}: Wan's T5 is UMT5's encoder; for {layout.family.title} choose --layout comfy")
+        if layout.eps != TOOL_EPS:
+            raise UserError(f"{where}: {TOOLS[self.layout]} has {TOOL_EPS:g} for eps, and the config {layout.eps:g}")
 
     def command(self, source: str | Path, out: Path) -> str:
         """Return the command line that does the same again; of local paths only the last part, since it is
@@ -80,6 +111,8 @@ class Options:
             "--sweep": "" if self.sweep else None,
             "--plan": self.plan,
             "--subfolder": self.subfolder,
+            "--config": self.config,
+            "--layout": None if self.layout == FOLDER_LAYOUT else self.layout,
             "--max-shard-size": None if self.max_shard_size is None else f"{self.max_shard_size}B",
             "--seed": self.seed or None,
             "--max-length": None if self.max_length == MAX_LENGTH else self.max_length,

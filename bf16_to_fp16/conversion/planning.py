@@ -60,9 +60,13 @@ def open_source(
 ) -> Opened:
     """Open a source (folder or Hub id), classify its tensors, and gather what to run it on."""
     device = Device(options.device, progress)
-    checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
+    config = None if options.config is None else Path(options.config)
+    checkpoint = open_checkpoint(source, options.subfolder, config=config, endpoint=endpoint)
+    for note in checkpoint.notes:
+        progress.say(note)
     place.check(checkpoint.folder)
     layout = agreed_layout(checkpoint)
+    options.check_layout(layout, checkpoint.name)
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:

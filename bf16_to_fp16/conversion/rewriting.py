@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
+from ..checkpoint.packing import FOLDER_LAYOUT
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..progress import Progress
@@ -23,7 +25,7 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
             checkpoint,
             writes(layout, decided.plan),
             work,
-            max_shard_size=options.max_shard_size,
+            max_shard_size=options.max_shard_size if options.layout == FOLDER_LAYOUT else sys.maxsize,
             workers=options.workers,
             advance=advance,
         )

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from ..checkpoint.reader import FLOATING_DTYPES, Checkpoint
+from ..checkpoint.formats import FLOATING_DTYPES
+from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .known import family_of, is_encoder_only
 from .types import (

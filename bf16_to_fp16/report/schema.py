@@ -29,7 +29,8 @@ from pydantic import (
     model_validator,
 )
 
-from ..checkpoint.reader import Checkpoint, nested_value, read_json
+from ..checkpoint.formats import nested_value, read_json
+from ..checkpoint.reader import Checkpoint
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..rescaling.plan import Plan

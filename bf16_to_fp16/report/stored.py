@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from ..checkpoint.packing import way_back_of
 from ..errors import UserError
 from ..rescaling.plan import Plan
-from .schema import REPORT, Source, read_report
+from .schema import REPORT, Source, WeightsEntry, read_report
 
 STORED = {"F64", "F32", "F16", "BF16"}
 """Dtypes that ``undo`` can write back, in safetensors' spelling."""
@@ -35,6 +39,32 @@ def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, s
     if target is not None and made_for != target:
         raise UserError(f"{path}: the plan was made for --target {made_for}; give that, or leave --plan away")
     return report.plan, made_for
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What one file that ``convert --layout`` wrote says of itself, as far as ``undo`` needs it."""
+
+    layout: str
+    plan: Plan
+    source: Source
+    weights: WeightsEntry
+
+
+def read_packed(file: Path) -> Packed:
+    """Return what a file of weights says of how it was made; raise UserError where ``convert --layout`` did not write
+    it, or it is damaged."""
+    found = way_back_of(file)
+    if found is None:
+        raise UserError(f"{file}: has no plan in its metadata, so convert did not write it; give what convert wrote")
+    try:
+        plan, source = Plan.model_validate(found["plan"]), Source.model_validate(found["source"])
+        weights = WeightsEntry.model_validate(found["weights"])
+    except ValidationError as error:
+        raise UserError(f"{file}: the plan in its metadata is damaged; convert the source again") from error
+    if not {source.dtype, *source.dtypes.values()} <= STORED:
+        raise UserError(f"{file}: does not say what the source was; convert the source again")
+    return Packed(found["layout"], plan, source, weights)
 
 
 def recorded_target(folder: Path) -> str | None:

@@ -59,6 +59,7 @@ from .schema import (
     SiteEntry,
     UnsafeEntry,
     Verification,
+    WeightsEntry,
     read_report,
 )
 from .screen import Name, bad, console, good
@@ -108,6 +109,20 @@ def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool
     screen.print(Text(f"report: {out / PAGE}"), soft_wrap=True)
 
 
+def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
+    """Print of a conversion to one file what the source did in fp16, whether the output is safe, ``notes``, and what to
+    do next."""
+    screen = console()
+    if report.signals:
+        screen.print(source_line(report))
+    screen.print(output_line(report))
+    screen.print(Text(tiers_line(report)), soft_wrap=True)
+    for note in notes:
+        screen.print(Text(note), soft_wrap=True)
+    print_next(screen, then)
+    screen.print(Text(f"written: {out}"), soft_wrap=True)
+
+
 def source_line(report: Report) -> Text:
     """Return what the source, or what was trained from it, reached in fp32 on what was run, against fp16's limit."""
     signals, name = (
@@ -129,7 +144,11 @@ def tiers_line(report: Report) -> str:
     to."""
     held = [f"{name} ({entry.proof})" for name, entry in report.tiers.items() if entry.holds]
     other = [name for name, entry in report.tiers.items() if not entry.holds]
-    return "tiers: " + (f"holds in {listed(held)}" if held else "none") + (f"; not in {listed(other)}" if other else "")
+    return (
+        "tiers: "
+        + (f"holds in {listed(held)}" if held else "none")
+        + (f"; not in {listed(other, 'or')}" if other else "")
+    )
 
 
 def output_line(report: Report) -> Text:
@@ -187,7 +206,7 @@ def print_audit(report: Report, then: str = "") -> None:
     print_verdict(screen, report)
     if named(report.family) is None:
         screen.print(
-            f"no certificate: {report.family} is none of the families that can be bounded and converted"
+            f"no certificate: {report.family} is none of the classes that can be bounded and converted"
             " (bf16-to-fp16 families)",
             markup=False,
         )
@@ -327,6 +346,11 @@ def brought_back(folder: Path) -> str:
     weights = report.weights
     assert weights is not None  # asked for
     whose = "the source's weights" if report.finetune is None else "the finetuned weights from before the rescaling"
+    return came_through(whose, weights)
+
+
+def came_through(whose: str, weights: WeightsEntry) -> str:
+    """Return in words how many of someone's weights are brought back bit for bit."""
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.reader import Checkpoint, shown
+from ..checkpoint.formats import shown
+from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from ..families.known import FAMILIES, may_be_absent, stock_class
 from ..families.resolve import resolve

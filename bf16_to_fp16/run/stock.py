@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.reader import SAFETENSORS_DTYPES, Checkpoint
+from ..checkpoint.formats import SAFETENSORS_DTYPES
+from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
 from ..families.known import family_of, may_be_absent, stock_class
 
@@ -62,9 +63,14 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
     """
     import transformers
 
+    seen = VIEWS.get(Path(folder))
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(folder)}
+    if seen is not None:  # one file of weights, which stock code could not read under its names
+        weights = {tensor: seen.read(tensor) for tensor in seen.tensors}
+        source = {"pretrained_model_name_or_path": None, "config": any_config(folder), "state_dict": weights}
     try:
         model, info = getattr(transformers, name).from_pretrained(
-            str(folder),
+            **source,
             dtype=dtype,
             attn_implementation=attention,
             local_files_only=True,

@@ -39,7 +39,7 @@ def bart(folder: Path) -> Path:
 
 def test_a_decoder_that_overflows_is_named_where_it_does_in_every_regime_with_its_true_size(tmp_path: Path) -> None:
     report = audit(gemma(tmp_path / "m", 100_000.0))
-    assert (report["verdict"], report["proof"], report["family"]) == ("unsafe", "observed", "gemma3_text")
+    assert (report["verdict"], report["proof"], report["family"]) == ("unsafe", "observed", "Gemma3ForCausalLM")
     assert report.get("certificate") is None
     site = "model.layers.1:add#2"
     found = {entry["signal"]: entry for entry in report["unsafe"]}
@@ -68,6 +68,7 @@ def test_a_head_that_no_family_has_is_audited(tmp_path: Path) -> None:
     transformers.T5ForTokenClassification(config).save_pretrained(tmp_path / "m")
     report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
     assert any(site["name"] == "classifier" for site in report["regimes"]["half"]["sites"])
+    assert report["family"] == "T5ForTokenClassification"  # no family of the package
 
 
 def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +87,7 @@ def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pyt
     assert cli.main(["audit", str(tmp_path / "m"), "--regime", "half", "--json", str(tmp_path / "r.json")]) == 1
     said = capsys.readouterr()
     assert "has no sdpa attention: eager only" in said.err
-    assert "no certificate: longt5 is none of the families" in said.out
+    assert "no certificate: LongT5ForConditionalGeneration is none of the classes" in said.out
     assert "next: stay with bf16" in said.out and "convert it" not in said.out
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["attention"] == ["eager"]

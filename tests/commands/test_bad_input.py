@@ -30,7 +30,8 @@ from support.launching import command, run
 from transformers import ByT5Tokenizer
 
 from bf16_to_fp16 import cli
-from bf16_to_fp16.checkpoint.reader import LONGEST_HEADER, open_checkpoint
+from bf16_to_fp16.checkpoint.formats import LONGEST_HEADER
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

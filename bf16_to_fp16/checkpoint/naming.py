@@ -1,0 +1,95 @@
+"""What the tensors of a T5 encoder are called: in stock code, and in the code of those who wrote their own.
+
+ComfyUI, Forge, SD3's and Flux's files have the stock names, in a bundle behind a prefix. Wan's own T5
+(``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1) has others, which are the same tensors one by one:
+``fc1`` is the linear branch that multiplies the gate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from ..errors import UserError
+
+STOCK_BLOCK = "encoder.block.{i}.layer"
+
+
+WAN_NAMES = (
+    ("shared.weight", "token_embedding.weight"),
+    ("encoder.final_layer_norm.weight", "norm.weight"),
+    (f"{STOCK_BLOCK}.0.layer_norm.weight", "blocks.{i}.norm1.weight"),
+    *((f"{STOCK_BLOCK}.0.SelfAttention.{x}.weight", f"blocks.{{i}}.attn.{x}.weight") for x in "qkvo"),
+    (f"{STOCK_BLOCK}.0.SelfAttention.relative_attention_bias.weight", "blocks.{i}.pos_embedding.embedding.weight"),
+    (f"{STOCK_BLOCK}.1.layer_norm.weight", "blocks.{i}.norm2.weight"),
+    (f"{STOCK_BLOCK}.1.DenseReluDense.wi_0.weight", "blocks.{i}.ffn.gate.0.weight"),
+    (f"{STOCK_BLOCK}.1.DenseReluDense.wi_1.weight", "blocks.{i}.ffn.fc1.weight"),
+    (f"{STOCK_BLOCK}.1.DenseReluDense.wo.weight", "blocks.{i}.ffn.fc2.weight"),
+    # One table for all blocks, as in T5: not in the published files, but in what their class can be.
+    (f"{STOCK_BLOCK}.0.SelfAttention.relative_attention_bias.weight".format(i=0), "pos_embedding.embedding.weight"),
+)
+"""Stock names and Wan's, ``{i}`` for a block's number."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """A way to name the tensors of a T5: ``pairs`` of the stock name and this one's, none where all are stock.
+
+    ``anchors``: names that a file in this naming has, whatever its size.
+    """
+
+    name: str
+    title: str
+    anchors: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    def to_stock(self, name: str) -> str:
+        """Return the stock name of a tensor, and the name as it is where it is in no table."""
+        return translated(name, tuple((own, stock) for stock, own in self.pairs))
+
+    def from_stock(self, name: str) -> str:
+        """Return what a tensor of this stock name is called; raise UserError where there is no such tensor."""
+        own = translated(name, self.pairs)
+        if self.pairs and own == name:
+            raise UserError(f"{self.title} has no tensor for {name}; choose --layout comfy or single")
+        return own
+
+
+STOCK = Naming(
+    "stock",
+    "stock names",
+    ("encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.final_layer_norm.weight"),
+)
+
+
+WAN = Naming("wan", "Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight", "norm.weight"), WAN_NAMES)
+
+
+NAMINGS = (STOCK, WAN)
+
+
+@cache
+def pattern(template: str) -> re.Pattern[str]:
+    """Return what matches the names of a template, with the block's number as its group."""
+    return re.compile(re.escape(template).replace(r"\{i\}", r"(?P<i>\d+)"))
+
+
+def translated(name: str, table: Iterable[tuple[str, str]]) -> str:
+    """Return the name that a table of templates gives for another, the first that fits; else the name itself."""
+    for one, other in table:
+        if found := pattern(one).fullmatch(name):
+            return other.format(**found.groupdict())
+    return name
+
+
+def found_in(names: Iterable[str]) -> list[tuple[str, Naming]]:
+    """Return every prefix under which tensors of these names are a T5 encoder's, and how they are named there."""
+    names = frozenset(names)
+    found = []
+    for naming in NAMINGS:
+        first, *others = naming.anchors
+        prefixes = (name.removesuffix(first) for name in names if name.endswith(first))
+        found += [(p, naming) for p in prefixes if not p or p.endswith(".") if all(p + o in names for o in others)]
+    return sorted(found, key=lambda pair: pair[0])

@@ -1,0 +1,148 @@
+"""A converted folder as one file, with the names that a tool expects and the way back inside.
+
+Only headers differ between tools, so the weights are copied as they were written. The file's own metadata say what it
+was made from and how it was judged, and hold what ``undo`` needs, compressed.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .disk import created, write_all, writing
+from .formats import LONGEST_HEADER, TensorInfo, parse_json, read_exactly, read_whole_header, reading
+from .naming import STOCK, WAN, Naming
+from .staging import check_file, sync_folder
+
+LAYOUTS: Mapping[str, Naming] = {"comfy": STOCK, "wan": WAN, "single": STOCK}
+"""How each layout of one file names its tensors."""
+
+
+FOLDER_LAYOUT = "hf"
+
+
+SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
+"""Keys of a file's metadata: what it is, as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""
+
+
+LONGEST_WAY_BACK = 64_000_000
+"""Bytes of the plan and config that a file may hold; an XXL encoder's have less than 3 MB."""
+
+
+COPIED_BYTES = 1 << 22
+"""Bytes copied at a time."""
+
+
+def check_out_file(out: Path, source: Path | None, *, force: bool) -> None:
+    """Raise UserError unless one file of weights can be written at ``out``: absent, or anything but ``source`` under
+    ``force``."""
+    if out.suffix != ".safetensors":
+        raise UserError(f"{out}: --layout writes one file; give an output path that ends in .safetensors")
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; choose another output path")
+    if source is not None and out.exists() and source.exists() and out.samefile(source):
+        raise UserError(f"{out} is the source; choose another output path")
+    if out.exists() and not force:
+        raise UserError(f"{out} exists; choose another output path or give --force to replace it")
+    if out.parent.exists():
+        check_file(out, "choose another output path")
+
+
+def pack(
+    weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str], tokenizer: tuple[str, Path] | None = None
+) -> None:
+    """Write the tensors of a safetensors file to a new one under the names of ``naming``.
+
+    tokenizer: a name, and the file whose bytes it is to stand for. A few MB are in memory at a time. Raises UserError
+    where a tensor has no name there, and for a full disk.
+    """
+    tensors = sorted(read_whole_header(weights)[0].values(), key=lambda info: info.offset)
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for info in tensors:
+        entries[naming.from_stock(info.name)] = entry(info.dtype, info.shape, end, info.nbytes)
+        end += info.nbytes
+    extra = b""
+    if tokenizer is not None:
+        name, file = tokenizer
+        extra = file.read_bytes()
+        entries[name] = entry("U8", (len(extra),), end, len(extra))
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > LONGEST_HEADER:
+        raise UserError(f"{target.name}: its header would have {len(text):,} bytes; leave out --layout")
+    header = len(text).to_bytes(8, "little") + text
+    with created(target, len(header) + end + len(extra)) as out, reading(weights) as source, writing(target):
+        write_all(out, memoryview(header), 0)
+        copy_range(source, out, tensors, len(header), weights)
+        write_all(out, memoryview(extra), len(header) + end)
+        os.fsync(out)
+
+
+def entry(dtype: str, shape: tuple[int, ...], begin: int, nbytes: int) -> dict[str, object]:
+    """Return a tensor's entry in a header."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + nbytes]}
+
+
+def copy_range(source: int, out: int, tensors: list[TensorInfo], begin: int, file: Path) -> None:
+    """Copy tensors, in the order in which they lie in an open file, to another from ``begin`` on."""
+    buffer = memoryview(bytearray(COPIED_BYTES))
+    for info in tensors:
+        for done in range(0, info.nbytes, COPIED_BYTES):
+            part = buffer[: info.nbytes - done]
+            read_exactly(source, part, info.offset + done, file)
+            write_all(out, part, begin + done)
+        begin += info.nbytes
+
+
+def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
+    """Move a finished file to ``out``; raise UserError where something has appeared there meanwhile."""
+    umask = os.umask(0)
+    os.umask(umask)
+    try:
+        file.chmod(0o666 & ~umask)
+        if out.exists() and not force:
+            raise UserError(f"{out} appeared while it was being made; choose another output path or give --force")
+        os.replace(file, out)
+    except OSError as error:
+        raise UserError(f"{out}: {error.strerror}; choose another output path") from error
+    with suppress(OSError):
+        sync_folder(out.parent)
+
+
+def metadata_of(summary: Mapping[str, Any], way_back: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of a file: what it is, and what ``undo`` needs."""
+    packed = zlib.compress(json.dumps(way_back, ensure_ascii=False).encode(), 9)
+    return {SUMMARY: json.dumps(summary, ensure_ascii=False), WAY_BACK: base64.b64encode(packed).decode()}
+
+
+def way_back_of(file: Path) -> dict[str, Any] | None:
+    """Return what ``undo`` needs of a file that this program wrote, with its ``layout``; None for any other file.
+
+    Raises UserError where it is damaged.
+    """
+    metadata = read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
+    if WAY_BACK not in metadata:
+        return None
+    try:
+        unpacking = zlib.decompressobj()
+        data = unpacking.decompress(base64.b64decode(metadata[WAY_BACK], validate=True), LONGEST_WAY_BACK)
+        if not unpacking.eof:
+            raise ValueError("cut short or too long")
+    except (ValueError, binascii.Error, zlib.error) as error:
+        raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again") from error
+    found = parse_json(data, file, WAY_BACK)
+    summary = parse_json(metadata.get(SUMMARY, "{}").encode(), file, SUMMARY)
+    parts = (found.get("plan"), found.get("config"), found.get("source"), found.get("weights"))
+    if not all(isinstance(part, dict) for part in parts) or summary.get("layout") not in LAYOUTS:
+        raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again")
+    return found | {"layout": summary["layout"]}

@@ -1,0 +1,216 @@
+"""One file of weights as a source, as ComfyUI, Forge and Wan's tools keep text encoders.
+
+Such a file has no config beside it, names of its own or a prefix before them, perhaps a tokenizer inside, perhaps a
+whole pipeline around it. A folder in scratch space gets what a stock folder would hold besides weights; the weights
+stay where they are, so that nothing is copied, under their stock names. fp8 is the exception: its values, times their
+scales, are written to scratch space in bf16, whose 8 significant bits hold fp8's 4 and 3.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from .formats import (
+    FP8_DTYPES,
+    RESTORE,
+    FileState,
+    TensorInfo,
+    bytes_of,
+    check_not_quantised,
+    read_pickle,
+    read_range,
+    read_whole_header,
+    shown,
+    state_of,
+)
+from .inference import CLASSES, DTYPES, described, given_config, inferred_config
+from .naming import Naming, found_in
+from .packing import way_back_of
+from .staging import FREE_SPACE_REMEDY
+
+TOKENIZER = "spiece_model"
+"""Under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights."""
+
+
+TOKENIZER_FILE = "spiece.model"
+
+
+SCALES = (".scale_weight", ".weight_scale")
+"""Endings, in place of ``.weight``, of the scale that an fp8 matrix is multiplied with: ComfyUI's two."""
+
+
+ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale", TOKENIZER)
+"""Endings of the names of what lies beside weights and is none."""
+
+
+SCRATCH: list[tempfile.TemporaryDirectory[str]] = []
+"""The folders of this process, removed when it ends."""
+
+
+@dataclass(frozen=True)
+class SingleFile:
+    """What one file of weights holds: a folder in scratch space with its config and its tokenizer, the tensors by
+    their stock names, the states of all files that these lie in, and what was assumed, in sentences for the user."""
+
+    file: Path
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    states: dict[Path, FileState]
+    notes: tuple[str, ...]
+
+
+def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str, Any] | None) -> SingleFile:
+    """Open one file of weights.
+
+    prefix: of the names of the tensors that are meant, where several would do. config: what describes them, or its
+    file, instead of what is inferred. Raises UserError where the file cannot be read, or holds no T5 or several.
+    """
+    state = state_of(file)
+    every = read_any(file)
+    before, naming = the_encoder(file, every, prefix)
+    mine = {name.removeprefix(before): info for name, info in every.items() if name.startswith(before)}
+    own = {naming.to_stock(name): info for name, info in mine.items() if not name.endswith(ASIDE)}
+    tensors = {name: replace(info, name=name) for name, info in sorted(own.items())}
+    if len(tensors) < sum(not name.endswith(ASIDE) for name in mine):
+        raise UserError(f"{file}: holds a tensor under two names at once; {RESTORE}")
+    settled, notes = settled_config(file, tensors, config)
+    if before:
+        others = sum(not name.startswith(before) for name in every)
+        notes.append(f"{file.name}: takes the {len(mine)} tensors under {before}* and leaves {others} others")
+    SCRATCH.append(tempfile.TemporaryDirectory(prefix="bf16-to-fp16-"))
+    folder = Path(SCRATCH[-1].name).resolve()
+    states = {file: state}
+    narrow = [info for info in tensors.values() if info.dtype in FP8_DTYPES]
+    if narrow:
+        scales = {name: scale for name in mine if (scale := scale_of(name, mine)) is not None}
+        stock = {naming.to_stock(name): scale for name, scale in scales.items()}
+        widened = dequantised(folder / "dequantised", narrow, stock)
+        tensors |= widened
+        states[folder / "dequantised"] = state_of(folder / "dequantised")
+        scaled = f"{len(stock)} of them with scales" if stock else "none of them with a scale"
+        notes.append(
+            f"{file.name}: {len(narrow)} tensors are fp8, {scaled}; they are dequantised, and keep fp8's precision of 3"
+            " or 4 significant bits"
+        )
+    for name, info in tensors.items():
+        check_not_quantised(info.dtype, name, file)
+    dtypes = [info.dtype for info in tensors.values()]
+    settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
+    try:
+        (folder / "config.json").write_text(json.dumps(settled, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        keep_tokenizer(file, every, folder)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}; {FREE_SPACE_REMEDY}, or set TMPDIR") from error
+    return SingleFile(file, folder, settled, tensors, states, tuple(notes))
+
+
+def read_any(file: Path) -> dict[str, TensorInfo]:
+    """Return where every tensor of a file lies, in safetensors or as torch.save writes it; raise UserError for other
+    formats, and where it holds nothing."""
+    if file.suffix == ".gguf":
+        raise UserError(f"{file}: GGUF holds quantised weights; give the file in bf16 or fp32 that it was made from")
+    safetensors = file.suffix in (".safetensors", ".sft")
+    found = read_whole_header(file, any_dtype=True)[0] if safetensors else read_pickle(file)
+    if not found:
+        raise UserError(f"{file}: no tensors in it; {RESTORE}")
+    return found
+
+
+def the_encoder(file: Path, tensors: Mapping[str, TensorInfo], prefix: str | None) -> tuple[str, Naming]:
+    """Return the prefix of the T5 in a file and how it is named; raise UserError where there is none or several."""
+    found = found_in(tensors)
+    if prefix is not None:
+        wanted = f"{prefix.rstrip('.')}." if prefix else ""
+        found = [pair for pair in found if pair[0] == wanted]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = " or ".join((before.rstrip(".") or "''") for before, _ in found)
+        raise UserError(f"{file}: holds {len(found)} T5 models; name one with --subfolder: {names}")
+    under = "" if prefix is None else f" under {shown(prefix)}"
+    some = shown(min(tensors))
+    raise UserError(
+        f"{file}: no T5 in it{under}, by its stock names or Wan's (its first tensor is {some});"
+        " give the file of the text encoder, or a checkpoint's folder"
+    )
+
+
+def settled_config(
+    file: Path, tensors: Mapping[str, TensorInfo], config: Path | Mapping[str, Any] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the config of a file's tensors, given or inferred, and what is said of it."""
+    if config is not None:
+        return given_config(config, tensors), []
+    if (inside := way_back_of(file)) is not None:
+        return given_config(inside["config"], tensors), [f"{file.name}: has its config inside, from its conversion"]
+    found = inferred_config(tensors, str(file))
+    whole = bool(found["is_encoder_decoder"])
+    found["architectures"] = [CLASSES[found["model_type"]][whole]]
+    return found, [f"{file.name}: {described(found)}, told from names and shapes (--config FILE overrides it)"]
+
+
+def scale_of(name: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
+    """Return the scale that lies beside a matrix, None where there is none."""
+    if not name.endswith(".weight"):
+        return None
+    stem = name.removesuffix(".weight")
+    return next((tensors[stem + ending] for ending in SCALES if stem + ending in tensors), None)
+
+
+def dequantised(target: Path, narrow: list[TensorInfo], scales: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Write fp8 tensors, times their scales, one after the other in bf16 to a new file, and return where they lie.
+
+    scales: by the tensor's name, one number or one for each row. One tensor at a time is in memory. Raises UserError
+    for another scale, and where the disk is full.
+    """
+    nbytes = sum(2 * info.nbytes for info in narrow)
+    free = shutil.disk_usage(target.parent).free
+    if free < nbytes:
+        raise UserError(
+            f"{target.parent}: has {free:,} bytes free, and {nbytes:,} are needed for the values of fp8 weights;"
+            f" {FREE_SPACE_REMEDY}, or set TMPDIR to a folder on another disk"
+        )
+    found = {}
+    try:
+        with target.open("wb") as out:
+            for info in narrow:
+                values = read_range(info, info.shape, 0).float()
+                if (scale := scales.get(info.name)) is not None:
+                    values *= scale_values(scale, info)
+                offset = out.tell()
+                out.write(bytes_of(values.bfloat16()))
+                found[info.name] = TensorInfo(info.name, "BF16", info.shape, target, offset, 2 * info.nbytes)
+    except OSError as error:
+        raise UserError(f"{target.parent}: {error.strerror}; {FREE_SPACE_REMEDY}, or set TMPDIR") from error
+    return found
+
+
+def scale_values(scale: TensorInfo, weight: TensorInfo) -> torch.Tensor:
+    """Return a scale in fp32, so shaped that it multiplies a matrix; raise UserError for one by blocks."""
+    if scale.dtype in ("F32", "F16", "BF16"):
+        values = read_range(scale, scale.shape, 0).float()
+        if values.numel() == 1:
+            return values.reshape(())
+        if weight.shape and scale.shape in ((weight.shape[0],), (weight.shape[0], 1)):
+            return values.reshape(-1, *[1] * (len(weight.shape) - 1))
+    raise UserError(
+        f"{scale.file}: tensor {shown(scale.name)} is no scale that is known here ({scale.dtype}"
+        f" {list(scale.shape)}); give the checkpoint it was quantised from"
+    )
+
+
+def keep_tokenizer(file: Path, tensors: Mapping[str, TensorInfo], folder: Path) -> None:
+    """Write the SentencePiece model that a file of weights holds, if any, byte for byte as a stock folder has it."""
+    found = [i for name, i in tensors.items() if name.split(".")[-1] == TOKENIZER and i.dtype == "U8"]
+    if len(found) == 1:
+        (folder / TOKENIZER_FILE).write_bytes(bytes_of(read_range(found[0], found[0].shape, 0)))

@@ -1,0 +1,312 @@
+"""One file of weights is a source like a folder: the config told from it, foreign names, prefixes, a tokenizer, fp8."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import tiny, tools
+
+from bf16_to_fp16 import audit, certify, convert, undo
+from bf16_to_fp16.checkpoint.formats import TensorInfo
+from bf16_to_fp16.checkpoint.inference import described, inferred_config
+from bf16_to_fp16.checkpoint.naming import WAN
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.commands.verify import verify
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.run.stock import load
+
+SHAPE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "num_layers": 2}
+
+
+def encoder(kind: str = "t5-encoder", seed: int = 0, **changes: Any) -> Any:
+    """Return a small stock encoder with the published models' buckets."""
+    gate = {"feed_forward_proj": "gated-gelu"} if kind != "umt5-encoder" else {}
+    return tiny.build(kind, seed, **SHAPE | gate | changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a place for the module's files."""
+    return tmp_path_factory.mktemp("single")
+
+
+@pytest.fixture(scope="module")
+def t5(folder: Path) -> Path:
+    """Return a T5 encoder in a file, as ComfyUI's ``t5xxl_bf16.safetensors``."""
+    return tools.write(folder / "t5xxl_bf16.safetensors", tools.stored(encoder()))
+
+
+@pytest.fixture(scope="module")
+def umt5(folder: Path) -> Path:
+    """Return a UMT5 encoder in a file with its tokenizer, as ComfyUI's ``umt5_xxl_bf16.safetensors``."""
+    tensors = tools.stored(encoder("umt5-encoder")) | {"spiece_model": tools.spiece()}
+    return tools.write(folder / "umt5_xxl_bf16.safetensors", tensors)
+
+
+def same(one: Path, other: Any) -> None:
+    """Check that a folder's weights are a stock model's in bf16, bit for bit."""
+    found, wanted = load_file(one / "model.safetensors"), tools.stored(other)
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name].view(torch.int16), wanted[name].view(torch.int16)) for name in found)
+
+
+def test_a_file_converts_like_the_folder_of_the_same_weights_and_undo_gives_them_back(t5: Path, tmp_path: Path) -> None:
+    result = convert(t5, tmp_path / "out")
+    whole = tiny.save(encoder(), tmp_path / "folder")
+    beside = convert(whole, tmp_path / "beside")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "beside/model.safetensors").read_bytes()
+    assert result.safe and beside.safe
+    source = result.report["source"]
+    assert source["path"] == t5.name and list(source["sha256"]) == [t5.name]
+    assert t5.name in result.report["command"] and t5.name in (tmp_path / "out/README.md").read_text()
+    undo(tmp_path / "out", tmp_path / "back")
+    same(tmp_path / "back", encoder())
+    assert load(tmp_path / "out", torch.float16).config.architectures == ["T5EncoderModel"]
+    written = [path for path in (tmp_path / "out").iterdir() if path.suffix in (".json", ".md", ".html")]
+    assert len(written) == 4 and not any("bf16-to-fp16-" in path.read_text() for path in written)
+
+
+def test_what_a_file_was_converted_to_is_verified_against_it(t5: Path, tmp_path: Path) -> None:
+    convert(t5, tmp_path / "out")
+    found = verify(tmp_path / "out", original=t5, run_model=False)
+    assert found["verified"] and found["checks"]["replay"] == "passed"
+    other = tools.write(tmp_path / "t5xxl_bf16.safetensors", tools.stored(encoder(seed=1)))
+    assert verify(tmp_path / "out", original=other, run_model=False)["checks"]["replay"] == "failed"
+
+
+def test_certify_and_audit_take_a_file_as_they_take_its_folder(t5: Path, tmp_path: Path) -> None:
+    whole = tiny.save(encoder(), tmp_path / "folder")
+    bounds = [certify(source)["certificate"] for source in (t5, whole)]
+    assert bounds[0] == bounds[1] and not bounds[0]["holds"]
+    runs = [
+        audit(source, regimes=("half",), train_mode=train)["regimes"]
+        for source in (t5, whole)
+        for train in (False, True)
+    ]
+    assert runs[0] == runs[2] and runs[1] == runs[3]
+
+
+def test_stock_code_loads_a_file_as_it_loads_the_folder(umt5: Path, tmp_path: Path) -> None:
+    whole, ids = tiny.save(encoder("umt5-encoder"), tmp_path / "folder"), torch.tensor([[3, 5, 7, 1]])
+    with torch.no_grad():
+        one, other = (load(place, torch.float32)(ids)[0] for place in (open_checkpoint(umt5).folder, whole))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["models_t5_umt5-xxl-enc-bf16.pth", "umt5-xxl-enc-bf16.safetensors"])
+def test_wans_own_names_are_the_same_model(name: str, tmp_path: Path) -> None:
+    source = tools.write(tmp_path / name, tools.stored(tools.as_wan(encoder("umt5-encoder"))))
+    assert convert(source, tmp_path / "out").safe
+    undo(tmp_path / "out", tmp_path / "back")
+    same(tmp_path / "back", encoder("umt5-encoder"))
+    assert verify(tmp_path / "out", original=source, run_model=False)["verified"]
+
+
+def test_the_names_of_wan_and_of_stock_code_are_each_others_inverse() -> None:
+    stock = {n for n in encoder("umt5-encoder").state_dict() if not n.endswith("embed_tokens.weight")}
+    wan = set(tools.as_wan(encoder("umt5-encoder")).state_dict())
+    assert {WAN.to_stock(name) for name in wan} == stock and {WAN.from_stock(name) for name in stock} == wan
+    with pytest.raises(UserError, match=r"no tensor for lm_head\.weight"):
+        WAN.from_stock("lm_head.weight")
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Bad:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"token_embedding.weight": Bad()}, tmp_path / "models_t5_umt5-xxl-enc-bf16.pth")
+    assert main(["certify", str(tmp_path / "models_t5_umt5-xxl-enc-bf16.pth")]) == 2
+    assert "loading it could run code" in one_line(capsys) and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "text_encoders.t5xxl.transformer.",
+        "cond_stage_model.transformer.",
+        "conditioner.embedders.1.model.",
+        "t5xxl.transformer.",
+    ],
+)
+def test_the_encoder_of_a_bundle_is_found_behind_its_prefix(prefix: str, tmp_path: Path) -> None:
+    others = {
+        "model.diffusion_model.joint_blocks.0.x_block.attn.qkv.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+        "first_stage_model.decoder.conv_in.weight": torch.ones(2, 2),
+        "text_encoders.clip_l.transformer.text_model.embeddings.position_ids": torch.arange(4),
+        "text_encoders.clip_l.transformer.text_model.final_layer_norm.weight": torch.ones(3),
+    }
+    source = tools.write(
+        tmp_path / "sd3_medium_incl_clips_t5xxl.safetensors", tools.stored(encoder(), prefix=prefix) | others
+    )
+    opened = open_checkpoint(source)
+    assert f"takes the {len(tools.stored(encoder()))} tensors under {prefix}*" in opened.notes[1]
+    convert(source, tmp_path / "out", run_model=False)
+    undo(tmp_path / "out", tmp_path / "back")
+    same(tmp_path / "back", encoder())
+
+
+def test_of_two_encoders_one_has_to_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = tools.stored(encoder(), prefix="a.") | tools.stored(encoder(seed=1), prefix="b.transformer.")
+    source = tools.write(tmp_path / "two.safetensors", both)
+    assert main(["certify", str(source)]) == 2
+    assert "holds 2 T5 models; name one with --subfolder: a or b.transformer" in one_line(capsys)
+    found = open_checkpoint(source, "b.transformer")
+    assert torch.equal(found.read("shared.weight"), encoder(seed=1).shared.weight.bfloat16())
+    assert found.name == "two.safetensors/b.transformer"
+    assert main(["certify", str(source), "--subfolder", "c"]) == 2
+    assert "no T5 in it under 'c'" in one_line(capsys)
+
+
+def test_a_tokenizer_inside_a_file_comes_out_byte_for_byte_and_is_no_quantised_weight(
+    umt5: Path, tmp_path: Path
+) -> None:
+    convert(umt5, tmp_path / "out", run_model=False)
+    assert (tmp_path / "out/spiece.model").read_bytes() == tools.SPIECE
+    undo(tmp_path / "out", tmp_path / "back")
+    same(tmp_path / "back", encoder("umt5-encoder"))
+
+
+@pytest.mark.parametrize("ending", ["scale_weight", "weight_scale"])
+def test_fp8_is_dequantised_by_its_scales_and_called_fp8(ending: str, tmp_path: Path) -> None:
+    stock = tools.stored(encoder())
+    narrow = tools.in_fp8(stock, ending=ending)
+    opened = open_checkpoint(tools.write(tmp_path / "t5xxl_fp8_e4m3fn_scaled.safetensors", narrow))
+    assert "keep fp8's precision" in opened.notes[-1] and "14 of them with scales" in opened.notes[-1]
+    for name in stock:
+        scale = narrow.get(name.removesuffix("weight") + ending, torch.tensor(1.0))
+        assert torch.equal(opened.read(name), (narrow[name].float() * scale).bfloat16())
+    result = convert(tmp_path / "t5xxl_fp8_e4m3fn_scaled.safetensors", tmp_path / "out", run_model=False)
+    assert list(result.report["source"]["sha256"]) == ["t5xxl_fp8_e4m3fn_scaled.safetensors"]
+    undo(tmp_path / "out", tmp_path / "back")
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert all(torch.equal(back[name], opened.read(name)) for name in stock)
+
+
+def test_fp8_without_scales_is_taken_at_its_word_and_scales_by_block_are_refused(tmp_path: Path) -> None:
+    plain = {n: t.to(torch.float8_e4m3fn) if t.ndim == 2 else t for n, t in tools.stored(encoder(factor=1.0)).items()}
+    opened = open_checkpoint(tools.write(tmp_path / "t5xxl_fp8_e4m3fn.safetensors", plain))
+    assert all(torch.equal(opened.read(name), tensor.bfloat16()) for name, tensor in plain.items())
+    blocks = tools.in_fp8(tools.stored(encoder()), ending="weight_scale")
+    name = "encoder.block.0.layer.0.SelfAttention.q.weight_scale"
+    with pytest.raises(UserError, match="no scale that is known here"):
+        open_checkpoint(tools.write(tmp_path / "blocks.safetensors", blocks | {name: torch.ones(3, 3)}))
+
+
+def test_the_config_is_told_from_names_and_shapes(t5: Path, umt5: Path) -> None:
+    for path, kind, model_type in ((t5, "t5-encoder", "t5"), (umt5, "umt5-encoder", "umt5")):
+        opened, config = open_checkpoint(path), encoder(kind).config
+        assert opened.config["model_type"] == model_type
+        for key in ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "vocab_size", "feed_forward_proj"):
+            assert opened.config[key] == getattr(config, key), key
+        assert opened.notes[0].startswith(f"{path.name}: {described(opened.config)}, told from names and shapes")
+
+
+PUBLISHED = {
+    "t5-v1_1-xxl": ("t5", 32_128, 4096, 64, 64, 10_240, True, "gated-gelu"),
+    "umt5-xxl": ("umt5", 256_384, 4096, 64, 64, 10_240, True, "gated-gelu"),
+    "mt5-xl": ("mt5", 250_112, 2048, 32, 64, 5120, True, "gated-gelu"),
+    "t5-11b": ("t5", 32_128, 1024, 128, 128, 65_536, False, "relu"),
+    "byt5-small": ("t5", 384, 1472, 6, 64, 3584, True, "gated-gelu"),
+    "flan-ul2": ("t5", 32_128, 4096, 16, 256, 16_384, True, "gated-silu"),
+}
+"""Model type, vocabulary, widths and activation of published configs."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_give_the_published_configs(name: str) -> None:
+    kind, vocabulary, width, heads, size, hidden, gated, activation = PUBLISHED[name]
+    shapes: dict[str, tuple[int, ...]] = {"shared.weight": (vocabulary, width)}
+    for i in range(3):
+        at = f"encoder.block.{i}.layer"
+        shapes[f"{at}.0.SelfAttention.q.weight"] = (heads * size, width)
+        if i == 0 or kind == "umt5":
+            shapes[f"{at}.0.SelfAttention.relative_attention_bias.weight"] = (32, heads)
+        shapes[f"{at}.1.DenseReluDense.{'wi_0' if gated else 'wi'}.weight"] = (hidden, width)
+    tensors = {n: TensorInfo(n, "BF16", shape, Path("f"), 0, 0) for n, shape in shapes.items()}
+    config = inferred_config(tensors, "f")
+    found = [
+        config[k] for k in ("model_type", "vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "feed_forward_proj")
+    ]
+    assert found == [kind, vocabulary, width, heads, size, hidden, activation] and config["num_layers"] == 3
+
+
+def test_bias_tables_in_some_blocks_are_neither_t5_nor_umt5(tmp_path: Path) -> None:
+    tensors = tools.stored(encoder("umt5-encoder", num_layers=3))
+    del tensors["encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"]
+    source = tools.write(tmp_path / "umt5.safetensors", tensors)
+    with pytest.raises(UserError, match="2 of 3 blocks have a bias table"):
+        open_checkpoint(source)
+
+
+def test_a_given_config_goes_before_the_inferred_one(t5: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny.save(encoder(), tmp_path / "folder") / "config.json").read_text())
+    # The whole model's, as its publisher has it, for a file of its encoder.
+    config |= {"architectures": ["T5ForConditionalGeneration"], "layer_norm_epsilon": 2.0**-18}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = convert(t5, tmp_path / "out", config=tmp_path / "config.json", run_model=False)
+    eps = json.loads((tmp_path / "out/config.json").read_text())["layer_norm_epsilon"]
+    assert eps == 2.0**-18 * 4.0**result.plan.residual_exponent
+    assert "--config config.json" in result.report["command"]
+    assert open_checkpoint(t5, config=tmp_path / "config.json").notes == ()
+    with pytest.raises(UserError, match="leave out --config"):
+        open_checkpoint(tmp_path / "folder", config=tmp_path / "config.json")
+
+
+def without(*endings: str) -> Any:
+    """Return a change that takes away the tensors whose names end so."""
+    return lambda tensors: {n: t for n, t in tensors.items() if not n.endswith(endings)}
+
+
+def with_vocabulary(size: int) -> Any:
+    """Return a change of the number of rows of the embedding."""
+    return lambda tensors: tensors | {"shared.weight": torch.zeros(size, 24, dtype=torch.bfloat16)}
+
+
+BROKEN = {
+    "no bias table": (without("bias.weight"), "no matrix encoder.block.0.layer.0.SelfAttention.relative"),
+    "UMT5's vocabulary": (with_vocabulary(256_384), "vocabulary of 256384 is UMT5's, but only one block has"),
+    "a block missing": (
+        lambda t: {n.replace("block.1.", "block.2."): v for n, v in t.items()},
+        "block 1 of the encoder",
+    ),
+    "a tensor missing": (without("block.1.layer.1.DenseReluDense.wo.weight"), "wo.weight is missing"),
+    "a stranger": (lambda t: t | {"vision.weight": torch.ones(2)}, "vision.weight is not part of"),
+    "codes": (lambda t: t | {"encoder.x": torch.ones(2, dtype=torch.int8)}, "is I8, quantised"),
+    "no T5": (lambda t: {"model.weight": torch.ones(2)}, "no T5 in it, by its stock names or Wan's"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_a_file_leaves_open_is_one_line_and_nothing_written(
+    name: str, t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, said = BROKEN[name]
+    source = tools.write(tmp_path / "t5.safetensors", change(load_file(t5)))
+    assert main(["convert", str(source), str(tmp_path / "out"), "--no-audit"]) == 2
+    assert said in one_line(capsys) and not (tmp_path / "out").exists()
+
+
+def test_gguf_and_files_that_are_no_weights_are_refused(
+    t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(t5, tmp_path / "t5.gguf")
+    assert main(["certify", str(tmp_path / "t5.gguf")]) == 2 and "GGUF" in one_line(capsys)
+    (tmp_path / "notes.txt").write_text("weights")
+    assert main(["certify", str(tmp_path / "notes.txt")]) == 2 and "is not a folder" in one_line(capsys)
+    assert main(["certify", str(t5), "--config", str(tmp_path / "none.json")]) == 2
+    assert "none.json: No such file" in one_line(capsys)
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the error that was printed, which is one line."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]

@@ -1,0 +1,212 @@
+"""``convert --layout`` writes one file that other tools' own classes load, and ``undo`` brings the source back."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support import tiny, tools
+
+from bf16_to_fp16 import audit, certify, convert, undo
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.errors import UserError
+
+SHAPE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "num_layers": 2}
+
+
+def encoder(kind: str, **changes: Any) -> Any:
+    """Return a small stock encoder with the published models' buckets."""
+    return tiny.build(kind, **SHAPE | changes)
+
+
+IDS = torch.tensor([[5, 9, 2, 77, 1]])
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return an encoder of each kind as ComfyUI keeps it, with UMT5's tokenizer inside."""
+    folder = tmp_path_factory.mktemp("sources")
+    return {
+        "t5": tools.write(folder / "t5xxl_bf16.safetensors", tools.stored(encoder("t5-encoder"))),
+        "umt5": tools.write(
+            folder / "umt5_xxl_bf16.safetensors",
+            tools.stored(encoder("umt5-encoder")) | {"spiece_model": tools.spiece()},
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def files(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what was converted to each layout: the source's kind, the file, and what ``convert`` returned."""
+    folder = tmp_path_factory.mktemp("files")
+    made = {}
+    for layout, kind in (("comfy", "umt5"), ("wan", "umt5"), ("single", "t5")):
+        out = folder / f"{layout}.safetensors"
+        made[layout] = kind, out, convert(sources[kind], out, layout=layout)
+    return made
+
+
+def expected(kind: str) -> torch.Tensor:
+    """Return the last states of the source in fp32."""
+    with torch.no_grad():
+        return encoder(f"{kind}-encoder")(IDS)[0]
+
+
+@pytest.mark.parametrize("layout", ["comfy", "wan"])
+def test_the_tools_own_class_loads_every_key_and_computes_the_source_in_fp16(layout: str, files: Any) -> None:
+    kind, file, result = files[layout]
+    tensors = load_file(file)
+    assert {t.dtype for n, t in tensors.items() if n != "spiece_model"} == {torch.float16}
+    config = encoder("umt5-encoder").config
+    model = tools.Wan(config) if layout == "wan" else tools.Comfy(config, umt5=True)
+    spiece = tensors.pop("spiece_model", None)
+    model.load_state_dict(tensors, strict=True)
+    with torch.no_grad():
+        wide, half = model(IDS), model.half()(IDS).float()
+    wanted, scale = expected(kind), expected(kind).square().mean()
+    # eps is the tool's, which rescaling moves; the rest is exact.
+    assert (wide - wanted).square().mean() / scale < 1e-5
+    assert torch.isfinite(half).all() and (half - wanted).square().mean() / scale < 1e-4
+    assert result.safe and result.report["target"] == "norm-safe"
+    if layout == "comfy":
+        assert spiece is not None and bytes(spiece.tolist()) == tools.SPIECE
+    else:
+        assert spiece is None
+    assert any("that costs a relative squared error of" in note for note in result.notes)
+
+
+def test_the_source_is_lost_in_the_same_class(sources: Any) -> None:
+    tensors = load_file(sources["umt5"])
+    tensors.pop("spiece_model")
+    model = tools.Comfy(encoder("umt5-encoder").config, umt5=True)
+    model.load_state_dict(tensors)
+    with torch.no_grad():
+        # Squares are inf in fp16, so that every norm gives 0.
+        assert not model.half()(IDS).any()
+
+
+@pytest.mark.parametrize("layout", ["comfy", "wan", "single"])
+def test_undo_of_a_file_gives_the_source_back_bit_for_bit(
+    layout: str, files: Any, sources: Any, tmp_path: Path
+) -> None:
+    kind, file, _ = files[layout]
+    undo(file, tmp_path / "back.safetensors")
+    back, source = load_file(tmp_path / "back.safetensors"), load_file(sources[kind])
+    if layout == "wan":
+        source = tools.stored(tools.as_wan(encoder("umt5-encoder")))
+        # Wan's tools have a tokenizer of their own.
+    assert set(back) == set(source)
+    assert all(torch.equal(back[n].view(torch.uint8), source[n].view(torch.uint8)) for n in source)
+    undo(file, tmp_path / "folder")
+    config = json.loads((tmp_path / "folder/config.json").read_text())
+    assert config["layer_norm_epsilon"] == 1e-6 and config["torch_dtype"] == "bfloat16"
+    stock = load_file(tmp_path / "folder/model.safetensors")
+    wanted = tools.stored(encoder(f"{kind}-encoder"))
+    assert all(torch.equal(stock[n].view(torch.uint8), wanted[n].view(torch.uint8)) for n in wanted)
+
+
+def test_a_files_metadata_say_where_it_is_from_and_how_it_was_judged(files: Any, sources: Any) -> None:
+    kind, file, result = files["comfy"]
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    said = json.loads(metadata["bf16_to_fp16"])
+    assert said["source"]["path"] == sources[kind].name
+    assert said["source"]["sha256"] == {sources[kind].name: sha256(sources[kind].read_bytes()).hexdigest()}
+    assert said["verdict"] == "safe" and said["tiers"]["norm-fp16"]["holds"] and said["layout"] == "comfy"
+    assert 0 < said["drift_of_eps"] < 1e-5
+    assert said["command"].endswith("comfy.safetensors --target norm-safe --layout comfy")
+    back = json.loads(zlib.decompress(base64.b64decode(metadata["bf16_to_fp16.undo"])))
+    assert back["plan"]["residual_exponent"] == result.plan.residual_exponent == said["residual_exponent"] < 0
+    entry = result.report["output"]["files"][0]
+    assert entry == {"name": file.name, "nbytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
+
+
+def test_a_file_holds_what_the_folder_holds_and_is_itself_a_source(files: Any, sources: Any, tmp_path: Path) -> None:
+    kind, file, _ = files["single"]
+    convert(sources[kind], tmp_path / "out")
+    one, other = load_file(file), load_file(tmp_path / "out/model.safetensors")
+    assert set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
+    # With the eps that its config inside says, not the published one.
+    eps = json.loads((tmp_path / "out/config.json").read_text())["layer_norm_epsilon"]
+    assert open_checkpoint(file).config["layer_norm_epsilon"] == eps != 1e-6
+    assert certify(file)["certificate"] == certify(tmp_path / "out")["certificate"]
+    assert audit(file, regimes=("half",))["verdict"] == "safe"
+
+
+def test_shards_become_one_file(tmp_path: Path) -> None:
+    source = tiny.save(encoder("t5-encoder"), tmp_path / "source", max_shard_size="10KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 2
+    convert(source, tmp_path / "out.safetensors", layout="single", run_model=False)
+    assert set(load_file(tmp_path / "out.safetensors")) == set(tools.stored(encoder("t5-encoder")))
+
+
+def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out.safetensors"
+    assert main(["convert", str(sources["umt5"]), str(out), "--layout", "comfy", "--no-audit"]) in (0, 1)
+    said = capsys.readouterr().out
+    assert "ComfyUI has 1e-06 for eps whatever the file says, where this needs" in said and f"written: {out}" in said
+    assert main(["undo", str(out), str(tmp_path / "back.safetensors")]) == 0
+    assert "the source's weights, all of them bit for bit" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back.safetensors", "out.safetensors"]
+
+
+def test_umt5_without_its_tokenizer_is_told_so(tmp_path: Path) -> None:
+    source = tools.write(tmp_path / "umt5.safetensors", tools.stored(encoder("umt5-encoder")))
+    result = convert(source, tmp_path / "out.safetensors", layout="comfy", run_model=False)
+    assert any("ComfyUI takes UMT5's tokenizer from the weights" in note for note in result.notes)
+
+
+REFUSED = {
+    "a decoder": ("gated", ["--layout", "comfy"], "ComfyUI reads encoders alone"),
+    "no UMT5": ("t5-encoder", ["--layout", "wan"], "Wan's T5 is UMT5's encoder"),
+    "shards": (
+        "t5-encoder",
+        ["--layout", "single", "--max-shard-size", "5GB"],
+        "leave out either it or --max-shard-size",
+    ),
+    "upload": ("t5-encoder", ["--layout", "single", "--push-to", "me/x"], "leave it out with --finetune and --push-to"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_tool_cannot_read_is_refused_before_the_work(name: str, tmp_path: Path, capsys: Any) -> None:
+    kind, options, said = REFUSED[name]
+    source = tiny.save(encoder(kind), tmp_path / "source")
+    capsys.readouterr()
+    assert main(["convert", str(source), str(tmp_path / "out.safetensors"), *options]) == 2
+    assert said in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_file_is_replaced_only_when_asked_and_never_the_source(sources: Any, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "out.safetensors").write_text("kept")
+    ask = ["convert", str(sources["t5"]), str(tmp_path / "out.safetensors"), "--layout", "single", "--no-audit"]
+    assert main(ask) == 2 and "give --force to replace it" in capsys.readouterr().err
+    assert (tmp_path / "out.safetensors").read_text() == "kept"
+    assert main([*ask, "--force"]) in (0, 1) and load_file(tmp_path / "out.safetensors")
+    assert main(["convert", str(sources["t5"]), str(sources["t5"]), "--layout", "single", "--force"]) == 2
+    assert "is the source" in capsys.readouterr().err
+    assert main(["convert", str(sources["t5"]), str(tmp_path / "out"), "--layout", "single"]) == 2
+    assert "ends in .safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["not base64!", base64.b64encode(zlib.compress(b"{}")).decode(), "cut short", ""])
+def test_a_file_whose_way_back_is_missing_or_damaged_is_refused(damage: str, files: Any, tmp_path: Path) -> None:
+    with safe_open(files["single"][1], framework="pt") as opened:
+        metadata = opened.metadata()
+    whole = base64.b64decode(metadata["bf16_to_fp16.undo"])
+    metadata["bf16_to_fp16.undo"] = base64.b64encode(whole[:-2]).decode() if damage == "cut short" else damage
+    if not damage:
+        del metadata["bf16_to_fp16.undo"]
+    save_file(load_file(files["single"][1]), tmp_path / "x.safetensors", metadata=metadata)
+    with pytest.raises(UserError, match="damaged" if damage else "has no plan in its metadata"):
+        undo(tmp_path / "x.safetensors", tmp_path / "back.safetensors")
+    assert not (tmp_path / "back.safetensors").exists()
