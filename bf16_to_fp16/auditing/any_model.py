@@ -7,6 +7,7 @@ conversion, a choice of ids by the weights, and a walk over the files; each regi
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -17,11 +18,12 @@ import torch
 
 from ..errors import UserError
 from ..families.known import architectures
+from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
 from ..run import probe
 from ..run.probe import Batch
 from ..run.stock import any_config, from_files
-from .regimes import DTYPES, RegimeResult, audit_model, beside_fp32, check_names
+from .regimes import DTYPES, RegimeResult, SiteResult, audit_model, beside_fp32, check_names
 
 
 @dataclass(frozen=True)
@@ -125,20 +127,44 @@ def audit_any(
             if advance is not None:
                 advance(before + done, len(regimes) * share)
 
-        results[regime] = audit_model(
-            model.load(DTYPES[regime], half=regime == "half").to(place),
-            inputs,
-            regime=regime,
-            attention=model.attention,
-            train_mode=train_mode,
-            advance=step,
-            seed=seed,
+        loaded = model.load(DTYPES[regime], half=regime == "half").to(place)
+        seen = audit_model(
+            loaded, inputs, regime=regime, attention=model.attention, train_mode=train_mode, advance=step, seed=seed
         )
+        results[regime] = with_lost_weights(seen, loaded)
 
     def in_fp32() -> dict[str, float]:
-        found = audit_model(
-            model.load(torch.float32).to(place), inputs, regime="fp32", attention=model.attention[:1], seed=seed
-        )
-        return {site.name: site.amax for site in found.sites}
+        loaded = model.load(torch.float32).to(place)
+        found = audit_model(loaded, inputs, regime="fp32", attention=model.attention[:1], seed=seed)
+        weights = {_site_of(name): float(p.detach().abs().max()) for name, p in loaded.named_parameters() if p.numel()}
+        return weights | {site.name: site.amax for site in found.sites}
 
     return beside_fp32(results, frozenset(), in_fp32)
+
+
+def with_lost_weights(result: RegimeResult, model: Any) -> RegimeResult:
+    """Return the result with a site for every weight that is not finite in the dtypes of ``model``, first of all.
+
+    No input need have met it: of a large vocabulary a probe draws a few rows, and the others are in the model as well.
+    """
+    seen = {site.name for site in result.sites}
+    lost = [
+        SiteResult(_site_of(name), math.inf, FP16_MAX, -math.inf, count, 0, None, str(p.dtype).removeprefix("torch."))
+        for name, p in model.named_parameters()
+        if _site_of(name) not in seen and (count := int((~p.detach().isfinite()).sum()))
+    ]
+    if not lost:
+        return result
+    return replace(
+        result,
+        sites=(*lost, *result.sites),
+        nonfinite=result.nonfinite + sum(site.nonfinite for site in lost),
+        amax=math.inf,
+        headroom_bits=-math.inf,
+    )
+
+
+def _site_of(parameter: str) -> str:
+    """The name of a weight as a site: its module's path, and its own name behind a colon."""
+    path, _, name = parameter.rpartition(".")
+    return f"{path}:{name}"

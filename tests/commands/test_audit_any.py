@@ -63,6 +63,20 @@ def test_one_that_fits_is_safe_and_an_encoder_decoder_runs_both_sides(tmp_path: 
     assert {"encoder", "decoder"} <= names
 
 
+def test_a_weight_past_fp16s_range_is_unsafe_though_no_input_met_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=60_000, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=False)
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        model.transformer.wte.weight[43_210, 3] = -1e5
+    model.save_pretrained(tmp_path / "m")
+    report = audit(tmp_path / "m", regimes=("amp", "half"), attention=("eager",))
+    (lost,) = report["unsafe"]
+    assert (report["verdict"], lost["signal"], lost["regimes"]) == ("unsafe", "transformer.wte:weight", ["half"])
+    half, amp = report["regimes"]["half"], report["regimes"]["amp"]
+    assert (half["nonfinite"], half["sites"][0]["fp32"], amp["nonfinite"]) == (1, 1e5, 0)
+
+
 def test_a_head_that_no_family_has_is_audited(tmp_path: Path) -> None:
     config = transformers.T5Config(vocab_size=97, d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2)
     transformers.T5ForTokenClassification(config).save_pretrained(tmp_path / "m")
