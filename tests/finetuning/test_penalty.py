@@ -576,6 +576,25 @@ def test_a_look_ahead_keeps_no_graph_counts_nothing_and_comes_before_all_calls()
     assert not free.pulls
 
 
+@pytest.mark.parametrize(("low", "counts"), [(0.45, False), (0.55, True)])
+def test_a_token_more_than_a_bit_inside_counts_neither_in_a_large_batch_nor_in_a_call(low: float, counts: bool) -> None:
+    model, totals = Scaled(torch.ones(2, requires_grad=True)), []
+    rows = torch.tensor([[[2.0]], [[low]]])
+    for calls in ([rows], list(rows)):
+        with ActivationPenalty(
+            model, targets={"model:mul": 1.0}, weight=1.0, form="smooth-max", accumulation=len(calls)
+        ) as penalty:
+            for call in calls if len(calls) > 1 else ():
+                with penalty.look_ahead():
+                    model(call)
+            found = []
+            for call in calls:
+                model(call)
+                found.append(float(penalty()))
+            totals.append(sum(found) / len(calls))
+    assert totals == pytest.approx([math.log2(2.0**4 + counts * low**4) / 4] * 2, rel=1e-6)
+
+
 class Unwatched(nn.Module):
     """A block that measures its input without gradients before it scales it, as routers do."""
 
