@@ -7,6 +7,7 @@ conversion, a choice of ids by the weights, and a walk over the files; each regi
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -17,23 +18,29 @@ import torch
 
 from ..errors import UserError
 from ..families.known import architectures
+from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
 from ..run import probe
 from ..run.probe import Batch
 from ..run.stock import any_config, from_files
-from .regimes import DTYPES, RegimeResult, audit_model, beside_fp32, check_names
+from .regimes import DTYPES, RegimeResult, SiteResult, audit_model, beside_fp32, check_names
+
+# Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
+_OF_ROWS = "ForSequenceClassification"
 
 
 @dataclass(frozen=True)
 class AnyModel:
     """A checkpoint whose class belongs to no family: its folder, the name of the class, the configuration with which
-    inputs are made, the attentions that the class has, and whether it can generate."""
+    inputs are made, the attentions that the class has, whether it can generate, and whether it reads its result where a
+    row has its one end token."""
 
     folder: Path
     name: str
     config: Any
     attention: tuple[str, ...]
     generates: bool
+    ends: bool = False
 
     def load(self, dtype: torch.dtype, *, half: bool = False) -> Any:
         """Return the model in eval mode on the CPU; ``half``: every parameter cast to fp16.
@@ -68,12 +75,16 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
             " checkpoint is not run; install the version that has it"
         )
     kind: Any = found
+    if kind.main_input_name != "input_ids":
+        raise UserError(f"{names[0]} takes {kind.main_input_name}, and the audit runs token ids; give a model of text")
     text = config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise UserError(f"{folder}/config.json: no vocab_size, and the audit runs token ids; give a model of text")
     inputs = copy(text)
     inputs.architectures = names[:1]
-    inputs.is_encoder_decoder = "decoder_input_ids" in inspect.signature(kind.forward).parameters
+    # A classifier of whole rows gives its decoder what the encoder has.
+    decodes = "decoder_input_ids" in inspect.signature(kind.forward).parameters
+    inputs.is_encoder_decoder = decodes and not names[0].endswith(_OF_ROWS)
     lacking = [name for name in attention if name == "sdpa" and not kind._supports_sdpa]
     kept = tuple(name for name in attention if name not in lacking)
     if not kept:
@@ -82,8 +93,9 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
         progress.say(f"{names[0]} has no sdpa attention: eager only")
     # A decoder beside an encoder needs to be told with what to begin.
     starts = [getattr(text, key, None) for key in ("decoder_start_token_id", "bos_token_id")]
-    begins = not inputs.is_encoder_decoder or any(start is not None for start in starts)
-    return AnyModel(folder, names[0], inputs, kept, begins and kind.can_generate())
+    begins = not decodes or any(start is not None for start in starts)
+    ends = decodes and not inputs.is_encoder_decoder
+    return AnyModel(folder, names[0], inputs, kept, begins and kind.can_generate(), ends)
 
 
 def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
@@ -96,9 +108,20 @@ def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = Fa
     if data is not None:
         made += probe.batches(model.config, model.folder, data, seed=seed)
     forwards = [replace(batch, head=True) for batch in made if not batch.generate]
+    if model.ends:
+        forwards = [_ended(batch, model.config.eos_token_id) for batch in forwards]
     if not model.generates:
         return forwards
     return [*forwards, probe.generation(forwards[0])]
+
+
+def _ended(batch: Batch, end: int) -> Batch:
+    """The batch with the end token in the last place of every row that is not padding, and nowhere else."""
+    ids = batch.input_ids.clone()
+    ids[ids == end] = end - 1 if end else 1
+    places = torch.arange(ids.shape[1]) * batch.attention_mask
+    ids[torch.arange(len(ids)), places.amax(1)] = end
+    return replace(batch, input_ids=ids)
 
 
 def audit_any(
@@ -125,20 +148,44 @@ def audit_any(
             if advance is not None:
                 advance(before + done, len(regimes) * share)
 
-        results[regime] = audit_model(
-            model.load(DTYPES[regime], half=regime == "half").to(place),
-            inputs,
-            regime=regime,
-            attention=model.attention,
-            train_mode=train_mode,
-            advance=step,
-            seed=seed,
+        loaded = model.load(DTYPES[regime], half=regime == "half").to(place)
+        seen = audit_model(
+            loaded, inputs, regime=regime, attention=model.attention, train_mode=train_mode, advance=step, seed=seed
         )
+        results[regime] = with_lost_weights(seen, loaded)
 
     def in_fp32() -> dict[str, float]:
-        found = audit_model(
-            model.load(torch.float32).to(place), inputs, regime="fp32", attention=model.attention[:1], seed=seed
-        )
-        return {site.name: site.amax for site in found.sites}
+        loaded = model.load(torch.float32).to(place)
+        found = audit_model(loaded, inputs, regime="fp32", attention=model.attention[:1], seed=seed)
+        weights = {_site_of(name): float(p.detach().abs().max()) for name, p in loaded.named_parameters() if p.numel()}
+        return weights | {site.name: site.amax for site in found.sites}
 
     return beside_fp32(results, frozenset(), in_fp32)
+
+
+def with_lost_weights(result: RegimeResult, model: Any) -> RegimeResult:
+    """Return the result with a site for every weight that is not finite in the dtypes of ``model``, first of all.
+
+    No input need have met it: of a large vocabulary a probe draws a few rows, and the others are in the model as well.
+    """
+    seen = {site.name for site in result.sites}
+    lost = [
+        SiteResult(_site_of(name), math.inf, FP16_MAX, -math.inf, count, 0, None, str(p.dtype).removeprefix("torch."))
+        for name, p in model.named_parameters()
+        if _site_of(name) not in seen and (count := int((~p.detach().isfinite()).sum()))
+    ]
+    if not lost:
+        return result
+    return replace(
+        result,
+        sites=(*lost, *result.sites),
+        nonfinite=result.nonfinite + sum(site.nonfinite for site in lost),
+        amax=math.inf,
+        headroom_bits=-math.inf,
+    )
+
+
+def _site_of(parameter: str) -> str:
+    """The name of a weight as a site: its module's path, and its own name behind a colon."""
+    path, _, name = parameter.rpartition(".")
+    return f"{path}:{name}"

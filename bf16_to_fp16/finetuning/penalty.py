@@ -276,7 +276,12 @@ class ActivationPenalty:
                 self._ahead_shares = self._shares(self._gather(ahead))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit."""
+        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit.
+
+        Raises ``UserError`` in a step that was looked ahead: what its calls share is not kept.
+        """
+        if self._ahead or self._ahead_shares:
+            raise UserError("a step that was looked ahead is under way; take the state between two steps")
         return {
             "order": list(self._order),
             "weights": dict(self._weights),

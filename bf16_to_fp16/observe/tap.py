@@ -94,6 +94,9 @@ _BELOW = {
 _WRAPPING = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
+_SET_GRAD_ENABLED = torch._C._set_grad_enabled
+
+
 _COMPILED = "a compiled model hides its operations; use the model without torch.compile"
 
 
@@ -140,6 +143,8 @@ class _TapMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
+        if func is _SET_GRAD_ENABLED:
+            self.tap._follow_no_grad()
         call = self.tap._call
         if call is not None:
             self.tap._look(call, func, args, kwargs, out)
@@ -186,7 +191,9 @@ class Tap:
         self.only = only
         self.glance = glance
         self.without_gradients = False
-        """Whether a forward without gradients is tapped as well."""
+        """Whether a forward without gradients is tapped as well; what it runs under a ``no_grad`` of its own is not, so
+        that sites have the same names as in one with gradients."""
+        self._inner_no_grads = 0
         self._mode = _TapMode(self)
         self._names: dict[str, dict[tuple[str, int], str | None]] = {}
         self._functions: dict[Any, _Function] = {}
@@ -221,7 +228,9 @@ class Tap:
             outer = stack[-1] if stack else None
             # Inside a node of the backward the forward runs only to be recomputed.
             tapped = torch._C._current_autograd_node() is None and not self._handing_over
-            if tapped and not torch.is_grad_enabled() and not self.without_gradients:
+            if outer is None:
+                self._inner_no_grads = 0
+            if tapped and self._hides_gradients():
                 if (outer is None or outer.tapped) and _is_called_by("CheckpointFunction.forward"):
                     raise UserError(
                         "reentrant gradient checkpointing hides the gradient of every site;"
@@ -272,6 +281,19 @@ class Tap:
         self._stack.clear()
         self._call = None
 
+    def _hides_gradients(self) -> bool:
+        """Whether what runs now has no gradients in the forward that is tapped, or stands for one without."""
+        return not torch.is_grad_enabled() and (not self.without_gradients or self._inner_no_grads > 0)
+
+    def _follow_no_grad(self) -> None:
+        """Count the ``no_grad`` blocks of a forward in which gradients are off already: their flag says nothing."""
+        if not self.without_gradients:
+            return
+        if _is_called_by("no_grad.__enter__"):
+            self._inner_no_grads += 1
+        elif _is_called_by("no_grad.__exit__"):
+            self._inner_no_grads = max(0, self._inner_no_grads - 1)
+
     def _look(self, call: _Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         if isinstance(out, Tensor):
             if out.is_floating_point():
@@ -301,7 +323,7 @@ class Tap:
             return
         # What a wrapper does without gradients is no part of the forward: ZeRO-3 gathers weights, and detaches what
         # enters a module, masks too, in an autograd function of its own.
-        if not torch.is_grad_enabled() and not self.without_gradients:
+        if self._hides_gradients():
             return
         if function.inplace:
             forget_origin(out)

@@ -11,8 +11,10 @@ import torch
 import transformers
 
 from bf16_to_fp16 import audit, cli
+from bf16_to_fp16.auditing.any_model import open_any
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.progress import Progress
 
 SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 24, "intermediate_size": 32}
 
@@ -63,12 +65,49 @@ def test_one_that_fits_is_safe_and_an_encoder_decoder_runs_both_sides(tmp_path: 
     assert {"encoder", "decoder"} <= names
 
 
+def test_a_weight_past_fp16s_range_is_unsafe_though_no_input_met_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=60_000, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=False)
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        model.transformer.wte.weight[43_210, 3] = -1e5
+    model.save_pretrained(tmp_path / "m")
+    report = audit(tmp_path / "m", regimes=("amp", "half"), attention=("eager",))
+    (lost,) = report["unsafe"]
+    assert (report["verdict"], lost["signal"], lost["regimes"]) == ("unsafe", "transformer.wte:weight", ["half"])
+    half, amp = report["regimes"]["half"], report["regimes"]["amp"]
+    assert (half["nonfinite"], half["sites"][0]["fp32"], amp["nonfinite"]) == (1, 1e5, 0)
+
+
 def test_a_head_that_no_family_has_is_audited(tmp_path: Path) -> None:
     config = transformers.T5Config(vocab_size=97, d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2)
     transformers.T5ForTokenClassification(config).save_pretrained(tmp_path / "m")
     report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
     assert any(site["name"] == "classifier" for site in report["regimes"]["half"]["sites"])
     assert report["family"] == "T5ForTokenClassification"  # no family of the package
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_classifier_of_rows_has_one_end_token_in_each(tmp_path: Path, end: int) -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=97, d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2)
+    config.eos_token_id, config.pad_token_id, config.decoder_start_token_id = end, 1 - end, 1 - end
+    model = transformers.T5ForSequenceClassification(config)
+    with torch.no_grad():
+        model.classification_head.out_proj.bias.fill_(7e4)
+    model.save_pretrained(tmp_path / "m")
+    report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
+    assert report["verdict"] == "unsafe"
+    assert "classification_head.out_proj" in {entry["signal"].partition(":")[0] for entry in report["unsafe"]}
+    names = {site["name"].split(".")[1] for site in report["regimes"]["half"]["sites"] if site["name"].count(".") > 1}
+    assert {"encoder", "decoder"} <= names
+
+
+def test_a_model_of_sound_is_refused_by_its_name(tmp_path: Path) -> None:
+    config = transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"])
+    config.save_pretrained(tmp_path / "m")
+    with pytest.raises(UserError, match="takes input_features, and the audit runs token ids"):
+        open_any(tmp_path / "m", ("eager",), Progress())
 
 
 def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -576,6 +576,68 @@ def test_a_look_ahead_keeps_no_graph_counts_nothing_and_comes_before_all_calls()
     assert not free.pulls
 
 
+@pytest.mark.parametrize(("low", "counts"), [(0.45, False), (0.55, True)])
+def test_a_token_more_than_a_bit_inside_counts_neither_in_a_large_batch_nor_in_a_call(low: float, counts: bool) -> None:
+    model, totals = Scaled(torch.ones(2, requires_grad=True)), []
+    rows = torch.tensor([[[2.0]], [[low]]])
+    for calls in ([rows], list(rows)):
+        with ActivationPenalty(
+            model, targets={"model:mul": 1.0}, weight=1.0, form="smooth-max", accumulation=len(calls)
+        ) as penalty:
+            for call in calls if len(calls) > 1 else ():
+                with penalty.look_ahead():
+                    model(call)
+            found = []
+            for call in calls:
+                model(call)
+                found.append(float(penalty()))
+            totals.append(sum(found) / len(calls))
+    assert totals == pytest.approx([math.log2(2.0**4 + counts * low**4) / 4] * 2, rel=1e-6)
+
+
+class Unwatched(nn.Module):
+    """A block that measures its input without gradients before it scales it, as routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factor = nn.Identity(), nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.inner((5.0 - x) * 1000.0)
+        return x * self.factor
+
+
+def test_a_look_ahead_gives_sites_the_names_that_they_have_with_gradients() -> None:
+    """What a model runs without gradients of its own is no site, and does not number those behind it anew."""
+    model = Unwatched()
+    with ActivationPenalty(model, headroom_bits=15.0, weight=1.0, accumulation=2) as penalty:
+        for amax in (1.0, 4.0):
+            with penalty.look_ahead():
+                model(torch.tensor(amax))
+        totals = []
+        for amax in (1.0, 4.0):
+            model(torch.tensor(amax))
+            totals.append(penalty())
+    assert {site: seen.amax for site, seen in penalty.observations().items()} == {"model:mul": 12.0}
+    assert [float(total) for total in totals] == pytest.approx([math.log2(12.0 * 2**15 / FP16_MAX)] * 2)
+    assert not totals[0].requires_grad and totals[1].requires_grad
+
+
+def test_no_state_is_taken_in_the_middle_of_a_step_that_was_looked_ahead() -> None:
+    model = Scaled(torch.ones(2, requires_grad=True))
+    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
+        for amax in (4.0, 16.0):
+            with penalty.look_ahead():
+                model(torch.tensor(amax))
+            with pytest.raises(UserError, match="between two steps"):
+                penalty.state_dict()
+        for amax in (4.0, 16.0):
+            model(torch.tensor(amax))
+            penalty()
+        assert penalty.state_dict()["calls"] == 0
+
+
 def test_a_dropped_step_leaves_no_trace() -> None:
     model = Scaled(torch.ones(2, requires_grad=True))
     with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
