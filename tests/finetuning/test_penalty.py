@@ -638,6 +638,33 @@ def test_no_state_is_taken_in_the_middle_of_a_step_that_was_looked_ahead() -> No
         assert penalty.state_dict()["calls"] == 0
 
 
+def test_a_loaded_state_forgets_what_was_looked_ahead() -> None:
+    model = Scaled(torch.ones(2, requires_grad=True))
+    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
+        before = penalty.state_dict()
+        for amax in (4.0, 16.0):
+            with penalty.look_ahead():
+                model(torch.tensor(amax))
+        penalty.load_state_dict(before)
+        model(torch.tensor(4.0))
+        assert float(penalty()) == 2.0
+
+
+def test_on_a_device_that_waits_a_look_ahead_finds_what_was_far_inside_in_the_step_before() -> None:
+    model = Scaled(torch.ones(2, requires_grad=True))
+    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
+        penalty._waits = lambda x: True
+        for step in ((0.1, 0.1), (4.0, 16.0)):
+            for amax in step:
+                with penalty.look_ahead():
+                    model(torch.tensor(amax))
+            totals = []
+            for amax in step:
+                model(torch.tensor(amax))
+                totals.append(penalty())
+    assert [float(total) for total in totals] == [4.0, 4.0] and totals[1].requires_grad
+
+
 def test_a_dropped_step_leaves_no_trace() -> None:
     model = Scaled(torch.ones(2, requires_grad=True))
     with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
