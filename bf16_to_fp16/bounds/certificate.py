@@ -539,7 +539,6 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
     return ChannelRange(pair[0].float(), pair[1].float(), 1)
 
 
-@full_precision()
 def check_bounded(layout: Layout) -> None:
     """Raise UserError for what has no bound whatever the weights are: a norm eps of next to nothing, or an activation
     that is not known."""
@@ -555,6 +554,7 @@ def check_bounded(layout: Layout) -> None:
             )
 
 
+@full_precision()
 def bound(
     layout: Layout,
     weights: TensorReader,

@@ -1077,7 +1077,7 @@ def test_the_target_train_holds_gates_under_the_limit_of_the_cubes_derivative() 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(["--max-length", "0"], "positions"), (["--max-length", "x"], "integer"), (["--target", "none"], "half")],
+    [(["--max-length", "0"], "range"), (["--max-length", "x"], "integer"), (["--target", "none"], "half")],
 )
 def test_bad_options_get_one_line(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", str(DEMO / "t5-gated-bytes"), *arguments]) == 2
