@@ -6,8 +6,6 @@ A small Gemma 3 with random weights whose residual stream overflows fp16, as the
 every activation fits. Its stream is what `bf16-to-fp16 audit` names first.
 """
 
-from __future__ import annotations
-
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -41,7 +39,7 @@ def main() -> None:
     model = overflowing().train()
     large = model.model.layers[-1].post_feedforward_layernorm.weight
     others = [p for p in model.parameters() if p is not large]
-    # A gain of 100,000 needs steps of its own size.
+    # A gain of 100,000 needs steps of its size.
     optimizer = torch.optim.AdamW([{"params": [large], "lr": 5e3}, {"params": others, "lr": 1e-3}], weight_decay=0.0)
     ids = torch.arange(4 * 32).reshape(4, 32) * 7 % 256
     with ActivationPenalty(model, headroom_bits=HEADROOM_BITS) as penalty:

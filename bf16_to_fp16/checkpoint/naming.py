@@ -33,6 +33,14 @@ WAN_NAMES = (
 """Stock names and Wan's, ``{i}`` for a block's number."""
 
 
+WAN_MODELS = {"umt5": "UMT5"}
+"""Model types, with their titles, whose gated encoders Wan's code has a class for."""
+
+
+TOKENIZER_WITH_WEIGHTS = ("umt5",)
+"""Model types of which ComfyUI takes the tokenizer from the file of the weights."""
+
+
 @dataclass(frozen=True)
 class Naming:
     """A way to name the tensors of a T5: ``pairs`` of the stock name and this one's, none where all are stock.

@@ -98,7 +98,7 @@ def audit(
                 seed=seed,
             ),
         )
-    observed = observation(checkpoint, asked, results, inputs, on)
+    observed = observation(checkpoint, asked, results, inputs)
     proven: dict[str, Any] = {}
     if converted or attack_steps is not None:
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
@@ -114,6 +114,7 @@ def audit(
         unsafe=[*unsafe_sites(observed["regimes"], converted=converted), *found],
         next="" if safe else going_on_from(shown_in_a_command(source), observed["regimes"], converted, subfolder),
         **proven,
+        environment=Environment.model_validate(on.environment()),
     )
     return dump(report)
 
@@ -131,7 +132,7 @@ class Asked:
 
 
 def observation(
-    checkpoint: Checkpoint, asked: Asked, results: Mapping[str, RegimeResult], inputs: Sequence[Batch], on: Device
+    checkpoint: Checkpoint, asked: Asked, results: Mapping[str, RegimeResult], inputs: Sequence[Batch]
 ) -> dict[str, Any]:
     """Return what every audit reports: what was run, on what, and what it showed."""
     return {
@@ -140,7 +141,6 @@ def observation(
         "attention": list(asked.attention),
         "inputs": Inputs.model_validate(probe.describe_batches(inputs, seed=asked.seed, data=asked.data)),
         "regimes": regimes_of(results),
-        "environment": Environment.model_validate(on.environment()),
     }
 
 
@@ -164,7 +164,7 @@ def audited_without_family(checkpoint: Checkpoint, asked: Asked, on: Device, pro
                 seed=asked.seed,
             ),
         )
-    observed = observation(checkpoint, replace(asked, attention=model.attention), results, inputs, on)
+    observed = observation(checkpoint, replace(asked, attention=model.attention), results, inputs)
     said = verdict(results)
     return Report(
         schema=SCHEMA,
@@ -174,6 +174,7 @@ def audited_without_family(checkpoint: Checkpoint, asked: Asked, on: Device, pro
         **observed,
         unsafe=unsafe_sites(observed["regimes"], convertible=False),
         next="" if said == "safe" else NO_FAMILY,
+        environment=Environment.model_validate(on.environment()),
     )
 
 

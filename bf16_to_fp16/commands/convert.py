@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import is_converted, records, sha256_of, write_json
 from ..checkpoint.formats import read_json
+from ..checkpoint.naming import TOKENIZER_WITH_WEIGHTS
 from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS, check_out_file, metadata_of, pack, put_file_in_place
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import WEIGHTS
@@ -222,7 +223,7 @@ def convert_to_file(
 
 def needs_tokenizer(config: Mapping[str, Any], file: Path | None = None) -> bool:
     """Return whether ComfyUI takes a model's tokenizer from its weights (UMT5), and if a file is given, can have it."""
-    return config.get("model_type") == "umt5" and (file is None or file.is_file())
+    return config.get("model_type") in TOKENIZER_WITH_WEIGHTS and (file is None or file.is_file())
 
 
 def for_the_tool(report: Report, layout: str, drift: float | None, *, missing: bool) -> tuple[str, ...]:
@@ -232,7 +233,7 @@ def for_the_tool(report: Report, layout: str, drift: float | None, *, missing: b
     """
     eps = report.plan.eps if report.plan is not None else None
     if layout not in TOOLS:
-        return () if eps is None else (f"to be loaded with layer_norm_epsilon {eps!r} in its config",)
+        return () if eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
     tool, notes = TOOLS[layout], []
     fixed = f"{tool} has {TOOL_EPS:g} for eps whatever the file says"
     if drift is not None:
@@ -249,8 +250,8 @@ def for_the_tool(report: Report, layout: str, drift: float | None, *, missing: b
         )
     if layout == "comfy" and missing:
         notes.append(
-            "ComfyUI takes UMT5's tokenizer from the weights, and the source has none (spiece.model, or spiece_model in"
-            " a file); convert a source that has it"
+            "ComfyUI takes this model's tokenizer from the weights, and the source has none (spiece.model, or"
+            " spiece_model in a file); convert a source that has it"
         )
     return tuple(notes)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.certificate import TARGETS
 from ..bounds.tiers import TIERS
+from ..checkpoint.naming import WAN_MODELS
 from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.reader import Checkpoint, own_name
 from ..checkpoint.staging import check_out
@@ -95,8 +96,11 @@ class Options:
             raise UserError(
                 f"{where}: {TOOLS[self.layout]} reads encoders alone; give the encoder, or choose --layout single"
             )
-        if self.layout == "wan" and (layout.family.model_type != "umt5" or not layout.gates):
-            raise UserError(f"{where}: Wan's T5 is UMT5's encoder; for {layout.family.title} choose --layout comfy")
+        if self.layout == "wan" and (layout.family.model_type not in WAN_MODELS or not layout.gates):
+            reads = " or ".join(WAN_MODELS.values())
+            raise UserError(
+                f"{where}: Wan reads the encoder of {reads}; for {layout.family.title} choose --layout comfy"
+            )
         if layout.eps != TOOL_EPS:
             raise UserError(f"{where}: {TOOLS[self.layout]} has {TOOL_EPS:g} for eps, and the config {layout.eps:g}")
 

@@ -146,7 +146,7 @@ def render(report: Report) -> str:
         pictures=pictures(report.signals, report.family),
         series=SERIES,
         largest=largest_signals(report.signals),
-        audited=audit_pictures(regimes[widest].sites) if widest and not report.signals else (),
+        audited=audit_pictures(regimes[widest].sites) if widest and not report.signals and not certificate else (),
         audited_regime=widest,
         audit_series=BLOCKS,
         attentions=attentions_run(report.attention),

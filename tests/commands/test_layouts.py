@@ -162,12 +162,12 @@ def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path
 def test_umt5_without_its_tokenizer_is_told_so(tmp_path: Path) -> None:
     source = tools.write(tmp_path / "umt5.safetensors", tools.stored(encoder("umt5-encoder")))
     result = convert(source, tmp_path / "out.safetensors", layout="comfy", run_model=False)
-    assert any("ComfyUI takes UMT5's tokenizer from the weights" in note for note in result.notes)
+    assert any("ComfyUI takes this model's tokenizer from the weights" in note for note in result.notes)
 
 
 REFUSED = {
     "a decoder": ("gated", ["--layout", "comfy"], "ComfyUI reads encoders alone"),
-    "no UMT5": ("t5-encoder", ["--layout", "wan"], "Wan's T5 is UMT5's encoder"),
+    "no UMT5": ("t5-encoder", ["--layout", "wan"], "Wan reads the encoder of UMT5"),
     "shards": (
         "t5-encoder",
         ["--layout", "single", "--max-shard-size", "5GB"],

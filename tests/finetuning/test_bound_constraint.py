@@ -352,6 +352,6 @@ def test_a_certificate_that_was_not_asked_for_is_not_missed_and_what_lacks_it_is
     path.write_text(path.read_text().replace("certify: true, ", ""))
     main(["finetune", str(path)])
     report = report_of(tmp_path)
-    assert report["finetune"]["recipe"]["penalty"]["certify"] is True and report["proof"] == "observed"
+    assert report["finetune"]["settled"]["penalty.certify"] is True and report["proof"] == "observed"
     assert "certificate" not in {entry["signal"] for entry in report["unsafe"]}
     assert report["attack"]["steps"] == 4 and report["attack"]["sites"]
