@@ -23,7 +23,7 @@ from ..progress import Advance, Progress
 from ..run import probe
 from ..run.probe import Batch
 from ..run.stock import any_config, from_files
-from .regimes import DTYPES, RegimeResult, SiteResult, audit_model, beside_fp32, check_names
+from .regimes import DTYPES, RegimeResult, SiteResult, audit_each, audit_model, beside_fp32, check_names
 
 # Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
 _OF_ROWS = "ForSequenceClassification"
@@ -140,19 +140,17 @@ def audit_any(
     """
     check_names(regimes, model.attention)
     place = device or torch.device("cpu")
-    share = len(model.attention) * len(inputs)
-    results: dict[str, RegimeResult] = {}
-    for i, regime in enumerate(regimes):
+    lost: dict[str, list[SiteResult]] = {}
 
-        def step(done: int, _: int, before: int = i * share) -> None:
-            if advance is not None:
-                advance(before + done, len(regimes) * share)
-
+    def load(regime: str) -> Any:
         loaded = model.load(DTYPES[regime], half=regime == "half").to(place)
-        seen = audit_model(
-            loaded, inputs, regime=regime, attention=model.attention, train_mode=train_mode, advance=step, seed=seed
-        )
-        results[regime] = with_lost_weights(seen, loaded)
+        lost[regime] = lost_weights(loaded)
+        return loaded
+
+    shown = audit_each(
+        load, inputs, regimes, attention=model.attention, train_mode=train_mode, advance=advance, seed=seed
+    )
+    results = {regime: with_lost_weights(result, lost[regime]) for regime, result in shown.items()}
 
     def in_fp32() -> dict[str, float]:
         loaded = model.load(torch.float32).to(place)
@@ -163,17 +161,23 @@ def audit_any(
     return beside_fp32(results, frozenset(), in_fp32)
 
 
-def with_lost_weights(result: RegimeResult, model: Any) -> RegimeResult:
-    """Return the result with a site for every weight that is not finite in the dtypes of ``model``, first of all.
-
-    No input need have met it: of a large vocabulary a probe draws a few rows, and the others are in the model as well.
-    """
-    seen = {site.name for site in result.sites}
-    lost = [
+def lost_weights(model: Any) -> list[SiteResult]:
+    """Return a site for every weight that is not finite in the dtypes of ``model``."""
+    return [
         SiteResult(_site_of(name), math.inf, FP16_MAX, -math.inf, count, 0, None, str(p.dtype).removeprefix("torch."))
         for name, p in model.named_parameters()
-        if _site_of(name) not in seen and (count := int((~p.detach().isfinite()).sum()))
+        if (count := int((~p.detach().isfinite()).sum()))
     ]
+
+
+def with_lost_weights(result: RegimeResult, weights: Sequence[SiteResult]) -> RegimeResult:
+    """Return the result with these weights as sites, first of all.
+
+    No input need have met them: of a large vocabulary a probe draws a few rows, and the others are in the model as
+    well.
+    """
+    seen = {site.name for site in result.sites}
+    lost = [site for site in weights if site.name not in seen]
     if not lost:
         return result
     return replace(

@@ -187,24 +187,47 @@ def audit_folder(
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:
         return run_regimes(open_checkpoint(folder), inputs, chosen, attention, device=place, advance=advance).regimes
+    results = audit_each(
+        lambda regime: load(folder, DTYPES[regime], half=regime == "half").to(place),
+        inputs,
+        chosen,
+        attention=attention,
+        train_mode=train_mode,
+        advance=advance,
+        seed=seed,
+    )
+    return _beside_fp32(open_checkpoint(folder), inputs, results, place)
+
+
+def audit_each(
+    load: Callable[[str], nn.Module],
+    inputs: Sequence[Batch],
+    regimes: Sequence[str],
+    *,
+    attention: Sequence[str],
+    train_mode: bool = False,
+    advance: Advance | None = None,
+    seed: int = 0,
+) -> dict[str, RegimeResult]:
+    """Return what each regime shows on all ``inputs``, with the model that ``load`` gives for it, one at a time."""
     share = len(attention) * len(inputs)
     results: dict[str, RegimeResult] = {}
-    for i, regime in enumerate(chosen):
+    for i, regime in enumerate(regimes):
 
-        def regime_advance(done: int, _: int, before: int = i * share) -> None:
+        def step(done: int, _: int, before: int = i * share) -> None:
             if advance is not None:
-                advance(before + done, len(chosen) * share)
+                advance(before + done, len(regimes) * share)
 
         results[regime] = audit_model(
-            load(folder, DTYPES[regime], half=regime == "half").to(place),
+            load(regime),
             inputs,
             regime=regime,
             attention=attention,
             train_mode=train_mode,
-            advance=regime_advance,
+            advance=step,
             seed=seed,
         )
-    return _beside_fp32(open_checkpoint(folder), inputs, results, place)
+    return results
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..auditing.any_model import audit_any, batches_of, open_any
-from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, verdict
+from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, check_names, verdict
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, check_bounded, fp16_weights
 from ..bounds.spectral import Spectra
@@ -67,6 +67,7 @@ def audit(
     progress = progress or Progress(quiet=True)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
+    check_names(regimes, attention)
     on = Device(device, progress)
     checkpoint = open_checkpoint(source, subfolder, config=None if config is None else Path(config))
     for note in checkpoint.notes:

@@ -141,6 +141,7 @@ def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pyt
     ("changes", "options", "said"),
     [
         ({}, {"attack_steps": 2}, "needs bounds"),
+        ({}, {"regimes": ("whole",)}, "no such regime"),
         ({"architectures": None}, {}, "names no class"),
         ({"architectures": ["MyOwnModel"]}, {}, "code of a checkpoint is not run"),
         ({"architectures": ["BertTokenizer"]}, {}, "is no model of transformers"),
