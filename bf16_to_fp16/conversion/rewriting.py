@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
 from ..checkpoint.packing import FOLDER_LAYOUT
+from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..progress import Progress
@@ -34,7 +35,7 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, options.subfolder))
     if not probe.has_tokenizer(work):
         progress.say(f"{checkpoint.name} has no tokenizer, so the output has none; copy a tokenizer into it to use it")
-    return Rewritten(written, carried, left_out)
+    return Rewritten(written, carried, left_out, write_in_fp16(checkpoint.folder, work))
 
 
 def check_finite(written: Written) -> None:
