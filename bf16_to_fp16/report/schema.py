@@ -110,11 +110,12 @@ class Source(ReportObject):
     spelling; ``dtypes``: of the others by name. ``made``: tensors that the conversion made. ``dropped``: those that it
     left out, with the reason. ``config_changes``: keys of config.json with their values before and after.
     ``carried_over`` and ``left_out``: files besides the weights. Of a checkpoint that was finetuned, path, revision and
-    hashes are the original's.
+    hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged with it.
     """
 
     path: str | None = None
     revision: str | None = None
+    adapter: str | None = None
     sha256: dict[str, str] = {}
     other_sha256: dict[str, str] = {}
     dtype: str | None = None
