@@ -242,7 +242,7 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
     # With a floor on the size of a tensor that some of them are under, as small weights are under the usual 1e-3.
-    "adafactor": lambda p: transformers.Adafactor(p, lr=1e-3, eps=(1e-30, 1.0), relative_step=False),
+    "adafactor": lambda p: transformers.Adafactor(p, lr=1e-4, eps=(1e-30, 50.0), relative_step=False),
 }
 
 
@@ -281,3 +281,28 @@ def test_a_parameter_in_shards_cannot_be_followed() -> None:
     model.shared.weight.grad = torch.zeros_like(model.shared.weight)
     with pytest.raises(UserError, match="sharded parameter"):
         optimizer.step()
+
+
+# --- under fp16 AMP --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [False, True], ids=["as trained", "made safe"])
+def test_under_fp16_autocast_and_a_loss_scale_only_the_safe_model_trains(make: bool) -> None:
+    """Real fp16 products, on the CPU: as it is the demo's every step is skipped, made safe none is."""
+    model = load(DEMO, torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if make:
+        make_fp16_safe(model).follow(optimizer, model)
+    scaler, before, losses = torch.amp.GradScaler("cpu", init_scale=1024.0), weights(model), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(**batch()).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    if make:
+        assert scaler.get_scale() == 1024.0 and losses[0] > losses[1] > losses[2]
+    else:
+        assert scaler.get_scale() == 1024.0 / 8 and same(before, weights(model))
