@@ -6,7 +6,8 @@ trains the shipped T5 demo checkpoint (1.6 million parameters) on its own text i
 ``make_fp16_safe``, with the same batches in the same order and no dropout. Only the scale of the weights differs, so
 what tells the two apart is what the optimizer makes of it. Prints a Markdown table: held-out loss of both after N
 steps, the largest difference of a training loss on the way, and how far the weights went apart: the distance between
-the two ends, both at the source's scale, over the distance that the original went, in the median tensor. One thread.
+the two ends, both at the source's scale, over the distance that the original went, in the median tensor and in the one
+of which it is most. One thread.
 """
 
 from __future__ import annotations
@@ -107,14 +108,15 @@ def with_the_stream_alone(model: nn.Module, safe: MadeSafe) -> tuple[nn.Module, 
     return other, replace(safe, plan=plan)
 
 
-def apart(start: nn.Module, one: Course, other: Course) -> float:
-    """Return how far two ends are from each other over how far the first went, in the median tensor."""
+def apart(start: nn.Module, one: Course, other: Course) -> tuple[float, float]:
+    """Return how far two ends are from each other over how far the first went, in the median tensor and in the one of
+    which it is most."""
     found = []
     for name, weight in start.named_parameters():
         went = float((one.weights[name] - weight.detach()).norm())
         if went > 0:
             found.append(float((other.weights[name] - one.weights[name]).norm()) / went)
-    return statistics.median(found)
+    return statistics.median(found), max(found)
 
 
 def main() -> None:
@@ -143,15 +145,15 @@ def main() -> None:
     safe = make_fp16_safe(rescaled)
     print(f"{safe}\n")
     whole, stream = with_the_stream_alone(model, safe)
-    print("| optimizer | held-out loss, original | made safe | largest difference of a loss | weights apart |")
+    print("| optimizer | held-out loss, original | made safe | largest difference | weights apart: median, most |")
     print("|---|---|---|---|---|")
     for name, (make, follows) in OPTIMIZERS.items():
         one = trained(model, None, make, follows, batches, held)
         scaled, by = (whole, stream) if STREAM in name else (rescaled, safe)
         other = trained(scaled, by, make, follows, batches, held)
         most = max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
-        distance = apart(model, one, other)
-        print(f"| {name} | {one.held:.4f} | {other.held:.4f} | {most:.2g} | {distance:.2g} |", flush=True)
+        distance = "{:.2g}, {:.2g}".format(*apart(model, one, other))
+        print(f"| {name} | {one.held:.4f} | {other.held:.4f} | {most:.2g} | {distance} |", flush=True)
     seconds = time.process_time() - begun
     print(f"\n{given.steps} steps of {given.batch_size} windows, {seconds:.0f} s of processor time")
 

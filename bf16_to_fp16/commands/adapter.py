@@ -26,7 +26,7 @@ from ..checkpoint.staging import check_out, staged
 from ..errors import UserError, first_line
 from ..families.resolve import head_scale, resolve
 from ..families.types import Layout, TensorReader
-from ..report.schema import REPORT, Source
+from ..report.schema import REPORT, Source, read_report
 from ..report.stored import read_origin, read_plan
 from ..rescaling.adapters import Scaled, merged_update, part_of, scaled_adapter
 from ..rescaling.plan import Plan, inverse
@@ -61,16 +61,22 @@ MERGED = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """What was done to an adapter: the folder written, the checkpoint that it goes on, its tensors by name."""
+    """What was done to an adapter: the folder written, the checkpoint that it goes on, its tensors by name, and whether
+    the converted checkpoint was finetuned, so that its weights are not the original's."""
 
     out: Path
     base: str
     tensors: Mapping[str, Scaled]
+    finetuned: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is to be known of the tensors, a sentence each."""
         notes = []
+        if self.finetuned:
+            notes.append(
+                "the converted checkpoint was finetuned: the two sides compute what their own weights make of it"
+            )
         widened = [name for name, t in self.tensors.items() if t.widened]
         if widened:
             notes.append(f"in fp32, since their dtype would lose bits: {shortened(widened)}")
@@ -139,7 +145,7 @@ def convert_adapter(
         save_file(written, work / TENSORS, metadata={"format": "pt"})
         write_json(work / CONFIG, {**config, "base_model_name_or_path": on, "revision": revision})
         write_json(work / NOTE, {"for": "original" if back else "converted", "base": on})
-    return ConvertedAdapter(out, on, found)
+    return ConvertedAdapter(out, on, found, read_report(base / REPORT, {}, "", also=("finetune",)).finetune is not None)
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -15,12 +15,15 @@ from support import tiny
 from support.contract import outputs, random_plan
 
 from bf16_to_fp16 import UserError, certify, cli, convert, convert_adapter
+from bf16_to_fp16.bounds.certificate import fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.adapter import CONFIG, NOTE, TENSORS
+from bf16_to_fp16.commands.adapter import CONFIG, NOTE, TENSORS, merged_weights, scaling_of
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind
 from bf16_to_fp16.rescaling.adapters import scaled_adapter
+from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.stock import load
 
 PREFIX = "base_model.model."
@@ -397,3 +400,66 @@ def test_a_base_that_convert_did_not_write_is_refused(pair: Pair, tmp_path: Path
         convert_adapter(tmp_path / "adapter", tmp_path / "taken", source)
     with pytest.raises(UserError, match="give the folder of an adapter"):
         convert_adapter(source, tmp_path / "taken", pair[1])
+
+
+def test_an_adapter_for_a_finetuned_checkpoint_says_that_its_weights_are_others(pair: Pair, tmp_path: Path) -> None:
+    adapter_for(pair[0], tmp_path / "adapter")
+    shutil.copytree(pair[1], tmp_path / "finetuned")
+    path = tmp_path / "finetuned" / "fp16_report.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"finetune": {}}))
+    done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", tmp_path / "finetuned")
+    plain = convert_adapter(tmp_path / "adapter", tmp_path / "other", pair[1])
+    assert "was finetuned" in done.notes[0] and not any("was finetuned" in note for note in plain.notes)
+
+
+@pytest.mark.parametrize("case", ["attention", "neurons", "patterns"])
+def test_the_weights_that_are_bounded_are_those_that_peft_merges(pair: Pair, case: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    source, out = pair
+    with_peft(source, tmp_path / "adapter", PEFT_CASES[case])
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    model = peft.PeftModel.from_pretrained(load(out, torch.float32), str(tmp_path / "taken"))
+    made, checkpoint = model.merge_and_unload().state_dict(), open_checkpoint(out)
+    layout = resolve(checkpoint)
+    read = merged_weights(tmp_path / "taken", layout, fp16_weights(checkpoint, layout))
+    for name in layout.tensors:
+        assert torch.allclose(read(name).float(), made[name], rtol=2.0**-10, atol=2.0**-24), name
+
+
+def test_an_adapter_is_multiplied_by_alpha_over_its_rank_or_the_root_of_it() -> None:
+    tensors = {f"{PREFIX}a.{m}.lora_A.weight": torch.zeros(rank, 3) for m, rank in (("q", 4), ("wo", 9))}
+    config: dict[str, Any] = {"lora_alpha": 6, "alpha_pattern": {"wo": 18}, "r": 4, "rank_pattern": {"wo": 9}}
+    assert scaling_of(tensors, config) == {"a.q": 1.5, "a.wo": 2.0}
+    assert scaling_of(tensors, config | {"use_rslora": True}) == {"a.q": 3.0, "a.wo": 6.0}
+    assert scaling_of(tensors, {"alpha_pattern": {r"b\.q": 1}}) == {"a.q": 2.0, "a.wo": 8 / 9}
+
+
+def test_what_cannot_be_merged_by_itself_is_refused_by_name(pair: Pair, tmp_path: Path) -> None:
+    source, out = pair
+    both = {
+        f"{PREFIX}{stack}.embed_tokens.lora_embedding_{side}": draw(2, 97) if side == "A" else draw(24, 2)
+        for stack in ("encoder", "decoder")
+        for side in "AB"
+    }
+    one = {f"{PREFIX}encoder.final_layer_norm.weight": draw(24)}
+    half = {f"{PREFIX}lm_head.lora_B.weight": draw(97, 2)}
+    cases = ((both, "the second that is merged into shared.weight"), (one, "more than A and B"), (half, "no A of its"))
+    for i, (tensors, words) in enumerate(cases):
+        write(tmp_path / str(i), tensors, source)
+        with pytest.raises(UserError, match=words):
+            certify(out, adapter=tmp_path / str(i))
+
+
+def test_a_dora_magnitude_is_scaled_as_the_length_of_its_row_is() -> None:
+    """By the row's exponent and the one of all columns: exactly what a row's norm is scaled by."""
+    model = tiny.build("gated")
+    layout = resolve(ModelTensors(model))
+    norm, path = "encoder.block.0.layer.0.layer_norm", "encoder.block.0.layer.0.SelfAttention"
+    value = [i % 5 - 2 for i in range(15)]
+    plan = Plan(family="t5", exponents={norm: [2] * 24, f"{path}.value": value})
+    before = model.get_submodule(f"{path}.v").weight.detach().norm(dim=1)
+    name = f"{PREFIX}{path}.v.lora_magnitude_vector"
+    found = scaled_adapter({name: before}, layout, plan)[name].values
+    apply(model, layout, plan)
+    assert torch.equal(found, model.get_submodule(f"{path}.v").weight.detach().norm(dim=1))
+    assert not torch.equal(found, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -306,3 +307,47 @@ def test_under_fp16_autocast_and_a_loss_scale_only_the_safe_model_trains(make: b
         assert scaler.get_scale() == 1024.0 and losses[0] > losses[1] > losses[2]
     else:
         assert scaler.get_scale() == 1024.0 / 8 and same(before, weights(model))
+
+
+def test_a_trainers_checkpoints_are_safe_ones_from_which_a_run_resumes(tmp_path: Path) -> None:
+    rows = [{"input_ids": ids, "labels": ids.flip(0)} for ids in batch()["input_ids"]]
+
+    def run(steps: int, resume: bool = False) -> tuple[Any, Any]:
+        model = tiny.build("gated", dropout_rate=0.0)
+        model.config.tie_word_embeddings = False
+        safe = make_fp16_safe(model)
+        optimizer = safe.follow(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        options: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "save_total_limit": None, "max_grad_norm": 0.0}
+        options |= {"per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+        options |= {"lr_scheduler_type": "constant", "logging_strategy": "no"} | {"max_steps": steps}
+        arguments = transformers.TrainingArguments(str(tmp_path / "runs"), **options)
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
+        trainer.train(resume_from_checkpoint=resume or None)
+        return safe, safe.undo(model)
+
+    _, whole = run(4)
+    shutil.rmtree(tmp_path / "runs")
+    run(2)
+    saved = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "runs" / "checkpoint-2")
+    assert saved.config.layer_norm_epsilon < 1e-6
+    safe, resumed = run(4, resume=True)
+    assert same(weights(whole), weights(resumed))
+    last = transformers.T5ForConditionalGeneration.from_pretrained(
+        tmp_path / "runs" / "checkpoint-4", dtype=torch.float32
+    )
+    assert same(weights(safe.undo(last)), weights(whole))
+
+
+def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_path: Path) -> None:
+    model = tiny.build("pegasus", factor=40000.0)
+    model.save_pretrained(tmp_path / "source")
+    safe = make_fp16_safe(model)
+    model.save_pretrained(tmp_path / "safe")
+    safe.undo(model).save_pretrained(tmp_path / "undone")
+    loaded = {name: load(tmp_path / name, torch.float32) for name in ("source", "safe", "undone")}
+    reference = outputs(loaded["source"])[0]
+    assert torch.equal(outputs(loaded["undone"])[0], reference)
+    drift = float((outputs(loaded["safe"])[0] - reference).abs().max() / reference.abs().max())
+    assert 0 < drift < 0.1
+    with pytest.raises(UserError, match="not at this plan's scale"):  # nothing in its config tells
+        safe.undo(loaded["safe"])
