@@ -18,24 +18,20 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from rounding import DEMO, demo_corpus
 from torch import nn
 from transformers import Adafactor
 
 from bf16_to_fp16 import MadeSafe, make_fp16_safe
 from bf16_to_fp16.commands.make_safe import set_eps
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
-from bf16_to_fp16.finetuning.recipe import Data
+from bf16_to_fp16.finetuning.corpus import TrainingBatch
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.stock import load
-
-ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "bf16_to_fp16" / "demo_data"
 
 STREAM = "the residual stream alone rescaled"
 
@@ -128,17 +124,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder, begun = DEMO / "t5-gated-bytes", time.process_time()
     model = load(folder, torch.float32, attention="sdpa")
-    data = Data(
-        path=str(ROOT / "recipes" / "data" / "python-topics.txt.gz"),
-        held_out_path=str(DEMO / "held_out.txt"),
-        noise_density=0.3,
-        mean_span_length=18.0,
-        first_sentinel=383,
-        input_length=130,
-        target_length=62,
-        batch_size=given.batch_size,
-    )
-    corpus = open_corpus(data, folder, model.config, seed=0)
+    corpus = demo_corpus(model.config, given.batch_size)
     texts = corpus.training_batches()
     batches, held = [next(texts) for _ in range(given.steps)], corpus.held_out(64)
     rescaled = copy.deepcopy(model)
