@@ -351,3 +351,14 @@ def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_pa
     assert 0 < drift < 0.1
     with pytest.raises(UserError, match="not at this plan's scale"):  # nothing in its config tells
         safe.undo(loaded["safe"])
+
+
+def test_certified_weights_are_left_alone_though_another_plan_would_hold_more_bits() -> None:
+    model = tiny.build("gated", factor=1.0)
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[0].SelfAttention.v.weight.mul_(2.0**-20)
+    other, before = copy.deepcopy(model), weights(model)
+    safe = make_fp16_safe(model)
+    assert safe.certified and not safe.changed and same(before, weights(model))
+    assert rescale(other, target="train").exponents and not same(before, weights(other))
