@@ -382,6 +382,9 @@ def test_an_adapter_is_not_converted_twice(pair: Pair, tmp_path: Path) -> None:
     convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
     with pytest.raises(UserError, match="for the converted checkpoint already; bf16-to-fp16 undo"):
         convert_adapter(tmp_path / "taken", tmp_path / "twice", out)
+    shutil.copytree(out, tmp_path / "moved")  # by its note, wherever the checkpoint lies now
+    with pytest.raises(UserError, match="for the converted checkpoint already"):
+        convert_adapter(tmp_path / "taken", tmp_path / "twice", tmp_path / "moved")
     convert_adapter(tmp_path / "taken", tmp_path / "back", out, back=True)
     with pytest.raises(UserError, match="for the original checkpoint already; bf16-to-fp16 convert"):
         convert_adapter(tmp_path / "back", tmp_path / "twice", out, back=True)
