@@ -363,3 +363,13 @@ def test_certified_weights_are_left_alone_though_another_plan_would_hold_more_bi
     safe = make_fp16_safe(model)
     assert safe.certified and not safe.changed and same(before, weights(model))
     assert rescale(other, target="train").exponents and not same(before, weights(other))
+
+
+def test_the_plan_is_the_same_in_train_mode_and_draws_no_random_number() -> None:
+    plans = []
+    for training in (False, True):
+        model = tiny.build("t5", dropout_rate=0.6).train(training)
+        state = torch.get_rng_state()
+        plans.append(rescale(model))
+        assert torch.equal(state, torch.get_rng_state()) and model.training is training
+    assert plans[0] == plans[1]
