@@ -20,8 +20,7 @@ from typing import Any
 import rounding
 import torch
 
-from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, open_corpus
-from bf16_to_fp16.finetuning.recipe import Data
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.svg import follow_schemes
 
@@ -32,18 +31,8 @@ CELLS = ((1, 1), (4, 1), (1, 4), (4, 4), (16, 16))
 
 def corpus_of(seed: int, rows: int) -> Corpus:
     """Return the demo's text in short rows, in the order of a seed."""
-    data = Data(
-        path=str(rounding.ROOT / "recipes" / "data" / "python-topics.txt.gz"),
-        held_out_path=str(rounding.DEMO / "held_out.txt"),
-        noise_density=0.3,
-        mean_span_length=18.0,
-        first_sentinel=383,
-        input_length=64,
-        target_length=32,
-        batch_size=rows,
-    )
-    folder = rounding.DEMO / "t5-gated-bytes"
-    return open_corpus(data, folder, load(folder, torch.float32).config, seed=seed)
+    config = load(rounding.DEMO / "t5-gated-bytes", torch.float32).config
+    return rounding.demo_corpus(config, rows, input_length=64, target_length=32, seed=seed)
 
 
 def falls(

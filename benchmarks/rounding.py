@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bf16_to_fp16 import AdamW
-from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, open_corpus
 from bf16_to_fp16.finetuning.recipe import Data
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.svg import follow_schemes
@@ -38,6 +38,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WAYS = ("nearest", "stochastic", "kahan", "fp32 master")
 LOSS_SCALE = 2.0**12
 """Keeps fp16 gradients out of the subnormals; divided out by the optimizer."""
+
+
+def demo_corpus(config: Any, rows: int, *, input_length: int = 130, target_length: int = 62, seed: int = 0) -> Corpus:
+    """Return the T5 demo's text in batches of so many rows, in the order of a seed."""
+    data = Data(
+        path=str(ROOT / "recipes" / "data" / "python-topics.txt.gz"),
+        held_out_path=str(DEMO / "held_out.txt"),
+        noise_density=0.3,
+        mean_span_length=18.0,
+        first_sentinel=383,
+        input_length=input_length,
+        target_length=target_length,
+        batch_size=rows,
+    )
+    return open_corpus(data, DEMO / "t5-gated-bytes", config, seed=seed)
 
 
 class Weights:
@@ -146,17 +161,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = DEMO / "t5-gated-bytes"
     model = load(folder, torch.float32, attention="sdpa")
-    data = Data(
-        path=str(ROOT / "recipes" / "data" / "python-topics.txt.gz"),
-        held_out_path=str(DEMO / "held_out.txt"),
-        noise_density=0.3,
-        mean_span_length=18.0,
-        first_sentinel=383,
-        input_length=130,
-        target_length=62,
-        batch_size=given.batch_size,
-    )
-    corpus = open_corpus(data, folder, model.config, seed=0)
+    corpus = demo_corpus(model.config, given.batch_size)
     training_batches = corpus.training_batches()
     batches = [next(training_batches) for _ in range(given.steps)]
     held = corpus.held_out(64)

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from .advise.initialisation import advise_init
     from .advise.updates import advise_updates
     from .bounds.certificate import Certificate
+    from .commands.adapter import convert_adapter
     from .commands.audit import audit
     from .commands.certify import certify
     from .commands.check import check
     from .commands.convert import Conversion, convert
+    from .commands.make_safe import MadeSafe, make_fp16_safe
     from .commands.publish import publish
     from .commands.rescale import rescale
     from .commands.undo import undo
@@ -39,6 +41,7 @@ __all__ = [
     "AdamW",
     "Certificate",
     "Conversion",
+    "MadeSafe",
     "Plan",
     "UserError",
     "advise_format",
@@ -49,7 +52,9 @@ __all__ = [
     "certify",
     "check",
     "convert",
+    "convert_adapter",
     "finetune",
+    "make_fp16_safe",
     "publish",
     "rescale",
     "undo",
@@ -70,7 +75,10 @@ _HOMES = {
     "Certificate": "bounds.certificate",
     "convert": "commands.convert",
     "Conversion": "commands.convert",
+    "convert_adapter": "commands.adapter",
     "finetune": "finetuning.run",
+    "MadeSafe": "commands.make_safe",
+    "make_fp16_safe": "commands.make_safe",
     "publish": "commands.publish",
     "rescale": "commands.rescale",
     "undo": "commands.undo",

@@ -234,6 +234,12 @@ def app(context: click.Context) -> None:
     metavar="REPO_ID",
     help="Publish the result without asking; OUT then defaults to the repository's name.",
 )
+@click.option(
+    "--adapter",
+    type=FOLDER,
+    metavar="DIR",
+    help="Write this LoRA adapter, trained on what SOURCE was converted from, for SOURCE, a converted folder.",
+)
 @public
 @allow_unsafe
 @endpoint
@@ -260,6 +266,7 @@ def convert_command(
     max_shard_size: int | None,
     workers: int,
     push_to: str | None,
+    adapter: Path | None,
     public: bool,
     allow_unsafe: bool,
     endpoint: str | None,
@@ -272,7 +279,9 @@ def convert_command(
 ) -> int:
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
     written."""
-    # As many parameters as options, which click passes one by one.
+    # As many parameters as options, and so many lines, which click passes one by one.
+    if adapter is not None:
+        return take_adapter(adapter, out, Path(source), force=force, json_file=json_file)
     others = {plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
     check_given(source, data, others | {config: CONFIG})
     if out is not None and not dry_run:
@@ -323,6 +332,31 @@ def convert_command(
     if json_file != "-":
         show_conversion(result, published, verbose=verbose)
     return SAFE if dry_run or result.safe else UNSAFE
+
+
+def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, json_file: str | None) -> int:
+    """Write an adapter for the other side of a conversion: ``convert`` for what was converted, ``undo`` back."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+        if given and parameter.name not in ("source", "folder", "out", "adapter", "force", "json_file"):
+            raise UserError(f"{parameter.opts[0]} is for checkpoints; leave it out with --adapter")
+    if out is None:
+        raise click.UsageError("Missing argument 'OUT'.", context)
+    for folder, wanted in ((adapter, "the folder of an adapter"), (base, "a folder that convert wrote")):
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder; give {wanted}")
+    from .commands.adapter import convert_adapter
+
+    result = convert_adapter(adapter, out, base, back=context.command.name == "undo", force=force)
+    write_result(json_file, result.to_json())
+    if json_file != "-":
+        print(f"{result.out} holds {len(result.tensors)} tensors of an adapter for {result.base}")
+        for note in result.notes:
+            print(note)
+        merged = f"bf16-to-fp16 certify {base} --adapter {adapter if context.command.name == 'undo' else result.out}"
+        print(f"no certificate covers an adapter; bound the weights that it makes when it is merged with: {merged}")
+    return SAFE
 
 
 def check_free(out: Path, source: Path, layout: str, *, force: bool) -> None:
@@ -484,6 +518,12 @@ def audit_command(
     " train: with dropout.",
 )
 @max_length
+@click.option(
+    "--adapter",
+    type=FOLDER,
+    metavar="DIR",
+    help="Bound SOURCE merged with this LoRA adapter, which is for SOURCE: what runs when it is merged, not beside it.",
+)
 @subfolder
 @config
 @device
@@ -492,13 +532,14 @@ def certify_command(
     source: str,
     target: str,
     max_length: int | None,
+    adapter: Path | None,
     subfolder: str | None,
     config: Path | None,
     device: str,
     json_file: str | None,
 ) -> int:
     """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
-    check_given(source, None, {config: CONFIG})
+    check_given(source, None, {config: CONFIG, adapter: "the folder of an adapter"})
     from .bounds.arithmetic import MAX_LENGTH
     from .commands.certify import certify
     from .report import terminal
@@ -512,12 +553,13 @@ def certify_command(
         subfolder=subfolder,
         device=device,
         config=config,
+        adapter=adapter,
         progress=make_progress(),
     )
     write_result(json_file, result)
     if json_file != "-":
         report = read(Report, result)
-        terminal.print_certificate(report, exact_next(report, source, subfolder))
+        terminal.print_certificate(report, report.next if adapter else exact_next(report, source, subfolder))
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
@@ -682,10 +724,18 @@ def check_command(out: str, runtime: str, source: str | None, seed: int, json_fi
 @app.command("undo")
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("out", type=FOLDER)
+@click.option(
+    "--adapter",
+    type=FOLDER,
+    metavar="ADAPTER",
+    help="Write this LoRA adapter, which is for DIR, for what DIR was converted from.",
+)
 @force
 @json_file
-def undo_command(folder: Path, out: Path, force: bool, json_file: str | None) -> int:
+def undo_command(folder: Path, out: Path, adapter: Path | None, force: bool, json_file: str | None) -> int:
     """Write the weights from before the rescaling back, a source's or a finetune's, by the inverse of DIR's plan."""
+    if adapter is not None:
+        return take_adapter(adapter, out, folder, force=force, json_file=json_file)
     if not folder.is_file():
         written_folder(folder)
     from .checkpoint.staging import check_out

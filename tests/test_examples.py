@@ -59,8 +59,28 @@ def test_the_penalty_brings_a_model_of_no_family_inside_fp16(tmp_path: Path, war
 def test_the_penalty_in_a_trainer_is_part_of_its_loss_and_its_log(tmp_path: Path, warm_python: Path) -> None:
     shown = run("trainer_penalty", tmp_path, warm_python)
     assert len(headrooms(shown)) >= 4
-    losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", shown)]
-    assert len(losses) == 4 and all(0.5 < loss < 5 for loss in losses)
+    assert len(losses(shown)) == 4 and all(0.5 < loss < 5 for loss in losses(shown))
+
+
+def losses(shown: str) -> list[float]:
+    """Return the losses that a Trainer logged."""
+    return [float(x) for x in re.findall(r"'loss': '?([\d.]+)", shown)]
+
+
+def test_a_trainer_finetunes_a_model_made_safe_and_it_is_undone(tmp_path: Path, warm_python: Path) -> None:
+    shown = run("train_fp16_trainer", tmp_path, warm_python)
+    assert "rescaled in memory: the residual stream by 2^-" in shown and "Certified for train" in shown
+    assert len(losses(shown)) == 8 and losses(shown)[-1] < losses(shown)[0] - 0.3
+    assert "undone, the same logits: True" in shown
+
+
+def test_lora_on_a_converted_checkpoint_goes_to_the_original(tmp_path: Path, warm_python: Path) -> None:
+    pytest.importorskip("peft")
+    shown = run("lora_fp16", tmp_path, warm_python)
+    assert len(losses(shown)) == 8 and losses(shown)[-1] < losses(shown)[0] - 0.3
+    assert re.search(r"^merged: (safe|unsafe)$", shown, re.MULTILINE)
+    apart, of = map(float, re.findall(r"of the logits: (\S+) of (\S+)", shown)[0])
+    assert apart < 1e-5 * of  # the conversion rounds a few of the smallest weights
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -11,13 +11,13 @@ from ..bounds.side_modules import with_side_modules
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
-from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.reader import open_checkpoint, own_name
 from ..checkpoint.side_modules import read_side_modules
 from ..conversion.options import shown_in_a_command
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.types import Layout
+from ..families.types import Layout, TensorReader
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of
@@ -25,9 +25,13 @@ from ..report.remedies import going_on_from, over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..report.stored import recorded_target
 from ..run.agreement import agreed_layout
+from .adapter import merged_weights
 
 if TYPE_CHECKING:
     import torch
+
+MERGE = "merge the adapter with PEFT's merge_and_unload(), save that, and convert it"
+"""What comes next where the merged weights have no certificate."""
 
 
 @quiet()
@@ -39,6 +43,7 @@ def certify(
     subfolder: str | None = None,
     device: str | torch.device = "auto",
     config: str | Path | None = None,
+    adapter: str | Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Bound every site of ``source`` (folder, file of weights or Hub id) for every input, from its weights rounded to
@@ -48,8 +53,8 @@ def certify(
     max_length: positions of a sequence for which it holds. target: ``half``, ``norm-safe`` (norms
     that square the stream in fp16), ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout, and the limit of the
     cube's derivative). device: auto, cpu, cuda, cuda:N or mps, for the products of large matrices. config:
-    the config.json of one file of weights, else inferred. Raises UserError for
-    a source or device that cannot be used.
+    the config.json of one file of weights, else inferred. adapter: the folder of a LoRA adapter for ``source``, whose
+    merged weights are then bounded. Raises UserError for a source, adapter or device that cannot be used.
     """
     progress = progress or Progress(quiet=True)
     if max_length < 1:
@@ -59,17 +64,22 @@ def certify(
     for note in checkpoint.notes:
         progress.say(note)
     layout = agreed_layout(checkpoint)
-    found, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress)
+    weights = fp16_weights(checkpoint, layout)
+    if adapter is not None:
+        weights = merged_weights(Path(adapter), layout, weights)
+        progress.say(f"{checkpoint.name} is bounded as it is when {own_name(adapter)} is merged into it")
+    found, tiers = bounded(weights, layout, target, Arithmetic(max_length), on, progress)
+    found = with_side_modules(found, layout, read_side_modules(checkpoint.folder))
     if (made_for := recorded_target(checkpoint.folder)) not in (None, target):
         progress.say(f"{checkpoint.name} was converted for {made_for}, which --target {made_for} bounds it for")
     described, converted = CertificateEntry.model_validate(found.to_json()), is_converted(checkpoint.folder)
-    then = going_on_from(shown_in_a_command(source), {}, converted, subfolder)
+    then = going_on_from(shown_in_a_command(source), {}, converted, subfolder) if adapter is None else MERGE
     report = Report(
         schema=SCHEMA,
         verdict="safe" if found.holds else "unsafe",
         proof="certified" if found.holds else "observed",
         family=layout.family.name,
-        source=Source.of(checkpoint),
+        source=Source.of(checkpoint).model_copy(update={"adapter": None if adapter is None else own_name(adapter)}),
         target=target,
         tiers=tiers_of(layout, tiers, {}),
         certificate=described,
@@ -81,15 +91,13 @@ def certify(
 
 
 def bounded(
-    checkpoint: Checkpoint, layout: Layout, target: str, arithmetic: Arithmetic, device: Device, progress: Progress
+    weights: TensorReader, layout: Layout, target: str, arithmetic: Arithmetic, device: Device, progress: Progress
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of a checkpoint's weights rounded to fp16, and by tier whether its own holds."""
-    weights = fp16_weights(checkpoint, layout)
+    """Return the certificate of weights rounded to fp16, and by tier whether its own holds."""
     spectra = Spectra(weights)
     with products_on(device, "certificate"):
         with progress.step(f"Bounding every site for {target}") as advance:
             found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-        found = with_side_modules(found, layout, read_side_modules(checkpoint.folder))
         with progress.step("Bounding every site in stricter arithmetic"):
             tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra)
     return found, tiers

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from ..bounds.arithmetic import full_precision
 from ..errors import UserError
 from ..families.resolve import resolve
+from ..families.types import Layout
 from ..observe.meter import observe_ranges
 from ..quiet import quiet
+from ..ranges import ModuleRange
 from ..rescaling.apply import apply
 from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS, make_plan
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.agreement import check_modules
 from ..run.probe import Batch, batches, chosen_ids, config_of
+
+FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
 
 
 @quiet()
@@ -25,19 +32,70 @@ def rescale(
 
     inputs: batches as ``run.probe.batches`` makes them, by default the built-in probe. The head stays as tied as it is.
     The model's outputs keep every bit in fp32; norm eps attributes are scaled with the residual stream, so
-    ``model.config`` must say so too before saving (``plan.eps``). Raises UserError for a model of no
-    known family, or whose modules do not do what its config says.
+    ``model.config`` must say so too before saving (``plan.eps``), which ``make_fp16_safe`` does. Raises UserError for a
+    model of no known family, or whose modules do not do what its config says.
     """
+    source, layout = opened(model)
+    plan = observed_plan(model, source, layout, inputs, target=target, margin_bits=margin_bits)
+    apply(model, layout, plan)
+    return plan
+
+
+def opened(model: Any) -> tuple[ModelTensors, Layout]:
+    """Return the tensors of a stock fp32 model and what each of them is; raise UserError for what cannot be
+    rescaled."""
     source = ModelTensors(model)
     layout = resolve(source)
     check_modules(layout, model, source.source)
+    check_tied(model, layout, source.source)
     narrow = sorted({t.dtype for t in source.tensors.values()} & {"F16", "BF16"})
     if narrow:
-        raise UserError(f"{source.source} holds {narrow[0]} parameters; load it with dtype=torch.float32 to rescale it")
+        raise UserError(f"{source.source} holds {narrow[0]} parameters; {FULL_PRECISION}")
+    return source, layout
+
+
+def check_tied(model: Any, layout: Layout, where: str) -> None:
+    """Raise UserError for a tensor that has the values of another one and would be left as it is."""
+    found = dict(model.named_parameters(remove_duplicate=False))
+    known = {id(found[name]) for name in layout.tensors if name in found}
+    for name in layout.dropped:
+        if name in found and name not in layout.family.ignorable and id(found[name]) not in known:
+            raise UserError(
+                f"{where}: {name} has the values of {layout.family.embedding} and is not tied to it; call"
+                " model.tie_weights(), or set model.config.tie_word_embeddings = False for a head of its own"
+            )
+
+
+def observed_plan(
+    model: Any,
+    source: ModelTensors,
+    layout: Layout,
+    inputs: list[Batch] | None = None,
+    *,
+    target: str,
+    margin_bits: float,
+    bounds: Callable[[Layout, int], Mapping[str, ModuleRange]] | None = None,
+) -> Plan:
+    """Return the best plan for what a model in memory shows, and where ``bounds`` are given for what any input can
+    reach; in memory the eps of every norm can be scaled, so that nothing drifts or is corrected."""
     if inputs is None:
         config = config_of(model)
         inputs = batches(config, None, None, chosen=chosen_ids(config, source, layout))
-    ranges = observe_ranges(model, inputs)
-    planned = make_plan(layout, source_weights(source, layout), ranges, target=target, margin_bits=margin_bits)
-    apply(model, layout, planned.plan)
-    return planned.plan
+    with full_precision(), evaluating(model):
+        ranges = observe_ranges(model, inputs)
+    possible = None if bounds is None else bounds(layout, 0)
+    weights = source_weights(source, layout)
+    planned = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=possible)
+    return planned.plan.model_copy(update={"gain_correction": {}, "drift": None})
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Put a model and all in it into eval mode for the block."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -21,7 +21,7 @@ import torch
 
 from ..auditing.regimes import REGIMES, RegimeResult, audit_folder
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.certificate import TARGETS, Certificate
+from ..bounds.certificate import TARGETS, Certificate, fp16_weights
 from ..bounds.spectral import CARRIED
 from ..checkpoint.folder import sha256_of
 from ..checkpoint.formats import bytes_of, shown
@@ -434,7 +434,7 @@ def recompute(
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
         raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
     arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
-    return bounded(checkpoint, layout, target, arithmetic, device, progress)
+    return bounded(fp16_weights(checkpoint, layout), layout, target, arithmetic, device, progress)
 
 
 def check_certificate(certificate: Certificate, report: Report) -> list[Problem]:

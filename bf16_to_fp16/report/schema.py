@@ -111,11 +111,12 @@ class Source(ReportObject):
     left out, with the reason. ``config_changes``: keys of config.json with their values before and after.
     ``carried_over`` and ``left_out``: files besides the weights. ``side_dtypes``: what the tensors of a sentence
     encoder's other modules were in, by sub-folder and name. Of a checkpoint that was finetuned, path, revision and
-    hashes are the original's.
+    hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged with it.
     """
 
     path: str | None = None
     revision: str | None = None
+    adapter: str | None = None
     sha256: dict[str, str] = {}
     other_sha256: dict[str, str] = {}
     dtype: str | None = None

@@ -50,17 +50,21 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
             if id(parameter) in done:
                 continue
             done.add(id(parameter))
-            exponents = exponents_of(tensor, plan).full(tensor.shape)
-            # Two factors, each a normal fp32 number, so that no intermediate is lost.
-            half = torch.div(exponents, 2, rounding_mode="floor")
-            for part in (half, exponents - half):
-                parameter.mul_(torch.ldexp(torch.ones_like(part, dtype=torch.float32), part).to(parameter.dtype))
+            scale(parameter, exponents_of(tensor, plan).full(tensor.shape))
             parameter.mul_(correction_of(tensor, plan))
     for path in layout.norms:
         norm = model.get_submodule(path)
         attribute = eps_attribute(norm)
         setattr(norm, attribute, getattr(norm, attribute) * 4.0**plan.residual_exponent)
     return model
+
+
+def scale(tensor: torch.Tensor, exponents: torch.Tensor) -> None:
+    """Multiply a tensor in place by 2 to the exponents (int32, on its device, broadcast to it)."""
+    # Two factors, each a normal fp32 number, so that no intermediate is lost.
+    half = torch.div(exponents, 2, rounding_mode="floor")
+    for part in (half, exponents - half):
+        tensor.mul_(torch.ldexp(torch.ones_like(part, dtype=torch.float32), part).to(tensor.dtype))
 
 
 def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:

@@ -79,34 +79,48 @@ class Exponents:
     rows: torch.Tensor | None
     columns: torch.Tensor | None
 
-    def full(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the exponents as an int32 tensor that broadcasts to ``shape``."""
-        total = torch.full((1,) * len(shape), self.scalar, dtype=torch.int32)
+    def full(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return the exponents as an int32 tensor on ``device`` that broadcasts to ``shape``; rows and columns must be
+        there."""
+        total = torch.full((1,) * len(shape), self.scalar, dtype=torch.int32, device=device)
         if self.rows is not None:
             total = total + self.rows.view(-1, *([1] * (len(shape) - 1)))
         if self.columns is not None:
             total = total + self.columns
         return total
 
+    def to(self, device: torch.device | str) -> Exponents:
+        """Return the same on a device."""
+        rows, columns = (None if part is None else part.to(device) for part in (self.rows, self.columns))
+        return Exponents(self.scalar, rows, columns)
 
-def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
-    """Return the exponents of one tensor: over its axes, the sum of ±the exponents of the signals that they carry."""
-    scalar = 0
-    per_axis: list[torch.Tensor | None] = [None, None]
-    for position, axis in enumerate(tensor.axes):
+
+def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tensor]:
+    """Return for each axis of a tensor the exponents that it carries: one number, or an int32 number per channel."""
+    found: list[int | torch.Tensor] = []
+    for axis, size in zip(tensor.axes, tensor.shape, strict=True):
         if axis is None:
+            found.append(0)
             continue
         exponent = plan.exponent(axis.signal)
         if isinstance(exponent, int):
-            scalar += axis.sign * exponent
+            found.append(axis.sign * exponent)
             continue
-        if len(exponent) != tensor.shape[position]:
+        if len(exponent) != size:
             raise UserError(
-                f"the plan has {len(exponent)} exponents for {axis.signal}, but {tensor.name} has"
-                f" {tensor.shape[position]} channels; use the plan of this very checkpoint"
+                f"the plan has {len(exponent)} exponents for {axis.signal}, but {tensor.name} has {size} channels; use"
+                " the plan of this very checkpoint"
             )
-        per_axis[position] = axis.sign * torch.tensor(exponent, dtype=torch.int32)
-    return Exponents(scalar, per_axis[0], per_axis[1])
+        found.append(axis.sign * torch.tensor(exponent, dtype=torch.int32))
+    return found
+
+
+def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
+    """Return the exponents of one tensor: over its axes, the sum of ±the exponents of the signals that they carry."""
+    found = axis_exponents(tensor, plan)
+    scalar = sum(exponent for exponent in found if isinstance(exponent, int))
+    per_axis = [exponent if isinstance(exponent, torch.Tensor) else None for exponent in found]
+    return Exponents(scalar, per_axis[0], per_axis[1] if len(per_axis) > 1 else None)
 
 
 def correction_of(tensor: ResolvedTensor, plan: Plan) -> float:

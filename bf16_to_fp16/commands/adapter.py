@@ -1,0 +1,253 @@
+"""LoRA adapters between a checkpoint and its conversion: ``convert CONVERTED OUT --adapter ADAPTER``, and back.
+
+An adapter that was trained on the original is taken to the converted checkpoint by the plan that is recorded there, one
+that was trained on the converted checkpoint to the original by its inverse. Nothing is run. A certificate is of
+weights, so that of the checkpoint says nothing of an adapter on it; that of the merged weights can be had.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..checkpoint.folder import carry_over, write_json
+from ..checkpoint.formats import read_json
+from ..checkpoint.places import written_folder
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.staging import check_out, staged
+from ..errors import UserError, first_line
+from ..families.resolve import head_scale, resolve
+from ..families.types import Layout, TensorReader
+from ..report.schema import REPORT, Source, read_report
+from ..report.stored import read_origin, read_plan
+from ..rescaling.adapters import Scaled, merged_update, part_of, scaled_adapter
+from ..rescaling.plan import Plan, inverse
+from .undo import config_before
+
+CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+NOTE = "fp16_adapter.json"
+"""What a converted adapter's folder says of itself; PEFT does not look at it."""
+
+
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")
+"""Ways to begin an adapter (``init_lora_weights``) that leave the checkpoint's weights as they are."""
+
+
+OTHER_FORMS = (
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "megatron_config",
+    "monteclora_config",
+    "target_parameters",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+"""Keys of an adapter's config with which what it adds is not B·A on a named weight."""
+
+
+MERGED = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
+"""Parts of an adapter that can be merged into a weight by themselves."""
+
+
+@dataclass(frozen=True)
+class ConvertedAdapter:
+    """What was done to an adapter: the folder written, the checkpoint that it goes on, its tensors by name, and whether
+    the converted checkpoint was finetuned, so that its weights are not the original's."""
+
+    out: Path
+    base: str
+    tensors: Mapping[str, Scaled]
+    finetuned: bool = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be known of the tensors, a sentence each."""
+        notes = []
+        if self.finetuned:
+            notes.append(
+                "the converted checkpoint was finetuned: the two sides compute what their own weights make of it"
+            )
+        widened = [name for name, t in self.tensors.items() if t.widened]
+        if widened:
+            notes.append(f"in fp32, since their dtype would lose bits: {shortened(widened)}")
+        rounded = [name for name, t in self.tensors.items() if not t.exact]
+        if rounded:
+            notes.append(f"rounded, by a factor that is no power of two: {shortened(rounded)}")
+        large = [name for name, t in self.tensors.items() if t.overflows]
+        if large:
+            notes.append(f"over 65504, so not for fp16: {shortened(large)}")
+        small, before = (sum(getattr(t, k) for t in self.tensors.values()) for k in ("small", "small_before"))
+        if small > before:
+            total = sum(t.values.numel() for t in self.tensors.values())
+            notes.append(
+                f"{small:,} of {total:,} numbers are under 2^-14 (before: {before:,}), where fp16 holds fewer bits;"
+                " keep the adapter in fp32, as PEFT does, or merge it"
+            )
+        return tuple(notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same for scripts."""
+        return {"out": str(self.out), "base": self.base, "tensors": len(self.tensors), "notes": list(self.notes)}
+
+
+def shortened(names: list[str]) -> str:
+    """Return one name and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def convert_adapter(
+    adapter: str | Path,
+    out: str | Path,
+    base: str | Path,
+    *,
+    back: bool = False,
+    force: bool = False,
+) -> ConvertedAdapter:
+    """Write the LoRA adapter in the folder ``adapter``, trained on what ``base`` was converted from, for ``base``
+    itself, and return what was done.
+
+    base: a folder that ``convert`` wrote. back: the other way, from ``base`` to its source. Where the two compute the
+    same function to the bit, so do they with their adapters. No certificate covers an adapter: ``certify(base,
+    adapter=…)`` bounds the weights that it makes when it is merged. Raises UserError for another kind of adapter, a
+    pickle, an adapter that is on that side already, or a tensor that is on none of the checkpoint or cannot follow;
+    ``out`` then does not exist.
+    """
+    adapter, out, base = Path(adapter), Path(out), written_folder(base)
+    if not (base / REPORT).is_file():
+        raise UserError(f"{base}: has no {REPORT}, so convert did not write it; give a converted folder")
+    config, tensors = read_adapter(adapter)
+    check_out(out, adapter, force=force)
+    checkpoint, plan, origin = open_checkpoint(base), read_plan(base), read_origin(base)
+    check_side(adapter, config, base, origin, back=back)
+    layout = resolve(checkpoint)
+    gain = head_gain(layout, plan, checkpoint, origin)
+    check_tying(adapter, config, plan)
+    applied, gain = (inverse(plan), 1 / gain) if back else (plan, gain)
+    try:
+        found = scaled_adapter(tensors, layout, applied, gain)
+    except UserError as error:
+        raise UserError(f"{adapter / TENSORS}: {error}") from None
+    on = (origin.path or str(base)) if back else str(base)
+    written = {name: scaled.values.contiguous() for name, scaled in found.items()}
+    revision = origin.revision if back else None
+    with staged(out, force=force) as work:
+        carry_over(adapter, work, back=back)
+        save_file(written, work / TENSORS, metadata={"format": "pt"})
+        write_json(work / CONFIG, {**config, "base_model_name_or_path": on, "revision": revision})
+        write_json(work / NOTE, {"for": "original" if back else "converted", "base": on})
+    return ConvertedAdapter(out, on, found, read_report(base / REPORT, {}, "", also=("finetune",)).finetune is not None)
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the config and the tensors of a LoRA adapter; raise UserError for any other, and for a pickle."""
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder}: no {CONFIG}; give the folder of an adapter, as PEFT's save_pretrained writes it")
+    config = read_json(folder / CONFIG, "config")
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only LORA adapters can be taken over")
+    used = [key for key in OTHER_FORMS if config.get(key)]
+    if used:
+        raise UserError(f"{folder / CONFIG}: with {used[0]} what it adds is not B·A on a weight; train plain LoRA")
+    begun = config.get("init_lora_weights", True)
+    if begun not in INITIAL:
+        raise UserError(
+            f"{folder / CONFIG}: init_lora_weights {begun!r} changes the checkpoint's weights as well; save it with"
+            " path_initial_model_for_weight_conversion, which makes it plain LoRA"
+        )
+    if not (folder / TENSORS).is_file():
+        words = f"no {TENSORS}; save the adapter with save_pretrained"
+        if (folder / PICKLE).is_file():
+            words = f"{PICKLE} is a pickle, which is not read; load it with peft and save_pretrained writes {TENSORS}"
+        raise UserError(f"{folder}: {words}")
+    try:
+        tensors = load_file(folder / TENSORS)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder / TENSORS}: cannot be read ({first_line(error)}); save the adapter again") from error
+    if not tensors:
+        raise UserError(f"{folder / TENSORS}: holds no tensor; save the adapter again")
+    return config, tensors
+
+
+def check_side(adapter: Path, config: Mapping[str, Any], base: Path, origin: Source, *, back: bool) -> None:
+    """Raise UserError for an adapter that says itself that it is on the side to which it is to be taken."""
+    side, name = "original" if back else "converted", config.get("base_model_name_or_path")
+    there = same_place(name, origin.path) if back else same_place(name, base)
+    if (adapter / NOTE).is_file():
+        there = read_json(adapter / NOTE, "note").get("for") == side
+    if there:
+        other = "bf16-to-fp16 convert" if back else "bf16-to-fp16 undo"
+        raise UserError(f"{adapter}: is for the {side} checkpoint already; {other} takes it the other way")
+
+
+def same_place(one: object, other: object) -> bool:
+    """Return whether two names of a checkpoint are the same, or lead to the same folder."""
+    if not one or not other:
+        return False
+    a, b = Path(str(one)), Path(str(other))
+    return str(one) == str(other) or (a.exists() and b.exists() and a.resolve() == b.resolve())
+
+
+def check_tying(adapter: Path, config: Mapping[str, Any], plan: Plan) -> None:
+    """Raise UserError for an adapter that is to stay tied where the conversion has separated head and embedding."""
+    if plan.untied_head and config.get("ensure_weight_tying"):
+        raise UserError(
+            f"{adapter / CONFIG}: ensure_weight_tying, and the conversion separated the head from the embedding; merge"
+            " the adapter into the original and convert that"
+        )
+
+
+def head_gain(layout: Layout, plan: Plan, checkpoint: Checkpoint, origin: Source) -> float:
+    """Return the factor that was folded into a head when the conversion separated it, 1 where it did not."""
+    if not plan.untied_head or layout.family.untie != "scaled":
+        return 1.0
+    return head_scale(layout.family, config_before(checkpoint.config, origin), True)
+
+
+def merged_weights(adapter: Path, layout: Layout, stored: TensorReader) -> TensorReader:
+    """Return a function from a layout's tensor name to the fp16 values of a checkpoint merged with an adapter for it.
+
+    stored: gives the checkpoint's own. Raises UserError for an adapter with more than A and B, or that is not on it.
+    """
+    config, tensors = read_adapter(adapter)
+    others = [name for name in tensors if not MERGED.search(name)]
+    if others:
+        raise UserError(
+            f"{adapter / TENSORS}: {others[0]} is more than A and B, which are merged here; merge it with PEFT's"
+            " merge_and_unload(), and certify what that saves"
+        )
+    try:
+        update = merged_update(tensors, layout, scaling_of(tensors, config))
+    except UserError as error:
+        raise UserError(f"{adapter / TENSORS}: {error}") from None
+
+    def read(name: str) -> Tensor:
+        weight = stored(name)
+        return weight if name not in update else (weight.float() + update[name]).half()
+
+    return read
+
+
+def scaling_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, float]:
+    """Return by module path what an adapter multiplies B·A with: alpha/r, or alpha/√r with ``use_rslora``."""
+    found = {}
+    for name, values in tensors.items():
+        target, part = part_of(name)
+        if part is None or part.suffix not in (".lora_A.weight", ".lora_embedding_A"):
+            continue
+        path, rank = target.rpartition(".")[0], values.shape[0]
+        patterns: Mapping[str, Any] = config.get("alpha_pattern") or {}
+        fitting = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path))
+        alpha = float(next(fitting, config.get("lora_alpha", 8)))
+        found[path] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return found

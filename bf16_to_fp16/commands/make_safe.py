@@ -1,0 +1,256 @@
+"""``make_fp16_safe``: one line before a training under fp16 AMP, and one after it.
+
+The model in memory is rescaled as ``rescale`` does it, with the bounds of any input beside what was observed, and its
+config says so, so that ``save_pretrained`` writes weights and eps that belong together before and after ``undo``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
+from ..bounds.certificate import TARGETS, Certificate, bound, is_certified
+from ..bounds.spectral import Spectra
+from ..conversion.planning import bound_source
+from ..errors import UserError
+from ..families.known import FAMILIES, of_model_type
+from ..families.resolve import resolve, unscaled
+from ..families.types import Layout, TensorReader
+from ..progress import Progress
+from ..quiet import quiet
+from ..rescaling.apply import apply, scale
+from ..rescaling.follow import exponents_by_parameter, follow
+from ..rescaling.plan import Plan, exponents_of, inverse
+from ..rescaling.planner import MARGIN_BITS
+from ..rescaling.weights import ModelTensors, source_weights
+from ..run.stock import eps_attribute
+from .rescale import observed_plan, opened
+
+MARK = "_made_fp16_safe"
+"""Attribute of a model in memory that has been rescaled: the ``MadeSafe`` that undoes it."""
+
+
+@dataclass(frozen=True)
+class MadeSafe:
+    """What ``make_fp16_safe`` did to a model; printed, a sentence or two that say it.
+
+    plan: the powers of two, all 0 where nothing had to be done. certified: whether no input can overflow the weights as
+    they are now, rounded to fp16; training moves them. headroom_bits: log2(limit / bound) at ``tightest``, the site
+    with the least. eps: of the norms before. ``again``: the model had been made safe before, and nothing was done.
+    """
+
+    plan: Plan
+    target: str
+    certified: bool
+    headroom_bits: float
+    tightest: str
+    eps: float
+    again: bool = False
+
+    @property
+    def changed(self) -> bool:
+        """Whether the plan moves anything."""
+        return bool(self.plan.residual_exponent) or any(
+            any(e) if isinstance(e, list) else e for e in self.plan.exponents.values()
+        )
+
+    def __str__(self) -> str:
+        """Return what was done, and what is proven of it."""
+        r, signals = self.plan.residual_exponent, len(self.plan.exponents)
+        if self.again:
+            done = "made safe before; nothing was done"
+        elif not self.changed:
+            done = "nothing to rescale; the weights are as they were"
+        else:
+            done = f"rescaled in memory: the residual stream by 2^{r}, channels of {signals} other signals"
+        at = f"{self.headroom_bits:.2f} bits at {self.tightest}"
+        over = (
+            f"is {-self.headroom_bits:.2f} bits over its limit" if math.isfinite(self.headroom_bits) else "is infinite"
+        )
+        proof = (
+            f"certified for {self.target}: no input overflows these weights in fp16 (least headroom {at});"
+            " training moves them, so certify what you save"
+            if self.certified
+            else f"not certified for {self.target}: the bound of {self.tightest} {over}; safe on what was observed only"
+        )
+        return f"{done}. {proof[0].upper()}{proof[1:]}."
+
+    def undo(self, model: Any) -> Any:
+        """Take ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
+
+        Its config gets its eps back. model: what was made safe, a copy of it, or what ``from_pretrained`` made of a
+        folder that was saved before ``undo``, where the eps of its config tells. Raises UserError for any other.
+        """
+        check_plain(model, "merge the adapter with merge_and_unload() and undo that")
+        if self.changed:
+            self.check_made_safe(model)
+            source = ModelTensors(model)
+            if "F16" in {t.dtype for t in source.tensors.values()}:
+                raise UserError(
+                    f"{source.source} is in fp16, which may not hold the source's scale; undo before half()"
+                )
+            layout = resolve(source)
+            with on_the_cpu(model):
+                apply(model, layout, inverse(self.plan))
+            set_eps(model, layout, self.eps)
+        model.__dict__.pop(MARK, None)
+        return model
+
+    def check_made_safe(self, model: Any) -> None:
+        """Raise UserError unless a model is at the scale of the plan, as far as can be told."""
+        mark = model.__dict__.get(MARK)
+        if mark is not None and mark.plan == self.plan:
+            return
+        layout = resolve(ModelTensors(model))
+        told_by_eps = layout.family.eps_key is not None and self.plan.residual_exponent != 0
+        if mark is None and told_by_eps and layout.eps == self.plan.eps:
+            return
+        raise UserError(
+            f"{type(model).__name__} is not at this plan's scale; it was undone already, or not made safe so"
+        )
+
+    def follow(self, optimizer: torch.optim.Optimizer, model: Any) -> torch.optim.Optimizer:
+        """Make ``optimizer`` take the very steps that it would take without the rescaling, and return it.
+
+        Around each step gradients and weights are brought to the source's scale, so that learning rate, epsilon, decay
+        and second moments mean what they mean there. Call it once, before the first step. Parameters that were not
+        rescaled, such as an adapter's, are stepped as they are. Raises UserError where ``model`` is not at the plan's
+        scale, and, from a step, for sharded parameters (FSDP, ZeRO-3).
+        """
+        check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
+        if self.changed:
+            self.check_made_safe(model)
+            follow(optimizer, exponents_by_parameter(model, resolve(ModelTensors(model)), self.plan))
+        return optimizer
+
+
+@quiet()
+def make_fp16_safe(
+    model: Any, *, target: str = "train", margin_bits: float = MARGIN_BITS, max_length: int = MAX_LENGTH
+) -> MadeSafe:
+    """Rescale a stock fp32 model in memory so that it can be trained under fp16 AMP, and return what was done, with
+    ``undo``.
+
+    Nothing is copied and nothing printed. The fp32 outputs keep every bit, ``undo`` gives every weight back to the bit,
+    and after training exactly the trained function. The config's eps goes with the weights, so that
+    ``save_pretrained`` writes a pair that belongs together at any time (Pegasus has no eps in its config: undo it
+    before you save it). target: as ``convert`` takes them; ``train`` leaves room for dropout, gradients and weights
+    that move. margin_bits: kept between what the built-in probe shows and each limit. max_length: positions for which
+    the certificate holds. A model that has been made safe, or that a certificate holds for as it is, stays as it is.
+    Raises UserError for a model of no known family, in 16 bits, with an adapter, or spread over devices.
+    """
+    if target not in TARGETS:
+        raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    check_plain(model, "call make_fp16_safe before get_peft_model")
+    check_known(model)
+    mark = model.__dict__.get(MARK)
+    if mark is not None:
+        return replace(mark, again=True)
+    with on_the_cpu(model):
+        source, layout = opened(model)
+        weights, arithmetic = source_weights(source, layout), Arithmetic(max_length)
+        spectra = Spectra(weights)
+        if is_certified(layout, rounded(source, layout), arithmetic, target, replace(spectra, fixed=True)):
+            plan = Plan(family=layout.family.name)
+        else:
+            bounds = bound_source(source, target, max_length, Progress(quiet=True), spectra)
+            options: dict[str, Any] = {"target": target, "margin_bits": margin_bits, "bounds": bounds}
+            plan = observed_plan(model, source, layout, **options)
+        known = replace(spectra, fixed=True)
+        planned = layout_under(layout, plan)
+        proof = bound(planned, rounded(source, layout, plan), arithmetic, target=target, spectra=known)
+        made = described(proof, plan, target, layout.eps)
+        if made.changed:
+            apply(model, layout, plan)
+            set_eps(model, layout, planned.eps)
+    model.__dict__[MARK] = made
+    return made
+
+
+def described(proof: Certificate, plan: Plan, target: str, eps: float) -> MadeSafe:
+    """Return what was done, with what the certificate says of it."""
+    worst = min(proof.sites, key=lambda site: site.headroom_bits)
+    return MadeSafe(plan, target, proof.holds, worst.headroom_bits, worst.name, eps)
+
+
+def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> TensorReader:
+    """Return a function from a layout's tensor name to its values under a plan, rounded to fp16 as autocast and
+    ``half`` round them."""
+
+    def read(name: str) -> torch.Tensor:
+        tensor = layout.tensors[name]
+        weight = unscaled(source, tensor)
+        if plan is not None:
+            weight = weight.clone()
+            scale(weight, exponents_of(tensor, plan).full(tensor.shape))
+        return weight.half()
+
+    return read
+
+
+def layout_under(layout: Layout, plan: Plan) -> Layout:
+    """Return the layout of a model in memory after ``plan``, whose norms all have the scaled eps."""
+    eps, family = layout.eps * 4.0**plan.residual_exponent, layout.family
+    if family.eps_key is None:
+        return replace(layout, family=replace(family, eps=eps))
+    return replace(layout, config={**layout.config, family.eps_key: eps})
+
+
+def set_eps(model: Any, layout: Layout, eps: float) -> None:
+    """Give every norm of the residual stream an eps, and every config of a model that has a key for it."""
+    for path in layout.norms:
+        norm = model.get_submodule(path)
+        setattr(norm, eps_attribute(norm), eps)
+    if layout.family.eps_key is None:
+        return
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, layout.family.eps_key):
+            setattr(config, layout.family.eps_key, eps)
+
+
+def check_plain(model: Any, remedy: str) -> None:
+    """Raise UserError for a model with adapters, whether PEFT has wrapped it or put them into it."""
+    if hasattr(model, "peft_config") or any(name.rpartition(".")[2] == "base_layer" for name, _ in named(model)):
+        raise UserError(f"{type(model).__name__} has an adapter in it; {remedy}")
+
+
+def named(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model with their paths; none of what is no module."""
+    yield from model.named_modules() if isinstance(model, nn.Module) else ()
+
+
+def check_known(model: Any) -> None:
+    """Raise UserError for a model of no known family, with what serves in its place."""
+    config = getattr(model, "config", None)
+    family = of_model_type(getattr(config, "model_type", None))
+    if family is None or type(model).__name__ not in family.seq2seq + family.encoder_only:
+        known = ", ".join(name for f in FAMILIES for name in (*f.seq2seq, *f.encoder_only))
+        raise UserError(
+            f"{type(model).__name__} is not of a family that can be rescaled ({known}); train it in bf16 or fp32, or"
+            " hold its activations down with ActivationPenalty, which takes any model"
+        )
+
+
+@contextmanager
+def on_the_cpu(model: Any) -> Iterator[None]:
+    """Have a model on the CPU for the block; raise UserError for one that is spread over devices or has no values."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise UserError(
+            f"{type(model).__name__} is not on one device with its values; load it without device_map, and leave moving"
+            " it to the Trainer"
+        )
+    (device,) = devices
+    model.to("cpu")
+    try:
+        yield
+    finally:
+        model.to(device)

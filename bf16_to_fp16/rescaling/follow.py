@@ -1,0 +1,54 @@
+"""An optimizer that steps in the units of the source although the weights in memory are rescaled.
+
+Rescaling multiplies a weight by 2^e and so its gradient by 2^-e. Backward passes keep every bit of that, and so do the
+multiplications here: around each step gradients and weights are taken to the source's scale and the weights back. What
+the optimizer sees, and so what it does and remembers, is what it would be without rescaling, whichever optimizer it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..errors import UserError
+from ..families.types import Layout
+from .apply import scale
+from .plan import Exponents, Plan, check_plan_fits, exponents_of
+
+
+def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -> dict[torch.nn.Parameter, Exponents]:
+    """Return the exponents of every parameter of ``model`` that ``plan`` has scaled, each once."""
+    check_plan_fits(layout, plan)
+    found = dict(model.named_parameters(remove_duplicate=False))
+    return {found[name]: exponents_of(tensor, plan) for name, tensor in layout.tensors.items() if name in found}
+
+
+def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Parameter, Exponents]) -> None:
+    """Make ``optimizer`` step in the source's units; parameters without exponents are stepped as they are.
+
+    Raises UserError from a step on a parameter that has been cut into shards since (FSDP, ZeRO-3).
+    """
+    shapes = {parameter: parameter.shape for parameter in exponents}
+    placed: dict[tuple[torch.nn.Parameter, torch.device], Exponents] = {}
+
+    def move(sign: int, *, gradients: bool) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in exponents or parameter.grad is None:
+                    continue
+                if parameter.shape != shapes[parameter]:
+                    raise UserError(
+                        "a sharded parameter has not the shape that its exponents are for; train in one process or"
+                        " under DDP, or leave out follow"
+                    )
+                place = parameter, parameter.device
+                placed[place] = placed.get(place) or exponents[parameter].to(parameter.device)
+                full = placed[place].full(parameter.shape, parameter.device)
+                scale(parameter.data, sign * full)
+                if gradients:
+                    scale(parameter.grad, -sign * full)
+
+    # Gradients are scaled once: after the step they are thrown away.
+    optimizer.register_step_pre_hook(lambda *_: move(-1, gradients=True))
+    optimizer.register_step_post_hook(lambda *_: move(1, gradients=False))

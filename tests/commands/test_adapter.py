@@ -1,0 +1,468 @@
+"""LoRA adapters taken to a converted checkpoint and back: with the adapter it still computes the same function."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import tiny
+from support.contract import outputs, random_plan
+
+from bf16_to_fp16 import UserError, certify, cli, convert, convert_adapter
+from bf16_to_fp16.bounds.certificate import fp16_weights
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.commands.adapter import CONFIG, NOTE, TENSORS, merged_weights, scaling_of
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Kind
+from bf16_to_fp16.rescaling.adapters import scaled_adapter
+from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.stock import load
+
+PREFIX = "base_model.model."
+MOVED = (Kind.RESIDUAL, Kind.NORM, Kind.VALUE, Kind.QUERY_KEY, Kind.NEURON)
+
+Pair = tuple[Path, Path]
+
+
+def converted_by(kind: str, folder: Path, kinds: tuple[Kind, ...] = MOVED, **changes: Any) -> Pair:
+    """Return a source and its conversion by a plan that moves every channel of all kinds, and loses no bit."""
+    model = tiny.build(kind, factor=30.0, **changes)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_((tensor * 256).round() / 256)  # no bit so low that the plan would take it below fp16's last
+    source = tiny.save(model, folder / "source", torch.float32)
+    plan = random_plan(resolve(open_checkpoint(source)), kinds)
+    first = convert(source, folder / "first", run_model=False, target="half").out
+    assert first is not None
+    report = json.loads((first / "fp16_report.json").read_text())
+    eps = report["plan"]["eps"] and 1e-6 * 4.0**plan.residual_exponent
+    report["plan"] |= {"residual_exponent": plan.residual_exponent, "exponents": dict(plan.exponents), "eps": eps}
+    report["plan"] |= {"drift": None, "gain_correction": {}, "untied_head": False}
+    (first / "fp16_report.json").write_text(json.dumps(report))
+    out = convert(source, folder / "out", plan=first, run_model=False, target="half").out
+    assert out is not None
+    return source, out
+
+
+@pytest.fixture(scope="module", params=["gated", "t5"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Return a T5 of one kind and its conversion, with the same outputs to the bit in fp32."""
+    source, out = converted_by(request.param, tmp_path_factory.mktemp(request.param))
+    for one, other in zip(outputs(load(source, torch.float32)), outputs(load(out, torch.float32)), strict=True):
+        assert torch.equal(one, other)
+    return source, out
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return random numbers."""
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8).to(dtype)
+
+
+def adapter_for(source: Path, folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> dict[str, Any]:
+    """Write a LoRA adapter on every matrix and embedding of a checkpoint, without PEFT, and return its tensors."""
+    tensors: dict[str, torch.Tensor] = {}
+    for i, (name, info) in enumerate(sorted(open_checkpoint(source).tensors.items())):
+        path = f"{PREFIX}{name.removesuffix('.weight')}"
+        if len(info.shape) != 2 or "relative" in name or "positions" in name or name == "final_logits_bias":
+            continue
+        rows, columns = info.shape
+        if "shared" in name:
+            tensors[f"{path}.lora_embedding_A"] = draw(2, rows, seed=i, dtype=dtype)
+            tensors[f"{path}.lora_embedding_B"] = draw(columns, 2, seed=i + 500, dtype=dtype)
+        else:
+            tensors[f"{path}.lora_A.weight"] = draw(2, columns, seed=i, dtype=dtype)
+            tensors[f"{path}.lora_B.weight"] = draw(rows, 2, seed=i + 500, dtype=dtype)
+    return write(folder, tensors, source, **config)
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], source: Path, **config: Any) -> dict[str, Any]:
+    """Write an adapter's folder."""
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "base_model_name_or_path": str(source)}
+    (folder / CONFIG).write_text(json.dumps(given | {"revision": "main"} | config))
+    (folder / "README.md").write_text("# An adapter\n")
+    return tensors
+
+
+def merged(folder: Path, adapter: Path) -> Any:
+    """Return a checkpoint in fp32 with an adapter merged by hand: W + alpha/r·B·A."""
+    model, tensors = load(folder, torch.float32), load_file(adapter / TENSORS)
+    with torch.no_grad():
+        for name, b in tensors.items():
+            path = name.removeprefix(PREFIX).partition(".lora_")[0]
+            weight = model.get_submodule(path).weight
+            if name.endswith("lora_B.weight"):
+                weight += 1.5 * (b.float() @ tensors[name.replace("lora_B", "lora_A")].float())
+            elif name.endswith("lora_embedding_B"):
+                weight += 1.5 * (b.float() @ tensors[name.replace("embedding_B", "embedding_A")].float()).T
+    return model
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two models give the same bits."""
+    return all(torch.equal(a, b) for a, b in zip(outputs(one), outputs(other), strict=True))
+
+
+# --- the same function -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merged_adapter_computes_the_same_function_on_both_sides(
+    pair: Pair, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    source, out = pair
+    before = adapter_for(source, tmp_path / "adapter", dtype)
+    done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    reference = merged(source, tmp_path / "adapter")
+    assert same(reference, merged(out, tmp_path / "taken"))
+    assert not same(reference, load(source, torch.float32))  # the adapter does something
+    assert not same(reference, merged(out, tmp_path / "adapter"))  # and must be converted
+    assert done.tensors.keys() == before.keys() and all(t.exact and not t.widened for t in done.tensors.values())
+    after = load_file(tmp_path / "taken" / TENSORS)
+    assert {t.dtype for t in after.values()} == {dtype}
+
+
+def test_an_adapter_comes_back_bit_for_bit_with_its_config(pair: Pair, tmp_path: Path) -> None:
+    source, out = pair
+    before = adapter_for(source, tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    convert_adapter(tmp_path / "taken", tmp_path / "back", out, back=True)
+    after = load_file(tmp_path / "back" / TENSORS)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    configs = [json.loads((tmp_path / name / CONFIG).read_text()) for name in ("adapter", "taken", "back")]
+    assert [c["base_model_name_or_path"] for c in configs] == [str(source), str(out), "source"]
+    assert configs[1]["revision"] is None
+    assert {k: v for k, v in configs[1].items() if k not in ("base_model_name_or_path", "revision")} == {
+        k: v for k, v in configs[0].items() if k not in ("base_model_name_or_path", "revision")
+    }
+    assert (tmp_path / "taken" / "SOURCE_README.md").read_text() == "# An adapter\n"
+    assert (tmp_path / "back" / "README.md").read_text() == "# An adapter\n"
+
+
+PEFT_CASES: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q", "k", "v", "o"]},
+    "neurons": {"target_modules": r".*DenseReluDense\.w.*", "use_rslora": True},
+    "patterns": {"target_modules": ["q", "wo"], "rank_pattern": {"wo": 4}, "alpha_pattern": {"q": 7}},
+    "whole": {"target_modules": ["q"], "modules_to_save": ["layer_norm", "final_layer_norm"]},
+    "embeddings": {"target_modules": ["embed_tokens", "v"]},
+    "head": {"target_modules": ["lm_head"]},
+    "whole head": {"target_modules": ["q"], "modules_to_save": ["lm_head"]},
+    "tokens": {"target_modules": ["v"], "trainable_token_indices": {"embed_tokens": [5, 9, 11]}},
+    "lora bias": {"target_modules": ["q", "wo"], "lora_bias": True},
+    "dora of embeddings": {"target_modules": ["embed_tokens"], "use_dora": True},
+}
+
+
+def with_peft(source: Path, folder: Path, case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Write an adapter that PEFT made and somebody trained, and return what the source computes with it."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(load(source, torch.float32), peft.LoraConfig(r=3, **case)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) * (0.1 * parameter.abs().mean() + 0.02)
+    result = outputs(model)
+    model.save_pretrained(folder)
+    return result
+
+
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_peft_computes_the_same_function_with_the_converted_adapter(pair: Pair, case: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    source, out = pair
+    reference = with_peft(source, tmp_path / "adapter", PEFT_CASES[case])
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    model = peft.PeftModel.from_pretrained(load(out, torch.float32), str(tmp_path / "taken")).eval()
+    assert all(torch.equal(a, b) for a, b in zip(reference, outputs(model), strict=True))
+    plain = outputs(load(source, torch.float32))
+    assert not all(torch.equal(a, b) for a, b in zip(reference, plain, strict=True))
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_biases_of_pegasus_go_with_what_they_are_added_to(bias: str, tmp_path: Path) -> None:
+    """Without a factor on the residual stream, whose eps stock code has fixed, Pegasus keeps every bit too."""
+    peft = pytest.importorskip("peft")
+    kinds = tuple(kind for kind in MOVED if kind is not Kind.RESIDUAL)
+    source, out = converted_by("pegasus", tmp_path, kinds)
+    targets = ["q_proj", "v_proj", "fc1", "out_proj"]
+    reference = with_peft(source, tmp_path / "adapter", {"target_modules": targets, "bias": bias})
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    model = peft.PeftModel.from_pretrained(load(out, torch.float32), str(tmp_path / "taken")).eval()
+    assert all(torch.equal(a, b) for a, b in zip(reference, outputs(model), strict=True))
+
+
+def test_dora_follows_where_rows_have_one_exponent_and_is_refused_where_they_have_not(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    kinds = tuple(kind for kind in MOVED if kind is not Kind.NORM)
+    source, out = converted_by("gated", tmp_path, kinds)
+    reference = with_peft(source, tmp_path / "fits", {"target_modules": ["q", "v", "wi_1"], "use_dora": True})
+    convert_adapter(tmp_path / "fits", tmp_path / "taken", out)
+    model = peft.PeftModel.from_pretrained(load(out, torch.float32), str(tmp_path / "taken")).eval()
+    for a, b in zip(reference, outputs(model), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
+    with_peft(source, tmp_path / "not", {"target_modules": ["wo"], "use_dora": True})
+    with pytest.raises(UserError, match=r"wo\.lora_magnitude_vector: a DoRA magnitude is the length of a row"):
+        convert_adapter(tmp_path / "not", tmp_path / "none", out)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("width", [16, 24])
+def test_an_adapter_on_a_head_that_the_conversion_separated_takes_its_factor(width: int, tmp_path: Path) -> None:
+    """T5 v1.0 multiplies by d^-1/2 before its tied head; a head of its own has that folded in."""
+    model = tiny.build("t5", factor=3000.0, d_model=width)
+    with torch.no_grad():
+        model.decoder.final_layer_norm.weight.mul_(2.0**18)
+    source = tiny.save(model, tmp_path / "source")
+    result = convert(source, tmp_path / "out", target="half", run_model=False)
+    assert result.plan.untied_head and result.out is not None
+    a, b = draw(2, width), draw(97, 2, seed=1)
+    names = [f"{PREFIX}lm_head.lora_{side}.weight" for side in "AB"]
+    write(tmp_path / "adapter", dict(zip(names, (a, b), strict=True)), source)
+    done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", result.out)
+    taken = load_file(tmp_path / "taken" / TENSORS)
+    # The head alone, on a hidden state and on the same with the final norm's exponents.
+    exponent = result.plan.exponent("decoder.final_layer_norm")
+    factors = torch.ldexp(torch.ones(width), torch.as_tensor(exponent, dtype=torch.float32))
+    hidden = draw(5, width, seed=2)
+    before = (hidden * width**-0.5) @ a.T @ b.T
+    after = (hidden * factors) @ taken[names[0]].T @ taken[names[1]].T
+    assert torch.allclose(before, after, rtol=1e-6) if width == 24 else torch.equal(before, after)
+    assert done.tensors[names[1]].exact is (width == 16)
+    assert any("no power of two" in note for note in done.notes) is (width == 24)
+    convert_adapter(tmp_path / "taken", tmp_path / "back", result.out, back=True)
+    assert torch.allclose(load_file(tmp_path / "back" / TENSORS)[names[1]], b, rtol=1e-6)
+    write(tmp_path / "tied", dict(zip(names, (a, b), strict=True)), source, ensure_weight_tying=True)
+    with pytest.raises(UserError, match="separated the head"):
+        convert_adapter(tmp_path / "tied", tmp_path / "none", result.out)
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+def test_a_dtype_that_would_lose_bits_becomes_fp32_and_is_named(pair: Pair, tmp_path: Path) -> None:
+    layout = resolve(open_checkpoint(pair[1]))
+    name, near = f"{PREFIX}shared.lora_embedding_B", f"{PREFIX}shared.lora_embedding_A"
+    width, rows = layout.tensors["shared.weight"].shape[1], layout.tensors["shared.weight"].shape[0]
+    values = torch.full((width, 1), 2.0**-14 * (1 + 2.0**-10), dtype=torch.float16)
+    plan = Plan(family=layout.family.name, residual_exponent=-1)
+    found = scaled_adapter({name: values, near: torch.ones(1, rows, dtype=torch.float16)}, layout, plan)
+    assert found[name].widened and found[name].exact and found[name].values.dtype == torch.float32
+    assert torch.equal(found[name].values, values.float() / 2) and (found[name].small, found[name].small_before) == (
+        width,
+        0,
+    )
+    assert found[near].values.dtype == torch.float16 and not found[near].widened
+    large = scaled_adapter({name: values.float() * 2.0**29}, layout, Plan(family=plan.family, residual_exponent=2))
+    assert large[name].overflows and not found[name].overflows
+    for bad in (math.inf, math.nan):
+        with pytest.raises(UserError, match="inf or NaN"):
+            scaled_adapter({name: torch.full((width, 1), bad)}, layout, plan)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_take_an_adapter_there_and_back_and_say_what_is_not_covered(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = pair
+    adapter_for(source, tmp_path / "adapter")
+    taken, back = str(tmp_path / "taken"), str(tmp_path / "back")
+    capsys.readouterr()
+    assert cli.main(["convert", str(out), taken, "--adapter", str(tmp_path / "adapter")]) == 0
+    said = capsys.readouterr().out
+    assert "no certificate covers an adapter" in said and f"certify {out} --adapter {taken}" in said
+    assert cli.main(["undo", str(out), back, "--adapter", taken, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["base"] == "source"
+    before, after = load_file(tmp_path / "adapter" / TENSORS), load_file(tmp_path / "back" / TENSORS)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert cli.main(["convert", str(out), taken, "--adapter", str(tmp_path / "adapter")]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert cli.main(["convert", str(out), taken, "--adapter", str(tmp_path / "adapter"), "--target", "half"]) == 2
+    assert "--target is for checkpoints" in capsys.readouterr().err
+
+
+def test_certify_bounds_the_weights_that_an_adapter_is_merged_into(pair: Pair, tmp_path: Path) -> None:
+    source, out = pair
+    adapter_for(source, tmp_path / "adapter", lora_alpha=3)
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    beside = certify(out, adapter=tmp_path / "taken")
+    model = merged(out, tmp_path / "taken")
+    model.save_pretrained(tmp_path / "merged")
+    for name in ("config.json",):
+        shutil.copy(out / name, tmp_path / "merged" / name)
+    by_hand = {site["name"]: site["bound"] for site in certify(tmp_path / "merged")["certificate"]["sites"]}
+    found = {site["name"]: site["bound"] for site in beside["certificate"]["sites"]}
+    assert found.keys() == by_hand.keys() and all(found[n] == pytest.approx(by_hand[n], rel=1e-3) for n in found)
+    plain = {site["name"]: site["bound"] for site in certify(out)["certificate"]["sites"]}
+    assert any(found[n] > 1.2 * plain[n] for n in found)
+    assert beside["source"]["adapter"] == "taken"
+
+
+def test_an_adapter_can_bring_certified_weights_past_their_limit(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("gated"), tmp_path / "source")
+    out = convert(source, tmp_path / "out", target="half", run_model=False).out
+    assert out is not None and certify(out)["verdict"] == "safe"
+    gate = f"{PREFIX}encoder.block.0.layer.1.DenseReluDense.wi_0"
+    tensors = {f"{gate}.lora_A.weight": draw(2, 24) * 1e4, f"{gate}.lora_B.weight": draw(37, 2, seed=1) * 1e3}
+    write(tmp_path / "adapter", tensors, out)
+    found = certify(out, adapter=tmp_path / "adapter")
+    assert found["verdict"] == "unsafe" and "merge_and_unload" in found["next"]
+    assert cli.main(["certify", str(out), "--adapter", str(tmp_path / "adapter")]) == 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another kind": ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
+    "another form": ({"use_qalora": True}, "with use_qalora"),
+    "begun from the weights": ({"init_lora_weights": "pissa"}, "'pissa' changes the checkpoint's weights"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_plain_lora_is_refused_by_name(pair: Pair, case: str, tmp_path: Path) -> None:
+    config, words = REFUSED[case]
+    adapter_for(pair[0], tmp_path / "adapter", **config)
+    with pytest.raises(UserError, match=words):
+        convert_adapter(tmp_path / "adapter", tmp_path / "taken", pair[1])
+    assert not (tmp_path / "taken").exists()
+
+
+def test_an_unknown_or_misshapen_tensor_is_refused_by_name(pair: Pair, tmp_path: Path) -> None:
+    source, out = pair
+    a = draw(2, 24)
+    wrong = {
+        f"{PREFIX}encoder.block.0.layer.9.q.lora_A.weight": (a, "has no tensor encoder.block.0.layer.9.q.weight"),
+        f"{PREFIX}encoder.block.0.layer.0.SelfAttention.q.lora_A.weight": (a[:, :23], r"shape \[2, 23\]"),
+        f"{PREFIX}encoder.block.0.layer.0.SelfAttention.q.prompt": (a, "has no tensor"),
+        f"{PREFIX}shared.weight": (torch.zeros(97, 24, dtype=torch.int64), "int64"),
+    }
+    for i, (name, (values, words)) in enumerate(wrong.items()):
+        write(tmp_path / str(i), {name: values.contiguous()}, source)
+        with pytest.raises(UserError, match=words) as caught:
+            convert_adapter(tmp_path / str(i), tmp_path / "taken", out)
+        assert name in str(caught.value) and "\n" not in str(caught.value) and not (tmp_path / "taken").exists()
+
+
+class Runs:
+    """A pickle that would run code."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("pickle-ran"),))
+
+
+def test_a_pickled_adapter_is_not_read(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapter_for(pair[0], tmp_path / "adapter")
+    (tmp_path / "adapter" / TENSORS).unlink()
+    torch.save({"weight": Runs()}, tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(UserError, match=r"adapter_model\.bin is a pickle, which is not read") as caught:
+        convert_adapter(tmp_path / "adapter", tmp_path / "taken", pair[1])
+    assert "\n" not in str(caught.value) and not (tmp_path / "pickle-ran").exists()
+    (tmp_path / "adapter" / "adapter_model.bin").unlink()
+    with pytest.raises(UserError, match=f"no {TENSORS}"):
+        convert_adapter(tmp_path / "adapter", tmp_path / "taken", pair[1])
+    (tmp_path / "adapter" / TENSORS).write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
+    with pytest.raises(UserError, match="cannot be read"):
+        convert_adapter(tmp_path / "adapter", tmp_path / "taken", pair[1])
+
+
+def test_an_adapter_is_not_converted_twice(pair: Pair, tmp_path: Path) -> None:
+    source, out = pair
+    adapter_for(source, tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    with pytest.raises(UserError, match="for the converted checkpoint already; bf16-to-fp16 undo"):
+        convert_adapter(tmp_path / "taken", tmp_path / "twice", out)
+    shutil.copytree(out, tmp_path / "moved")  # by its note, wherever the checkpoint lies now
+    with pytest.raises(UserError, match="for the converted checkpoint already"):
+        convert_adapter(tmp_path / "taken", tmp_path / "twice", tmp_path / "moved")
+    convert_adapter(tmp_path / "taken", tmp_path / "back", out, back=True)
+    with pytest.raises(UserError, match="for the original checkpoint already; bf16-to-fp16 convert"):
+        convert_adapter(tmp_path / "back", tmp_path / "twice", out, back=True)
+    assert json.loads((tmp_path / "back" / NOTE).read_text())["for"] == "original"
+    adapter_for(source, tmp_path / "trained", base_model_name_or_path=str(out))  # on the converted checkpoint itself
+    with pytest.raises(UserError, match="for the converted checkpoint already"):
+        convert_adapter(tmp_path / "trained", tmp_path / "twice", out)
+    convert_adapter(tmp_path / "trained", tmp_path / "of-it", out, back=True)
+    assert same(merged(source, tmp_path / "of-it"), merged(out, tmp_path / "trained"))
+
+
+def test_a_base_that_convert_did_not_write_is_refused(pair: Pair, tmp_path: Path) -> None:
+    source, _ = pair
+    adapter_for(source, tmp_path / "adapter")
+    with pytest.raises(UserError, match="give a converted folder"):
+        convert_adapter(tmp_path / "adapter", tmp_path / "taken", source)
+    with pytest.raises(UserError, match="give the folder of an adapter"):
+        convert_adapter(source, tmp_path / "taken", pair[1])
+
+
+def test_an_adapter_for_a_finetuned_checkpoint_says_that_its_weights_are_others(pair: Pair, tmp_path: Path) -> None:
+    adapter_for(pair[0], tmp_path / "adapter")
+    shutil.copytree(pair[1], tmp_path / "finetuned")
+    path = tmp_path / "finetuned" / "fp16_report.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"finetune": {}}))
+    done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", tmp_path / "finetuned")
+    plain = convert_adapter(tmp_path / "adapter", tmp_path / "other", pair[1])
+    assert "was finetuned" in done.notes[0] and not any("was finetuned" in note for note in plain.notes)
+
+
+@pytest.mark.parametrize("case", ["attention", "neurons", "patterns"])
+def test_the_weights_that_are_bounded_are_those_that_peft_merges(pair: Pair, case: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    source, out = pair
+    with_peft(source, tmp_path / "adapter", PEFT_CASES[case])
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    model = peft.PeftModel.from_pretrained(load(out, torch.float32), str(tmp_path / "taken"))
+    made, checkpoint = model.merge_and_unload().state_dict(), open_checkpoint(out)
+    layout = resolve(checkpoint)
+    read = merged_weights(tmp_path / "taken", layout, fp16_weights(checkpoint, layout))
+    for name in layout.tensors:
+        assert torch.allclose(read(name).float(), made[name], rtol=2.0**-10, atol=2.0**-24), name
+
+
+def test_an_adapter_is_multiplied_by_alpha_over_its_rank_or_the_root_of_it() -> None:
+    tensors = {f"{PREFIX}a.{m}.lora_A.weight": torch.zeros(rank, 3) for m, rank in (("q", 4), ("wo", 9))}
+    config: dict[str, Any] = {"lora_alpha": 6, "alpha_pattern": {"wo": 18}, "r": 4, "rank_pattern": {"wo": 9}}
+    assert scaling_of(tensors, config) == {"a.q": 1.5, "a.wo": 2.0}
+    assert scaling_of(tensors, config | {"use_rslora": True}) == {"a.q": 3.0, "a.wo": 6.0}
+    assert scaling_of(tensors, {"alpha_pattern": {r"b\.q": 1}}) == {"a.q": 2.0, "a.wo": 8 / 9}
+
+
+def test_what_cannot_be_merged_by_itself_is_refused_by_name(pair: Pair, tmp_path: Path) -> None:
+    source, out = pair
+    both = {
+        f"{PREFIX}{stack}.embed_tokens.lora_embedding_{side}": draw(2, 97) if side == "A" else draw(24, 2)
+        for stack in ("encoder", "decoder")
+        for side in "AB"
+    }
+    one = {f"{PREFIX}encoder.final_layer_norm.weight": draw(24)}
+    half = {f"{PREFIX}lm_head.lora_B.weight": draw(97, 2)}
+    cases = ((both, "the second that is merged into shared.weight"), (one, "more than A and B"), (half, "no A of its"))
+    for i, (tensors, words) in enumerate(cases):
+        write(tmp_path / str(i), tensors, source)
+        with pytest.raises(UserError, match=words):
+            certify(out, adapter=tmp_path / str(i))
+
+
+def test_a_dora_magnitude_is_scaled_as_the_length_of_its_row_is() -> None:
+    """By the row's exponent and the one of all columns: exactly what a row's norm is scaled by."""
+    model = tiny.build("gated")
+    layout = resolve(ModelTensors(model))
+    norm, path = "encoder.block.0.layer.0.layer_norm", "encoder.block.0.layer.0.SelfAttention"
+    value = [i % 5 - 2 for i in range(15)]
+    plan = Plan(family="t5", exponents={norm: [2] * 24, f"{path}.value": value})
+    before = model.get_submodule(f"{path}.v").weight.detach().norm(dim=1)
+    name = f"{PREFIX}{path}.v.lora_magnitude_vector"
+    found = scaled_adapter({name: before}, layout, plan)[name].values
+    apply(model, layout, plan)
+    assert torch.equal(found, model.get_submodule(f"{path}.v").weight.detach().norm(dim=1))
+    assert not torch.equal(found, before)

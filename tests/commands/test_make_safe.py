@@ -1,0 +1,375 @@
+"""``make_fp16_safe``: a model in memory made safe for fp16 AMP before a training, and undone after it, exactly."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import tiny
+from support.contract import outputs
+
+from bf16_to_fp16 import UserError, certify, convert, make_fp16_safe, rescale
+from bf16_to_fp16.run.stock import load
+
+DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
+FAMILIES = ["t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder"]
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """Return a copy of every tensor of a model."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether two models have the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Return a batch to train on."""
+    ids = torch.randint(3, 97, (4, 12), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "labels": ids[:, :7].flip(1)}
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[float]:
+    """Take some steps and return the losses."""
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**batch()).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_outputs_keep_every_bit_and_undo_gives_every_weight_back(kind: str) -> None:
+    model = tiny.build(kind).train()
+    before, after = weights(model), copy.deepcopy(model)
+    config = model.config.to_dict()
+    safe = make_fp16_safe(after)
+    assert after.training and safe.changed and safe.plan.residual_exponent < 0 and not same(before, weights(after))
+    assert safe.certified is (kind != "pegasus")  # by plans that hold bounds, not only what was observed
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model.eval()), outputs(after.eval()), strict=True))
+    assert safe.undo(after) is after
+    assert same(before, weights(after)) and after.config.to_dict() == config
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model), outputs(after), strict=True))
+
+
+def test_pegasus_keeps_every_bit_where_its_plan_would_correct_gains() -> None:
+    """In memory the eps of LayerNorm is scaled as well, so nothing drifts that a correction should take out."""
+    for take in (make_fp16_safe, rescale):
+        model = tiny.build("pegasus", factor=60000.0)
+        before = outputs(model)
+        take(model)
+        assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["gated", "t5", "pegasus"])
+def test_what_was_trained_is_undone_to_exactly_the_trained_function(kind: str) -> None:
+    model = tiny.build(kind)
+    safe = make_fp16_safe(model)
+    start = weights(model)
+    trained(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    moved, now = outputs(model), weights(model)
+    assert not same(start, now)
+    safe.undo(model)
+    assert all(torch.equal(a, b) for a, b in zip(moved, outputs(model), strict=True))
+
+
+def test_fp16_overflows_before_and_not_after(tmp_path: Path) -> None:
+    """What it is for: a pass in fp16, with the loss and its backward pass, gives nothing but finite numbers."""
+    model = load(DEMO, torch.float32)
+    assert not outputs(copy.deepcopy(model).half())[0].isfinite().all()
+    assert make_fp16_safe(model).certified
+    half = copy.deepcopy(model).half()
+    loss = half(**batch()).loss
+    loss.backward()
+    assert loss.isfinite() and all(bool(p.grad.isfinite().all()) for p in half.parameters() if p.grad is not None)
+
+
+def test_the_certificate_is_that_of_the_weights_as_saved(tmp_path: Path) -> None:
+    """What is claimed in memory, ``certify`` finds out from the folder that stock code saves."""
+    model = load(DEMO, torch.float32)
+    safe = make_fp16_safe(model)
+    model.save_pretrained(tmp_path / "saved")
+    found = certify(tmp_path / "saved", target="train")["certificate"]
+    assert safe.certified is found["holds"] is True
+    tightest = min(found["sites"], key=lambda site: site["headroom_bits"])
+    assert (tightest["name"], tightest["headroom_bits"]) == (safe.tightest, pytest.approx(safe.headroom_bits, abs=0.02))
+    assert "Certified for train" in str(safe) and "training moves them" in str(safe)
+
+
+def test_where_no_certificate_can_be_had_it_says_so() -> None:
+    model = tiny.build("gated")
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[1].DenseReluDense.wi_0.weight.mul_(100)  # what enters a GELU moves under no plan
+    safe = make_fp16_safe(model)
+    assert not safe.certified and "wi_0" in safe.tightest and "Not certified for train" in str(safe)
+
+
+def test_a_save_writes_weights_with_the_eps_that_goes_with_them(tmp_path: Path) -> None:
+    model = tiny.build("gated")
+    reference = outputs(model)
+    model.config.tie_word_embeddings = False
+    safe = make_fp16_safe(model)
+    model.save_pretrained(tmp_path / "safe")
+    safe.undo(model)
+    model.save_pretrained(tmp_path / "undone")
+    eps = [json.loads((tmp_path / n / "config.json").read_text())["layer_norm_epsilon"] for n in ("safe", "undone")]
+    assert eps == [1e-6 * 4.0**safe.plan.residual_exponent, 1e-6] and eps[0] != eps[1]
+    for name in ("safe", "undone"):
+        loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        assert all(torch.equal(a, b) for a, b in zip(reference, outputs(loaded), strict=True))
+    # A folder saved before the undo is recognised by its eps, and comes back too.
+    loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "safe", dtype=torch.float32)
+    assert same(weights(safe.undo(loaded)), weights(model)) and loaded.config.layer_norm_epsilon == 1e-6
+
+
+def test_a_model_that_was_made_safe_is_left_alone_and_so_is_one_that_needs_nothing() -> None:
+    model = tiny.build("gated")
+    first, now = make_fp16_safe(model), weights(model)
+    again = make_fp16_safe(model)
+    assert again.again and again.plan == first.plan and str(again).startswith("made safe before; nothing was done")
+    assert same(now, weights(model))
+    again.undo(model)
+    with pytest.raises(UserError, match="undone already"):
+        first.undo(model)
+
+
+def test_a_converted_checkpoint_needs_nothing(tmp_path: Path) -> None:
+    out = convert(DEMO, tmp_path / "out", target="train", run_model=False).out
+    assert out is not None
+    model = load(out, torch.float32)
+    before = weights(model)
+    safe = make_fp16_safe(model)
+    assert safe.certified and not safe.changed and str(safe).startswith("nothing to rescale")
+    assert same(before, weights(model)) and same(before, weights(safe.undo(model)))
+
+
+def test_tied_heads_stay_tied_and_heads_of_their_own_apart() -> None:
+    tied, apart = tiny.build("t5"), tiny.build("gated")
+    for model in (tied, apart):
+        make_fp16_safe(model)
+    assert tied.lm_head.weight is tied.shared.weight is tied.encoder.embed_tokens.weight
+    assert apart.lm_head.weight is not apart.shared.weight
+
+
+def test_a_copy_of_the_embedding_that_is_not_tied_to_it_is_refused() -> None:
+    """It would be taken for the embedding and left unscaled."""
+    model = tiny.build("t5")
+    model.lm_head.weight = torch.nn.Parameter(model.shared.weight.detach().clone())
+    before = weights(model)
+    with pytest.raises(UserError, match=r"lm_head\.weight has the values .* not tied"):
+        make_fp16_safe(model)
+    assert same(before, weights(model))
+
+
+def test_gradient_checkpointing_stays_on_and_changes_nothing() -> None:
+    paths = []
+    for make in (False, True):
+        model = tiny.build("gated", dropout_rate=0.0, factor=30.0).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        safe = make_fp16_safe(model) if make else None
+        assert model.is_gradient_checkpointing
+        if safe is not None:
+            safe.follow(optimizer, model)
+        losses = trained(model, optimizer)
+        paths.append((losses, weights(model if safe is None else safe.undo(model))))
+    assert paths[0][0] == paths[1][0] and same(paths[0][1], paths[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_is_refused_with_the_dtype_to_load(dtype: torch.dtype) -> None:
+    model = tiny.build("t5").to(dtype)
+    before = weights(model)
+    with pytest.raises(UserError, match=r"dtype=torch\.float32"):
+        make_fp16_safe(model)
+    assert all(torch.equal(before[n].nan_to_num(), t.nan_to_num()) for n, t in model.state_dict().items())
+
+
+def test_what_was_cast_to_fp16_is_not_undone() -> None:
+    model = tiny.build("gated")
+    safe = make_fp16_safe(model)
+    with pytest.raises(UserError, match=r"undo before half"):
+        safe.undo(model.half())
+
+
+def test_other_models_are_one_line_that_says_what_to_use_in_their_place() -> None:
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11))
+    stack = transformers.T5Model(transformers.T5Config(**tiny.T5_SHAPE))
+    for model in (gpt, stack, torch.nn.Linear(2, 2)):
+        with pytest.raises(UserError, match="ActivationPenalty, which takes any model") as caught:
+            make_fp16_safe(model)
+        assert "\n" not in str(caught.value) and "T5ForConditionalGeneration" in str(caught.value)
+    with pytest.raises(UserError, match="target 'fp8' is unknown"):
+        make_fp16_safe(tiny.build("t5"), target="fp8")
+
+
+def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
+    peft: Any = pytest.importorskip("peft")
+    model = tiny.build("gated")
+    safe = make_fp16_safe(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q"]))
+    for inside in (wrapped, model):
+        with pytest.raises(UserError, match="before get_peft_model"):
+            make_fp16_safe(inside)
+        with pytest.raises(UserError, match="merge_and_unload"):
+            safe.undo(inside)
+    merged = wrapped.merge_and_unload()
+    moved = outputs(merged)
+    assert all(torch.equal(a, b) for a, b in zip(moved, outputs(safe.undo(merged)), strict=True))
+
+
+def test_a_model_without_its_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.T5EncoderModel(transformers.T5Config(**tiny.T5_SHAPE))
+    with pytest.raises(UserError, match="not on one device with its values"):
+        make_fp16_safe(model)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    # With a floor on the size of a tensor that some of them are under, as small weights are under the usual 1e-3.
+    "adafactor": lambda p: transformers.Adafactor(p, lr=1e-4, eps=(1e-30, 50.0), relative_step=False),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_follows_takes_the_very_steps_of_the_original(name: str) -> None:
+    paths = {}
+    for way in ("original", "safe", "follows"):
+        model = tiny.build("gated", dropout_rate=0.0, factor=300.0).train()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        safe = None if way == "original" else make_fp16_safe(model)
+        if way == "follows":
+            assert safe is not None and safe.follow(optimizer, model) is optimizer
+        losses = trained(model, optimizer)
+        paths[way] = losses, weights(model if safe is None else safe.undo(model))
+    assert paths["follows"][0] == paths["original"][0] and same(paths["follows"][1], paths["original"][1])
+    assert paths["safe"][0] != paths["original"][0] and not same(paths["safe"][1], paths["original"][1])
+
+
+def test_an_adapters_own_parameters_are_stepped_as_they_are() -> None:
+    """Only what was rescaled is moved around a step."""
+    model = tiny.build("gated")
+    safe = make_fp16_safe(model)
+    extra = torch.nn.Parameter(torch.ones(3))
+    optimizer = safe.follow(torch.optim.SGD([*model.parameters(), extra], lr=1.0), model)
+    extra.grad = torch.ones(3)
+    kept = weights(model)
+    optimizer.step()
+    assert torch.equal(extra, torch.zeros(3)) and same(kept, weights(model))
+
+
+def test_a_parameter_in_shards_cannot_be_followed() -> None:
+    model = tiny.build("gated")
+    safe = make_fp16_safe(model)
+    optimizer = safe.follow(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    model.shared.weight.data = model.shared.weight.data[:5].clone()
+    model.shared.weight.grad = torch.zeros_like(model.shared.weight)
+    with pytest.raises(UserError, match="sharded parameter"):
+        optimizer.step()
+
+
+# --- under fp16 AMP --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [False, True], ids=["as trained", "made safe"])
+def test_under_fp16_autocast_and_a_loss_scale_only_the_safe_model_trains(make: bool) -> None:
+    """Real fp16 products, on the CPU: as it is the demo's every step is skipped, made safe none is."""
+    model = load(DEMO, torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if make:
+        make_fp16_safe(model).follow(optimizer, model)
+    scaler, before, losses = torch.amp.GradScaler("cpu", init_scale=1024.0), weights(model), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(**batch()).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    if make:
+        assert scaler.get_scale() == 1024.0 and losses[0] > losses[1] > losses[2]
+    else:
+        assert scaler.get_scale() == 1024.0 / 8 and same(before, weights(model))
+
+
+def test_a_trainers_checkpoints_are_safe_ones_from_which_a_run_resumes(tmp_path: Path) -> None:
+    rows = [{"input_ids": ids, "labels": ids.flip(0)} for ids in batch()["input_ids"]]
+
+    def run(steps: int, resume: bool = False) -> tuple[Any, Any]:
+        model = tiny.build("gated", dropout_rate=0.0)
+        model.config.tie_word_embeddings = False
+        safe = make_fp16_safe(model)
+        optimizer = safe.follow(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        options: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "save_total_limit": None, "max_grad_norm": 0.0}
+        options |= {"per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+        options |= {"lr_scheduler_type": "constant", "logging_strategy": "no"} | {"max_steps": steps}
+        arguments = transformers.TrainingArguments(str(tmp_path / "runs"), **options)
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
+        trainer.train(resume_from_checkpoint=resume or None)
+        return safe, safe.undo(model)
+
+    _, whole = run(4)
+    shutil.rmtree(tmp_path / "runs")
+    run(2)
+    saved = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "runs" / "checkpoint-2")
+    assert saved.config.layer_norm_epsilon < 1e-6
+    safe, resumed = run(4, resume=True)
+    assert same(weights(whole), weights(resumed))
+    last = transformers.T5ForConditionalGeneration.from_pretrained(
+        tmp_path / "runs" / "checkpoint-4", dtype=torch.float32
+    )
+    assert same(weights(safe.undo(last)), weights(whole))
+
+
+def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_path: Path) -> None:
+    model = tiny.build("pegasus", factor=40000.0)
+    model.save_pretrained(tmp_path / "source")
+    safe = make_fp16_safe(model)
+    model.save_pretrained(tmp_path / "safe")
+    safe.undo(model).save_pretrained(tmp_path / "undone")
+    loaded = {name: load(tmp_path / name, torch.float32) for name in ("source", "safe", "undone")}
+    reference = outputs(loaded["source"])[0]
+    assert torch.equal(outputs(loaded["undone"])[0], reference)
+    drift = float((outputs(loaded["safe"])[0] - reference).abs().max() / reference.abs().max())
+    assert 0 < drift < 0.1
+    with pytest.raises(UserError, match="not at this plan's scale"):  # nothing in its config tells
+        safe.undo(loaded["safe"])
+
+
+def test_certified_weights_are_left_alone_though_another_plan_would_hold_more_bits() -> None:
+    model = tiny.build("gated", factor=1.0)
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[0].SelfAttention.v.weight.mul_(2.0**-20)
+    other, before = copy.deepcopy(model), weights(model)
+    safe = make_fp16_safe(model)
+    assert safe.certified and not safe.changed and same(before, weights(model))
+    assert rescale(other, target="train").exponents and not same(before, weights(other))
+
+
+def test_the_plan_is_the_same_in_train_mode_and_draws_no_random_number() -> None:
+    plans = []
+    for training in (False, True):
+        model = tiny.build("t5", dropout_rate=0.6).train(training)
+        state = torch.get_rng_state()
+        plans.append(rescale(model))
+        assert torch.equal(state, torch.get_rng_state()) and model.training is training
+    assert plans[0] == plans[1]
