@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .commands.certify import certify
     from .commands.check import check
     from .commands.convert import Conversion, convert
+    from .commands.pipeline import PipelineConversion, convert_pipeline, undo_pipeline
     from .commands.publish import publish
     from .commands.rescale import rescale
     from .commands.undo import undo
@@ -39,6 +40,7 @@ __all__ = [
     "AdamW",
     "Certificate",
     "Conversion",
+    "PipelineConversion",
     "Plan",
     "UserError",
     "advise_format",
@@ -49,10 +51,12 @@ __all__ = [
     "certify",
     "check",
     "convert",
+    "convert_pipeline",
     "finetune",
     "publish",
     "rescale",
     "undo",
+    "undo_pipeline",
     "verify",
 ]
 
@@ -70,6 +74,9 @@ _HOMES = {
     "Certificate": "bounds.certificate",
     "convert": "commands.convert",
     "Conversion": "commands.convert",
+    "PipelineConversion": "commands.pipeline",
+    "convert_pipeline": "commands.pipeline",
+    "undo_pipeline": "commands.pipeline",
     "finetune": "finetuning.run",
     "publish": "commands.publish",
     "rescale": "commands.rescale",

@@ -31,6 +31,7 @@ from ..report.page import render
 from ..report.remedies import going_on_from
 from ..report.schema import PAGE, REPORT, FileEntry, Report, dump, regimes_of
 from ..run.agreement import agreed_layout
+from .pipeline import check_no_pipeline
 from .verify import Problem, check_audit, check_files, read_recorded, recompute, repeat_audit
 
 CARD = "README.md"
@@ -124,6 +125,7 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     """
     progress = progress or Progress(quiet=True)
     folder = written_folder(folder)
+    check_no_pipeline(folder)
     upload = Upload(folder, read_recorded(folder, whole=True))
     with progress.step("Hashing the files") as advance:
         problems = check_files(folder, upload.report, advance=advance)

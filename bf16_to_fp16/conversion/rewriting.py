@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
 from ..checkpoint.packing import FOLDER_LAYOUT
+from ..checkpoint.pipeline import has_variant, name_variants
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..progress import Progress
@@ -32,6 +33,8 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     check_finite(written)
     write_json(work / "config.json", edited_config(layout, decided.plan))
     carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, options.subfolder))
+    if options.layout == FOLDER_LAYOUT and has_variant(checkpoint.folder):
+        name_variants(work)
     if not probe.has_tokenizer(work):
         progress.say(f"{checkpoint.name} has no tokenizer, so the output has none; copy a tokenizer into it to use it")
     return Rewritten(written, carried, left_out)

@@ -109,6 +109,27 @@ def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool
     screen.print(Text(f"report: {out / PAGE}"), soft_wrap=True)
 
 
+def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
+    """Print of a whole pipeline what became of the files that were not converted, its verdict, and how to load it."""
+    screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
+    print_title(out.name)
+    rest, how = report["linked"] + report["copied"], [f"{report[kind]:,} {kind}" for kind in ("linked", "copied")]
+    screen.print(
+        Text(
+            f"the rest: {counted(rest, 'file')}, {bytes_in_words(report['nbytes'])}, byte for byte ({', '.join(how)})"
+        ),
+        soft_wrap=True,
+    )
+    if report["left_out"]:
+        screen.print(Text(f"left out: {', '.join(report['left_out'])}"), soft_wrap=True)
+    if report["verdict"] != "safe":
+        unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
+        screen.print(bad("pipeline: unsafe", f"{listed(unsafe)} can overflow in fp16, as said above"))
+        return
+    screen.print(good("pipeline: safe", f"{listed(encoders)} in fp16; of other components nothing is claimed"))
+    screen.print(Text(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype=torch.float16)'), soft_wrap=True)
+
+
 def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
     """Print of a conversion to one file what the source did in fp16, whether the output is safe, ``notes``, and what to
     do next."""
