@@ -394,8 +394,7 @@ def check_together(recipe: Path | None, push_to: str | None, layout: str, *, run
         raise UserError("--layout writes one file; leave it out with --finetune and --push-to, which make a folder")
     if recipe is not None and not runs:
         raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
-    if push_to is None and publishes:
-        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
+    check_publishes(push_to, public=publishes)
 
 
 def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:
@@ -420,7 +419,13 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
         terminal.print_published(published)
 
 
-def check_publishable(repo_id: str, endpoint: str | None, *, dry_run: bool) -> None:
+def check_publishes(push_to: str | None, *, public: bool) -> None:
+    """Raise UserError for options of publishing (``public``: whether any was given) where nothing is published."""
+    if push_to is None and public:
+        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
+
+
+def check_publishable(repo_id: str, endpoint: str | None, *, dry_run: bool = False) -> None:
     """Raise UserError for what stands in the way of an upload, which is better known before the work than after it."""
     from .commands.publish import check_name, token_of
 
@@ -603,7 +608,14 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @click.option("--revision", metavar="BRANCH", help="Branch to upload to; default: main.")
 @click.option("--commit-message", metavar="TEXT", help="First line of the commit.")
 @allow_unsafe
-@click.option("--force", is_flag=True, help="Replace other content that REPO_ID has.")
+@click.option("--force", is_flag=True, help="Replace other content that REPO_ID has; its other weights stay.")
+@click.option(
+    "--add",
+    multiple=True,
+    type=FOLDER,
+    metavar="FILE",
+    help="A file that convert --layout wrote, to lie beside DIR's; repeatable.",
+)
 @endpoint
 @json_file
 def publish_command(
@@ -617,6 +629,7 @@ def publish_command(
     commit_message: str | None,
     allow_unsafe: bool,
     force: bool,
+    add: tuple[Path, ...],
     endpoint: str | None,
     json_file: str | None,
 ) -> int:
@@ -630,7 +643,7 @@ def publish_command(
     from .report import terminal
 
     def confirm(upload: Upload) -> bool:
-        terminal.print_upload(upload, repo_id, whole=dry_run, aside=json_file == "-")
+        terminal.print_upload(upload, repo_id, whole=dry_run, public=public, aside=json_file == "-")
         if yes or dry_run:
             return True
         if not sys.stdin.isatty():
@@ -648,6 +661,7 @@ def publish_command(
         revision=revision,
         message=commit_message,
         allow_unsafe=allow_unsafe,
+        add=add,
         force=force,
         dry_run=dry_run,
         endpoint=endpoint,
@@ -803,17 +817,32 @@ def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -
     metavar="DEVICE",
     help="auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps, instead of the recipe's.",
 )
+@click.option("--push-to", metavar="REPO_ID", help="Publish the result without asking.")
+@public
+@allow_unsafe
+@endpoint
 @force
 @verbose
 @json_file
 def finetune_command(
-    recipe: Path, overrides: tuple[str, ...], device: str | None, force: bool, verbose: bool, json_file: str | None
+    recipe: Path,
+    overrides: tuple[str, ...],
+    device: str | None,
+    push_to: str | None,
+    public: bool,
+    allow_unsafe: bool,
+    endpoint: str | None,
+    force: bool,
+    verbose: bool,
+    json_file: str | None,
 ) -> int:
     """Finetune by RECIPE (YAML) with the activation-magnitude penalty, then convert what was trained.
 
     Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
     RECIPE.
     """
+    # As many parameters as options, which click passes one by one.
+    check_publishes(push_to, public=public or allow_unsafe)
     from .finetuning.recipe import read_recipe
     from .run.texts import local_files
 
@@ -822,17 +851,22 @@ def finetune_command(
     local_folder(asked.source)
     for texts in filter(None, (asked.data.path, asked.data.held_out_path)):
         local_files(texts)
+    if push_to is not None:
+        check_publishable(push_to, endpoint)
     # What follows takes seconds to import.
     from .finetuning.run import finetune
     from .report import terminal
     from .report.schema import Report, read
 
-    result = finetune(recipe, overrides=overrides, force=force, progress=make_progress())
+    result = finetune(recipe, overrides=overrides, force=force, endpoint=endpoint, progress=make_progress())
     if result is None:  # not the first process
         return SAFE
-    write_result(json_file, result.report)
+    published = push(Path(asked.out), push_to, result, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
+    write_result(json_file, result.report if published is None else {**result.report, "published": published})
     if json_file != "-" and result.out is not None:
         terminal.print_conversion(read(Report, result.report), result.out, then=result.next, verbose=verbose)
+        if published is not None:
+            terminal.print_published(published)
     return SAFE if result.safe else UNSAFE
 
 
