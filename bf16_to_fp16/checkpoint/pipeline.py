@@ -45,14 +45,15 @@ VARIANT = "fp16"
 @dataclass(frozen=True)
 class Pipeline:
     """A pipeline that can be converted: its folder, the commit that a Hub id stood for (else None), the sub-folders of
-    its encoders, those that are another name of one of them, its other files, and what is left out, by their names in
-    the folder."""
+    its encoders, those that are another name of one of them, those with a variant fp16, its other files, and what is
+    left out, by their names in the folder."""
 
     folder: Path
     source: str
     revision: str | None
     encoders: tuple[str, ...]
     same: Mapping[str, str]
+    variants: frozenset[str]
     others: tuple[str, ...]
     left_out: tuple[str, ...]
 
@@ -73,12 +74,12 @@ def open_pipeline(
     folder, revision = local_source(source), None
     if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
         return None
-    names: list[str] | None = None
+    names: Sequence[str] | None = None
     if folder is None:
         folder, revision = fetched(str(source), SMALL_FILES, endpoint)
         if not is_pipeline(folder):
             return None
-        names = used(hub_files(str(source), folder, endpoint), components(folder))
+        names = list(hub_files(str(source), folder, endpoint))
     if (folder / PIPELINE).is_file():
         raise UserError(f"{source} is a converted pipeline already; convert what it was made from")
     parts = components(folder)
@@ -88,10 +89,18 @@ def open_pipeline(
         raise UserError(f"{found} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
     homes = {name: (folder / name).resolve() for name in encoders}
     same = {name: first for name in encoders if (first := next(n for n in encoders if homes[n] == homes[name])) != name}
-    below, left_out = files_below(folder) if names is None else (names, [])
-    others = tuple(name for name in below if name.partition("/")[0] not in encoders)
+    there, left_out = files_below(folder) if names is None else (names, [])
     return Pipeline(
-        folder, str(source), revision, tuple(n for n in encoders if n not in same), same, others, tuple(left_out)
+        folder,
+        str(source),
+        revision,
+        tuple(name for name in encoders if name not in same),
+        same,
+        frozenset(name for name in encoders if has_variant(there, name)),
+        tuple(
+            name for name in (there if names is None else used(names, parts)) if name.partition("/")[0] not in encoders
+        ),
+        tuple(left_out),
     )
 
 
@@ -147,10 +156,10 @@ def variant_name(name: str, variant: str = VARIANT) -> str:
     return f"{stem}.{variant}{shard}.safetensors"
 
 
-def has_variant(folder: Path) -> bool:
-    """Return whether a model's folder has weights, or an index of them, of the variant fp16."""
-    names = [path.name for path in folder.iterdir() if path.name.startswith("model")]
-    return any(variant_of(name) == VARIANT for name in names if name.endswith((".safetensors", f".{VARIANT}.json")))
+def has_variant(names: Iterable[str], folder: str = "") -> bool:
+    """Return whether a folder has weights of the variant fp16 in safetensors among the files of these names."""
+    found = (name.removeprefix(f"{folder}/") for name in names if not folder or name.startswith(f"{folder}/"))
+    return any(variant_of(n) == VARIANT for n in found if n.startswith("model") and n.endswith(".safetensors"))
 
 
 def used(sizes: Iterable[str], parts: Sequence[str]) -> list[str]:

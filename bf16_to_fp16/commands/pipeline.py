@@ -156,9 +156,8 @@ def converted(
     options: Options, pipeline: Pipeline, name: str, place: Destination, endpoint: str | None, progress: Progress
 ) -> Conversion:
     """Return what the conversion of one encoder did; an error names its sub-folder."""
-    done = convert_by(
-        replace(options, subfolder=name), pipeline.source, place, endpoint=endpoint, progress=progress
-    )  # fmt: skip
+    asked = replace(options, subfolder=name, variant=name in pipeline.variants)
+    done = convert_by(asked, pipeline.source, place, endpoint=endpoint, progress=progress)
     if not place.dry_run and done.report["source"].get("revision") != pipeline.revision:
         raise UserError(f"{pipeline.source} was changed on the Hub meanwhile; run the same command again")
     return done

@@ -33,8 +33,9 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     check_finite(written)
     write_json(work / "config.json", edited_config(layout, decided.plan))
     carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, options.subfolder))
-    if options.layout == FOLDER_LAYOUT and has_variant(checkpoint.folder):
-        name_variants(work)
+    there = [path.name for path in checkpoint.folder.iterdir()]
+    if options.layout == FOLDER_LAYOUT and (options.variant or has_variant(there)):
+        name_variants(work)  # for from_pretrained(variant="fp16")
     if not probe.has_tokenizer(work):
         progress.say(f"{checkpoint.name} has no tokenizer, so the output has none; copy a tokenizer into it to use it")
     return Rewritten(written, carried, left_out)

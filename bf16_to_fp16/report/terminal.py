@@ -124,6 +124,9 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
         ),
         soft_wrap=True,
     )
+    if report["linked"]:
+        words = "a linked file is the source's own: to write to one later, convert with --copy"
+        screen.print(Text(words), soft_wrap=True)
     if report["left_out"]:
         screen.print(Text(f"left out: {', '.join(report['left_out'])}"), soft_wrap=True)
     if report["verdict"] != "safe":

@@ -326,17 +326,17 @@ def test_a_pipeline_on_the_hub_is_fetched_as_far_as_it_is_used_and_linked_from_t
     small: Path, tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = contents(small)
-    repo = hub.add(
-        "me/flux", files | {"flux1.safetensors": b"a single file", "vae/diffusion_pytorch_model.bin": b"old"}
-    )
+    unused = ("flux1.safetensors", "vae/diffusion_pytorch_model.bin", "text_encoder_2/model.fp16.safetensors")
+    repo = hub.add("me/flux", files | dict.fromkeys(unused, b"other weights"))
     words = ("--no-audit", "--endpoint", hub.endpoint)
     assert main(["convert", "me/flux@main", str(tmp_path / "out"), *words]) == 0
-    assert hub.count(r"resolve/.*(flux1\.safetensors|\.bin)") == 0
+    assert hub.count(r"resolve/.*(flux1\.safetensors|\.bin|fp16\.safetensors)") == 0
     after = contents(tmp_path / "out")
     rest = {name for name in files if not name.startswith("text_encoder_2/")}
     assert {n: files[n] for n in rest} == {n: after[n] for n in rest}
     blobs = {path.stat().st_ino for path in (tmp_path / "cache").rglob("blobs/*")}
     assert (tmp_path / "out" / TRANSFORMER).stat().st_ino in blobs
+    assert after["text_encoder_2/model.fp16.safetensors"] == after["text_encoder_2/model.safetensors"]
     source = json.loads(after["text_encoder_2/fp16_report.json"])["source"]
     assert source["subfolder"] == "text_encoder_2" and source["revision"] == repo.resolve("main")
     card = after["text_encoder_2/README.md"].decode()

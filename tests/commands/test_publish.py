@@ -629,7 +629,7 @@ def test_a_card_that_the_hub_refuses_is_one_line(send: Callable[..., Any], hub: 
 
 
 def test_finetune_publishes_what_it_made(run: Run, hub: HubServer, tmp_path: Path) -> None:
-    small = {"num_layers": 1, "num_decoder_layers": 1, "vocab_size": 384, "dropout_rate": 0.0}
+    small: dict[str, Any] = {"num_layers": 1, "num_decoder_layers": 1, "vocab_size": 384, "dropout_rate": 0.0}
     tiny.save(tiny.build("t5", factor=4.0, **small), tmp_path / "source")
     ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "source")
     (tmp_path / "text.txt").write_text("".join(f"some text of line {i}, long enough to mask\n" for i in range(40)))
