@@ -89,6 +89,13 @@ def test_stock_code_loads_the_converted_encoder_whichever_variant_is_asked_for(
         assert least <= error < most
 
 
+def test_no_index_of_another_variant_or_other_shards_is_left(source: Path, tmp_path: Path) -> None:
+    convert_pipeline(source, tmp_path / "out", run_model=False, max_shard_size=10**9)
+    names = {path.name for path in (tmp_path / "out" / "text_encoder_3").iterdir()}
+    assert {name for name in names if "model" in name} == {"model.safetensors", "model.fp16.safetensors"}
+    assert "model.safetensors.index.fp16.json" in {path.name for path in (source / "text_encoder_3").iterdir()}
+
+
 def test_the_rest_is_byte_for_byte_and_large_files_take_no_space(source: Path, out: Path) -> None:
     before, after = contents(source), contents(out)
     rest = {name for name in before if not name.startswith(("text_encoder/", "text_encoder_3/", ".git/"))}
@@ -343,6 +350,27 @@ def test_a_pipeline_on_the_hub_is_fetched_as_far_as_it_is_used_and_linked_from_t
     assert "base_model: me/flux\n" in card and "sub-folder `text_encoder_2`" in card
     assert json.loads(after["fp16_pipeline.json"])["source"]["revision"] == repo.resolve("main")
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_symlink()]
+
+
+def test_what_changes_on_the_hub_meanwhile_is_noticed_and_a_full_cache_too(
+    small: Path, tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = hub.add("me/flux", contents(small))
+
+    def pushed(count: int) -> bool:
+        if count > 0 and "resolve" in hub.seen[-1] and TRANSFORMER in hub.seen[-1] and len(repo.commits) == 1:
+            repo.commit(contents(small) | {"text_encoder_2/README.md": b"another"}, "meanwhile", "main")
+        return False
+
+    words = ("convert", "me/flux", tmp_path / "out", "--no-audit", "--endpoint", hub.endpoint)
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage(tmp_path)
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        assert "needs 2.2 MB and the disk of the cache has 1.0 kB" in error_of(capsys, *words)
+    hub.struck = pushed
+    assert "me/flux was changed on the Hub meanwhile" in error_of(capsys, *words)
+    assert not (tmp_path / "out").exists() and len(repo.commits) == 2
+    assert main([*map(str, words)]) == 0
 
 
 def test_python_refuses_one_model_in_a_line(small: Path, tmp_path: Path) -> None:

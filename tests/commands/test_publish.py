@@ -23,7 +23,7 @@ import yaml
 from huggingface_hub import ModelCard, constants, snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support import tiny
+from support import tiny, tools
 from support.hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo, card_errors
 from transformers import ByT5Tokenizer
 
@@ -265,10 +265,16 @@ def test_weights_that_stay_are_said_and_those_that_would_be_loaded_instead_stand
 
 @pytest.fixture(scope="module")
 def single(converted: Path) -> Path:
-    """The same checkpoint as one file for ComfyUI."""
-    out = converted.parent / "encoder_fp16.safetensors"
-    convert(converted.parent / "summariser", out, layout="single", run_model=False)
-    return out
+    """A file for ComfyUI, with its tokenizer inside."""
+    shape: dict[str, Any] = {
+        "num_layers": 2,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+    }
+    tensors = tools.stored(tiny.build("umt5-encoder", **shape)) | {"spiece_model": tools.spiece()}
+    source = tools.write(converted.parent / "umt5_bf16.safetensors", tensors)
+    convert(source, converted.parent / "umt5_fp16.safetensors", layout="comfy", run_model=False, max_length=64)
+    return converted.parent / "umt5_fp16.safetensors"
 
 
 def test_single_files_lie_beside_the_folder_and_the_card_and_the_report_list_them(
@@ -279,7 +285,12 @@ def test_single_files_lie_beside_the_folder_and_the_card_and_the_report_list_the
     there = hub.files("me/out")
     assert set(there) == {*contents(folder), single.name} and there[single.name] == single.read_bytes()
     card = there["README.md"].decode()
-    assert f"| `{single.name}` |" in card and "safe, certified (target" in card and "--layout single" in card
+    assert (
+        f"| `{single.name}` |" in card
+        and "safe, certified (target" in card
+        and "--layout comfy" in card
+        and "ComfyUI" in card
+    )
     assert card_errors(card) == []
     assert single.name in {entry["name"] for entry in json.loads(there["fp16_report.json"])["output"]["files"]}
     assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
