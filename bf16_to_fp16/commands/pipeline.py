@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from ..bounds.arithmetic import MAX_LENGTH
-from ..checkpoint.folder import write_json
+from ..checkpoint.folder import is_weights, write_json
 from ..checkpoint.formats import read_json
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
 from ..checkpoint.places import written_folder
@@ -31,6 +31,7 @@ from ..families.known import is_known
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.schema import PipelineEntry, PipelineReport, Report, Source, dump, read
+from ..report.stored import read_origin
 from ..rescaling.planner import MARGIN_BITS
 from ..wording import counted, listed
 from .convert import Conversion, convert_by
@@ -257,12 +258,27 @@ def undo_pipeline(
         for entry in report.encoders:
             back = work / entry.subfolder
             undo(folder / entry.subfolder, back, progress=progress)
-            for name in set(files_below(back)[0]) - set(entry.files):
-                (back / name).unlink()  # the tokenizer's, which convert laid beside the weights
-            for name, text in entry.texts.items():
-                (back / name).write_text(text, encoding="utf-8")
-            missing += [f"{entry.subfolder}/{name}" for name in entry.files if not (back / name).is_file()]
+            missing += [f"{entry.subfolder}/{name}" for name in as_it_was(back, entry, folder / entry.subfolder)]
     return Undone(out, tuple(missing))
+
+
+def as_it_was(back: Path, entry: PipelineEntry, converted: Path) -> list[str]:
+    """Give an encoder that was brought back the files and texts of the source, and return the names of those that it
+    cannot have.
+
+    Weights of a pickle, or in other shards than the output's, come back under other names and with an index of their
+    own.
+    """
+    weights = set(read_origin(converted).sha256)
+    for name in files_below(back)[0]:
+        if name not in entry.files and not is_weights(name):
+            (back / name).unlink()  # the tokenizer's, which convert laid beside the weights
+    renamed = {name for name in weights if not (back / name).is_file()}
+    for name, text in entry.texts.items():
+        if name != INDEX or not renamed:
+            (back / name).write_text(text, encoding="utf-8")
+    indexes = {name for name in entry.files if name.endswith(".index.json")} if renamed else set()
+    return [name for name in entry.files if not (back / name).is_file() and name not in renamed | indexes]
 
 
 def check_no_pipeline(folder: Path) -> None:

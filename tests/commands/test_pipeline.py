@@ -169,6 +169,13 @@ def test_a_component_under_two_names_is_converted_once_and_there_twice(small: Pa
     assert {name.replace("_3/", "_2/"): data for name, data in three.items()}.items() <= before.items() and three
 
 
+def test_text_is_read_with_the_tokenizer_that_the_pipeline_has_for_the_encoder(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a lighthouse in a storm\nthree red cubes\n")
+    inputs = convert_pipeline(small, tmp_path / "out", data=str(tmp_path / "text.txt"))
+    report = inputs.encoders["text_encoder_2"].report
+    assert report["inputs"]["data"]["rows"] == 2 and report["regimes"]["half"]["nonfinite"] == 0
+
+
 # --- the way back ----------------------------------------------------------------------------------------------------
 
 
@@ -188,10 +195,31 @@ def test_undo_gives_every_file_back_and_names_those_that_were_left_out(
     assert (tmp_path / "one" / "model.safetensors").read_bytes() == before["text_encoder/model.safetensors"]
 
 
+@pytest.mark.parametrize("kept_as", ["a pickle", "other shards"])
+def test_weights_whose_files_were_others_come_back_in_files_that_load(
+    kept_as: str, source: Path, tmp_path: Path
+) -> None:
+    theirs, most = Path(shutil.copytree(source, tmp_path / "theirs")), None if kept_as == "a pickle" else 10**9
+    if kept_as == "a pickle":
+        for name in ("text_encoder", "text_encoder_3"):
+            for path in (theirs / name).glob("model*"):
+                path.unlink()
+            model = pipelines.encoder("umt5-encoder", seed=1) if name.endswith("3") else pipelines.encoder()
+            torch.save(model.to(torch.bfloat16).state_dict(), theirs / name / "pytorch_model.bin")
+    convert_pipeline(theirs, tmp_path / "out", run_model=False, max_shard_size=most)
+    back = undo_pipeline(tmp_path / "out", tmp_path / "back")
+    assert not [name for name in back.missing if "fp16" not in name]
+    for name in ("text_encoder", "text_encoder_3"):
+        assert torch.equal(states(back.out, name, torch.float32), states(source, name, torch.float32))
+        assert not list((back.out / name).glob("*.index.json")) or kept_as == "a pickle"
+
+
 def test_undo_of_what_is_no_converted_pipeline_is_one_line(
     small: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "is a pipeline that convert did not write" in error_of(capsys, "undo", small, tmp_path / "back")
+    with pytest.raises(UserError, match="overlaps the source"):
+        undo_pipeline(out, out / "back")
     copy = Path(shutil.copytree(out, tmp_path / "copy"))
     record = json.loads((copy / "fp16_pipeline.json").read_text())
     record["encoders"][0]["texts"] = {"../../escaped": "x"}
