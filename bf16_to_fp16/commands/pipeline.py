@@ -12,11 +12,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
-from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import is_weights, write_json
 from ..checkpoint.formats import read_json
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
@@ -24,7 +23,7 @@ from ..checkpoint.places import written_folder
 from ..checkpoint.reader import contained, fetched, hub_files, own_name
 from ..checkpoint.shards import INDEX
 from ..checkpoint.staging import check_out, staged
-from ..conversion.options import AUTO, Destination, Options
+from ..conversion.options import Destination, Options
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known
@@ -32,14 +31,10 @@ from ..progress import Progress
 from ..quiet import quiet
 from ..report.schema import PipelineEntry, PipelineReport, Report, Source, dump, read
 from ..report.stored import read_origin
-from ..rescaling.planner import MARGIN_BITS
 from ..wording import counted, listed
 from .convert import Conversion, convert_by
 from .undo import undo
 from .verify import check_free_space
-
-if TYPE_CHECKING:
-    import torch
 
 REWRITTEN = ("config.json", INDEX)
 """Texts that a conversion writes anew, and ``undo`` brings back as they were."""
@@ -69,37 +64,26 @@ def convert_pipeline(
     source: str | Path,
     out: str | Path,
     *,
-    target: str = AUTO,
-    data: str | None = None,
-    dry_run: bool = False,
-    run_model: bool = True,
-    force: bool = False,
     copy: bool = False,
-    margin_bits: float = MARGIN_BITS,
-    max_length: int = MAX_LENGTH,
-    max_shard_size: int | None = None,
-    workers: int = 1,
-    seed: int = 0,
-    sweep: bool = False,
-    device: str | torch.device = "auto",
+    dry_run: bool = False,
+    force: bool = False,
     endpoint: str | None = None,
     progress: Progress | None = None,
+    **options: Any,
 ) -> PipelineConversion:
     """Convert every T5-family encoder of a diffusion pipeline (folder or Hub id) to fp16, and bring the rest of the
     pipeline to ``out`` with them.
 
-    Its many parameters are the command's options, as keywords, which ``convert`` has as well. copy: copy the other
-    files instead of linking the large ones. Raises UserError for a source that is no such pipeline, and where one of
-    its encoders cannot be converted; ``out`` then does not exist.
+    It has as many parameters as ``convert``: those that are not here are the fields of ``Options``. copy: copy the
+    other files instead of linking the large ones. dry_run: plan only, write nothing. force: replace an existing
+    ``out``. endpoint: the Hub's address. Raises UserError for a source that is no such pipeline, and where one of its
+    encoders cannot be converted; ``out`` then does not exist.
     """
-    options = Options(
-        target, data, run_model, None, None, margin_bits, max_length, max_shard_size, workers, seed, sweep, device,
-    )  # fmt: skip
     pipeline = open_pipeline(source, is_known, endpoint)
     if pipeline is None:
         raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
     place = Destination(Path(out), force=force, dry_run=dry_run)
-    return convert_pipeline_by(options, pipeline, place, copy=copy, endpoint=endpoint, progress=progress)
+    return convert_pipeline_by(Options(**options), pipeline, place, copy=copy, endpoint=endpoint, progress=progress)
 
 
 @quiet()
