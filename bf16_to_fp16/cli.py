@@ -993,7 +993,7 @@ def check_belongs(question: str) -> None:
 @json_file
 def families_command(json_file: str | None) -> int:
     """List what is supported."""
-    from .families.known import FAMILIES
+    from .families.known import FAMILIES, names_of
     from .report.screen import print_families
 
     rows = [
@@ -1001,7 +1001,7 @@ def families_command(json_file: str | None) -> int:
             "name": f.name,
             "title": f.title,
             "model_type": f.model_type,
-            "architectures": [*f.seq2seq, *f.encoder_only],
+            "architectures": list(names_of(f)),
             "untie": f.untie or "never",
         }
         for f in FAMILIES

@@ -31,7 +31,7 @@ from ..optim.formats import FORMATS, Format, half_gaps
 from ..optim.stalls import DEFAULT_SHARE, Layer
 from ..progress import Advance, Progress
 from ..quiet import quiet
-from ..run.probe import has_decoder
+from ..run.probe import predicts_tokens
 from ..run.stock import load
 from ..wording import rounded_up
 from .formats import chosen, open_weights, tensor_pieces
@@ -211,8 +211,8 @@ def measured(
     gradient count as without an update.
     """
     model = load(checkpoint.folder, torch.float32, attention="sdpa")
-    if not has_decoder(model.config):
-        raise UserError(f"{checkpoint.source}: an encoder alone has no loss of its own; leave out --data")
+    if not predicts_tokens(model.config):
+        raise UserError(f"{checkpoint.source}: only a language model has a loss of its own; leave out --data")
     wanted = Data(path=data, batch_size=settings.examples, held_out=0.0)
     corpus = open_corpus(wanted, checkpoint.folder, model.config, seed=settings.seed)
     parameters = {n: p for n, p in model.named_parameters() if names is None or n in names}

@@ -109,19 +109,10 @@ def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = Fa
         made += probe.batches(model.config, model.folder, data, seed=seed)
     forwards = [replace(batch, head=True) for batch in made if not batch.generate]
     if model.ends:
-        forwards = [_ended(batch, model.config.eos_token_id) for batch in forwards]
+        forwards = [probe.ended(batch, model.config.eos_token_id) for batch in forwards]
     if not model.generates:
         return forwards
     return [*forwards, probe.generation(forwards[0])]
-
-
-def _ended(batch: Batch, end: int) -> Batch:
-    """The batch with the end token in the last place of every row that is not padding, and nowhere else."""
-    ids = batch.input_ids.clone()
-    ids[ids == end] = end - 1 if end else 1
-    places = torch.arange(ids.shape[1]) * batch.attention_mask
-    ids[torch.arange(len(ids)), places.amax(1)] = end
-    return replace(batch, input_ids=ids)
 
 
 def audit_any(

@@ -35,7 +35,7 @@ from ..numerics import FP16_MAX, headroom_bits
 from ..observe.observer import SiteObserver
 from ..observe.points import watched
 from ..rescaling.weights import ModelTensors
-from ..run.stock import set_attention
+from ..run.stock import run_everywhere, set_attention
 
 LENGTH = 16
 """Positions of an attack's sequences: enough for every score and every mixture of values."""
@@ -256,7 +256,7 @@ class _Subject:
             ids[::4] = ids[::4, :1]
             return ids.to(self.table.device)
 
-        return _Inputs(side(), None if self.layout.encoder_only else side())
+        return _Inputs(side(), side() if self.layout.stock.decodes else None)
 
     def embed(self, ids: _Inputs) -> _Inputs:
         return _Inputs(self.table[ids.encoder], None if ids.decoder is None else self.table[ids.decoder])
@@ -267,17 +267,18 @@ class _Subject:
         dtype = next(model.parameters()).dtype
         encoder = (x.encoder * self.encoder_scale).to(dtype)
         if x.decoder is None:
-            model(inputs_embeds=encoder, attention_mask=mask)
+            run_everywhere(model, self.layout, inputs_embeds=encoder, attention_mask=mask)
         else:
-            decoder = x.decoder.to(dtype)
-            model(inputs_embeds=encoder, decoder_inputs_embeds=decoder, attention_mask=mask, use_cache=False)
+            decoder = {"decoder_inputs_embeds": x.decoder.to(dtype), "use_cache": False}
+            run_everywhere(model, self.layout, inputs_embeds=encoder, attention_mask=mask, **decoder)
 
     def run_ids(self, x: _Inputs, model: Any, mask: Tensor | None = None) -> None:
         """Run a model on token ids; mask: the encoder's attention mask."""
         if x.decoder is None:
-            model(input_ids=x.encoder, attention_mask=mask)
+            run_everywhere(model, self.layout, input_ids=x.encoder, attention_mask=mask)
         else:
-            model(input_ids=x.encoder, decoder_input_ids=x.decoder, attention_mask=mask, use_cache=False)
+            decoder = {"decoder_input_ids": x.decoder, "use_cache": False}
+            run_everywhere(model, self.layout, input_ids=x.encoder, attention_mask=mask, **decoder)
 
     def values(self, x: _Inputs) -> dict[str, Tensor]:
         """Return what each goal is read from, differentiable: a site's values, or 1/σ of what a norm reads."""

@@ -18,8 +18,12 @@ from torch import Tensor
 from ..checkpoint.reader import Checkpoint
 from ..progress import Advance
 from ..run.lanes import Change, Lane, Walk
-from ..run.probe import Batch, run_batch
+from ..run.probe import Batch, run_batch, values_of
 from ..run.products import FastProducts
+
+NO_CHOICE = -1e9
+"""A logit that nobody chooses."""
+
 
 _POSITIONS_AT_A_TIME = 64
 """Positions compared at a time: in float64 a large vocabulary takes 2 MB each."""
@@ -72,12 +76,16 @@ def compared(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:
-    """Return the logits or last hidden states of a stock output at the positions that are not padding."""
-    if batch.decoder_attention_mask is not None:
-        values, mask = output.logits, batch.decoder_attention_mask
-    else:
-        values, mask = output.last_hidden_state, batch.attention_mask
-    return values.detach().cpu()[mask.bool()]
+    """Return what a stock output gives, [choices, channels]: logits or last hidden states at the positions that are not
+    padding, a row's logits where there is one choice for a row, for a span's start and end those of every position."""
+    values = values_of(output).detach().cpu()
+    mask = (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
+    if values.dim() == 2:
+        return values
+    if "start_logits" in output:
+        # Padding is no choice; −∞ would give NaN where it is subtracted.
+        return values.transpose(1, 2).masked_fill(~mask[:, None], NO_CHOICE).flatten(0, 1)
+    return values[mask]
 
 
 def add_outputs(walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **options: Any) -> list[Lane[Tensor]]:

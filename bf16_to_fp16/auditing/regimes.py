@@ -479,12 +479,12 @@ def _step(model: nn.Module, batch: Batch, regime: str, train_mode: bool) -> int:
     if not train_mode or batch.generate:
         output = _forward(model, batch, regime)
     else:
-        labelled = batch.head and batch.decoder_input_ids is not None
+        labelled = batch.head and batch.decoder_input_ids is not None and probe.predicts_tokens(model.config)
         with _autocast(model, regime):
             output = probe.run_batch(model, batch, labels=labelled)
         if output is not None:
-            # An encoder has no loss of its own: pull its states towards zero.
-            loss = output.loss if labelled else output[0].float().square().mean()
+            # Without labels there is no loss: pull what it gives towards zero.
+            loss = output.loss if labelled else probe.values_of(output).float().square().mean()
             (loss * LOSS_SCALE).backward()
             model.zero_grad(set_to_none=True)
     return 0 if output is None else _nonfinite(output)
@@ -496,7 +496,7 @@ def _forward(model: nn.Module, batch: Batch, regime: str) -> Any:
 
 
 def _nonfinite(output: Any) -> int:
-    final: Tensor = output["logits"] if "logits" in output else output[0]
+    final = probe.values_of(output)
     return int(final.numel() - final.detach().isfinite().sum())
 
 

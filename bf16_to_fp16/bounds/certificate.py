@@ -25,6 +25,8 @@ from ..families.types import (
     Attention,
     DropoutKind,
     FeedForward,
+    Head,
+    HeadLinear,
     Layout,
     ResolvedStack,
     StackEnds,
@@ -44,6 +46,7 @@ from .linear import (
     LinearBound,
     NormOutput,
     Projection,
+    bound_box,
     bound_linear,
     layer_normalised,
     rms_normalised,
@@ -146,7 +149,20 @@ FP16_OVERFLOW = 65520.0
 """Values from here on are inf in fp16."""
 
 
-CARRYING = {"to", "clone", "cat", "where", "clamp", "mul", "div", "bernoulli", "native_dropout", "embedding", "add"}
+CARRYING = {
+    "to",
+    "clone",
+    "cat",
+    "where",
+    "clamp",
+    "mul",
+    "div",
+    "bernoulli",
+    "native_dropout",
+    "embedding",
+    "add",
+    "index",
+}
 """Operations that only move, choose, limit or mask values of their module."""
 
 
@@ -318,7 +334,7 @@ class _Walk(_Findings):
         self.stream, self.stream_square, self.stream_norm = amax, square, length
 
     def end(self, stack: ResolvedStack) -> None:
-        """Bound what a stack's final norm gives, and the logits if it is the decoder's."""
+        """Bound what a stack's final norm gives, and what the head makes of the last one's."""
         ends = stack.ends
         final, square = self.norm(ends.norm)
         keep = self.kept("stream") if ends.dropouts else 1.0
@@ -328,8 +344,8 @@ class _Walk(_Findings):
             self.dropout(ends.dropouts[-1], keep)
         if stack.is_encoder:
             self.memory = (final, square)
-        else:
-            self.head(final, square)
+        if stack.is_last and self.layout.head is not None:
+            self.head(self.layout.head, final, square)
 
     def add(self, w: Sublayer, made: Projection, square: Tensor) -> None:
         """Add a sublayer's output, of mean square ``square``, to the residual stream, channel by channel."""
@@ -480,33 +496,65 @@ class _Walk(_Findings):
 
     # -- the head ---------------------------------------------------------------------------------------------------
 
-    def head(self, final: NormOutput, square: Tensor) -> None:
-        """Bound the logits."""
+    def head(self, head: Head, final: NormOutput, square: Tensor) -> None:
+        """Bound what a head makes of the last norm's output: logits, by one linear or by several."""
         layout = self.layout
-        path = layout.family.head.removesuffix(".weight")
-        scale = layout.head_scale
+        scale, keep = layout.head_scale, self.kept("head") if head.dropout else 1.0
         if scale != 1.0:
-            final = final.scaled(scale, self.arithmetic)
+            final, square = final.scaled(scale, self.arithmetic), square * scale**2
             self.note("model:mul", "norm", final.bound)
-        name = layout.family.head if layout.family.head in layout.tensors else layout.family.embedding
-        table = self.checked(name, self.read(name))
-        bounds, partials, expected = [], [], []
-        for rows in chunks(table):
-            made = bound_linear(final, rows, None, self.arithmetic)
-            bounds.append(made.bound)
-            partials.append(made.partial)
-            expected.append((made.norms / made.radius).square() + made.centre.square())
-        bound, partial = torch.cat(bounds), torch.cat(partials)
-        self.note(path, "logits", bound, partial)
-        self.note_weight(path, self.inner[f"{name.rpartition('.')[0]}:weight"])
-        self.inner[f"{path}:input"] = largest(final.bound)
-        self.inputs[path] = (final.bound, square * scale**2)
-        self.outputs[path] = (torch.maximum(bound, partial), torch.cat(expected))
-        if layout.family.logits_bias:
+        if keep != 1.0:
+            final = final.scaled(1 / keep, self.arithmetic)
+            self.note(f"{head.dropout}:mul", "norm", final.bound)
+            self.dropout(head.dropout, keep)
+        first, *others = head.linears
+        bound, expected = self.head_linear(first, final, square)
+        entering = largest(final.bound)
+        for linear, following in zip(head.linears, others, strict=False):
+            # |tanh x| is at most 1 and at most |x|.
+            bound, expected = self.rounded(bound.clamp(max=1)), expected.clamp(max=1)
+            self.note(linear.tanh, "activation", bound)
+            if keep != 1.0:
+                bound = self.rounded(bound / keep)
+                self.note(f"{head.dropout}:mul#2", "activation", bound)
+            bound, expected = self.linear_behind(following, bound, expected)
+        # The model itself chooses positions of what the head reads, and takes what it gives apart.
+        self.inner["model:head"] = max(entering, largest(bound))
+        if layout.stock.is_language_model and layout.family.logits_bias:
             offset = self.tensor(layout.family.logits_bias)
             offset = torch.zeros_like(bound) if offset is None else offset.double().abs().view(-1)
             bound = self.rounded(bound + offset)
             self.note("model:add", "logits", bound)
+
+    def head_linear(self, linear: HeadLinear, final: NormOutput, square: Tensor) -> tuple[Tensor, Tensor]:
+        """Bound a head's linear on a norm's output, some rows at a time; return the bounds of its outputs and their
+        expected mean squares."""
+        table, bias = self.checked(linear.weight, self.read(linear.weight)), self.tensor(linear.bias)
+        bounds, partials, expected, start = [], [], [], 0
+        for rows in chunks(table):
+            made = bound_linear(final, rows, None if bias is None else bias[start : start + len(rows)], self.arithmetic)
+            start += len(rows)
+            bounds.append(made.bound)
+            partials.append(made.partial)
+            expected.append((made.norms / made.radius).square() + made.centre.square())
+        bound, partial, squares = torch.cat(bounds), torch.cat(partials), torch.cat(expected)
+        self.note(linear.at, "logits" if not linear.tanh else "neuron", bound, partial)
+        self.note_weight(linear.at, self.inner[f"{linear.weight.rpartition('.')[0]}:weight"])
+        self.inner[f"{linear.at}:input"] = largest(final.bound)
+        self.inputs[linear.at] = (final.bound, square)
+        self.outputs[linear.at] = (torch.maximum(bound, partial), squares)
+        return bound, squares
+
+    def linear_behind(self, linear: HeadLinear, caps: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+        """Bound a head's linear on what a tanh gives; caps, square: bounds and mean squares of its input."""
+        weight, bias = self.weight(linear.at)
+        bound = bound_box(caps, weight, bias, self.arithmetic)
+        expected = squared_matrix_vector(weight, square)
+        self.note(linear.at, "logits", bound)
+        self.inner[f"{linear.at}:input"] = largest(caps)
+        self.inputs[linear.at] = (caps, square)
+        self.outputs[linear.at] = (bound, expected)
+        return bound, expected
 
 
 def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, float]:

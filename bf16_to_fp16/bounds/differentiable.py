@@ -13,11 +13,23 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..families.types import Attention, FeedForward, Kind, Layout, StackEnds, TensorReader, config_value
+from ..families.types import (
+    Attention,
+    FeedForward,
+    Head,
+    HeadLinear,
+    Kind,
+    Layout,
+    ResolvedStack,
+    StackEnds,
+    TensorReader,
+    config_value,
+)
 from ..families.walk import walk
 from ..numerics import FP16_MAX
 from .arithmetic import Arithmetic, full_precision
@@ -112,12 +124,13 @@ class DifferentiableBounds:
                 found[w.output] = linear(w.output, rows)
                 stream = stream + found[w.output]
                 found[w.add] = stream
-            if stack.is_encoder:
+            if stack.ends.norm in self.fixed:
                 found[f"{stack.ends.norm}:{layout.family.norm_site}"] = linear(stack.ends.norm, rows)
-        if not layout.encoder_only:
-            head = layout.family.head if layout.family.head in layout.tensors else layout.family.embedding
-            path = layout.family.head.removesuffix(".weight")
-            found[path] = found["model:add"] = [(head, rows)]
+        if layout.head is not None:
+            for of in layout.head.linears:
+                found[of.at] = [(name, rows) for name in (of.weight, of.bias) if name]
+            if layout.stock.is_language_model and layout.family.logits_bias:
+                found["model:add"] = found[layout.head.at]
         return found
 
     @full_precision()
@@ -161,14 +174,21 @@ class _Walk:
                 if self.stream is not None:
                     made = self.feed_forward_output(w, source)
                     self.add(w.output, w.add, made, made)
-            elif stack.is_encoder:
-                self.memory = source
-                largest = source.gain.abs() * source.radius
-                largest = largest if source.shift is None else largest + source.shift.abs()
-                self.note(f"{reader.norm}:{self.layout.family.norm_site}", largest * (1 + 4 * self.a.unit))
             else:
-                self.head(source)
+                self.end(stack, source)
         return self.found
+
+    def end(self, stack: ResolvedStack, source: _Normalised) -> None:
+        """Note what a stack's final norm gives where nothing may move it, and what the head makes of the last one's."""
+        norm = stack.ends.norm
+        if stack.is_encoder:
+            self.memory = source
+        if norm in self.fixed:
+            largest = source.gain.abs() * source.radius
+            largest = largest if source.shift is None else largest + source.shift.abs()
+            self.note(f"{norm}:{self.layout.family.norm_site}", largest * (1 + 4 * self.a.unit))
+        if stack.is_last and self.layout.head is not None:
+            self.head(self.layout.head, source)
 
     def wants(self, *sites: str) -> bool:
         return self.wanted is None or any(site in self.wanted for site in sites)
@@ -232,28 +252,46 @@ class _Walk:
         at = None if self.wanted is None else self.wanted[path]
         self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
-    def head(self, final: _Normalised) -> None:
-        """Note the logits, with and without their bias."""
-        layout, path = self.layout, self.layout.family.head.removesuffix(".weight")
-        offset = self.weight(layout.family.logits_bias) if layout.family.logits_bias else None
-        biased = "model:add"
-        if not self.wants(path, biased):
-            return
-        table = self.read(layout.family.head if layout.family.head in layout.tensors else layout.family.embedding)
+    def head(self, head: Head, final: _Normalised) -> None:
+        """Note what a head's linears make of the last norm's output, a language model's with and without its bias."""
+        layout, (first, *others) = self.layout, head.linears
+        offset = None
+        if layout.stock.is_language_model and layout.family.logits_bias:
+            offset = self.weight(layout.family.logits_bias)
+        added = None if offset is None else offset.abs().view(-1)
         scale = layout.head_scale
         final = _Normalised(final.gain * scale, None if final.shift is None else final.shift * scale, final.radius)
         error = 1 + self.linear_error(final.gain.numel()) + (self.a.unit if scale != 1.0 else 0.0)
-        if self.wanted is None:
-            parts = [rows_of(wide(part), None, final).partial for part in table.split(ROWS_AT_A_TIME)]
-            self.found[path] = torch.cat(parts) * error
-            if offset is not None:
-                self.found[biased] = self.found[path] + offset.abs().view(-1)
+        self.head_rows(first, first.at, final, error, None)
+        if added is not None:
+            self.head_rows(first, "model:add", final, error, added)
+        for linear in others:
+            # What a tanh gives is at most 1.
+            if not self.wants(linear.at):
+                continue
+            weight, bias = self.weight(linear.weight), self.weight(linear.bias)
+            assert weight is not None
+            total = weight.abs().sum(1) if bias is None else weight.abs().sum(1) + bias.abs()
+            self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
+
+    def head_rows(self, linear: HeadLinear, site: str, final: _Normalised, error: float, added: Tensor | None) -> None:
+        """Note a head's linear on a norm's output, a few thousand rows at a time where all are wanted.
+
+        added: magnitudes that join its outputs.
+        """
+        if not self.wants(site):
             return
-        for site in {path, biased} & self.wanted.keys():
-            at = self.wanted[site]
-            bounds = rows_of(wide(table[at]), None, final).partial * error
-            added = offset.abs().view(-1)[at] if offset is not None and site == biased else 0.0
-            self.found[site] = bounds + added
+        weight, bias = self.read(linear.weight), self.weight(linear.bias)
+
+        def bounds(at: Any) -> Tensor:
+            made = rows_of(wide(weight[at]), None if bias is None else bias[at], final).partial * error
+            return made if added is None else made + added[at]
+
+        if self.wanted is not None:
+            self.found[site] = bounds(self.wanted[site])
+            return
+        starts = range(0, len(weight), ROWS_AT_A_TIME)
+        self.found[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
     def scores(self, w: Attention, source: _Normalised) -> None:
         """Note every head's products with their partial sums, the scores with their position bias, and what a mask must

@@ -162,6 +162,15 @@ def bound_linear(
     return LinearBound(matrix, source.radius, norms, centre, error, exact + error, spread + added + error)
 
 
+def bound_box(caps: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
+    """Return the bound of a linear on any vector whose components are, rounded, at most ``caps``, and of its partial
+    sums; weight [m, n], bias [m], caps fp64 [n]: fp64 [m]."""
+    terms = magnitudes(weight, caps) * COMPUTED
+    total = terms if bias is None else terms + bias.double().abs()
+    total = total * (1 + arithmetic.gamma(weight.shape[1]))
+    return total * (1 + 2 * arithmetic.unit) + arithmetic.floor
+
+
 def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
     """Return matrix·vector with products and sums in fp64, a few rows at a time: fp64 [m]."""
     return torch.cat([part.double() @ vector.double() for part in chunks(matrix)])

@@ -40,6 +40,10 @@ OTHER_WEIGHTS = (
 """Endings of weight files and their indexes, which are rewritten or left out, never copied."""
 
 
+WITHOUT_FILES = ("Normalize",)
+"""Classes of a sentence encoder's modules whose folders are empty, which a repository does not keep."""
+
+
 OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html", ".gitattributes")
 """Top-level files that a converted folder has of its own."""
 
@@ -132,21 +136,22 @@ def side_modules(source: Path) -> set[str]:
     if not listing.is_file():
         return set()
     try:
-        names = {str(m["path"]) for m in json.loads(listing.read_text(encoding="utf-8")) if m["path"]}
-    except (ValueError, KeyError, TypeError) as error:
+        listed = json.loads(listing.read_text(encoding="utf-8"))
+        kinds = {str(m["path"]): str(m.get("type", "")).rpartition(".")[2] for m in listed if m["path"]}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{listing}: not a list of modules with paths; restore it from the original checkpoint"
         ) from error
-    for name in sorted(names):
+    for name, kind in sorted(kinds.items()):
         if Path(name).is_absolute() or ".." in Path(name).parts or len(Path(name).parts) != 1:
             raise UserError(
                 f"{listing}: module path {name!r} leaves the folder; restore it from the original checkpoint"
             )
-        if not (source / name).is_dir():
+        if not (source / name).is_dir() and kind not in WITHOUT_FILES:
             raise UserError(
                 f"{listing}: module {name!r} is not in {source}; fetch the whole checkpoint, its output depends on it"
             )
-    return names
+    return set(kinds)
 
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:

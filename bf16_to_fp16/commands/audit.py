@@ -13,10 +13,12 @@ from ..auditing.any_model import audit_any, batches_of, open_any
 from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, check_names, verdict
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, check_bounded, fp16_weights
+from ..bounds.side_modules import with_side_modules
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.side_modules import read_side_modules
 from ..conversion.measuring import attacked
 from ..conversion.options import shown_in_a_command
 from ..conversion.planning import checkpoint_batches
@@ -195,6 +197,7 @@ def proof(
     spectra, proven, broken = Spectra(weights), dict[str, Any](), False
     with products_on(device, "certificate"), progress.step(f"Bounding every site for {BOUNDED_FOR}") as advance:
         certificate = bound(layout, weights, target=BOUNDED_FOR, spectra=spectra, advance=advance)
+    certificate = with_side_modules(certificate, layout, read_side_modules(checkpoint.folder))
     if attack_steps is not None:
         adversary = attacked(checkpoint.folder, layout, certificate, attack_steps, seed, device, progress)
         seen = dict(adversary.worst)

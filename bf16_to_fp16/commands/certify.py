@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..bounds.side_modules import with_side_modules
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.side_modules import read_side_modules
 from ..conversion.options import shown_in_a_command
 from ..devices import Device, products_on
 from ..environment import SCHEMA
@@ -87,6 +89,7 @@ def bounded(
     with products_on(device, "certificate"):
         with progress.step(f"Bounding every site for {target}") as advance:
             found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+        found = with_side_modules(found, layout, read_side_modules(checkpoint.folder))
         with progress.step("Bounding every site in stricter arithmetic"):
             tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra)
     return found, tiers

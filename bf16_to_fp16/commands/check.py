@@ -74,7 +74,7 @@ def check(
         runtime_version=version(chosen.distribution),
         device=outcome.device,
         arithmetic=ArithmeticEntry(native=outcome.arithmetic.native, **asdict(outcome.arithmetic)),
-        compared=chosen.gives(encoder_only=layout.encoder_only),
+        compared=chosen.gives(states=layout.head is None),
         rows=len(batch.input_ids),
         output=output,
         source=beside,
@@ -92,7 +92,7 @@ def opened(source: str | Path) -> tuple[Checkpoint, Layout]:
 
 def alike(one: Layout, other: Layout) -> bool:
     """Return whether two layouts are of the same model, up to a head of its own."""
-    if one.family is not other.family or one.encoder_only != other.encoder_only:
+    if one.family.name != other.family.name or one.stock != other.stock:
         return False
     shapes = ({name: tensor.shape for name, tensor in layout.tensors.items()} for layout in (one, other))
     first, second = shapes

@@ -13,7 +13,7 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS, make_plan
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.agreement import check_modules
-from ..run.probe import Batch, batches, chosen_ids
+from ..run.probe import Batch, batches, chosen_ids, config_of
 
 
 @quiet()
@@ -35,7 +35,8 @@ def rescale(
     if narrow:
         raise UserError(f"{source.source} holds {narrow[0]} parameters; load it with dtype=torch.float32 to rescale it")
     if inputs is None:
-        inputs = batches(model.config, None, None, chosen=chosen_ids(model.config, source, layout))
+        config = config_of(model)
+        inputs = batches(config, None, None, chosen=chosen_ids(config, source, layout))
     ranges = observe_ranges(model, inputs)
     planned = make_plan(layout, source_weights(source, layout), ranges, target=target, margin_bits=margin_bits)
     apply(model, layout, planned.plan)

@@ -12,6 +12,7 @@ from ..checkpoint.packing import LAYOUTS, check_out_file, pack, put_file_in_plac
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.shards import WEIGHTS, Write
+from ..checkpoint.side_modules import write_back
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import write_fp16
@@ -29,7 +30,8 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     ``out``.
 
     A file that ``convert --layout`` wrote is brought back as a file with the same names, or as a folder where ``out``
-    does not end in ``.safetensors``. Bit for bit where the conversion was lossless. Tensors that the conversion made
+    does not end in ``.safetensors``. Bit for bit where the conversion was lossless; a sentence encoder's linears, in
+    fp32, come back as fp16 holds them. Tensors that the conversion made
     (positions, a separated head) are left out; those that it dropped as copies are not restored. Nothing is claimed of
     what the weights compute, so whether stock code of the installed version agrees is not asked. Raises UserError where
     the folder has no plan.
@@ -51,6 +53,7 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
         check_written_files(folder, written.source_sha256)
         write_json(work / "config.json", config_before(checkpoint.config, origin))
         carry_over(folder, work, back=True)
+        write_back(folder, work, origin.side_dtypes)
     return out
 
 

@@ -17,9 +17,11 @@ from ..auditing.fidelity import Outputs, Reference, add_outputs, fidelity, outpu
 from ..auditing.regimes import REGIMES, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..bounds.side_modules import with_side_modules
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.side_modules import read_side_modules
 from ..devices import Device, products_on
 from ..families.resolve import resolve
 from ..families.types import Layout
@@ -60,7 +62,7 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
             regimes, half, fp32 = audited.regimes, audited.half, audited.fp32
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         reference = decided.reference or reference_of(opened.checkpoint, inputs)
-        probabilities = not decided.layout.encoder_only
+        probabilities = decided.layout.gives_probabilities
         closeness = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
         plan = with_drift(opened, decided, reference, fp32) if drifts else decided.plan
     return Measured(certificate, plan, tiers, regimes, closeness, half, device.environment())
@@ -73,7 +75,7 @@ def with_drift(opened: Opened, decided: Decided, reference: Reference, written: 
     assert plan.drift is not None
     drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs)
     predicted, measured = (
-        fidelity(reference.fp32, None, found, probabilities=not layout.encoder_only) for found in (drifted, written)
+        fidelity(reference.fp32, None, found, probabilities=layout.gives_probabilities) for found in (drifted, written)
     )
     drift = Drift(
         relative_error=plan.drift.relative_error,
@@ -96,6 +98,7 @@ def certificate_of(
     weights, arithmetic, known = fp16_weights(checkpoint, layout), Arithmetic(max_length), replace(spectra, fixed=True)
     with progress.step(f"Bounding every site of the output for {target}") as advance:
         found = bound(layout, weights, arithmetic, target=target, spectra=known, advance=advance)
+    found = with_side_modules(found, layout, read_side_modules(folder))
     with progress.step("Bounding every site in stricter arithmetic"):
         tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=known)
     return found, tiers

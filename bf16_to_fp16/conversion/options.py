@@ -94,7 +94,7 @@ class Options:
         """Raise UserError for a model that the tool of the layout has no class for."""
         if self.layout not in TOOLS:
             return
-        if not layout.encoder_only:
+        if layout.stock.decodes or layout.head is not None:
             raise UserError(
                 f"{where}: {TOOLS[self.layout]} reads encoders alone; give the encoder, or choose --layout single"
             )

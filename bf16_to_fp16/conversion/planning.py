@@ -316,7 +316,7 @@ def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress
         corrected = " with corrected gains" if plan.gain_correction else ""
         with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}{corrected}") as advance:
             drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs, advance)
-            found = fidelity(reference.fp32, reference.bf16, drifted, probabilities=not layout.encoder_only)
+            found = fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
         return found.kl_bf16 is not None and found.kl_fp16 <= found.kl_bf16 * ACCEPTABLE_DRIFT
 
     return of

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
 from ..checkpoint.packing import FOLDER_LAYOUT
 from ..checkpoint.pipeline import has_variant, name_variants
+from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..progress import Progress
@@ -38,7 +39,7 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
         name_variants(work)  # for from_pretrained(variant="fp16")
     if not probe.has_tokenizer(work):
         progress.say(f"{checkpoint.name} has no tokenizer, so the output has none; copy a tokenizer into it to use it")
-    return Rewritten(written, carried, left_out)
+    return Rewritten(written, carried, left_out, write_in_fp16(checkpoint.folder, work))
 
 
 def check_finite(written: Written) -> None:

@@ -13,11 +13,16 @@ from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
 from .t5 import T5
-from .types import Family
+from .types import Family, StockClass
 from .umt5 import UMT5
 
 FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS)
 """Every supported family."""
+
+
+def names_of(family: Family) -> tuple[str, ...]:
+    """Return the names of a family's stock classes."""
+    return tuple(name for stock in family.classes for name in stock.names)
 
 
 def family_of(config: Mapping[str, object]) -> Family:
@@ -27,23 +32,44 @@ def family_of(config: Mapping[str, object]) -> Family:
     that is not supported.
     """
     model_type = config.get("model_type")
-    known = "; ".join(f"{f.model_type}: {', '.join(f.seq2seq + f.encoder_only)}" for f in FAMILIES)
+    known = "; ".join(f"{f.model_type}: {', '.join(names_of(f))}" for f in FAMILIES)
     family = of_model_type(model_type)
     if family is None:
         raise UserError(f"config.json: model_type {model_type!r} is not supported; the known ones are {known}")
     for name in architectures(config):
-        if name not in family.seq2seq + family.encoder_only:
+        if name not in names_of(family):
             raise UserError(f"config.json: architecture {name} is not supported; the known ones are {known}")
     return family
+
+
+def class_named(name: str) -> StockClass | None:
+    """Return the stock class of this name, None where no family has it."""
+    return next((stock for family in FAMILIES for stock in family.classes if name in stock.names), None)
+
+
+def loading_class(name: str) -> str:
+    """Return under which name a user of transformers loads the stock class of this name."""
+    stock = class_named(name)
+    return "AutoModelForSeq2SeqLM" if stock is None or stock.is_language_model else stock.names[0]
+
+
+def class_of(config: Mapping[str, object]) -> StockClass:
+    """Return the stock class that a config names first.
+
+    Raises UserError as ``family_of`` does, and where the config names no class.
+    """
+    family, names = family_of(config), architectures(config)
+    if not names:
+        choices = " or ".join(f'["{stock.names[0]}"]' for stock in family.classes)
+        raise UserError(f'config.json names no class; add "architectures": {choices}')
+    return next(stock for stock in family.classes if names[0] in stock.names)
 
 
 def is_known(config: Mapping[str, object]) -> bool:
     """Return whether a config belongs to a supported family, by its ``model_type`` and the class that it names first;
     one that names no class does by its ``model_type``."""
     family = of_model_type(config.get("model_type"))
-    return family is not None and all(
-        name in family.seq2seq + family.encoder_only for name in architectures(config)[:1]
-    )
+    return family is not None and all(name in names_of(family) for name in architectures(config)[:1])
 
 
 def named(name: object) -> Family | None:
@@ -61,11 +87,6 @@ def roles_of(family: Family | None) -> Roles:
     return Roles() if family is None else roles(family)
 
 
-def is_encoder_class(name: str) -> bool:
-    """Return whether a stock class of this name is an encoder alone."""
-    return any(name in family.encoder_only for family in FAMILIES)
-
-
 def may_be_absent(family: Family) -> frozenset[str]:
     """Return the tensors outside the blocks that a file may lack: stock code makes or zeroes them."""
     parts = (family.encoder_ends, family.decoder_ends, family.tied_head, family.untied_head)
@@ -77,8 +98,7 @@ def stock_class(config: Mapping[str, object]) -> str:
 
     Raises UserError as ``family_of`` does, and where the config names no class.
     """
-    family = family_of(config)
-    return family.encoder_only[0] if is_encoder_only(family, config) else family.seq2seq[0]
+    return class_of(config).names[0]
 
 
 def architectures(config: Mapping[str, object]) -> list[str]:
@@ -89,12 +109,3 @@ def architectures(config: Mapping[str, object]) -> list[str]:
             "config.json: 'architectures' is not a list; write [\"T5ForConditionalGeneration\"] or the like"
         )
     return [str(name) for name in names]
-
-
-def is_encoder_only(family: Family, config: Mapping[str, object]) -> bool:
-    """Return whether a checkpoint is an encoder alone, which its class says."""
-    names = architectures(config)
-    if not names:
-        choices = " or ".join(f'["{c[0]}"]' for c in (family.seq2seq, family.encoder_only) if c)
-        raise UserError(f'config.json names no class; add "architectures": {choices}')
-    return names[0] in family.encoder_only

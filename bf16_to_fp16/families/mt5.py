@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .t5 import DEFAULTS, T5
+from .t5 import DEFAULTS, T5, classes
 from .types import OutputScale
 
 MT5 = replace(
@@ -16,8 +16,7 @@ MT5 = replace(
     name="mt5",
     title="mT5",
     model_type="mt5",
-    seq2seq=("MT5ForConditionalGeneration",),
-    encoder_only=("MT5EncoderModel",),
+    classes=classes("MT5"),
     defaults=DEFAULTS | {"feed_forward_proj": "gated-gelu"},
     output_scale=OutputScale.NEVER,
     untie="",

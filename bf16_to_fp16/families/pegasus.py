@@ -16,6 +16,8 @@ from .types import (
     Deviation,
     Family,
     FeedForward,
+    Head,
+    HeadLinear,
     Initialisation,
     Kind,
     OutputScale,
@@ -24,6 +26,7 @@ from .types import (
     Stack,
     StackEnds,
     StockAttributes,
+    StockClass,
     Tensor,
     divided_by,
     input_of,
@@ -172,12 +175,17 @@ DECODER_RESIDUAL, DECODER_POSITIONS = residual_and_positions("decoder")
 FINAL_NORM = "model.decoder.layer_norm"
 
 
+LOGITS = Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))
+
+
+LOGITS_BIAS = Tensor("final_logits_bias", ("one", "vocab"), (None, None), absent="stock code takes zeros")
+
+
 PEGASUS = Family(
     name="pegasus",
     title="Pegasus",
     model_type="pegasus",
-    seq2seq=("PegasusForConditionalGeneration",),
-    encoder_only=(),
+    classes=(StockClass(("PegasusForConditionalGeneration",), decodes=True, takes_decoder_ids=True, end=None),),
     sizes={
         "vocab": ("vocab_size",),
         "model": ("d_model",),
@@ -200,40 +208,36 @@ PEGASUS = Family(
     encoder=Stack("encoder_layers", encoder_block),
     decoder=Stack("decoder_layers", decoder_block),
     encoder_ends=Part(
-        signals=(
-            ENCODER_RESIDUAL,
-            Signal("encoder.output", Kind.FIXED, "model", (output_of("model.encoder.layer_norm"),)),
-        ),
+        signals=(ENCODER_RESIDUAL,),
+        tensors=(Tensor("model.shared.weight", ("vocab", "model"), (None, multiplied_by(RESIDUAL))), ENCODER_POSITIONS),
+        topology=stack_ends("encoder"),
+    ),
+    encoder_output=Part(
+        signals=(Signal("encoder.output", Kind.FIXED, "model", (output_of("model.encoder.layer_norm"),)),),
         tensors=(
-            Tensor("model.shared.weight", ("vocab", "model"), (None, multiplied_by(RESIDUAL))),
-            ENCODER_POSITIONS,
             Tensor("model.encoder.layer_norm.weight", ("model",), (None,)),
             Tensor("model.encoder.layer_norm.bias", ("model",), (None,)),
         ),
-        topology=stack_ends("encoder"),
     ),
-    decoder_ends=Part(
-        signals=(DECODER_RESIDUAL, Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))),
-        tensors=(
-            DECODER_POSITIONS,
-            Tensor("final_logits_bias", ("one", "vocab"), (None, None), absent="stock code takes zeros"),
-        ),
-        topology=stack_ends("decoder"),
-    ),
+    decoder_ends=Part(signals=(DECODER_RESIDUAL,), tensors=(DECODER_POSITIONS,), topology=stack_ends("decoder")),
     tied_head=Part(
-        signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(FINAL_NORM, -1),)),),
+        signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(FINAL_NORM, -1),)), LOGITS),
         tensors=(
             Tensor(f"{FINAL_NORM}.weight", ("model",), (divided_by(RESIDUAL),)),
             Tensor(f"{FINAL_NORM}.bias", ("model",), (divided_by(RESIDUAL),)),
+            LOGITS_BIAS,
         ),
+        topology=Head("lm_head", (HeadLinear("lm_head", "model.shared.weight"),)),
     ),
     untied_head=Part(
-        signals=(Signal(FINAL_NORM, Kind.NORM, "model", (output_of(FINAL_NORM),)),),
+        signals=(Signal(FINAL_NORM, Kind.NORM, "model", (output_of(FINAL_NORM),)), LOGITS),
         tensors=(
             Tensor(f"{FINAL_NORM}.weight", ("model",), (multiplied_by(FINAL_NORM),)),
             Tensor(f"{FINAL_NORM}.bias", ("model",), (multiplied_by(FINAL_NORM),)),
             Tensor("lm_head.weight", ("vocab", "model"), (None, divided_by(FINAL_NORM))),
+            LOGITS_BIAS,
         ),
+        topology=Head("lm_head", (HeadLinear("lm_head", "lm_head.weight"),)),
     ),
     embedding="model.shared.weight",
     head="lm_head.weight",

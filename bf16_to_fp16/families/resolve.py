@@ -15,7 +15,7 @@ import torch
 from ..checkpoint.formats import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from .known import family_of, is_encoder_only
+from .known import class_of, family_of
 from .types import (
     Family,
     Layout,
@@ -25,10 +25,12 @@ from .types import (
     ResolvedTensor,
     Stack,
     StackEnds,
+    StockClass,
     Tensor,
     TensorSource,
     axis_size,
     config_value,
+    family_inside,
 )
 
 ROWS_AT_A_TIME = 4096
@@ -46,8 +48,8 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     """
     config, names = checkpoint.config, set(checkpoint.tensors)
     try:
-        family = family_of(config)
-        encoder_only = is_encoder_only(family, config)
+        stock = class_of(config)
+        family = family_inside(family_of(config), stock.body)
     except UserError as error:
         raise UserError(f"{checkpoint.source}/{error}") from None
     embedding = next((n for n in (family.embedding, *family.copies) if n in names), None)
@@ -55,16 +57,16 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
         raise UserError(
             f"{checkpoint.source}: tensor {family.embedding} is missing; take the whole original checkpoint"
         )
-    dropped = find_dropped(checkpoint, family, embedding, encoder_only)
-    tied = None if encoder_only else is_tied(checkpoint, family, embedding)
+    dropped = find_dropped(checkpoint, family, embedding, stock)
+    tied = is_tied(checkpoint, family, embedding) if stock.is_language_model else None
     if tied and family.head in names:
         dropped[family.head] = f"the same values as {family.embedding}, to which stock classes tie it"
 
     parts = [family.encoder_ends, *blocks(family.encoder, family, config, len(names))]
     separate = bool(tied and untie and family.untie)
-    if not encoder_only:
-        parts += [family.decoder_ends, *blocks(family.decoder, family, config, len(names))]
-        parts.append(family.tied_head if tied and not separate else family.untied_head)
+    if stock.decodes:
+        parts += [family.encoder_output, family.decoder_ends, *blocks(family.decoder, family, config, len(names))]
+    parts.append(stock.end or (family.tied_head if tied and not separate else family.untied_head))
 
     scale = head_scale(family, config, tied)
     sources = {family.embedding: embedding}
@@ -93,7 +95,7 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     return Layout(
         family=family,
         config=config,
-        encoder_only=encoder_only,
+        stock=stock,
         tied=tied if not separate else False,
         tensors=tensors,
         signals=merge_signals(family, config, parts, tensors),
@@ -103,7 +105,7 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     )
 
 
-def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, encoder_only: bool) -> dict[str, str]:
+def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock: StockClass) -> dict[str, str]:
     """Return the tensors that are not carried over, each with the reason."""
     dropped = {}
     decoder = family.decoder_ends.topology
@@ -111,8 +113,10 @@ def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, encod
     for name in checkpoint.tensors:
         if name in family.ignorable:
             dropped[name] = "stock classes ignore it"
-        elif encoder_only and (name.startswith(f"{decoder.at}.") or name == family.head):
-            dropped[name] = f"{family.encoder_only[0]} ignores it"
+        elif (not stock.decodes and name.startswith(f"{decoder.at}.")) or (
+            not stock.is_language_model and name == family.head
+        ):
+            dropped[name] = f"{stock.names[0]} ignores it"
         elif name in family.copies and name != embedding:
             if not same_values(checkpoint, name, embedding):
                 raise UserError(

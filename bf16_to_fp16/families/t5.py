@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from .types import (
     RESIDUAL,
     Attention,
+    Axis,
     Deviation,
     DropoutKind,
     Family,
     FeedForward,
+    Head,
+    HeadLinear,
     Initialisation,
     Kind,
     OutputScale,
@@ -25,6 +28,7 @@ from .types import (
     Stack,
     StackEnds,
     StockAttributes,
+    StockClass,
     Tensor,
     divided_by,
     input_of,
@@ -148,46 +152,132 @@ def stack_ends(stack: str) -> StackEnds:
     )
 
 
+ENCODER_NORM, DECODER_NORM = "encoder.final_layer_norm", "decoder.final_layer_norm"
+
+
 ENCODER_ENDS = Part(
-    signals=(
-        Signal(
-            RESIDUAL, Kind.RESIDUAL, "model", (output_of("encoder.embed_tokens"), input_of("encoder.final_layer_norm"))
-        ),
-        # Users of the encoder read this output, so nothing may move it.
-        Signal("encoder.output", Kind.FIXED, "model", (output_of("encoder.final_layer_norm"),)),
-    ),
-    tensors=(
-        Tensor("shared.weight", ("vocab", "model"), (None, multiplied_by(RESIDUAL))),
-        Tensor("encoder.final_layer_norm.weight", ("model",), (None,)),
-    ),
+    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of("encoder.embed_tokens"), input_of(ENCODER_NORM))),),
+    tensors=(Tensor("shared.weight", ("vocab", "model"), (None, multiplied_by(RESIDUAL))),),
     topology=stack_ends("encoder"),
 )
 
 
 DECODER_ENDS = Part(
-    signals=(
-        Signal(
-            RESIDUAL, Kind.RESIDUAL, "model", (output_of("decoder.embed_tokens"), input_of("decoder.final_layer_norm"))
-        ),
-        Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),)),
-    ),
+    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of("decoder.embed_tokens"), input_of(DECODER_NORM))),),
     topology=stack_ends("decoder"),
 )
 
 
+def states(norm: str) -> Part:
+    """Return a final norm whose output users read, so that nothing may move it."""
+    return Part(
+        signals=(Signal(f"{norm.partition('.')[0]}.output", Kind.FIXED, "model", (output_of(norm),)),),
+        tensors=(Tensor(f"{norm}.weight", ("model",), (None,)),),
+    )
+
+
+ENCODER_OUTPUT = states(ENCODER_NORM)
+
+
+LOGITS = Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))
+
+
 TIED_HEAD = Part(
-    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of("decoder.final_layer_norm", -1),)),),
-    tensors=(Tensor("decoder.final_layer_norm.weight", ("model",), (divided_by(RESIDUAL),)),),
+    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(DECODER_NORM, -1),)), LOGITS),
+    tensors=(Tensor(f"{DECODER_NORM}.weight", ("model",), (divided_by(RESIDUAL),)),),
+    topology=Head("lm_head", (HeadLinear("lm_head", "shared.weight"),)),
 )
 
 
 UNTIED_HEAD = Part(
-    signals=(Signal("decoder.final_layer_norm", Kind.NORM, "model", (output_of("decoder.final_layer_norm"),)),),
+    signals=(Signal(DECODER_NORM, Kind.NORM, "model", (output_of(DECODER_NORM),)), LOGITS),
     tensors=(
-        Tensor("decoder.final_layer_norm.weight", ("model",), (multiplied_by("decoder.final_layer_norm"),)),
-        Tensor("lm_head.weight", ("vocab", "model"), (None, divided_by("decoder.final_layer_norm"))),
+        Tensor(f"{DECODER_NORM}.weight", ("model",), (multiplied_by(DECODER_NORM),)),
+        Tensor("lm_head.weight", ("vocab", "model"), (None, divided_by(DECODER_NORM))),
     ),
+    topology=Head("lm_head", (HeadLinear("lm_head", "lm_head.weight"),)),
 )
+
+
+def head(norm: str, topology: Head, *sizes: str) -> Part:
+    """Return a final norm and the head of its own that reads it: linears with biases, whose outputs have these sizes.
+
+    Behind the first of them nothing moves: a tanh passes no factor on, and logits are read.
+    """
+    tensors = [Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),))]
+    signals = [Signal(norm, Kind.NORM, "model", (output_of(norm),))]
+    reads: Axis | None = divided_by(norm)
+    width = "model"
+    for linear, size in zip(topology.linears, sizes, strict=True):
+        tensors.append(Tensor(linear.weight, (size, width), (None, reads)))
+        tensors.append(Tensor(linear.bias, (size,), (None,)))
+        signals.append(Signal(linear.at, Kind.FIXED, size, (output_of(linear.at),)))
+        reads, width = None, size
+    return Part(tuple(signals), tuple(tensors), topology)
+
+
+def head_linear(at: str, tanh: str = "") -> HeadLinear:
+    """Return a linear of a head with a bias."""
+    return HeadLinear(at, f"{at}.weight", f"{at}.bias", tanh)
+
+
+CLASSIFIER = head(
+    f"transformer.{DECODER_NORM}",
+    Head(
+        "classification_head",
+        (
+            head_linear("classification_head.dense", "classification_head:tanh"),
+            head_linear("classification_head.out_proj"),
+        ),
+        dropout="classification_head.dropout",
+    ),
+    "model",
+    "labels",
+)
+
+
+TOKEN_CLASSIFIER = head(
+    f"transformer.{ENCODER_NORM}", Head("classifier", (head_linear("classifier"),), dropout="dropout"), "labels"
+)
+
+
+SPANS = head(DECODER_NORM, Head("qa_outputs", (head_linear("qa_outputs"),)), "labels")
+
+
+STATES = ("last_hidden_state",)
+
+
+def classes(prefix: str, *older: str) -> tuple[StockClass, ...]:
+    """Return the stock classes whose names begin with ``prefix``; older: other names of the language model."""
+    return (
+        StockClass((f"{prefix}ForConditionalGeneration", *older), decodes=True, takes_decoder_ids=True, end=None),
+        StockClass(
+            (f"{prefix}EncoderModel",), decodes=False, takes_decoder_ids=False, end=ENCODER_OUTPUT, gives=STATES
+        ),
+        StockClass((f"{prefix}Model",), decodes=True, takes_decoder_ids=True, end=states(DECODER_NORM), gives=STATES),
+        StockClass(
+            (f"{prefix}ForSequenceClassification",),
+            decodes=True,
+            takes_decoder_ids=False,
+            end=CLASSIFIER,
+            body="transformer",
+            reads_end_token=True,
+        ),
+        StockClass(
+            (f"{prefix}ForTokenClassification",),
+            decodes=False,
+            takes_decoder_ids=False,
+            end=TOKEN_CLASSIFIER,
+            body="transformer",
+        ),
+        StockClass(
+            (f"{prefix}ForQuestionAnswering",),
+            decodes=True,
+            takes_decoder_ids=False,
+            end=SPANS,
+            gives=("start_logits", "end_logits"),
+        ),
+    )
 
 
 SIZES = {
@@ -198,6 +288,7 @@ SIZES = {
     "heads": ("num_heads",),
     "head": ("d_kv",),
     "buckets": ("relative_attention_num_buckets",),
+    "labels": ("id2label",),
 }
 
 
@@ -213,10 +304,18 @@ DEFAULTS = {
     "relative_attention_max_distance": 128,
     "tie_word_embeddings": True,
     "dropout_rate": 0.1,
+    "classifier_dropout": 0.0,
+    "id2label": SameAs("num_labels"),
+    "num_labels": 2,
 }
 
 
-DROPOUT: Mapping[DropoutKind, str] = {"stream": "dropout_rate", "attention": "dropout_rate", "neurons": "dropout_rate"}
+DROPOUT: Mapping[DropoutKind, str] = {
+    "stream": "dropout_rate",
+    "attention": "dropout_rate",
+    "neurons": "dropout_rate",
+    "head": "classifier_dropout",
+}
 
 
 # Scores are not scaled: queries begin smaller by 1/√d_kv instead.
@@ -252,13 +351,13 @@ T5 = Family(
     title="T5 v1.0, T5 v1.1, Flan-T5, ByT5, UL2",
     model_type="t5",
     # t5-3b and t5-11b on the Hub still carry the class name of 2020.
-    seq2seq=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
-    encoder_only=("T5EncoderModel",),
+    classes=classes("T5", "T5WithLMHeadModel"),
     sizes=SIZES,
     defaults=DEFAULTS | {"feed_forward_proj": "relu"},
     encoder=Stack("num_layers", encoder_block),
     decoder=Stack("num_decoder_layers", decoder_block),
     encoder_ends=ENCODER_ENDS,
+    encoder_output=ENCODER_OUTPUT,
     decoder_ends=DECODER_ENDS,
     tied_head=TIED_HEAD,
     untied_head=UNTIED_HEAD,

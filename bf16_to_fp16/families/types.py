@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -183,10 +183,37 @@ class StackEnds:
         return f"{self.at}:add" if self.positions else f"{self.embedding}:embedding"
 
 
+@dataclass(frozen=True)
+class HeadLinear:
+    """A linear of a head.
+
+    ``at``: its module path. ``weight``, ``bias``: tensors, the embedding where it serves as head, "" for no bias.
+    ``tanh``: the site of the tanh behind it, "" where there is none.
+    """
+
+    at: str
+    weight: str
+    bias: str = ""
+    tanh: str = ""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What reads the last norm's output: linears, one after another.
+
+    ``at``: the module that computes them. ``dropout``: the module that only training switches on, before each of the
+    linears, "" where there is none.
+    """
+
+    at: str
+    linears: tuple[HeadLinear, ...]
+    dropout: str = ""
+
+
 Sublayer = Attention | FeedForward
 
 
-Topology = Sublayer | StackEnds
+Topology = Sublayer | StackEnds | Head
 
 
 @dataclass(frozen=True)
@@ -194,12 +221,37 @@ class Part:
     """Signals and tensors that belong together: a sublayer, an embedding, a head.
 
     Signals of the same name in several parts are one signal; their ``seen`` entries add up. ``topology`` says how
-    the modules are connected, None for a head.
+    the modules are connected, None where nothing is: states that users read.
     """
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()
     topology: Topology | None = None
+
+
+@dataclass(frozen=True)
+class StockClass:
+    """A class of transformers that a family's checkpoints are made for.
+
+    ``names``: the one to load with first, then older ones. ``decodes``: whether it has a decoder.
+    ``takes_decoder_ids``: whether it must be given the decoder's ids; what it makes itself are the encoder's. ``end``:
+    what reads the last norm's output, None for a language-modelling head, of which the tensors say whether it is the
+    embedding. ``gives``: the fields of its output. ``body``: the module that holds the stacks, "" for the model itself.
+    ``reads_end_token``: whether its head reads the last end token of a row and nothing else.
+    """
+
+    names: tuple[str, ...]
+    decodes: bool
+    takes_decoder_ids: bool
+    end: Part | None
+    gives: tuple[str, ...] = ("logits",)
+    body: str = ""
+    reads_end_token: bool = False
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether it predicts the next token, and can generate."""
+        return self.end is None
 
 
 @dataclass(frozen=True)
@@ -248,8 +300,9 @@ class Initialisation:
     shown: tuple[str, ...] = ()
 
 
-DropoutKind = Literal["stream", "attention", "neurons"]
-"""What a dropout is applied to: the residual stream and what joins it, attention weights, neurons."""
+DropoutKind = Literal["stream", "attention", "neurons", "head"]
+"""What a dropout is applied to: the residual stream and what joins it, attention weights, neurons, what a classifier
+reads."""
 
 
 @dataclass(frozen=True)
@@ -279,20 +332,24 @@ class Family:
     name: str
     title: str
     model_type: str
-    seq2seq: tuple[str, ...]
-    encoder_only: tuple[str, ...]
+    classes: tuple[StockClass, ...]
+    """The classes of transformers that are supported."""
     sizes: Mapping[str, tuple[str, ...]]
-    """Named sizes, each the product of these config keys, 1 for none."""
+    """Named sizes, each the product of these config keys, 1 for none; a table counts as its length."""
     defaults: Mapping[str, object]
     """What the stock config class takes where a key is absent, a value or ``SameAs`` another key."""
     encoder: Stack
     decoder: Stack
     encoder_ends: Part
-    """Embedding and final norm of an encoder."""
+    """Where an encoder begins and ends, apart from its final norm's output."""
+    encoder_output: Part
+    """What the encoder's final norm gives where a decoder, or a user, reads it."""
     decoder_ends: Part
-    """What a decoder adds to that, apart from its final norm and head."""
+    """Where a decoder begins and ends, apart from its final norm's output."""
     tied_head: Part
+    """The final norm and the language-modelling head where the embedding serves as head."""
     untied_head: Part
+    """The final norm and a language-modelling head of its own."""
     embedding: str
     head: str
     copies: tuple[str, ...]
@@ -396,9 +453,13 @@ class ResolvedSignal:
 
 @dataclass(frozen=True)
 class ResolvedStack:
-    """The encoder or the decoder of one checkpoint: its two ends, and its sublayers in the order in which they run."""
+    """The encoder or the decoder of one checkpoint: its two ends, and its sublayers in the order in which they run.
+
+    ``is_last``: whether its final norm gives what the head, or the user, reads.
+    """
 
     is_encoder: bool
+    is_last: bool
     ends: StackEnds
     sublayers: tuple[Sublayer, ...]
 
@@ -407,21 +468,35 @@ class ResolvedStack:
 class Layout:
     """A family resolved against one checkpoint: every tensor classified, every signal with its channels.
 
-    ``tied``: True where the embedding serves as head, False for a head of its own, None without a decoder.
+    ``stock``: the class that it is for. ``tied``: True where the embedding serves as head, False for a head of its own,
+    None without a language-modelling head.
     ``dropped``: source tensors that are not carried over, with the reason. ``head_scale``: what the stock class
     multiplies the decoder's output with before the head.
     """
 
     family: Family
     config: Mapping[str, object]
-    encoder_only: bool
+    stock: StockClass
     tied: bool | None
     tensors: Mapping[str, ResolvedTensor]
     signals: Mapping[str, ResolvedSignal]
     dropped: Mapping[str, str]
     head_scale: float
     topology: tuple[Topology, ...] = ()
-    """Encoder ends, its sublayers in order, then the same of the decoder."""
+    """Encoder ends, its sublayers in order, then the same of the decoder, and the head."""
+
+    @property
+    def head(self) -> Head | None:
+        """What reads the last norm's output; None where users do."""
+        return next((w for w in self.topology if isinstance(w, Head)), None)
+
+    @property
+    def gives_probabilities(self) -> bool:
+        """Whether what it gives are logits of a choice among several."""
+        if self.head is None:
+            return False
+        choices = self.tensors[self.head.linears[-1].weight].shape[0]
+        return choices > 1 and self.config.get("problem_type") not in ("regression", "multi_label_classification")
 
     def stacks(self) -> tuple[ResolvedStack, ...]:
         """Return the encoder and, unless there is none, the decoder."""
@@ -429,9 +504,12 @@ class Layout:
         for topology in self.topology:
             if isinstance(topology, StackEnds):
                 found.append((topology, []))
-            else:
+            elif not isinstance(topology, Head):
                 found[-1][1].append(topology)
-        return tuple(ResolvedStack(i == 0, ends, tuple(sublayers)) for i, (ends, sublayers) in enumerate(found))
+        last = len(found) - 1
+        return tuple(
+            ResolvedStack(i == 0, i == last, ends, tuple(sublayers)) for i, (ends, sublayers) in enumerate(found)
+        )
 
     def heads(self, attention: Attention) -> int:
         """Return the number of heads of an attention."""
@@ -485,7 +563,66 @@ def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     product = 1
     for key in family.sizes[name]:
         number = config_value(family, config, key)
+        number = len(number) if isinstance(number, Mapping) else number
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise UserError(f"config.json: {key!r} is {number!r}, not a size; take it from the original checkpoint")
         product *= number
     return product
+
+
+_OF_CONFIG = frozenset({"heads", "activation", "scale"})
+"""Fields of a topology that are no paths."""
+
+
+def inside(part: Part, body: str) -> Part:
+    """Return a part whose modules stand inside the one at ``body``."""
+
+    def path(name: str) -> str:
+        return f"{body}.{name}" if name else name
+
+    def axis(of: Axis | None) -> Axis | None:
+        return of if of is None or of.signal == RESIDUAL else replace(of, signal=path(of.signal))
+
+    def topology(of: Topology) -> Topology:
+        moved: dict[str, object] = {}
+        for field in fields(of):
+            value = getattr(of, field.name)
+            if isinstance(value, str) and field.name not in _OF_CONFIG:
+                moved[field.name] = path(value)
+            elif field.name == "dropouts":
+                moved[field.name] = tuple(path(each) for each in value)
+        return replace(of, **moved)  # type: ignore[arg-type]
+
+    return Part(
+        tuple(
+            replace(
+                signal,
+                name=signal.name if signal.name == RESIDUAL else path(signal.name),
+                seen=tuple(replace(point, module=path(point.module)) for point in signal.seen),
+            )
+            for signal in part.signals
+        ),
+        tuple(replace(t, name=path(t.name), axes=tuple(axis(each) for each in t.axes)) for t in part.tensors),
+        None if part.topology is None else topology(part.topology),
+    )
+
+
+def family_inside(family: Family, body: str) -> Family:
+    """Return a family whose stacks stand inside the module at ``body``, "" for none."""
+    if not body:
+        return family
+
+    def stack(of: Stack) -> Stack:
+        return replace(of, block=lambda config, i: [inside(part, body) for part in of.block(config, i)])
+
+    return replace(
+        family,
+        encoder=stack(family.encoder),
+        decoder=stack(family.decoder),
+        encoder_ends=inside(family.encoder_ends, body),
+        encoder_output=inside(family.encoder_output, body),
+        decoder_ends=inside(family.decoder_ends, body),
+        embedding=f"{body}.{family.embedding}",
+        copies=tuple(f"{body}.{name}" for name in family.copies),
+        ignorable=tuple(f"{body}.{name}" for name in family.ignorable),
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .t5 import DEFAULTS, T5, attention, feed_forward
+from .t5 import DEFAULTS, T5, attention, classes, feed_forward
 from .types import OutputScale, Part, Stack
 
 
@@ -35,8 +35,7 @@ UMT5 = replace(
     name="umt5",
     title="UMT5",
     model_type="umt5",
-    seq2seq=("UMT5ForConditionalGeneration",),
-    encoder_only=("UMT5EncoderModel",),
+    classes=classes("UMT5"),
     defaults=DEFAULTS | {"feed_forward_proj": "gated-gelu"},
     encoder=Stack("num_layers", encoder_block),
     decoder=Stack("num_decoder_layers", decoder_block),

@@ -187,8 +187,8 @@ class BoundConstraint:
 
 def groups_of(layout: Layout) -> dict[str, str]:
     """Return by site what it comes down with: an attention's sites, a stack's stream, the logits."""
-    head = layout.family.head.removesuffix(".weight")
-    found = {head: head, "model:add": head}
+    head = layout.head
+    found = {} if head is None else dict.fromkeys(("model:add", *(w.at for w in head.linears)), head.at)
     for stack in layout.stacks():
         for w in stack.sublayers:
             found |= {w.output: stack.ends.at, w.add: stack.ends.at}

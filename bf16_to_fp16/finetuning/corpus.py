@@ -56,8 +56,9 @@ class TrainingBatch:
     """One forward pass of one process: int64 ids and 0/1 mask of shape [rows, length], labels with −100 as padding.
 
     ``examples``: (epoch, row in the data) of every example, for the log of a bad batch. It is empty for a batch whose
-    labels are all −100, which only keeps processes in step. ``labels`` is None for an encoder. ``targets``: the texts
-    that generation should give, where the data have them.
+    labels are all −100, which only keeps processes in step. ``labels`` is None for a model that predicts no tokens.
+    ``targets``: the texts that generation should give, where the data have them. ``row_wise``: whether the model gives
+    one output for a row.
     """
 
     input_ids: Tensor
@@ -65,6 +66,7 @@ class TrainingBatch:
     labels: Tensor | None
     examples: tuple[tuple[int, int], ...]
     targets: tuple[str, ...] | None = None
+    row_wise: bool = False
 
     def inputs(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return the arguments of a stock model, on ``device``."""
@@ -277,7 +279,9 @@ class Corpus:
         self.held_out_source: _Source = self.source
         if data.held_out_path is not None:
             self.held_out_source = _TableRows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
-        self.decodes = probe.has_decoder(config)
+        self.predicts = probe.predicts_tokens(config)
+        stock = probe.class_in(config)
+        self.reads_end_token = stock is not None and stock.reads_end_token
         self.objective = self._objective()
         longest = probe.longest_sequence(config)
         self.input_length = min(data.input_length, longest)
@@ -296,9 +300,11 @@ class Corpus:
     def _objective(self) -> Objective:
         asked, path = self.data.objective, self.data.path
         paired = all(source.columns[1] is not None for source in (self.source, self.held_out_source))
-        if not self.decodes:
+        if not self.predicts:
             if asked in ("span-corruption", "gap-sentences"):
-                raise UserError(f"objective {asked} needs a decoder, and this is an encoder; use auto or none")
+                raise UserError(
+                    f"objective {asked} needs a model that predicts tokens, and this one does not; use auto"
+                )
             return "text"
         if asked == "none" or (asked == "auto" and paired):
             if not paired:
@@ -333,7 +339,7 @@ class Corpus:
         return ids
 
     def example(self, row: int, content: Row, epoch: int, *, held_out: bool = False) -> tuple[list[int], list[int]]:
-        """Return the (input, target) ids of a row in an epoch; the target is empty for an encoder."""
+        """Return the (input, target) ids of a row in an epoch; the target is empty where no tokens are predicted."""
         text, target = content
         if self.objective == "pairs":
             if target is None:
@@ -394,10 +400,11 @@ class Corpus:
         made = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
         ids, mask = probe.stack([torch.tensor(source) for source, _ in made], self.conventions.pad)
         labels = None
-        if self.decodes:
+        if self.predicts:
             labels, _ = probe.stack([torch.tensor(target) for _, target in made], probe.IGNORED_LABEL)
         targets = tuple(target or "" for _, _, (_, target) in rows) if self.objective == "pairs" else None
-        return TrainingBatch(ids, mask, labels, tuple((epoch, row) for epoch, row, _ in rows), targets)
+        examples = tuple((epoch, row) for epoch, row, _ in rows)
+        return TrainingBatch(ids, mask, labels, examples, targets, row_wise=self.reads_end_token)
 
     def training_batches(self, rank: int = 0, world: int = 1) -> TrainingBatches:
         """Return the endless training batches of one of ``world`` processes, from the beginning."""

@@ -1,9 +1,9 @@
 """Keeping the original's function: how far the student's outputs are from the frozen teacher's.
 
-For models with a head it is KL(teacher ‖ student) of the next-token distributions (Hinton et al., arXiv:1503.02531),
-times the squared temperature, so that its gradient does not shrink with it; for encoders the squared error of the
-hidden states relative to their squared length. Both are sums over the positions that count, so that a step has the
-same gradient however it is cut into passes and processes.
+For models that choose among tokens or labels it is KL(teacher ‖ student) of the distributions (Hinton et al.,
+arXiv:1503.02531), times the squared temperature, so that its gradient does not shrink with it; for others the squared
+error of what they give, such as hidden states, relative to its squared length. Both are sums over the positions that
+count, so that a step has the same gradient however it is cut into passes and processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from ..errors import UserError
-from ..run.probe import IGNORED_LABEL
+from ..run.probe import IGNORED_LABEL, gives_probabilities, takes_decoder_ids, values_of
 from .corpus import TrainingBatch
 from .states import on_a_disk
 
@@ -75,7 +75,18 @@ def counted_positions(batch: TrainingBatch) -> Tensor:
     """Return which positions of a batch's outputs count: bool [rows, length]."""
     if batch.labels is not None:
         return batch.labels != IGNORED_LABEL
-    return batch.attention_mask.bool() if batch.examples else torch.zeros_like(batch.attention_mask, dtype=torch.bool)
+    if not batch.examples:
+        return torch.zeros_like(batch.attention_mask, dtype=torch.bool)
+    if batch.row_wise:
+        places = torch.arange(batch.attention_mask.shape[1])
+        return places == (places * batch.attention_mask).amax(1, keepdim=True)
+    return batch.attention_mask.bool()
+
+
+def counted_values(out: Any, batch: TrainingBatch) -> Tensor:
+    """Return what a stock output gives at the positions that count: [positions, channels]."""
+    values, counted = values_of(out), counted_positions(batch)
+    return values[counted.any(1).to(values.device)] if batch.row_wise else values[counted.to(values.device)]
 
 
 def arguments(model: Any, batch: TrainingBatch, device: torch.device) -> dict[str, Any]:
@@ -85,6 +96,10 @@ def arguments(model: Any, batch: TrainingBatch, device: torch.device) -> dict[st
         labels = batch.labels.to(device)
         given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
         # A cache is of no use for a whole target, and changes the order of sums.
+        given["use_cache"] = False
+    elif takes_decoder_ids(model.config):
+        given["decoder_input_ids"] = model._shift_right(given["input_ids"])
+        given["decoder_attention_mask"] = given["attention_mask"]
         given["use_cache"] = False
     return given
 
@@ -101,14 +116,20 @@ class Teacher:
         model = model.eval().requires_grad_(False)
         self.model = deal_out(model, device) if in_parts else model.to(device)
         self.device, self.temperature = device, temperature
+        self.chooses = gives_probabilities(model.config)
 
     @torch.no_grad()
     def outputs(self, batch: TrainingBatch) -> Tensor:
         """Return fp32 [positions, vocabulary or channels]."""
         with torch.autocast(self.device.type, enabled=False):
             out = self.model(**arguments(self.model, batch, self.device))
-        values = out.logits if batch.labels is not None else out.last_hidden_state
-        return values[counted_positions(batch).to(self.device)].float()
+        return counted_values(out, batch).float()
+
+    def divergence(self, out: Any, batch: TrainingBatch) -> Tensor:
+        """Return how far a student's output is from this one's, summed over the positions that count: the KL where it
+        chooses among labels, else the relative squared error."""
+        student, teacher = counted_values(out, batch), self.outputs(batch)
+        return kl_divergence(student, teacher, 1.0) if self.chooses else hidden_error(student, teacher)
 
     def top(self, batch: TrainingBatch, k: int) -> TopK:
         """Return the ``k`` most probable tokens of each position."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .corpus import Corpus, TrainingBatch
-from .distillation import Teacher, arguments, counted_positions, hidden_error, kl_divergence, task_loss
+from .distillation import Teacher, arguments, counted_positions, kl_divergence, task_loss
 from .mixed_precision import MixedPrecision
 from .processes import Processes
 from .recipe import Evaluation
@@ -61,7 +61,7 @@ class Evaluator:
             if self.teacher is not None:
                 kl = kl_divergence(out.logits[mask], self.teacher.outputs(batch), 1.0)
         elif self.teacher is not None:
-            kl = hidden_error(out.last_hidden_state[mask], self.teacher.outputs(batch))
+            kl = self.teacher.divergence(out, batch)
         return torch.stack([task.double(), kl.double(), mask.sum().double()]).cpu()
 
     def _generate(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> list[tuple[str, str]]:

@@ -34,7 +34,7 @@ from ..conversion.planning import Opened, checkpoint_batches, decide
 from ..devices import Device, find_device
 from ..environment import how_to_install
 from ..errors import UserError
-from ..families.known import is_encoder_class
+from ..families.known import class_of
 from ..families.resolve import resolve
 from ..observe.observer import SiteObserver
 from ..progress import Progress
@@ -385,8 +385,7 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
     Where processes have parts of the student's weights they have parts of the teacher's.
     """
     device = accelerator.device
-    encoder = is_encoder_class(str(checkpoint.config.get("architectures", [""])[0]))
-    if recipe.distillation.weight == 0 and not encoder:
+    if recipe.distillation.weight == 0 and class_of(checkpoint.config).is_language_model:
         return None
     wanted = recipe.distillation.teacher
     kept = {tensor.dtype for tensor in checkpoint.tensors.values()}

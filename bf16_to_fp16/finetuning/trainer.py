@@ -30,7 +30,7 @@ from ..families.types import Layout
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
-from ..run.probe import Batch, random_rows, rows_of
+from ..run.probe import Batch, random_rows, rows_of, values_of
 from ..run.probe import batches as probe_batches
 from ..wording import counted
 from .bound_constraint import BoundConstraint
@@ -40,7 +40,6 @@ from .distillation import (
     TopStore,
     arguments,
     counted_positions,
-    hidden_error,
     kl_divergence,
     kl_divergence_from_top,
     task_loss,
@@ -383,8 +382,8 @@ class Trainer:
         with torch.autocast(self.device.type, enabled=False):
             if batch.labels is None:
                 if self.teacher is None:
-                    raise UserError("an encoder has no task of its own; leave distillation on")
-                kl = hidden_error(out.last_hidden_state[mask], self.teacher.outputs(batch))
+                    raise UserError("a model that predicts no tokens has no task here; leave distillation on")
+                kl = self.teacher.divergence(out, batch)
                 return kl, zero.double(), kl.detach().double()
             values = out.logits
             task = task_loss(values, batch.labels.to(self.device)) if mix.weight < 1 else zero
@@ -433,7 +432,7 @@ class Trainer:
         out = self.model(**probe_arguments(whole.rows(slice(first, None, self.passes * world)), self.device))
         if not self.processes.sharded:
             return None
-        anchor: Tensor = _Anchor.apply(out.last_hidden_state if whole.decoder_input_ids is None else out.logits)
+        anchor: Tensor = _Anchor.apply(values_of(out))
         return anchor
 
     def _beyond_the_data(self) -> Batch:

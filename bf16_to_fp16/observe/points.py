@@ -69,9 +69,8 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
                 watch(w.gate, after=w.gate)
                 watch(w.output, before=f"{w.at}:mul")
             watch(w.output, after=w.output)
-    if not layout.encoder_only:
-        head = layout.family.head.removesuffix(".weight")
-        watch(head, after=head)
+    for linear in layout.head.linears if layout.head is not None else ():
+        watch(linear.at, after=linear.at)
     try:
         yield found
     finally:

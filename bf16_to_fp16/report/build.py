@@ -254,6 +254,7 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
         config_changes=changes(checkpoint.config, edited_config(layout, plan)),
         carried_over=rewritten.carried,
         left_out=rewritten.left_out,
+        side_dtypes=dict(rewritten.side_dtypes),
     )
 
 
@@ -306,9 +307,9 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
                     )
                 )
     fixed = {path: ("scores", seen.scores.largest) for path, seen in ranges.items() if seen.scores is not None}
-    head = layout.family.head.removesuffix(".weight")
-    if not layout.encoder_only and head in ranges:
-        fixed[head] = ("logits", float(ranges[head].output.amax.amax()))
+    logits = "" if layout.head is None else layout.head.linears[-1].at
+    if logits in ranges:
+        fixed[logits] = ("logits", float(ranges[logits].output.amax.amax()))
     return rows + [
         schema.SignalEntry(module=path, side="output", kind=kind, before=most, after=most)
         for path, (kind, most) in fixed.items()

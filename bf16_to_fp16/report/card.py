@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..checkpoint.reader import Checkpoint
 from ..environment import project_url
-from ..families.known import is_encoder_class, named
+from ..families.known import class_named, loading_class, named
 from ..rescaling.plan import Plan
 from ..wording import bound_magnitude, bytes_in_words, excess, magnitude, significant_bits
 from .page import (
@@ -261,8 +261,8 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         moves=plan_rows(report),
         exact=is_exact(plan),
         histograms=histograms(plan.exponents),
-        model_class=architecture if is_encoder_class(architecture) else "AutoModelForSeq2SeqLM",
-        encoder_only=is_encoder_class(architecture),
+        model_class=loading_class(architecture),
+        stock=class_named(architecture),
         tokenizer=bool(TOKENIZER_FILES & set(report.source.carried_over)),
         half="half" not in report.broken_regimes,
         kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),

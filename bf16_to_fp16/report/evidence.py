@@ -35,11 +35,15 @@ class Decided:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What was written: the weights, and the names of the other files of the source, carried over or left out."""
+    """What was written: the weights, and the names of the other files of the source, carried over or left out.
+
+    side_dtypes: what the tensors of a sentence encoder's other modules were in.
+    """
 
     written: Written
     carried: list[str]
     left_out: list[str]
+    side_dtypes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

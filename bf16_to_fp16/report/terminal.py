@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..families.known import is_encoder_class, named
+from ..families.known import loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
@@ -219,7 +219,7 @@ def load_line(out: Path) -> str:
         architecture = json.loads((out / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError):
         architecture = ""
-    kind = architecture if is_encoder_class(architecture) else "AutoModelForSeq2SeqLM"
+    kind = loading_class(architecture)
     return f'load: {kind}.from_pretrained("{out}", dtype=torch.float16).half()'
 
 

@@ -30,7 +30,7 @@ from ..errors import UserError
 from ..families.known import FAMILIES, may_be_absent, stock_class
 from ..families.resolve import resolve
 from ..families.types import Attention, Family, FeedForward, Layout, StackEnds, config_value
-from .stock import eps_attribute, load_config, without_values
+from .stock import eps_attribute, load_config, run_everywhere, without_values
 from .texts import first_line
 
 FREE_KEYS = frozenset(
@@ -56,6 +56,10 @@ FREE_KEYS = frozenset(
     }
 )
 """Attributes of any stock config that stock code reads and no bound depends on."""
+
+
+LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
+"""Attributes that say what a classifier's outputs mean; how many there are, the loader compares with the weights."""
 
 
 ATTENTIONS = (None, "eager", "sdpa")
@@ -327,21 +331,20 @@ def check_buckets(layout: Layout, where: str) -> None:
 
 def run_short(model: Any, layout: Layout) -> bool:
     """Run a meta model on two tokens through the first layer of each stack, as stock users do, and return whether it
-    scales what its decoder gives before the head."""
+    scales what its last norm gives before the head."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     seen: dict[str, Tensor] = {}
     with ExitStack() as stack, torch.no_grad():
         for part in layout.stacks():
             stack.enter_context(first_layer(model.get_submodule(part.ends.at)))
-        if layout.encoder_only:
-            model(input_ids=ids)
-            return False
-        decoder = model.get_submodule(layout.stacks()[1].ends.at)
-        head = model.get_submodule(layout.family.head.removesuffix(".weight"))
-        stack.callback(decoder.register_forward_hook(lambda _, __, out: seen.update(out=out[0])).remove)
-        stack.callback(head.register_forward_pre_hook(lambda _, inputs: seen.update(head=inputs[0])).remove)
-        model(input_ids=ids, decoder_input_ids=ids, use_cache=True)
-    return seen["head"] is not seen["out"]
+        if layout.head is not None:
+            last = model.get_submodule(layout.stacks()[-1].ends.at)
+            reader = model.get_submodule(layout.head.linears[0].at)
+            stack.callback(last.register_forward_hook(lambda _, __, out: seen.update(out=out[0])).remove)
+            stack.callback(reader.register_forward_pre_hook(lambda _, inputs: seen.update(head=inputs[0])).remove)
+        decoder = {"decoder_input_ids": ids} if layout.stock.takes_decoder_ids else {}
+        run_everywhere(model, layout, input_ids=ids, **decoder, **({"use_cache": True} if layout.stock.decodes else {}))
+    return layout.head is not None and seen["head"] is not seen["out"]
 
 
 @contextmanager
@@ -359,9 +362,9 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
     """Return the attributes of the config, as the folder gives it, that do not follow from the keys that the layout is
     made from and are not harmless, each with the line that refuses it."""
     family = layout.family
-    free = {*FREE_KEYS, *family.free_keys, *family.dropout.values()}
+    free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     free |= {known.initialisation.factor for known in FAMILIES}
-    if layout.encoder_only:
+    if not layout.stock.decodes:
         free.add("is_encoder_decoder")  # published encoders have either
     expected = following(kind, json.dumps(understood(family, layout.config)))
     attention = "_attn_implementation_internal"
@@ -394,6 +397,7 @@ def understood(family: Family, config: Mapping[str, object]) -> dict[str, object
     """Return the keys that a layout is made from, with their values in a config or those that stock code takes."""
     keys = {factor for product in family.sizes.values() for factor in product}
     keys |= {*family.defaults, family.encoder.layers, family.decoder.layers, "model_type"}
+    keys -= LABELS
     found = {key: config_value(family, config, key) for key in keys if key in config or key in family.defaults}
     for key in filter(None, (family.eps_key, family.output_scale_key)):
         if config.get(key) is not None:

@@ -15,6 +15,7 @@ import math
 import random
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -25,9 +26,9 @@ from torch import Tensor, nn
 
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, first_line
-from ..families.known import is_encoder_class, of_model_type
+from ..families.known import class_named, of_model_type
 from ..families.resolve import resolve
-from ..families.types import Layout, TensorSource
+from ..families.types import Layout, StockClass, TensorSource
 from ..progress import Progress
 from . import choice, memory
 from .texts import texts
@@ -74,7 +75,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "
 class Batch:
     """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length].
 
-    The decoder's fields are None for an encoder-only model. ``head`` false leaves the logits out (a vocabulary
+    The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out (a vocabulary
     of 250,000 swept with them would cost its square); ``generate`` asks for beam search from the encoder's ids
     instead of a forward. ``kind`` is one of ``BATCH_KINDS``, "given" for a batch that was made elsewhere. ``chosen``:
     the ids that were chosen, by reason, at the first batch of them.
@@ -99,7 +100,7 @@ class Batch:
     def labels(self) -> Tensor:
         """Return what each decoder position should predict, int64 of the decoder's shape: the next id, or -100."""
         if self.decoder_input_ids is None or self.decoder_attention_mask is None:
-            raise ValueError("an encoder-only batch has no labels")
+            raise ValueError("a batch without a decoder's ids has no labels")
         labels = torch.full_like(self.decoder_input_ids, IGNORED_LABEL)
         following = self.decoder_input_ids[:, 1:]
         labels[:, :-1] = following.masked_fill(self.decoder_attention_mask[:, 1:] == 0, IGNORED_LABEL)
@@ -128,20 +129,21 @@ def batches(
     """
     length = min(length, longest_sequence(config))
     if data is None:
-        return _probe(config, seed, length, sweep, chosen)
-    if source is None:
+        made = _probe(config, seed, length, sweep, chosen)
+    elif source is None:
         raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
-    return _tokenised(config, source, data, seed, examples, length)
+    else:
+        made = _tokenised(config, source, data, seed, examples, length)
+    return [_readable(config, batch) for batch in made]
 
 
 def generation_bytes(layout: Layout) -> int:
     """Return the most memory that the weights take with which a model generates in a walk: those of the decoder and the
     head, to which it comes back, in fp32 and cast to fp16 by autocast."""
-    if layout.encoder_only:
+    if not layout.stock.is_language_model or layout.head is None:
         return 0
-    at = layout.stacks()[1].ends.at + "."
-    head = layout.family.head if layout.family.head in layout.tensors else layout.family.embedding
-    return 6 * sum(math.prod(t.shape) for name, t in layout.tensors.items() if name.startswith(at) or name == head)
+    at, heads = layout.stacks()[-1].ends.at + ".", [linear.weight for linear in layout.head.linears]
+    return 6 * sum(math.prod(t.shape) for name, t in layout.tensors.items() if name.startswith(at) or name in heads)
 
 
 def left_out(inputs: Sequence[Batch]) -> list[str]:
@@ -195,8 +197,8 @@ def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder
     count = max(4, min(16, _PROBE_LOGITS // (int(config.vocab_size) * decoder_length)))
     encoder, decoder = zip(*turns[:count], strict=True)
     ids, mask = stack([row[:length] for row in encoder], _pad(config))
-    if not has_decoder(config):
-        return Batch("rows of every kind", ids, mask, head=False)
+    if not takes_decoder_ids(config):
+        return _readable(config, Batch("rows of every kind", ids, mask, head=False))
     decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], _pad(config))
     decoder_ids[:, 0] = _start(config)
     return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
@@ -344,13 +346,75 @@ def _cacheable(config: Any) -> bool:
     return decoder is None or int(decoder) <= int(config.num_hidden_layers)
 
 
-def has_decoder(config: Any) -> bool:
-    """Whether the checkpoint's class is a sequence-to-sequence model.
+def class_in(config: Any) -> StockClass | None:
+    """Return the stock class that a transformers configuration names, None for one of no family."""
+    names = getattr(config, "architectures", None) or ()
+    return next((found for name in names if (found := class_named(name)) is not None), None)
 
-    An encoder-only one names the class of an encoder; its ``is_encoder_decoder`` is often still true.
+
+def config_of(model: Any) -> Any:
+    """Return the configuration of a stock model in memory with the name of its class, which one that was never saved
+    lacks."""
+    config = copy(model.config)
+    config.architectures = [type(model).__name__]
+    return config
+
+
+def takes_decoder_ids(config: Any) -> bool:
+    """Return whether a model must be given ids for a decoder.
+
+    Encoders, and classes that make them from the encoder's, are known by their names: ``is_encoder_decoder`` is often
+    still true.
     """
-    encoders = any(is_encoder_class(name) for name in config.architectures or ())
-    return bool(config.is_encoder_decoder) and not encoders
+    stock = class_in(config)
+    return bool(config.is_encoder_decoder) and (stock is None or stock.takes_decoder_ids)
+
+
+def predicts_tokens(config: Any) -> bool:
+    """Return whether a model takes a decoder's ids and gives logits of the next, so that it has a loss of its own."""
+    stock = class_in(config)
+    return takes_decoder_ids(config) and (stock is None or stock.is_language_model)
+
+
+def gives_probabilities(config: Any) -> bool:
+    """Return whether a model's logits are of a choice among several tokens or labels, one for a position or a row."""
+    stock = class_in(config)
+    if stock is None or stock.is_language_model:
+        return takes_decoder_ids(config)
+    choices = config.num_labels > 1 and config.problem_type not in ("regression", "multi_label_classification")
+    return stock.gives == ("logits",) and choices
+
+
+def ended(batch: Batch, end: int) -> Batch:
+    """Return the batch with the end token in the last place of every row that is not padding, and nowhere else."""
+    ids = batch.input_ids.clone()
+    ids[ids == end] = end - 1 if end else 1
+    places = torch.arange(ids.shape[1]) * batch.attention_mask
+    ids[torch.arange(len(ids)), places.amax(1)] = end
+    return replace(batch, input_ids=ids)
+
+
+def _readable(config: Any, batch: Batch) -> Batch:
+    """The batch as the model's head can read it: with one end token in every row, where it reads that."""
+    stock = class_in(config)
+    if stock is None or not stock.reads_end_token:
+        return batch
+    end = _end(config)
+    if not end:
+        raise UserError(
+            f"config.json: {stock.names[0]} reads the end token, and eos_token_id is"
+            f" {getattr(config, 'eos_token_id', None)!r}; take it from the original checkpoint"
+        )
+    return ended(batch, end[0])
+
+
+def values_of(output: Any) -> Tensor:
+    """Return what a stock output holds for its users: logits, the logits of a span's start and end as [rows, positions,
+    2], or last hidden states."""
+    if "start_logits" in output:
+        return torch.stack([output.start_logits, output.end_logits], -1)
+    values: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return values
 
 
 def longest_sequence(config: Any) -> int:
@@ -382,7 +446,7 @@ def _special(config: Any) -> list[int]:
 
 def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str, Sequence[int]] | None) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
-    vocabulary, decodes = int(config.vocab_size), has_decoder(config)
+    vocabulary, decodes = int(config.vocab_size), takes_decoder_ids(config)
 
     def ids(rows: int, columns: int) -> Tensor:
         return torch.randint(0, vocabulary, (rows, min(columns, length)), generator=generator)
@@ -414,6 +478,8 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
     else:
         ids_by_reason = choice.drawn(vocabulary, _special(config), generator) if chosen is None else chosen
         made += _chosen(config, ids_by_reason, min(length, 128))
+    if not predicts_tokens(config):
+        return made
     made = _within_budget(made, vocabulary)
     if decodes:
         made.append(generation(next(batch for batch in made if batch.kind == PADDED)))
@@ -457,14 +523,14 @@ def random_rows(
     encoder = [drawn(longest, ends=row % 2 == 1) for row in range(rows)]
     decoder = [drawn(longest_decoder, ends=False) for _ in range(rows)]
     right = _padded(config, encoder, decoder, "random ids of all lengths", RANDOM)
-    return _padded_left(config, right, encoder) if left else right
+    return _readable(config, _padded_left(config, right, encoder) if left else right)
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
     """Return given ids of the encoder and the decoder (start token included) as one batch, filled up on the right."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], _pad(config))
-    if not has_decoder(config):
-        return Batch(description, ids, mask, head=False)
+    if not takes_decoder_ids(config):
+        return _readable(config, Batch(description, ids, mask, head=False))
     return Batch(description, ids, mask, *stack([torch.tensor(row) for _, row in rows], _pad(config)))
 
 
@@ -498,7 +564,7 @@ def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) ->
     """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, in pairs, and
     each alone, with no other to be averaged with."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
-    decodes = has_decoder(config)
+    decodes = takes_decoder_ids(config)
     made: list[Batch] = []
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
         full = len(ids) // columns * columns
@@ -518,7 +584,7 @@ def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) ->
 
 def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
     """Every id once in the encoder and, in reverse order, once in the decoder, in chunks of eight sequences."""
-    decodes = has_decoder(config)
+    decodes = takes_decoder_ids(config)
     rows = max(1, min(8, _LOGIT_BUDGET // (length * vocabulary)))
     chunk = rows * length
     made = []
@@ -566,7 +632,7 @@ def _padded(
     kind: str = PADDED,
 ) -> Batch:
     ids, mask = stack(encoder, _pad(config))
-    if not has_decoder(config):
+    if not takes_decoder_ids(config):
         return Batch(description, ids, mask, head=False, kind=kind)
     start = torch.tensor([_start(config)])
     shifted = [torch.cat([start, row[:-1]]) for row in decoder]
@@ -611,7 +677,7 @@ def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, l
         )
         for i in range(0, len(pairs), rows)
     ]
-    if has_decoder(config):
+    if predicts_tokens(config):
         made.append(generation(made[0]))
     return made
 

@@ -12,6 +12,7 @@ from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
 from ..families.known import family_of, may_be_absent, stock_class
+from ..families.types import Layout
 
 
 def load_config(folder: Path) -> Any:
@@ -150,6 +151,20 @@ def without_values(
         output_loading_info=True,
     )
     return model, info
+
+
+def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
+    """Run a stock model on its inputs, with a head that reads the end token alone at every position.
+
+    So no row needs one, and embeddings can be given in the place of ids.
+    """
+    stock, head = layout.stock, layout.head
+    if not stock.reads_end_token or head is None:
+        model(**inputs)
+        return
+    if "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs:
+        inputs["decoder_input_ids"] = model._shift_right(inputs["input_ids"])
+    model.get_submodule(head.at)(model.get_submodule(stock.body)(**inputs)[0])
 
 
 def fill_in(model: Any, checkpoint: Checkpoint) -> None:

@@ -592,7 +592,7 @@ def seen_at_one_position(model: Any, layout: Layout) -> dict[str, float]:
     model.set_attn_implementation("eager")
     observer, one = SiteObserver(model), torch.ones(1, 1, dtype=torch.long)
     with torch.no_grad(), observer:
-        model(input_ids=one, **({} if layout.encoder_only else {"decoder_input_ids": one, "use_cache": False}))
+        model(input_ids=one, **({} if not layout.stock.decodes else {"decoder_input_ids": one, "use_cache": False}))
     return {site.name: site.amax for site in observer.sites()}
 
 

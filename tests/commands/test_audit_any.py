@@ -80,19 +80,32 @@ def test_a_weight_past_fp16s_range_is_unsafe_though_no_input_met_it(tmp_path: Pa
 
 
 def test_a_head_that_no_family_has_is_audited(tmp_path: Path) -> None:
-    config = transformers.T5Config(vocab_size=97, d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2)
-    transformers.T5ForTokenClassification(config).save_pretrained(tmp_path / "m")
+    config = transformers.BertConfig(
+        vocab_size=97, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.BertForTokenClassification(config).save_pretrained(tmp_path / "m")
     report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
     assert any(site["name"] == "classifier" for site in report["regimes"]["half"]["sites"])
-    assert report["family"] == "T5ForTokenClassification"  # no family of the package
+    assert report["family"] == "BertForTokenClassification"  # no family of the package
 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_classifier_of_rows_has_one_end_token_in_each(tmp_path: Path, end: int) -> None:
     torch.manual_seed(0)
-    config = transformers.T5Config(vocab_size=97, d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2)
+    config = transformers.BartConfig(
+        vocab_size=97,
+        d_model=24,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=64,
+        forced_eos_token_id=None,
+    )
     config.eos_token_id, config.pad_token_id, config.decoder_start_token_id = end, 1 - end, 1 - end
-    model = transformers.T5ForSequenceClassification(config)
+    model = transformers.BartForSequenceClassification(config)
     with torch.no_grad():
         model.classification_head.out_proj.bias.fill_(7e4)
     model.save_pretrained(tmp_path / "m")

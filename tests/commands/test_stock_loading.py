@@ -14,7 +14,9 @@ from support import tiny
 
 from bf16_to_fp16 import convert
 
-KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "mt5-encoder", "umt5-encoder")
+ENCODERS = ("t5-encoder", "mt5-encoder", "umt5-encoder")
+HEADS = ("t5-states", "t5-classifier", "t5-token-classifier", "umt5-spans")
+KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", *ENCODERS, *HEADS)
 SCORED = ("gated",)
 DEMOS = ("t5-gated-bytes", "pegasus-bytes")
 VOCABULARY = 384

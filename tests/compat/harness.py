@@ -81,7 +81,7 @@ def edit_config(folder: Path, **values: object) -> None:
 
 
 def make_inputs(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return random int64 ids for a folder's model: three sources and three targets.
+    """Return random int64 ids for a folder's model: three sources, each before the end token, and three targets.
 
     Keys ``input_ids`` and ``attention_mask`` (3, 12), rows 1 and 2 padded after 9 and 4 ids;
     ``decoder_input_ids`` (3, 8), the start token first. No other special token is drawn.
@@ -92,6 +92,9 @@ def make_inputs(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(seed)
     mask = (np.arange(12) < np.array([[12], [9], [4]])).astype(np.int64)
     ids = generator.integers(3, vocabulary, (3, 12)) * mask
+    end = config.get("eos_token_id", 1)
+    assert isinstance(end, int)
+    ids[np.arange(3), mask.sum(1) - 1] = end
     decoder_ids = generator.integers(3, vocabulary, (3, 8))
     start = config.get("decoder_start_token_id", 0)
     assert isinstance(start, int)

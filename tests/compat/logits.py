@@ -2,8 +2,9 @@
 
 Usage: ``python logits.py [--dtype float32|float16] FOLDER INPUTS.npz OUT.npz [FOLDER ...]``
 
-INPUTS holds int64 ``input_ids`` and ``attention_mask``, and ``decoder_input_ids`` for seq2seq
-models. OUT gets ``output`` (fp32: the logits, or an encoder's last hidden state), ``missing`` and
+INPUTS holds int64 ``input_ids``, whose rows have one end token each, and ``attention_mask``, and ``decoder_input_ids``
+for models that take them. OUT gets ``output`` (fp32: the logits, of a span those of its start, or the last hidden
+state), ``missing`` and
 ``unexpected`` (names of tensors that stock code filled at random or dropped) and ``version`` (of
 transformers). The package under test is not imported.
 """
@@ -31,15 +32,15 @@ def main() -> None:
 def compute(folder: Path, inputs: Path, out: Path, dtype: torch.dtype) -> None:
     """Load one folder as its config names it, run it once and save what came out."""
     architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
-    encoder_only = architectures[0].endswith("EncoderModel")
-    loader = getattr(transformers, architectures[0] if encoder_only else "AutoModelForSeq2SeqLM")
+    language_model = "Classification" not in architectures[0] and not architectures[0].endswith(("Model", "Answering"))
+    loader = getattr(transformers, "AutoModelForSeq2SeqLM" if language_model else architectures[0])
     model, loading = loader.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     arrays = {name: torch.from_numpy(array) for name, array in np.load(inputs).items()}
-    if encoder_only:
+    if not language_model and architectures[0] != "T5Model":
         arrays.pop("decoder_input_ids", None)
     with torch.no_grad():
         result = model.eval()(**arrays)
-    output = result.last_hidden_state if encoder_only else result.logits
+    output = next(iter(result.values()))
     np.savez(
         out,
         output=output.float().numpy(),

@@ -16,7 +16,7 @@ import pytest
 from support import tiny
 from support.contract import layout_of
 
-from bf16_to_fp16.families.known import FAMILIES
+from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.families.types import Family, Topology
 
 PACKAGE = Path(__file__).parents[2] / "bf16_to_fp16"
@@ -27,7 +27,7 @@ ROLES = {"encoder", "decoder", "model", "weight", "bias"}
 COMMON = {"act", "block", "dropout", "k", "layer", "layers", "o", "q", "shared", "v"}
 """Words of English or of mathematics as well: they give a family away inside a path only."""
 
-OF_TRANSFORMERS = {"dropout", "max_position_embeddings", "tie_word_embeddings", "vocab_size"}
+OF_TRANSFORMERS = {"dropout", "id2label", "max_position_embeddings", "num_labels", "tie_word_embeddings", "vocab_size"}
 """Config keys that mean the same in every family."""
 
 OPERATIONS = {"layer_norm"}
@@ -70,7 +70,7 @@ def config_keys(family: Family) -> set[str]:
 def words() -> set[str]:
     """Return what only ``families/`` may spell out, besides the families' own names."""
     keys = {key for family in FAMILIES for key in config_keys(family) if not key.isdigit()}
-    classes = {name for family in FAMILIES for name in family.seq2seq + family.encoder_only}
+    classes = {name for family in FAMILIES for name in names_of(family)}
     return (module_names() | keys | classes) - OF_TRANSFORMERS - OPERATIONS - {""}
 
 

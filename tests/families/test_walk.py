@@ -13,13 +13,15 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.observe.tap import Tap
 from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.stock import run_everywhere
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_norms_run_in_the_order_of_the_walk_and_read_the_sites_that_it_names(kind: str) -> None:
     model = tiny.build(kind, 3, factor=1.0, dtype=torch.float32)
     model.set_attn_implementation("eager")
-    readers = list(walk(resolve(ModelTensors(model))))
+    layout = resolve(ModelTensors(model))
+    readers = list(walk(layout))
     norms = {reader.norm: model.get_submodule(reader.norm) for reader in readers}
     ran: list[tuple[str, Tensor]] = []
     made: dict[str, Tensor] = {}
@@ -34,7 +36,8 @@ def test_norms_run_in_the_order_of_the_walk_and_read_the_sites_that_it_names(kin
         module.register_forward_pre_hook(record(path))
     with Tap(model, lambda name, x: made.__setitem__(name, x.detach().clone())):
         ids = torch.arange(10).view(2, 5)
-        model(input_ids=ids, **({} if "encoder" in kind else {"decoder_input_ids": ids[:, :3]}))
+        decoder = {"decoder_input_ids": ids[:, :3]} if layout.stock.decodes else {}
+        run_everywhere(model, layout, input_ids=ids, **decoder)
     assert [path for path, _ in ran] == [reader.norm for reader in readers]
     for reader, (_, read) in zip(readers, ran, strict=True):
         # The embedding of both stacks may be one module, which the tap names once.
@@ -46,7 +49,7 @@ def test_norms_run_in_the_order_of_the_walk_and_read_the_sites_that_it_names(kin
 def test_each_stack_begins_once_and_ends_with_a_norm_that_no_sublayer_follows(kind: str) -> None:
     layout = resolve(ModelTensors(tiny.build(kind)))
     readers = list(walk(layout))
-    assert [stack.is_encoder for stack in layout.stacks()] == ([True] if layout.encoder_only else [True, False])
+    assert [stack.is_encoder for stack in layout.stacks()] == ([True] if not layout.stock.decodes else [True, False])
     for stack in layout.stacks():
         inside = [reader for reader in readers if reader.stack == stack]
         assert [reader.is_first for reader in inside] == [True] + [False] * len(stack.sublayers)

@@ -15,6 +15,7 @@ from bf16_to_fp16.run.probe import Batch, batches, run_batch
 def model_of(kind: str, attention: str = "eager") -> Any:
     torch.manual_seed(0)
     model = tiny.KINDS[kind]().eval()
+    model.config.architectures = [type(model).__name__]
     model.set_attn_implementation(attention)
     return model
 

@@ -17,7 +17,7 @@ import pytest
 from support import fakes
 
 from bf16_to_fp16 import cli
-from bf16_to_fp16.families.known import FAMILIES
+from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
 from bf16_to_fp16.report.terminal import (
     brought_back,
@@ -167,7 +167,7 @@ def test_the_families_are_listed_whole_at_any_width(width: int, monkeypatch: pyt
     text = re.sub(r"[\s│]", "", "".join(lines))
     readme = (Path(cli.__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     for family in FAMILIES:
-        for name in (*family.seq2seq, *family.encoder_only):
+        for name in names_of(family):
             assert name in text and (name in readme or name[0] in "MU"), name  # "MT5… and UMT5ForConditional…"
 
 

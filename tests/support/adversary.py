@@ -17,6 +17,7 @@ from torch import Tensor
 from bf16_to_fp16.families.types import Attention, FeedForward, Layout
 from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.run.stock import run_everywhere
 
 DECODER, ENCODER = 7, 9
 """Positions of the two sides."""
@@ -92,9 +93,8 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
             last = reader.sublayer is None and encoder
             gain = state[f"{path}.weight"].float()
             choices = liked(state, reader.sublayer, gain, cross if last else [])
-            if reader.sublayer is None and not encoder:
-                head = state.get("lm_head.weight")
-                choices = torch.cat([choices, (head if head is not None else state["shared.weight"]) * gain])
+            if reader.sublayer is None and reader.stack.is_last and layout.head is not None:
+                choices = torch.cat([choices, *(state[w.weight] * gain for w in layout.head.linears[:1])])
             length = ENCODER if encoder else DECODER
             chosen = choices[torch.randint(len(choices), (batch, length), generator=generator)].clone()
             chosen *= torch.randint(0, 2, (batch, length, 1), generator=generator) * 2 - 1
@@ -111,11 +111,10 @@ def observe(model: Any, layout: Layout, inputs: Mapping[str, Tensor], *, attenti
     model.set_attn_implementation(attention)
     observer = SiteObserver(model)
     with torch.no_grad(), free_norms(model, inputs), observer:
-        if layout.encoder_only:
-            model(input_ids=ids)
-        else:
-            decoder = torch.randint(vocabulary, (batch, DECODER), generator=generator)
-            model(input_ids=ids, decoder_input_ids=decoder, use_cache=False)
+        decoder = {}
+        if layout.stock.decodes:
+            decoder["decoder_input_ids"] = torch.randint(vocabulary, (batch, DECODER), generator=generator)
+        run_everywhere(model, layout, input_ids=ids, **decoder)
     return {site.name: site.amax for site in observer.sites() if "constant" not in site.name}
 
 

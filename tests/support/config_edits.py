@@ -27,7 +27,7 @@ from transformers.generation import GenerationConfig
 from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.families.known import family_of, stock_class
+from bf16_to_fp16.families.known import family_of, names_of, stock_class
 from bf16_to_fp16.families.types import Layout
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.quiet import quiet
@@ -203,7 +203,7 @@ def judge(case: Original, edit: dict[str, Any], *, again: bool = True) -> str:
         return "uncertified"
     built, judged = agreement.known[-1] if agreement.known else None, case.judged.setdefault(keys, [])
     if again or not any(built is other for other in judged):
-        assert stock_class(config) in {*layout.family.seq2seq, *layout.family.encoder_only}
+        assert stock_class(config) in names_of(layout.family)
         half = load(case.folder, torch.float16, half=True)
         # The same bounds and, bit for bit, the same outputs as of the unedited model, which has been looked into.
         if not edit or keys != case.keys or not torch.equal(run_on(half, case.ids), case.logits):

@@ -72,17 +72,18 @@ def layout_of(model: Any) -> Layout:
 
 
 def outputs(model: Any) -> tuple[torch.Tensor, ...]:
-    """Return the logits, or the last hidden state, of a padded batch, with the encoder's output where there are
-    both."""
+    """Return what a model gives of a padded batch whose rows end with the end token, with the encoder's output where
+    there are both."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, 97, (3, 17), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
+    ids[[0, 1, 2], [16, 8, 16]] = model.config.eos_token_id
+    stock = layout_of(model).stock
+    decoder = {"decoder_input_ids": ids[:, :11]} if stock.takes_decoder_ids else {}
     with torch.no_grad():
-        if not hasattr(model, "lm_head"):
-            return (model(input_ids=ids, attention_mask=mask).last_hidden_state,)
-        out = model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :11])
-        return out.logits, out.encoder_last_hidden_state
+        out = model(input_ids=ids, attention_mask=mask, **decoder)
+    return tuple(out[name] for name in (*stock.gives, *(("encoder_last_hidden_state",) if stock.decodes else ())))
 
 
 def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:

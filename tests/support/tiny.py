@@ -93,6 +93,12 @@ def umt5_encoder(**changes: Any) -> Any:
     return transformers.UMT5EncoderModel(transformers.UMT5Config(**T5_SHAPE | changes))
 
 
+def of_class(name: str, **shape: Any) -> Callable[..., Any]:
+    """Return a function that makes a model of another stock class than those above."""
+    kind: Any = getattr(transformers, name)
+    return lambda **changes: kind(kind.config_class(**T5_SHAPE | shape | changes))
+
+
 @dataclass(frozen=True)
 class Entry:
     """What one family enters the tests with.
@@ -124,13 +130,27 @@ ENTRIES = (
             "gelu": lambda **changes: gated("gelu", **changes),
             "silu": lambda **changes: gated("gated-silu", **changes),
             "t5-encoder": t5_encoder,
+            "t5-states": of_class("T5Model"),
+            "t5-classifier": of_class("T5ForSequenceClassification", feed_forward_proj="gated-gelu"),
+            "t5-token-classifier": of_class("T5ForTokenClassification", num_labels=3),
+            "t5-spans": of_class("T5ForQuestionAnswering", feed_forward_proj="gated-gelu"),
         },
         shape=T5_DRAWN,
         # Plain feed-forwards give smaller products than gated ones.
-        outliers={"t5": 100.0, "gelu": 100.0},
+        outliers={"t5": 100.0, "gelu": 100.0, "t5-states": 100.0, "t5-token-classifier": 100.0},
     ),
-    Entry(kinds={"mt5": mt5, "mt5-encoder": mt5_encoder}, shape=T5_DRAWN),
-    Entry(kinds={"umt5": umt5, "umt5-encoder": umt5_encoder}, shape=T5_DRAWN),
+    Entry(
+        kinds={
+            "mt5": mt5,
+            "mt5-encoder": mt5_encoder,
+            "mt5-classifier": of_class("MT5ForSequenceClassification", num_labels=3),
+        },
+        shape=T5_DRAWN,
+    ),
+    Entry(
+        kinds={"umt5": umt5, "umt5-encoder": umt5_encoder, "umt5-spans": of_class("UMT5ForQuestionAnswering")},
+        shape=T5_DRAWN,
+    ),
     Entry(
         kinds={"pegasus": pegasus},
         shape={
@@ -170,11 +190,13 @@ def build(
     torch.manual_seed(seed)
     entry = next(entry for entry in ENTRIES if kind in entry.kinds)
     model = KINDS[kind](**changes).eval()
+    model.config.architectures = [type(model).__name__]  # as a model that was loaded says
     layout = resolve(ModelTensors(model))
     feed_forwards = [w for w in layout.topology if isinstance(w, FeedForward)]
     sums = {w.output for w in feed_forwards}
     outputs = sums | {w.output for w in layout.topology if isinstance(w, Attention)}
     gated = {w.linear for w in feed_forwards if w.gate}
+    heads = {} if layout.tied is not None or layout.head is None else {w.at for w in layout.head.linears}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module, _, what = name.rpartition(".")
@@ -186,6 +208,8 @@ def build(
                     weight[:2].mul_(entry.outliers.get(kind, 8.0))
             if name == layout.family.head:
                 weight.mul_(0.1)
+            if module in heads:
+                weight.mul_(5.0)
             if what == "bias":
                 weight.normal_(0, 0.3 * (factor if module in outputs else 1))
             if "norm" in name and what == "weight":

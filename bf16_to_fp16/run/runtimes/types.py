@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...families.types import Layout
-from ..probe import Batch
+from ..probe import Batch, values_of
 from ..stock import load
 
 FP16 = "float16"
@@ -79,11 +79,11 @@ class Runtime:
     run: Run
     expected: Callable[[Tensor, Batch, Any], Tensor] | None = None
 
-    def gives(self, *, encoder_only: bool) -> str:
+    def gives(self, *, states: bool) -> str:
         """Return what is compared, in words."""
         if self.expected is not None:
             return "log-probabilities"
-        return "last hidden states" if encoder_only else "logits"
+        return "last hidden states" if states else "logits"
 
 
 class Outputs(nn.Module):
@@ -97,12 +97,12 @@ class Outputs(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
         """Return [rows, length, channels]."""
         if decoder_input_ids is None:
-            states: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-            return states
-        logits: Tensor = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids, use_cache=False
-        ).logits
-        return logits
+            return values_of(self.model(input_ids=input_ids, attention_mask=attention_mask))
+        return values_of(
+            self.model(
+                input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids, use_cache=False
+            )
+        )
 
 
 def inputs_of(batch: Batch) -> dict[str, Tensor]:
