@@ -83,8 +83,8 @@ def output_on(batch: Batch, output: Any) -> Tensor:
     if values.dim() == 2:
         return values
     if "start_logits" in output:
-        # Padding is no choice; −∞ would give NaN where it is subtracted.
-        return values.transpose(1, 2).masked_fill(~mask[:, None], NO_CHOICE).flatten(0, 1)
+        # Padding is no choice; −∞ would give NaN where it is subtracted, and fp16 holds nothing that is far enough.
+        return values.float().transpose(1, 2).masked_fill(~mask[:, None], NO_CHOICE).flatten(0, 1)
     return values[mask]
 
 

@@ -104,6 +104,8 @@ def expected(runtime: Runtime, folder: Path, dtype: torch.dtype, batch: Batch) -
     ``dtype``, and the 0/1 mask of the positions that count."""
     mask = batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask
     values = in_torch(folder, dtype, batch)
+    if values.dim() == 2:  # one output for a row
+        mask = torch.ones(len(values), dtype=mask.dtype)
     return (values if runtime.expected is None else runtime.expected(values, batch, load_config(folder))), mask
 
 

@@ -186,9 +186,9 @@ class BoundConstraint:
 
 
 def groups_of(layout: Layout) -> dict[str, str]:
-    """Return by site what it comes down with: an attention's sites, a stack's stream, the logits."""
+    """Return by site what it comes down with: an attention's sites, a stack's stream, each of a head's linears."""
     head = layout.head
-    found = {} if head is None else dict.fromkeys(("model:add", *(w.at for w in head.linears)), head.at)
+    found = {} if head is None else {"model:add": head.at} | {w.at: w.at for w in head.linears}
     for stack in layout.stacks():
         for w in stack.sublayers:
             found |= {w.output: stack.ends.at, w.add: stack.ends.at}
