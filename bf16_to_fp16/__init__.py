@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .commands.check import check
     from .commands.convert import Conversion, convert
     from .commands.make_safe import MadeSafe, make_fp16_safe
+    from .commands.pipeline import PipelineConversion, convert_pipeline, undo_pipeline
     from .commands.publish import publish
     from .commands.rescale import rescale
     from .commands.undo import undo
@@ -42,6 +43,7 @@ __all__ = [
     "Certificate",
     "Conversion",
     "MadeSafe",
+    "PipelineConversion",
     "Plan",
     "UserError",
     "advise_format",
@@ -53,11 +55,13 @@ __all__ = [
     "check",
     "convert",
     "convert_adapter",
+    "convert_pipeline",
     "finetune",
     "make_fp16_safe",
     "publish",
     "rescale",
     "undo",
+    "undo_pipeline",
     "verify",
 ]
 
@@ -76,6 +80,9 @@ _HOMES = {
     "convert": "commands.convert",
     "Conversion": "commands.convert",
     "convert_adapter": "commands.adapter",
+    "PipelineConversion": "commands.pipeline",
+    "convert_pipeline": "commands.pipeline",
+    "undo_pipeline": "commands.pipeline",
     "finetune": "finetuning.run",
     "MadeSafe": "commands.make_safe",
     "make_fp16_safe": "commands.make_safe",

@@ -27,7 +27,9 @@ from .environment import how_to_install
 from .errors import UserError
 
 if TYPE_CHECKING:
+    from .checkpoint.pipeline import Pipeline
     from .commands.convert import Conversion
+    from .conversion.options import Destination, Options
     from .report.schema import Report
 
 SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
@@ -246,6 +248,7 @@ def app(context: click.Context) -> None:
 @seed
 @sweep
 @device
+@click.option("--copy", is_flag=True, help="Of a whole pipeline: copy the other files instead of linking large ones.")
 @force
 @verbose
 @json_file
@@ -273,13 +276,17 @@ def convert_command(
     seed: int,
     sweep: bool,
     device: str,
+    copy: bool,
     force: bool,
     verbose: bool,
     json_file: str | None,
 ) -> int:
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
-    written."""
-    # As many parameters as options, and so many lines, which click passes one by one.
+    written.
+
+    Of a diffusion pipeline (model_index.json) every T5 encoder is converted, and the rest is linked.
+    """
+    # As many parameters as options, which click passes one by one, and so many lines.
     if adapter is not None:
         return take_adapter(adapter, out, Path(source), force=force, json_file=json_file)
     others = {plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
@@ -314,20 +321,19 @@ def convert_command(
         config=config,
         layout=layout,
     )
+    place = Destination(out, force=force, dry_run=dry_run)
+    if (pipeline := whole_pipeline(source, options, endpoint)) is not None:
+        check_whole(source, recipe, push_to)
+        return convert_whole(options, pipeline, place, copy, endpoint, verbose=verbose, json_file=json_file)
+    if copy:
+        raise UserError(f"--copy is for whole pipelines, and {source} is one model; leave it out")
     if recipe is not None:
         from .finetuning.run import convert_or_finetune
 
         convert_by = partial(convert_or_finetune, recipe)
-    place = Destination(out, force=force, dry_run=dry_run)
     run = convert_by if layout == "hf" or dry_run else convert_to_file
     result = run(options, source, place, endpoint=endpoint, progress=make_progress())
-    published = None
-    if push_to is not None and (result.safe or allow_unsafe):
-        published = push(out, push_to, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
-    elif push_to is not None:
-        print(
-            f"not published: {out} is unsafe in fp16; give --allow-unsafe to publish it all the same", file=sys.stderr
-        )
+    published = push(out, push_to, result, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
     write_result(json_file, result.report if published is None else {**result.report, "published": published})
     if json_file != "-":
         show_conversion(result, published, verbose=verbose)
@@ -359,6 +365,51 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
     return SAFE
 
 
+def whole_pipeline(source: str, options: Options, endpoint: str | None) -> Pipeline | None:
+    """Return the pipeline that is to be converted whole, None for one model."""
+    if options.subfolder is not None or options.config is not None or options.layout != "hf":
+        return None
+    from .checkpoint.pipeline import open_pipeline
+    from .families.known import is_known
+
+    return open_pipeline(source, is_known, endpoint)
+
+
+def check_whole(source: str, recipe: Path | None, push_to: str | None) -> None:
+    """Raise UserError for options of ``convert`` that take one model, where SOURCE is a whole pipeline."""
+    for option, given in (("--finetune", recipe), ("--push-to", push_to)):
+        if given is not None:
+            raise UserError(
+                f"{option} takes one model, and {source} is a whole pipeline; give --subfolder NAME as well"
+            )
+
+
+def convert_whole(
+    options: Options,
+    pipeline: Pipeline,
+    place: Destination,
+    copy: bool,
+    endpoint: str | None,
+    *,
+    verbose: bool,
+    json_file: str | None,
+) -> int:
+    """Convert a whole pipeline, write and print what was done, and return the exit status."""
+    from .commands.pipeline import convert_pipeline_by
+    from .report import terminal
+
+    result = convert_pipeline_by(options, pipeline, place, copy=copy, endpoint=endpoint, progress=make_progress())
+    reports = {name: one.report for name, one in result.encoders.items()}
+    write_result(json_file, {**result.report, "reports": reports})
+    if json_file != "-":
+        for name, one in result.encoders.items():
+            terminal.print_title(name)
+            show_conversion(one, None, verbose=verbose)
+        if result.out is not None:
+            terminal.print_pipeline(result.report, result.out)
+    return SAFE if result.out is None or result.safe else UNSAFE
+
+
 def check_free(out: Path, source: Path, layout: str, *, force: bool) -> None:
     """Raise UserError unless a conversion can be written at ``out``, as a folder or in a layout of one file."""
     from .checkpoint.staging import check_out
@@ -377,8 +428,7 @@ def check_together(recipe: Path | None, push_to: str | None, layout: str, *, run
         raise UserError("--layout writes one file; leave it out with --finetune and --push-to, which make a folder")
     if recipe is not None and not runs:
         raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
-    if push_to is None and publishes:
-        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
+    check_publishes(push_to, public=publishes)
 
 
 def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:
@@ -403,7 +453,13 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
         terminal.print_published(published)
 
 
-def check_publishable(repo_id: str, endpoint: str | None, *, dry_run: bool) -> None:
+def check_publishes(push_to: str | None, *, public: bool) -> None:
+    """Raise UserError for options of publishing (``public``: whether any was given) where nothing is published."""
+    if push_to is None and public:
+        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
+
+
+def check_publishable(repo_id: str, endpoint: str | None, *, dry_run: bool = False) -> None:
     """Raise UserError for what stands in the way of an upload, which is better known before the work than after it."""
     from .commands.publish import check_name, token_of
 
@@ -413,12 +469,21 @@ def check_publishable(repo_id: str, endpoint: str | None, *, dry_run: bool) -> N
     token_of(None, endpoint)
 
 
-def push(out: Path, repo_id: str, **options: Any) -> dict[str, Any]:
-    """Publish what has just been converted and audited; where that fails, say how to go on."""
+def push(
+    out: Path, repo_id: str | None, result: Conversion, *, allow_unsafe: bool, **options: Any
+) -> dict[str, Any] | None:
+    """Publish what has just been converted and audited, where that is asked for and it is safe or may be unsafe, and
+    return what was done; where that fails, say how to go on."""
+    if repo_id is None:
+        return None
+    if not result.safe and not allow_unsafe:
+        said = f"not published: {out} is unsafe in fp16; give --allow-unsafe to publish it all the same"
+        print(said, file=sys.stderr)
+        return None
     from .commands.publish import publish
 
     try:
-        return publish(out, repo_id, audited=True, progress=make_progress(), **options)
+        return publish(out, repo_id, audited=True, allow_unsafe=allow_unsafe, progress=make_progress(), **options)
     except UserError as error:
         raise UserError(f"{error} ({out} is converted: go on with bf16-to-fp16 publish {out} {repo_id})") from None
 
@@ -585,7 +650,14 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @click.option("--revision", metavar="BRANCH", help="Branch to upload to; default: main.")
 @click.option("--commit-message", metavar="TEXT", help="First line of the commit.")
 @allow_unsafe
-@click.option("--force", is_flag=True, help="Replace other content that REPO_ID has.")
+@click.option("--force", is_flag=True, help="Replace other content that REPO_ID has; its other weights stay.")
+@click.option(
+    "--add",
+    multiple=True,
+    type=FOLDER,
+    metavar="FILE",
+    help="A file that convert --layout wrote, to lie beside DIR's; repeatable.",
+)
 @endpoint
 @json_file
 def publish_command(
@@ -599,6 +671,7 @@ def publish_command(
     commit_message: str | None,
     allow_unsafe: bool,
     force: bool,
+    add: tuple[Path, ...],
     endpoint: str | None,
     json_file: str | None,
 ) -> int:
@@ -612,7 +685,7 @@ def publish_command(
     from .report import terminal
 
     def confirm(upload: Upload) -> bool:
-        terminal.print_upload(upload, repo_id, whole=dry_run, aside=json_file == "-")
+        terminal.print_upload(upload, repo_id, whole=dry_run, public=public, aside=json_file == "-")
         if yes or dry_run:
             return True
         if not sys.stdin.isatty():
@@ -630,6 +703,7 @@ def publish_command(
         revision=revision,
         message=commit_message,
         allow_unsafe=allow_unsafe,
+        add=add,
         force=force,
         dry_run=dry_run,
         endpoint=endpoint,
@@ -724,6 +798,7 @@ def check_command(out: str, runtime: str, source: str | None, seed: int, json_fi
 @app.command("undo")
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("out", type=FOLDER)
+@click.option("--subfolder", metavar="NAME", help="Folder inside DIR; without it a pipeline is brought back whole.")
 @click.option(
     "--adapter",
     type=FOLDER,
@@ -732,19 +807,25 @@ def check_command(out: str, runtime: str, source: str | None, seed: int, json_fi
 )
 @force
 @json_file
-def undo_command(folder: Path, out: Path, adapter: Path | None, force: bool, json_file: str | None) -> int:
+def undo_command(
+    folder: Path, out: Path, subfolder: str | None, adapter: Path | None, force: bool, json_file: str | None
+) -> int:
     """Write the weights from before the rescaling back, a source's or a finetune's, by the inverse of DIR's plan."""
     if adapter is not None:
         return take_adapter(adapter, out, folder, force=force, json_file=json_file)
     if not folder.is_file():
         written_folder(folder)
+    from .checkpoint.pipeline import is_pipeline
+    from .checkpoint.reader import subfolder_of
     from .checkpoint.staging import check_out
     from .commands.undo import undo
     from .report import terminal
     from .report.schema import REPORT
     from .report.stored import read_packed
 
-    words = ""
+    folder, words = folder if subfolder is None else subfolder_of(folder, subfolder), ""
+    if is_pipeline(folder):
+        return undo_whole(folder, out, force=force, json_file=json_file)
     if folder.is_file():
         words = terminal.came_through("the source's weights", read_packed(folder).weights)
     elif (folder / REPORT).is_file():  # what is no converted folder ``undo`` refuses in words of its own
@@ -754,6 +835,26 @@ def undo_command(folder: Path, out: Path, adapter: Path | None, force: bool, jso
     write_result(json_file, {"out": str(written)})
     if json_file != "-":
         print(f"{written} holds {words}")
+    return SAFE
+
+
+def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -> int:
+    """Bring the source of a converted pipeline back, print what came through, and return the exit status."""
+    from .checkpoint.staging import check_out
+    from .commands.pipeline import read_pipeline, undo_pipeline
+    from .report import terminal
+
+    names = [entry.subfolder for entry in read_pipeline(folder).encoders]
+    check_out(out, folder, force=force)
+    words = {name: terminal.brought_back(folder / name) for name in names}
+    done = undo_pipeline(folder, out, force=force, progress=make_progress())
+    write_result(json_file, {"out": str(done.out), "missing": list(done.missing)})
+    if json_file != "-":
+        for name, said in words.items():
+            print(f"{done.out / name} holds {said}")
+        print(f"{done.out} has the rest of the pipeline as it was")
+        if done.missing:
+            print(f"not brought back, since convert left them out: {', '.join(done.missing)}")
     return SAFE
 
 
@@ -768,17 +869,32 @@ def undo_command(folder: Path, out: Path, adapter: Path | None, force: bool, jso
     metavar="DEVICE",
     help="auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps, instead of the recipe's.",
 )
+@click.option("--push-to", metavar="REPO_ID", help="Publish the result without asking.")
+@public
+@allow_unsafe
+@endpoint
 @force
 @verbose
 @json_file
 def finetune_command(
-    recipe: Path, overrides: tuple[str, ...], device: str | None, force: bool, verbose: bool, json_file: str | None
+    recipe: Path,
+    overrides: tuple[str, ...],
+    device: str | None,
+    push_to: str | None,
+    public: bool,
+    allow_unsafe: bool,
+    endpoint: str | None,
+    force: bool,
+    verbose: bool,
+    json_file: str | None,
 ) -> int:
     """Finetune by RECIPE (YAML) with the activation-magnitude penalty, then convert what was trained.
 
     Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
     RECIPE.
     """
+    # As many parameters as options, which click passes one by one.
+    check_publishes(push_to, public=public or allow_unsafe)
     from .finetuning.recipe import read_recipe
     from .run.texts import local_files
 
@@ -787,17 +903,22 @@ def finetune_command(
     local_folder(asked.source)
     for texts in filter(None, (asked.data.path, asked.data.held_out_path)):
         local_files(texts)
+    if push_to is not None:
+        check_publishable(push_to, endpoint)
     # What follows takes seconds to import.
     from .finetuning.run import finetune
     from .report import terminal
     from .report.schema import Report, read
 
-    result = finetune(recipe, overrides=overrides, force=force, progress=make_progress())
+    result = finetune(recipe, overrides=overrides, force=force, endpoint=endpoint, progress=make_progress())
     if result is None:  # not the first process
         return SAFE
-    write_result(json_file, result.report)
+    published = push(Path(asked.out), push_to, result, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
+    write_result(json_file, result.report if published is None else {**result.report, "published": published})
     if json_file != "-" and result.out is not None:
         terminal.print_conversion(read(Report, result.report), result.out, then=result.next, verbose=verbose)
+        if published is not None:
+            terminal.print_published(published)
     return SAFE if result.safe else UNSAFE
 
 

@@ -77,7 +77,7 @@ def carry_over(
             carried.append(entry.name)
         elif entry.name in OWN_FILES:
             continue
-        elif entry.name.endswith(OTHER_WEIGHTS):
+        elif is_weights(entry.name):
             left_out.append(entry.name)
         else:
             copy(entry, target / entry.name, source)
@@ -88,6 +88,11 @@ def carry_over(
                 copy(entry, target / entry.name, tokenizer)
                 carried.append(entry.name)
     return carried, left_out
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file holds weights in any format, or is an index of them, of a variant or not."""
+    return name.endswith(OTHER_WEIGHTS) or (".index." in name and name.endswith(".json"))
 
 
 def copy(file: Path, place: Path, folder: Path) -> None:

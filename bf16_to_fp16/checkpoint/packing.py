@@ -104,6 +104,20 @@ def copy_range(source: int, out: int, tensors: list[TensorInfo], begin: int, fil
         begin += info.nbytes
 
 
+def summary_of(file: Path) -> dict[str, Any] | None:
+    """Return what a file of weights says of its conversion, None where no conversion wrote it; raise UserError where it
+    is damaged."""
+    if not file.is_file():
+        raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
+    said = read_whole_header(file, any_dtype=True)[1].get(SUMMARY) if file.suffix == ".safetensors" else None
+    if said is None:
+        return None
+    found = parse_json(said.encode(), file, "metadata")
+    if not all(isinstance(found.get(key), str) for key in ("layout", "verdict", "proof", "target", "command")):
+        raise UserError(f"{file}: its metadata are damaged; convert the source again")
+    return found
+
+
 def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
     """Move a finished file to ``out``; raise UserError where something has appeared there meanwhile."""
     umask = os.umask(0)

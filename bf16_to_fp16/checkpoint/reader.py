@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,6 +269,8 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
     if found is None:
         endings = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".ckpt", ".pt", ".ot")
         others = sorted(p.name for p in folder.iterdir() if p.name.endswith(endings))
+        if (variant := next((n for n in others if re.fullmatch(r"model\.[^.]+\.safetensors", n)), None)) is not None:
+            raise UserError(f"{folder}: has weights as a variant alone; rename {variant} to model.safetensors")
         hint = f" (it has {', '.join(others[:3])})" if others else ""
         raise UserError(
             f"{folder}: no model.safetensors, pytorch_model.bin or index of shards{hint};"
@@ -326,21 +329,7 @@ def download(source: str, subfolder: str | None, endpoint: str | None = None) ->
 
     Raises UserError where the repository, the revision, the permission, the network or the space is missing.
     """
-    from huggingface_hub import snapshot_download
-
-    repo, _, revision = source.partition("@")
-    inside = f"{subfolder}/" if subfolder else ""
-
-    def fetch(revision: str | None, *patterns: str) -> Path:
-        return reading_from(
-            repo,
-            revision,
-            lambda: Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns), endpoint=endpoint)),
-            endpoint,
-        )
-
-    folder = fetch(revision or None, *SMALL_FILES)
-    commit = folder.name
+    inside, (folder, commit) = f"{subfolder}/" if subfolder else "", fetched(source, SMALL_FILES, endpoint)
     modules = [f"{name}/*" for name in module_folders(folder)]
     for name in SINGLE_OR_SHARDED:
         names = [inside + name]
@@ -350,10 +339,45 @@ def download(source: str, subfolder: str | None, endpoint: str | None = None) ->
                 continue
             placed = read_json(index, "index").get("weight_map")
             names = [inside + str(shard) for shard in set(placed.values())] if isinstance(placed, dict) else names
-        folder = fetch(commit, *SMALL_FILES, *modules, *names)
+        folder, _ = fetched(source, (*SMALL_FILES, *modules, *names), endpoint, commit)
         if (folder / names[0]).exists():
             break
     return folder, commit
+
+
+def fetched(
+    source: str, patterns: Sequence[str], endpoint: str | None = None, commit: str | None = None
+) -> tuple[Path, str]:
+    """Fetch the files of a Hub repository that ``patterns`` describe, at ``commit`` or at what ``source`` names; return
+    the snapshot's folder and its commit. Raises UserError as ``download`` does."""
+    from huggingface_hub import snapshot_download
+
+    repo, _, revision = source.partition("@")
+    at = commit or revision or None
+    folder = reading_from(
+        repo,
+        at,
+        lambda: Path(snapshot_download(repo, revision=at, allow_patterns=list(patterns), endpoint=endpoint)),
+        endpoint,
+    )
+    return folder, folder.name
+
+
+def hub_files(source: str, folder: Path, endpoint: str | None = None) -> dict[str, int]:
+    """Return the files of a Hub repository with their sizes in bytes, at the commit of the snapshot ``folder``; without
+    a network those that the snapshot has. Raises UserError as ``download`` does."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.hf_api import RepoFile
+
+    if constants.HF_HUB_OFFLINE:
+        return {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    repo = source.partition("@")[0]
+
+    def tree() -> dict[str, int]:
+        entries = HfApi(endpoint=endpoint).list_repo_tree(repo, revision=folder.name, recursive=True)
+        return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
+
+    return reading_from(repo, folder.name, tree, endpoint)
 
 
 def module_folders(folder: Path) -> list[str]:

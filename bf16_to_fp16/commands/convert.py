@@ -204,6 +204,7 @@ def convert_to_file(
             "layout": options.layout,
             **{key: done.report.get(key) for key in ("verdict", "proof", "target", "tiers", "command", "environment")},
             "source": {key: done.report["source"].get(key) for key in ("path", "revision", "sha256")},
+            "max_length": options.max_length,
             "residual_exponent": done.plan.residual_exponent,
             "eps": eps,
             "drift_of_eps": drift,

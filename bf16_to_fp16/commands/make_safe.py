@@ -20,7 +20,7 @@ from ..bounds.certificate import TARGETS, Certificate, bound, is_certified
 from ..bounds.spectral import Spectra
 from ..conversion.planning import bound_source
 from ..errors import UserError
-from ..families.known import FAMILIES, of_model_type
+from ..families.known import FAMILIES, class_named, names_of
 from ..families.resolve import resolve, unscaled
 from ..families.types import Layout, TensorReader
 from ..progress import Progress
@@ -229,10 +229,8 @@ def named(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def check_known(model: Any) -> None:
     """Raise UserError for a model of no known family, with what serves in its place."""
-    config = getattr(model, "config", None)
-    family = of_model_type(getattr(config, "model_type", None))
-    if family is None or type(model).__name__ not in family.seq2seq + family.encoder_only:
-        known = ", ".join(name for f in FAMILIES for name in (*f.seq2seq, *f.encoder_only))
+    if class_named(type(model).__name__) is None:
+        known = ", ".join(name for family in FAMILIES for name in names_of(family))
         raise UserError(
             f"{type(model).__name__} is not of a family that can be rescaled ({known}); train it in bf16 or fp32, or"
             " hold its activations down with ActivationPenalty, which takes any model"

@@ -10,27 +10,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..auditing.regimes import RegimeResult, verdict
-from ..checkpoint.folder import finite, sha256_of
+from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
+from ..bounds.certificate import fp16_weights
+from ..checkpoint.folder import finite, is_weights, sha256_of
 from ..checkpoint.hub import LOG_IN, explained, status_of, with_retries
+from ..checkpoint.packing import summary_of
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import contained, open_checkpoint
+from ..checkpoint.shards import INDEX, WEIGHTS
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
 from ..quiet import quiet
-from ..report.card import warned
+from ..report.card import listing_files, warned
 from ..report.page import render
 from ..report.remedies import going_on_from
 from ..report.schema import PAGE, REPORT, FileEntry, Report, dump, regimes_of
 from ..run.agreement import agreed_layout
+from .certify import bounded
+from .pipeline import check_no_pipeline
 from .verify import Problem, check_audit, check_files, read_recorded, recompute, repeat_audit
 
 CARD = "README.md"
@@ -63,12 +69,14 @@ class Item:
 
 @dataclass
 class Upload:
-    """A converted folder, checked and ready to upload: its report, what changes on the way, and the card's text."""
+    """A converted folder, checked and ready to upload: its report, what changes on the way, the card's text, and files
+    from elsewhere that go up beside it, by their names."""
 
     folder: Path
     report: Report
     changed: dict[str, bytes] = field(default_factory=dict)
     card_edited: bool = False
+    added: dict[str, Path] = field(default_factory=dict)
 
     @property
     def safe(self) -> bool:
@@ -85,7 +93,7 @@ class Upload:
         names = {entry.name: str(entry.sha256) for entry in self.report.output.files} | {REPORT: ""}
         found = []
         for name, digest in sorted(names.items()):
-            changed, path = self.changed.get(name), contained(self.folder, name)
+            changed, path = self.changed.get(name), self.added.get(name) or contained(self.folder, name)
             if changed is not None:
                 found.append(Item(name, len(changed), hashlib.sha256(changed).hexdigest(), changed))
             else:
@@ -116,14 +124,18 @@ class Remote:
         return known[1] == hashlib.sha1(header + item.read(), usedforsecurity=False).hexdigest()
 
 
-def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progress | None = None) -> Upload:
-    """Check that a converted folder is what its report says, and return it ready to upload.
+def prepare(
+    folder: str | Path, *, add: Sequence[str | Path] = (), allow_unsafe: bool = False, progress: Progress | None = None
+) -> Upload:
+    """Check that a converted folder is what its report says, and return it ready to upload, with the single files
+    ``add`` beside it, which its card and its report then list.
 
     A card that was edited is taken as it is, and its hash put into the report. An unsafe checkpoint needs
     ``allow_unsafe``, and its card says so in its first line. Raises UserError otherwise.
     """
     progress = progress or Progress(quiet=True)
     folder = written_folder(folder)
+    check_no_pipeline(folder)
     upload = Upload(folder, read_recorded(folder, whole=True))
     with progress.step("Hashing the files") as advance:
         problems = check_files(folder, upload.report, advance=advance)
@@ -139,8 +151,45 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     if not upload.safe:
         check_safe(upload, "its report says so", allow_unsafe)
         text = warned(text, upload.report)
+    if add:
+        said = [added_file(upload, Path(file), allow_unsafe=allow_unsafe, progress=progress) for file in add]
+        text = listing_files(text, said)
     restated(upload, text)
     return upload
+
+
+def added_file(upload: Upload, file: Path, *, allow_unsafe: bool, progress: Progress) -> dict[str, Any]:
+    """Take a file that ``convert --layout`` wrote into an upload, and return what it says of itself, with its name and
+    size.
+
+    A proof that it claims is computed again from its weights. Raises UserError for any other file, for a name that is
+    taken, and for one that is unsafe unless that is allowed.
+    """
+    said = summary_of(file)
+    if said is None:
+        raise UserError(
+            f"{file}: was not written by convert --layout, so nothing is known of it; leave it out of --add"
+        )
+    taken = {REPORT, *(entry.name for entry in upload.report.output.files)}
+    if file.name in taken:
+        raise UserError(f"{file}: {file.name} is the name of another file of the upload; rename it")
+    holds = said["verdict"] == "safe"
+    if said["proof"] == "certified":
+        checkpoint, target = open_checkpoint(file), said["target"]
+        device = Device("auto", progress)
+        arithmetic = Arithmetic(int(said.get("max_length", MAX_LENGTH)))
+        layout = agreed_layout(checkpoint)
+        weights = fp16_weights(checkpoint, layout)
+        certificate, _ = bounded(weights, layout, target, arithmetic, device, progress)
+        if not certificate.holds:
+            raise UserError(f"{file}: its certificate, computed again, does not hold; convert the source again")
+    if not holds and not allow_unsafe:
+        raise UserError(f"{file} is unsafe in fp16 (it says so itself) and is not published; leave it out of --add")
+    upload.added[file.name] = file
+    entry = FileEntry(name=file.name, nbytes=file.stat().st_size, sha256=sha256_of(file))
+    output = upload.report.output.model_copy(update={"files": [*upload.report.output.files, entry]})
+    upload.report = upload.report.model_copy(update={"output": output})
+    return {**said, "name": file.name, "nbytes": entry.nbytes}
 
 
 def first_of(problems: list[Problem]) -> str:
@@ -323,6 +372,7 @@ def publish(
     revision: str | None = None,
     message: str | None = None,
     allow_unsafe: bool = False,
+    add: Sequence[str | Path] = (),
     force: bool = False,
     dry_run: bool = False,
     endpoint: str | None = None,
@@ -335,16 +385,16 @@ def publish(
 
     Its many parameters are the command's options, as keywords. public: a new repository is private unless this is set,
     and an existing public one is refused without it. create_pr: propose the change instead of making it. revision: the
-    branch. force: replace other content. dry_run: check the files and say what would be uploaded; nothing is sent or
-    asked. endpoint: the Hub's address. token: by default that of the environment or the log-in. audited: the audit of
-    these files has just been run. confirm: called with the ``Upload`` before anything is sent; uploads only where it
-    returns true. Raises UserError, one line with the remedy, for whatever stands in the way; the token appears in no
-    message.
+    branch. add: files that ``convert --layout`` wrote, to lie beside the folder's. force: replace other content, but
+    for weights, which stay. dry_run: check the files and say what would be uploaded; nothing is sent or asked.
+    endpoint: the Hub's address. token: by default that of the environment or the log-in. audited: the audit of these
+    files has just been run. confirm: called with the ``Upload`` before anything is sent; uploads only where it returns
+    true. Raises UserError, one line with the remedy, for whatever stands in the way; the token appears in no message.
     """
     asked = Publication(repo_id, revision, message or MESSAGE, public, create_pr, allow_unsafe, force)
     progress = progress or Progress(quiet=True)
     check_name(repo_id)
-    upload = prepare(folder, allow_unsafe=allow_unsafe, progress=progress)
+    upload = prepare(folder, add=add, allow_unsafe=allow_unsafe, progress=progress)
     from huggingface_hub import HfApi, get_token
 
     if known := token or get_token():
@@ -383,7 +433,7 @@ def already(target: Target, remote: Remote | None, upload: Upload) -> dict[str, 
     items = upload.items()
     if remote is None or not remote.listed or stale(remote, items) or not all(remote.has(item) for item in items):
         return None
-    result = outcome(upload, target.asked)
+    result = outcome(upload, target.asked) | {"kept": kept(remote, items)}
     return result | {"dry_run": False, "url": target.url, "commit": remote.commit, "private": remote.private}
 
 
@@ -398,6 +448,7 @@ def outcome(upload: Upload, asked: Publication) -> dict[str, Any]:
         "create_pr": asked.create_pr,
         "files": [{"name": i.name, "nbytes": i.nbytes, "sha256": i.sha256} for i in upload.items()],
         "uploaded": [],
+        "kept": [],
         "commit": None,
         "url": None,
         "pull_request": None,
@@ -414,6 +465,12 @@ def check_remote(asked: Publication, remote: Remote | None, items: list[Item]) -
         check_visibility(asked.repo, remote, asked.public)
         if remote.listed and not asked.create_pr and not asked.force:
             check_same_content(asked.repo, remote, items)
+        names = {item.name for item in items}
+        if not asked.create_pr and WEIGHTS in kept(remote, items) and INDEX in names:
+            raise UserError(
+                f"{asked.repo} has a {WEIGHTS}, which from_pretrained would load instead of the shards; delete it"
+                " there, choose another name, or convert with a --max-shard-size that makes one file"
+            )
 
 
 def check_visibility(repo: str, remote: Remote, public: bool) -> None:
@@ -422,18 +479,30 @@ def check_visibility(repo: str, remote: Remote, public: bool) -> None:
         raise UserError(f"{repo} exists and is public; give --public to publish there, or choose another name")
 
 
-def stale(remote: Remote, items: list[Item]) -> list[str]:
+def others_of(remote: Remote, items: list[Item]) -> list[str]:
     """Return the names of files in a repository that do not belong to what is uploaded."""
     return sorted(set(remote.files) - {item.name for item in items} - set(HUBS_OWN))
+
+
+def stale(remote: Remote, items: list[Item]) -> list[str]:
+    """Return those of them that are no weights, which may be replaced."""
+    return [name for name in others_of(remote, items) if not is_weights(name)]
+
+
+def kept(remote: Remote, items: list[Item]) -> list[str]:
+    """Return those of them that are weights, as an original's in fp32 or bf16: they are never deleted."""
+    return [name for name in others_of(remote, items) if is_weights(name)]
 
 
 def check_same_content(repo: str, remote: Remote, items: list[Item]) -> None:
     """Raise UserError where a repository holds something else than an earlier or partial upload of the same files."""
     differing = [item.name for item in items if item.name in remote.files and not remote.has(item)]
+    other = others_of(remote, items)
     if REPORT in remote.files:
         # The three that people edit, or that another run of the same conversion writes anew.
         differing = [name for name in differing if name not in (CARD, REPORT, PAGE)]
-    if others := [*differing, *stale(remote, items)]:
+        other = stale(remote, items)  # weights that stayed before stay again
+    if others := [*differing, *other]:
         more = f" and {len(others) - 2} more" if len(others) > 2 else ""
         raise UserError(
             f"{repo} exists with other content ({', '.join(others[:2])}{more});"
@@ -508,6 +577,7 @@ def upload_missing(target: Target, upload: Upload, remote: Remote, items: list[I
     return {
         "uploaded": [item.name for item in missing],
         "deleted": removed,
+        "kept": kept(remote, items),
         "commit": oid,
         "private": seen.private if seen is not None else remote.private,
         "pull_request": pull_request,

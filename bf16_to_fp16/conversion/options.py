@@ -52,7 +52,8 @@ class Options:
     workers: processes that write shards. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda,
     cuda:N or mps. prove: hold every signal for every input where an exponent does it, whatever precision that costs.
     config: the config.json of a source that is one file of weights, else told from its tensors. layout: ``hf`` for a
-    folder, or one of ``LAYOUTS`` for one file.
+    folder, or one of ``LAYOUTS`` for one file. variant: give the weights the names of the variant fp16 as well, as is
+    done where the source has them.
     """
 
     target: str = AUTO
@@ -70,6 +71,7 @@ class Options:
     prove: bool = False
     config: str | Path | None = None
     layout: str = FOLDER_LAYOUT
+    variant: bool = False
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""

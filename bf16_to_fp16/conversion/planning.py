@@ -15,6 +15,7 @@ from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound, check_bounded
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import TIERS
+from ..checkpoint.folder import tokenizer_beside
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device, products_on
 from ..errors import UserError
@@ -142,10 +143,11 @@ def checkpoint_batches(
 ) -> list[Batch]:
     """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
     given."""
-    config, opened = load_config(checkpoint.folder), (checkpoint, layout)
-    return probe.audit_batches(
-        config, checkpoint.folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress
-    )
+    config, opened, folder = load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
+    beside = tokenizer_beside(checkpoint, checkpoint.subfolder)  # where pipelines have it
+    if beside is not None and probe.has_tokenizer(beside) and not probe.has_tokenizer(folder):
+        folder = beside
+    return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress)
 
 
 Bounds = Callable[[Layout, int], Mapping[str, ModuleRange]]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
 from ..checkpoint.packing import FOLDER_LAYOUT
+from ..checkpoint.pipeline import has_variant, name_variants
 from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
@@ -33,6 +34,9 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     check_finite(written)
     write_json(work / "config.json", edited_config(layout, decided.plan))
     carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, options.subfolder))
+    there = [path.name for path in checkpoint.folder.iterdir()]
+    if options.layout == FOLDER_LAYOUT and (options.variant or has_variant(there)):
+        name_variants(work)  # for from_pretrained(variant="fp16")
     if not probe.has_tokenizer(work):
         progress.say(f"{checkpoint.name} has no tokenizer, so the output has none; copy a tokenizer into it to use it")
     return Rewritten(written, carried, left_out, write_in_fp16(checkpoint.folder, work))

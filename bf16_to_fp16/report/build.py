@@ -244,8 +244,7 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
     if layout.tied is False and layout.family.head in made:
         made += [name for name in layout.family.copies if name in layout.tensors]
     return schema.Source(
-        path=checkpoint.name,
-        revision=checkpoint.revision,
+        **schema.Source.place_of(checkpoint),
         sha256=rewritten.written.source_sha256,
         other_sha256=other_sha256(checkpoint, rewritten.carried),
         dtype=main,

@@ -7,7 +7,7 @@ is not invented; where it names no licence, the text says so. The figures come f
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..checkpoint.reader import Checkpoint
 from ..environment import project_url
 from ..families.known import class_named, loading_class, named
 from ..rescaling.plan import Plan
-from ..wording import bound_magnitude, excess, magnitude, significant_bits
+from ..wording import bound_magnitude, bytes_in_words, excess, magnitude, significant_bits
 from .page import (
     fidelity_rows,
     figures,
@@ -53,6 +53,10 @@ OTHER_FORMATS = frozenset(
     ("bf16", "bfloat16", "fp32", "gguf", "jax", "onnx", "openvino", "pytorch", "rust", "tf", "tflite")
 )
 """Tags of the source that say how its weights are stored, which the converted folder does not share."""
+
+
+READ_BY = {"comfy": "ComfyUI, Forge", "wan": "Wan's tools", "single": "any tool, stock names"}
+"""Who reads a single file, by its layout."""
 
 
 MOST_UNCERTIFIED_ON_CARD = 6
@@ -89,6 +93,21 @@ def warned(card: str, report: Report) -> str:
     if body.lstrip().startswith(NOTICES[standing(report)]):
         return card
     return f"{head}\n> {notice(report)} What is said below otherwise was measured before.\n\n{body.lstrip()}"
+
+
+def listing_files(card: str, files: Sequence[Mapping[str, Any]]) -> str:
+    """Return a card that lists single files beside the folder's, by what each says of itself; one that names all of
+    them already is left as it is."""
+    if all(span(file["name"]) in card for file in files):
+        return card
+    rows = [
+        f"| {span(file['name'])} | {bytes_in_words(file['nbytes'])} | {READ_BY.get(file['layout'], file['layout'])}"
+        f" | {prose(file['verdict'])}, {prose(file['proof'])} (target {prose(file['target'])})"
+        f" | {span(file['command'])} |"
+        for file in files
+    ]
+    table = ["| file | size | for | verdict | made by |", "|---|--:|---|---|---|", *rows]
+    return "\n".join([card.rstrip(), "", "## Single files", "", *table, ""])
 
 
 def notice(report: Report) -> str:

@@ -260,9 +260,11 @@ class Figure:
 
 
 def source_name(report: Report) -> str:
-    """Return the last part of the source's path or Hub id, without the revision."""
-    path = report.source.path or report.family or "checkpoint"
-    return path.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1].partition("@")[0] or path
+    """Return the last part of the source's path or Hub id, without the revision, and the sub-folder if there is one."""
+    path, inside = report.source.path or report.family or "checkpoint", report.source.subfolder
+    whole = path.removesuffix(f"/{inside}") if inside else path
+    name = whole.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1].partition("@")[0] or path
+    return f"{name}/{inside}" if inside else name
 
 
 def figures(report: Report) -> list[Figure]:

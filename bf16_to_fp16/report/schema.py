@@ -106,6 +106,7 @@ def dump(part: BaseModel) -> dict[str, Any]:
 class Source(ReportObject):
     """Where the weights came from, and what ``undo`` needs to bring them back.
 
+    ``subfolder``: of the source, where one was asked for (of one file the names' prefix); a local path ends in it.
     ``sha256`` and ``other_sha256``: of its weight files and of the others. ``dtype``: of most tensors, in safetensors'
     spelling; ``dtypes``: of the others by name. ``made``: tensors that the conversion made. ``dropped``: those that it
     left out, with the reason. ``config_changes``: keys of config.json with their values before and after.
@@ -115,6 +116,7 @@ class Source(ReportObject):
     """
 
     path: str | None = None
+    subfolder: str | None = None
     revision: str | None = None
     adapter: str | None = None
     sha256: dict[str, str] = {}
@@ -132,7 +134,13 @@ class Source(ReportObject):
     def of(cls, checkpoint: Checkpoint) -> Self:
         """Return path, revision and the hashes of the weight files."""
         hashes = {file.name: checkpoint.sha256(file) for file in checkpoint.weight_files}
-        return cls(path=checkpoint.name, revision=checkpoint.revision, sha256=hashes)
+        return cls(**cls.place_of(checkpoint), sha256=hashes)
+
+    @staticmethod
+    def place_of(checkpoint: Checkpoint) -> dict[str, Any]:
+        """Return what says where a checkpoint is: path, sub-folder if there is one, and revision."""
+        below = {"subfolder": checkpoint.subfolder} if checkpoint.subfolder else {}
+        return {"path": checkpoint.name, **below, "revision": checkpoint.revision}
 
 
 class FileEntry(ReportObject):
@@ -584,6 +592,40 @@ class Verification(ReportObject):
     certificate: CertificateEntry | None
     tiers: dict[str, TierEntry]
     regimes: dict[str, RegimeEntry]
+    environment: Environment
+
+
+class PipelineEntry(ReportObject):
+    """A sub-folder of a pipeline that was converted, with the verdict and proof of its own report.
+
+    ``same``: the sub-folder that it is another name of. ``files``: those that the source had there. ``texts``: of those
+    that a conversion writes anew, config and index, what they held.
+    """
+
+    subfolder: str
+    same: str | None = None
+    verdict: str
+    proof: str | None
+    files: list[str]
+    texts: dict[str, str]
+
+
+class PipelineReport(ReportObject):
+    """What a conversion of a whole pipeline says of it: where it comes from, its converted sub-folders, the verdict of
+    all of them, and what became of the other files.
+
+    ``linked`` and ``copied``: how many of them, ``nbytes``: their bytes. ``left_out``: what is not in the output.
+    """
+
+    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
+    verdict: Literal["safe", "unsafe"]
+    source: Source
+    encoders: list[PipelineEntry]
+    linked: Count
+    copied: Count
+    nbytes: Count
+    left_out: list[str]
+    command: str
     environment: Environment
 
 

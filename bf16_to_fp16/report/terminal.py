@@ -70,6 +70,10 @@ WORST_SITES = 6
 CARD_LINES = 40
 
 
+FOLDED_LINES = 8
+"""Lines shown of what a card folds."""
+
+
 CHECK_NAMES = {
     "files": "files: hashes against the report",
     "plan": "plan: against config and weights",
@@ -107,6 +111,30 @@ def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool
         screen.print(Text(load_line(out)), soft_wrap=True)
     print_next(screen, then or report.next)
     screen.print(Text(f"report: {out / PAGE}"), soft_wrap=True)
+
+
+def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
+    """Print of a whole pipeline what became of the files that were not converted, its verdict, and how to load it."""
+    screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
+    print_title(out.name)
+    rest, how = report["linked"] + report["copied"], [f"{report[kind]:,} {kind}" for kind in ("linked", "copied")]
+    screen.print(
+        Text(
+            f"the rest: {counted(rest, 'file')}, {bytes_in_words(report['nbytes'])}, byte for byte ({', '.join(how)})"
+        ),
+        soft_wrap=True,
+    )
+    if report["linked"]:
+        words = "a linked file is the source's own: to write to one later, convert with --copy"
+        screen.print(Text(words), soft_wrap=True)
+    if report["left_out"]:
+        screen.print(Text(f"left out: {', '.join(report['left_out'])}"), soft_wrap=True)
+    if report["verdict"] != "safe":
+        unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
+        screen.print(bad("pipeline: unsafe", f"{listed(unsafe)} can overflow in fp16, as said above"))
+        return
+    screen.print(good("pipeline: safe", f"{listed(encoders)} in fp16; of other components nothing is claimed"))
+    screen.print(Text(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype=torch.float16)'), soft_wrap=True)
 
 
 def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
@@ -570,12 +598,15 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
         print_unsafe(screen, Report(unsafe=limits))
 
 
-def print_upload(upload: Any, repo: str, *, whole: bool, aside: bool = False) -> None:
-    """Print what would be uploaded: files with their sizes, and the card, of which ``whole`` shows every line.
+def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
+    """Print what would be uploaded: first whether others will see it, files with their sizes, and the card, of which
+    ``whole`` shows every line but those that a reader has to unfold.
 
     aside: on standard error, where standard output is for data.
     """
     screen = console(stderr=aside)
+    seen = "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
+    screen.print(Text(seen), soft_wrap=True)
     table = Table("file", "size", title=f"for {repo}", title_justify="left")
     table.columns[1].justify = "right"
     items = upload.items()
@@ -583,13 +614,33 @@ def print_upload(upload: Any, repo: str, *, whole: bool, aside: bool = False) ->
         table.add_row(item.name, bytes_in_words(item.nbytes))
     table.add_row(f"{len(items)} files", bytes_in_words(sum(item.nbytes for item in items)))
     screen.print(table)
-    lines = upload.card.splitlines()
+    lines = folded(upload.card.splitlines())
     shown = len(lines) if whole else CARD_LINES
     screen.print("README.md, edited since the conversion:" if upload.card_edited else "README.md:")
     for line in lines[:shown]:
         screen.print(f"| {line}", markup=False, soft_wrap=True)
     if len(lines) > shown:
         screen.print(f"and {len(lines) - shown} more lines; --dry-run shows all")
+
+
+def folded(lines: Sequence[str]) -> list[str]:
+    """Return a card's lines with those inside a <details>, such as the plan's exponents, cut after the first few."""
+    found: list[str] = []
+    inside: list[str] | None = None
+    for line in lines:
+        if line.startswith("<details>"):
+            inside = []
+        if inside is None:
+            found.append(line)
+            continue
+        inside.append(line)
+        if line.startswith("</details>"):
+            more = len(inside) - FOLDED_LINES
+            found += (
+                inside if more <= 1 else [*inside[:FOLDED_LINES], f"… and {more:,} more lines, folded in README.md"]
+            )
+            inside = None
+    return [*found, *(inside or ())]
 
 
 def print_published(result: Mapping[str, Any]) -> None:
@@ -605,6 +656,8 @@ def print_published(result: Mapping[str, Any]) -> None:
         kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
         files = counted(len(result["uploaded"]), "file")
         screen.print(f"{result['url']} ({kind}): {files} in {result['commit']}", markup=False, soft_wrap=True)
+    if result["kept"]:
+        screen.print(f"these stay: {', '.join(result['kept'])}", markup=False, soft_wrap=True)
 
 
 def counts(numbers: Mapping[str, int | None]) -> list[str]:

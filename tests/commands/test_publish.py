@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import shutil
 import sys
 import time
@@ -18,13 +19,17 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import yaml
 from huggingface_hub import ModelCard, constants, snapshot_download
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support import tiny
+from support import tiny, tools
 from support.hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo, card_errors
+from transformers import ByT5Tokenizer
 
-from bf16_to_fp16 import UserError, cli, convert, publish, verify
+from bf16_to_fp16 import UserError, cli, convert, publish, undo, verify
 from bf16_to_fp16.checkpoint.folder import records
+from bf16_to_fp16.commands.publish import MESSAGE
 from bf16_to_fp16.progress import Progress
 
 Run = Callable[..., tuple[int, str, str]]
@@ -164,8 +169,18 @@ def test_a_dry_run_shows_files_sizes_and_card_and_sends_nothing(
         assert name in out
     size = (folder / "model-00001-of-00002.safetensors").stat().st_size
     assert f"{size / 1000:.1f} kB" in out
-    for line in (folder / "README.md").read_text().splitlines():
-        assert line.rstrip() in out
+    # Whether others will see it comes first.
+    assert out.startswith("private, if the repository is new")
+    assert run("publish", folder, "me/out", "--dry-run", "--public")[1].startswith("public: everyone can read it")
+    # The card is whole, but for what it folds itself, which is long.
+    card = (folder / "README.md").read_text()
+    before, plan, after = re.split(r"(<details>.*?</details>\n)", card, flags=re.DOTALL)
+    shown = [line.removeprefix("| ").rstrip() for line in out.splitlines()]
+    for line in (before + after).splitlines():
+        assert line.rstrip() in shown or f"| {line}".rstrip() in out
+    hidden = len(plan.splitlines()) - 8
+    assert hidden > 2 and f"| … and {hidden} more lines, folded in README.md" in out
+    assert sum(line.strip().startswith("encoder.block") for line in shown) < plan.count("encoder.block")
 
 
 def test_nothing_is_sent_where_nobody_can_be_asked(run: Run, hub: HubServer, folder: Path) -> None:
@@ -222,7 +237,89 @@ def test_other_content_is_left_alone_unless_it_is_to_be_replaced(
     line = send(folder)
     assert "me/out exists with other content (README.md, config.json and 1 more)" in line and "--force" in line
     assert hub.files("me/out")["tf_model.h5"] == b"old" and hub.count("^(PUT|POST) ") == 0
-    assert send(folder, force=True)["deleted"] == ["tf_model.h5"] and hub.files("me/out") == contents(folder)
+    hub.add("me/out", {"tf_model.h5": b"old", "notes.txt": b"mine", "config.json": b"{}", "pytorch_model.bin": b"old"})
+    # Other weights, an original's perhaps, stay whatever is said.
+    done = send(folder, force=True)
+    assert (done["deleted"], done["kept"]) == (["notes.txt"], ["pytorch_model.bin", "tf_model.h5"])
+    stayed = {"tf_model.h5": b"old", "pytorch_model.bin": b"old"}
+    assert hub.files("me/out") == contents(folder) | stayed
+    again = send(folder)
+    assert again["uploaded"] == [] and again["kept"] == ["pytorch_model.bin", "tf_model.h5"]
+    assert hub.repos["me/out"].messages.count(MESSAGE) == 1
+
+
+def test_weights_that_stay_are_said_and_those_that_would_be_loaded_instead_stand_in_the_way(
+    run: Run, hub: HubServer, folder: Path
+) -> None:
+    hub.add("me/out", {"pytorch_model.bin": b"old"})
+    status, out, _ = run("publish", folder, "me/out", "-y", "--force")
+    assert status == 0 and out.splitlines()[-1] == "these stay: pytorch_model.bin"
+    hub.add("me/single", {"model.safetensors": b"old"})
+    said = error_of(upload(run, folder, "--force", repo="me/single"))
+    assert "has a model.safetensors, which from_pretrained would load instead of the shards" in said
+    assert hub.files("me/single") == {"model.safetensors": b"old"}
+
+
+# --- single files beside the folder ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def single(converted: Path) -> Path:
+    """A file for ComfyUI, with its tokenizer inside."""
+    shape: dict[str, Any] = {
+        "num_layers": 2,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+    }
+    tensors = tools.stored(tiny.build("umt5-encoder", **shape)) | {"spiece_model": tools.spiece()}
+    source = tools.write(converted.parent / "umt5_bf16.safetensors", tensors)
+    convert(source, converted.parent / "umt5_fp16.safetensors", layout="comfy", run_model=False, max_length=64)
+    return converted.parent / "umt5_fp16.safetensors"
+
+
+def test_single_files_lie_beside_the_folder_and_the_card_and_the_report_list_them(
+    run: Run, hub: HubServer, folder: Path, single: Path
+) -> None:
+    status, out, _ = upload(run, folder, "--add", single)
+    assert status == 0 and single.name in json.loads(out)["uploaded"]
+    there = hub.files("me/out")
+    assert set(there) == {*contents(folder), single.name} and there[single.name] == single.read_bytes()
+    card = there["README.md"].decode()
+    assert (
+        f"| `{single.name}` |" in card
+        and "safe, certified (target" in card
+        and "--layout comfy" in card
+        and "ComfyUI" in card
+    )
+    assert card_errors(card) == []
+    assert single.name in {entry["name"] for entry in json.loads(there["fp16_report.json"])["output"]["files"]}
+    assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
+    down = Path(snapshot_download("me/out", endpoint=hub.endpoint, token=WRITER))
+    undo(down, folder.parent / "back")
+    # The folder here is as it was, and the same command has nothing to do.
+    assert "Single files" not in (folder / "README.md").read_text()
+    assert json.loads(upload(run, folder, "--add", single)[1])["uploaded"] == []
+
+
+def test_a_single_file_that_is_not_what_it_says_does_not_leave(
+    run: Run, hub: HubServer, folder: Path, single: Path, tmp_path: Path
+) -> None:
+    def refused(file: Path) -> str:
+        return error_of(upload(run, folder, "--add", file))
+
+    assert "No such file" in refused(tmp_path / "none.safetensors")
+    assert "was not written by convert --layout" in refused(folder / "model-00001-of-00002.safetensors")
+    taken = Path(shutil.copyfile(single, tmp_path / "model-00001-of-00002.safetensors"))
+    assert "is the name of another file of the upload" in refused(taken)
+    with safe_open(single, framework="pt") as opened:
+        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    gate = next(name for name in tensors if name.endswith("wi_0.weight"))
+    save_file(tensors | {gate: tensors[gate] * 3e4}, tmp_path / "worse.safetensors", metadata)
+    assert "its certificate, computed again, does not hold" in refused(tmp_path / "worse.safetensors")
+    said = json.loads(metadata["bf16_to_fp16"]) | {"verdict": "unsafe", "proof": "observed"}
+    save_file(tensors, tmp_path / "unsafe.safetensors", metadata | {"bf16_to_fp16": json.dumps(said)})
+    assert "is unsafe in fp16 (it says so itself)" in refused(tmp_path / "unsafe.safetensors")
+    assert hub.repos == {}
 
 
 def test_no_published_file_names_a_local_folder(send: Callable[..., Any], hub: HubServer, converted: Path) -> None:
@@ -539,7 +636,39 @@ def test_a_card_that_the_hub_refuses_is_one_line(send: Callable[..., Any], hub: 
     assert hub.files("me/out") == {}
 
 
-# --- convert and publish in one go -----------------------------------------------------------------------------------
+# --- convert or finetune, and publish in one go ----------------------------------------------------------------------
+
+
+def test_finetune_publishes_what_it_made(run: Run, hub: HubServer, tmp_path: Path) -> None:
+    small: dict[str, Any] = {"num_layers": 1, "num_decoder_layers": 1, "vocab_size": 384, "dropout_rate": 0.0}
+    tiny.save(tiny.build("t5", factor=4.0, **small), tmp_path / "source")
+    ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "source")
+    (tmp_path / "text.txt").write_text("".join(f"some text of line {i}, long enough to mask\n" for i in range(40)))
+    recipe = {
+        "source": str(tmp_path / "source"),
+        "out": str(tmp_path / "out"),
+        "precision": "fp32",
+        "device": "cpu",
+        "data": {
+            "path": str(tmp_path / "text.txt"),
+            "first_sentinel": 383,
+            "input_length": 24,
+            "target_length": 12,
+            "batch_size": 2,
+        },
+        "schedule": {"steps": 1},
+        "penalty": {"form": "none"},
+        "evaluation": {"generate": False},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    words = ("finetune", tmp_path / "recipe.yaml")
+    assert "give --push-to REPO_ID" in error_of(run(*words, "--public"))
+    assert "is not a name" in error_of(run(*words, "--push-to", "a/b/c"))
+    assert not (tmp_path / "out").exists() and hub.seen == []
+    status, out, _ = run(*words, "--push-to", "me/tuned", "--allow-unsafe", "--json", "-")
+    assert status in (0, 1) and json.loads(out)["published"]["repo"] == "me/tuned"
+    assert hub.files("me/tuned")["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert hub.repos["me/tuned"].private and "finetuned" in hub.files("me/tuned")["README.md"].decode()
 
 
 def test_convert_publishes_what_it_converted(

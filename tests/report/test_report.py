@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from support import tiny
 from support.runtimes import torch_in
 
-from bf16_to_fp16 import UserError, audit, certify, check, convert, undo, verify
+from bf16_to_fp16 import UserError, audit, certify, check, convert, convert_pipeline, undo, verify
 from bf16_to_fp16.auditing.regimes import RegimeResult, SiteResult
 from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -32,6 +32,7 @@ from bf16_to_fp16.report.schema import (
     FinetuneEntry,
     Inputs,
     Lineage,
+    PipelineReport,
     RegimeEntry,
     Report,
     ReportObject,
@@ -86,8 +87,15 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RUNTIMES, "onnxruntime", torch_in(torch.float16))
         checked = check(converted, "onnxruntime", source=source)
+    index = {"text_encoder": ["transformers", "T5EncoderModel"], "text_encoder_2": ["transformers", "T5EncoderModel"]}
+    shutil.copytree(source, folder / "pipeline" / "text_encoder")
+    (folder / "pipeline" / "text_encoder_2").symlink_to("text_encoder")
+    (folder / "pipeline" / "model_index.json").write_text(json.dumps(index))
+    whole = convert_pipeline(folder / "pipeline", folder / "pipeline-fp16", run_model=False)
     return {
         "convert": report,
+        "convert a pipeline": PipelineReport.model_validate(whole.report),
+        "convert its encoder": Report.model_validate(whole.encoders["text_encoder"].report),
         "finetune": descended(report, lineage, FidelityEntry(kl_fp16=1.0)),
         "finetune that goes on": going_on(descended(report, lineage, FidelityEntry(kl_fp16=1.0)), [], "go on: ..."),
         "lineage": lineage,

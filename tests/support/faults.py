@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub import constants
-from support import forked, tiny
+from support import forked, pipelines, tiny
 from support.hub_server import WRITER, HubServer
 from transformers import ByT5Tokenizer
 
@@ -33,7 +33,7 @@ from bf16_to_fp16 import cli
 WRAPPED = ("pwrite", "fsync", "fdatasync", "posix_fallocate")
 """Calls of the os module that no audit event announces."""
 
-AUDITED = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.copyfile")
+AUDITED = ("open", "os.rename", "os.link", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.copyfile")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ JOBS = {
         Job("convert --force", ("convert", "{root}/source", "{root}/out", "--no-audit", "--force"), prepare=replaced),
         Job("convert, audited", ("convert", "{root}/source", "{root}/out")),
         Job("undo", ("undo", "{root}/converted", "{root}/out"), ("converted",)),
+        Job("convert a pipeline", ("convert", "{root}/pipeline", "{root}/out", "--no-audit"), ("pipeline",)),
         Job(
             "finetune",
             ("finetune", "{root}/recipe.yaml", "--set", "source={root}/source", "--set", "out={root}/out"),
@@ -82,6 +83,7 @@ def make_inputs(root: Path) -> Path:
     tiny.save(tiny.build("t5", factor=4.0, **small), root / "source", max_shard_size="20KB")
     ByT5Tokenizer(extra_ids=125).save_pretrained(root / "source")
     assert run(JOBS["convert"], root, out="converted") in (0, 1)
+    pipelines.make(root / "pipeline", {"text_encoder_2": pipelines.encoder(num_layers=1)})
     (root / "text.txt").write_text("".join(f"some text of line {i}, long enough to mask\n" for i in range(40)))
     recipe = {
         "source": "given",

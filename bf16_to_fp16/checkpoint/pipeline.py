@@ -1,0 +1,241 @@
+"""A diffusion pipeline in the layout of diffusers: which folder holds which component, and its files, linked or copied.
+
+``model_index.json`` names the components, each a folder with a config of its own. What is not converted goes into the
+output as hard links, which take no space, survive a move of either folder, and become plain files on another disk; a
+symbolic link would do neither. Small files are copied, since people edit them, and an edit would reach both folders.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .folder import copy, is_weights
+from .formats import RESTORE, read_json
+from .places import local_source
+from .reader import SMALL_FILES, contained, fetched, hub_files
+from .shards import INDEX, WEIGHTS
+
+MODEL_INDEX = "model_index.json"
+
+
+PIPELINE = "fp16_pipeline.json"
+"""What a converted pipeline has of its own: which sub-folders were converted, from what."""
+
+
+LINKED_FROM = 1 << 20
+"""Size in bytes from which on a file is linked and not copied."""
+
+
+NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+"""Errors of a system that has no hard links between two places, or allows none to a file of another user."""
+
+
+VARIANT = "fp16"
+"""The variant of a component's weights that ``from_pretrained(variant="fp16")`` loads."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline that can be converted: its folder, the commit that a Hub id stood for (else None), the sub-folders of
+    its encoders, those that are another name of one of them, those with a variant fp16, its other files, and what is
+    left out, by their names in the folder."""
+
+    folder: Path
+    source: str
+    revision: str | None
+    encoders: tuple[str, ...]
+    same: Mapping[str, str]
+    variants: frozenset[str]
+    others: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def is_pipeline(folder: Path) -> bool:
+    """Return whether a folder is a pipeline of several models."""
+    return (folder / MODEL_INDEX).is_file()
+
+
+def open_pipeline(
+    source: str | Path, wanted: Callable[[Mapping[str, Any]], bool], endpoint: str | None = None
+) -> Pipeline | None:
+    """Return the pipeline that a source (folder or Hub id) is, None for a source that is none.
+
+    wanted: says by a component's config.json whether it is to be converted. Of the Hub's repository only small files
+    are fetched here. Raises UserError for a pipeline that holds nothing to convert, or was converted already.
+    """
+    folder, revision = local_source(source), None
+    if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
+        return None
+    names: Sequence[str] | None = None
+    if folder is None:
+        folder, revision = fetched(str(source), SMALL_FILES, endpoint)
+        if not is_pipeline(folder):
+            return None
+        names = list(hub_files(str(source), folder, endpoint))
+    if (folder / PIPELINE).is_file():
+        raise UserError(f"{source} is a converted pipeline already; convert what it was made from")
+    parts = components(folder)
+    encoders = [name for name in parts if (config := config_of(folder, name)) is not None and wanted(config)]
+    if not encoders:
+        found = f"{source} is a pipeline without a text encoder of the T5 family"
+        raise UserError(f"{found} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
+    homes = {name: (folder / name).resolve() for name in encoders}
+    same = {name: first for name in encoders if (first := next(n for n in encoders if homes[n] == homes[name])) != name}
+    there, left_out = files_below(folder) if names is None else (names, [])
+    return Pipeline(
+        folder,
+        str(source),
+        revision,
+        tuple(name for name in encoders if name not in same),
+        same,
+        frozenset(name for name in encoders if has_variant(there, name)),
+        tuple(
+            name for name in (there if names is None else used(names, parts)) if name.partition("/")[0] not in encoders
+        ),
+        tuple(left_out),
+    )
+
+
+def components(folder: Path) -> list[str]:
+    """Return the components that a pipeline's index names and that have a folder, in its order."""
+    index = read_json(contained(folder, MODEL_INDEX), "index of the pipeline")
+    found = [name for name, kind in index.items() if isinstance(kind, list) and all(isinstance(k, str) for k in kind)]
+    for name in found:
+        if Path(name).parts != (name,) or name.startswith("."):
+            raise UserError(f"{folder / MODEL_INDEX}: {name!r} is not the name of a folder; {RESTORE}")
+    return [name for name in found if (folder / name).is_dir()]
+
+
+def config_of(folder: Path, name: str) -> dict[str, Any] | None:
+    """Return a component's config.json, None where it has none."""
+    path = f"{name}/config.json"
+    return read_json(contained(folder, path), "config") if (folder / path).exists() else None
+
+
+def files_below(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the names of all files below a folder, and the hidden folders (git's, the Hub client's), which are left
+    out; raise UserError for a link that leads out of the folder or in a circle."""
+    found, hidden = [], []
+    for root, folders, names in os.walk(folder, followlinks=True):
+        here = Path(root)
+        for name in sorted(folders):
+            inside = (here / name).relative_to(folder).as_posix()
+            if name.startswith("."):
+                hidden.append(f"{inside}/")
+                continue
+            real = contained(folder, inside).resolve()
+            if real == here.resolve() or real in here.resolve().parents:
+                raise UserError(f"{here / name} is a link to a folder that holds it; remove the link")
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [contained(folder, (here / n).relative_to(folder).as_posix()) for n in sorted(names)]
+    return [path.relative_to(folder).as_posix() for path in found], hidden
+
+
+# --- names of weights ------------------------------------------------------------------------------------------------
+
+
+def variant_of(name: str) -> str | None:
+    """Return the variant that a file of weights or an index is of, such as fp16; None for the default one."""
+    pieces = re.sub(r"-\d+-of-\d+", "", name).split(".")[1:]
+    return next((piece for piece in pieces if piece not in ("safetensors", "bin", "index", "json")), None)
+
+
+def variant_name(name: str, variant: str = VARIANT) -> str:
+    """Return what a file of weights or an index is called as a variant, as transformers and diffusers spell it."""
+    if name == INDEX:
+        return f"{INDEX.removesuffix('.json')}.{variant}.json"
+    stem, shard = re.match(r"([^.-]+)(-\d+-of-\d+)?", name).groups("")  # type: ignore[union-attr]
+    return f"{stem}.{variant}{shard}.safetensors"
+
+
+def has_variant(names: Iterable[str], folder: str = "") -> bool:
+    """Return whether a folder has weights of the variant fp16 in safetensors among the files of these names."""
+    found = (name.removeprefix(f"{folder}/") for name in names if not folder or name.startswith(f"{folder}/"))
+    return any(variant_of(n) == VARIANT for n in found if n.startswith("model") and n.endswith(".safetensors"))
+
+
+def used(sizes: Iterable[str], parts: Sequence[str]) -> list[str]:
+    """Return which files of a repository ``from_pretrained`` uses: small ones, and of each component the weights in
+    safetensors where there are any, else in the older format, and not as a variant where there is a default."""
+    kept: list[str] = []
+    by_folder: dict[str, list[str]] = {name: [] for name in parts}
+    for path in sorted(sizes):
+        folder, _, name = path.partition("/")
+        if not name:
+            if any(fnmatch(path, pattern) for pattern in (*SMALL_FILES, "LICENSE*")):
+                kept.append(path)
+        elif folder in by_folder and "/" not in name:
+            by_folder[folder].append(name)
+    for folder, names in by_folder.items():
+        weights = [name for name in names if is_weights(name)]
+        kept += [f"{folder}/{name}" for name in names if name not in weights]
+        for ending in ("safetensors", "bin"):
+            found = [name for name in weights if re.search(rf"\.{ending}(\.index\.|$)", name)]
+            if chosen := [name for name in found if variant_of(name) is None] or found:
+                kept += [f"{folder}/{name}" for name in chosen]
+                break
+    return sorted(kept)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Brought:
+    """How a file came into an output: its size in bytes, and whether it is a link."""
+
+    nbytes: int
+    linked: bool
+
+
+def bring(folder: Path, names: Iterable[str], target: Path, *, link: bool = True) -> Iterator[Brought]:
+    """Bring files of ``folder`` into ``target``, one after the other: large ones as hard links where the system can and
+    ``link`` allows it, else as copies.
+
+    Raises UserError for what is no regular file or leads out of the folder.
+    """
+    for name in names:
+        file, place = contained(folder, name), target / name
+        nbytes = file.stat().st_size if file.is_file() else 0
+        place.parent.mkdir(parents=True, exist_ok=True)
+        linked = link and nbytes >= LINKED_FROM and linked_to(file, place)
+        if not linked:
+            copy(file, place, folder)
+        yield Brought(nbytes, linked)
+
+
+def linked_to(file: Path, place: Path) -> bool:
+    """Make ``place`` a hard link to a file, or to what that is a link to; return whether it could be made."""
+    try:
+        os.link(file.resolve(), place)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        return False
+    return True
+
+
+def name_variants(folder: Path) -> list[str]:
+    """Give the weights in a converted folder the names of the variant fp16 as well, and return those names.
+
+    The files are the same ones, linked; of the index there is another with the shards' other names.
+    """
+    made = []
+    for path in sorted((*folder.glob("model-*-of-*.safetensors"), *folder.glob(WEIGHTS))):
+        made.append(variant_name(path.name))
+        if not linked_to(path, folder / made[-1]):
+            copy(path, folder / made[-1], folder)
+    if (folder / INDEX).is_file():
+        made.append(variant_name(INDEX))
+        text = (folder / INDEX).read_text(encoding="utf-8")
+        renamed = re.sub(r'"(model-\d+-of-\d+\.safetensors)"', lambda m: f'"{variant_name(m[1])}"', text)
+        (folder / made[-1]).write_text(renamed, encoding="utf-8")
+    return made

@@ -1,0 +1,274 @@
+"""Whole diffusion pipelines: every encoder of the T5 family converted, all else linked or copied, and the way back.
+
+The output is a pipeline like the source. Each converted sub-folder is a converted checkpoint by itself, with its own
+report, page and card, which ``verify``, ``audit``, ``certify`` and ``publish`` take; ``fp16_pipeline.json`` beside
+``model_index.json`` says which they are.
+"""
+
+from __future__ import annotations
+
+import glob
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..checkpoint.folder import is_weights, write_json
+from ..checkpoint.formats import read_json
+from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
+from ..checkpoint.places import written_folder
+from ..checkpoint.reader import contained, fetched, hub_files, own_name
+from ..checkpoint.shards import INDEX
+from ..checkpoint.staging import check_out, staged
+from ..conversion.options import Destination, Options
+from ..environment import SCHEMA
+from ..errors import UserError
+from ..families.known import is_known
+from ..progress import Progress
+from ..quiet import quiet
+from ..report.schema import PipelineEntry, PipelineReport, Report, Source, dump, read
+from ..report.stored import read_origin
+from ..wording import counted, listed
+from .convert import Conversion, convert_by
+from .undo import undo
+from .verify import check_free_space
+
+REWRITTEN = ("config.json", INDEX)
+"""Texts that a conversion writes anew, and ``undo`` brings back as they were."""
+
+
+@dataclass(frozen=True)
+class PipelineConversion:
+    """What ``convert_pipeline`` did: the report of the whole (``fp16_pipeline.json``; empty for a dry run), the folder
+    written (None for a dry run), and the conversion of each encoder by its sub-folder."""
+
+    report: Mapping[str, Any]
+    out: Path | None
+    encoders: Mapping[str, Conversion]
+
+    @property
+    def safe(self) -> bool:
+        """Whether the verdict is safe for every encoder."""
+        return all(done.safe for done in self.encoders.values())
+
+    def __repr__(self) -> str:
+        """Return the verdicts and the folder; the reports would fill screens."""
+        said = ", ".join(f"{name}: {done.report.get('verdict', 'planned')}" for name, done in self.encoders.items())
+        return f"<PipelineConversion: {said}, out={str(self.out)!r}>"
+
+
+def convert_pipeline(
+    source: str | Path,
+    out: str | Path,
+    *,
+    copy: bool = False,
+    dry_run: bool = False,
+    force: bool = False,
+    endpoint: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> PipelineConversion:
+    """Convert every T5-family encoder of a diffusion pipeline (folder or Hub id) to fp16, and bring the rest of the
+    pipeline to ``out`` with them.
+
+    It has as many parameters as ``convert``: those that are not here are the fields of ``Options``. copy: copy the
+    other files instead of linking the large ones. dry_run: plan only, write nothing. force: replace an existing
+    ``out``. endpoint: the Hub's address. Raises UserError for a source that is no such pipeline, and where one of its
+    encoders cannot be converted; ``out`` then does not exist.
+    """
+    pipeline = open_pipeline(source, is_known, endpoint)
+    if pipeline is None:
+        raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
+    place = Destination(Path(out), force=force, dry_run=dry_run)
+    return convert_pipeline_by(Options(**options), pipeline, place, copy=copy, endpoint=endpoint, progress=progress)
+
+
+@quiet()
+def convert_pipeline_by(
+    options: Options,
+    pipeline: Pipeline,
+    place: Destination,
+    *,
+    copy: bool = False,
+    endpoint: str | None = None,
+    progress: Progress | None = None,
+) -> PipelineConversion:
+    """Convert as ``convert_pipeline`` does, by ``options``: the other files first, which costs least, then each
+    encoder."""
+    progress = progress or Progress(quiet=True)
+    options.check()
+    if options.plan is not None and len(pipeline.encoders) > 1:
+        raise UserError(f"--plan is for one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
+    local = pipeline.revision is None
+    place.check(pipeline.folder if local else None)
+    if place.dry_run:
+        planned = {n: converted(options, pipeline, n, place, endpoint, progress) for n in pipeline.encoders}
+        return PipelineConversion({}, None, planned)
+    with staged(place.out, force=place.force) as work:
+        if not local:
+            fetch_others(pipeline, endpoint, progress)
+        brought = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
+        encoders: list[PipelineEntry] = []
+        done: dict[str, Conversion] = {}
+        for name in pipeline.encoders:
+            progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
+            inside = Destination(work / name)
+            done[name] = converted(options, pipeline, name, inside, endpoint, progress)
+            encoders.append(entry_of(pipeline, name, done[name].report))
+        for name, first in pipeline.same.items():
+            [*bring(work / first, files_below(work / first)[0], work / name)]
+            encoders.append(entry_of(pipeline, name, done[first].report, same=first))
+        report = PipelineReport(
+            schema=SCHEMA,
+            verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
+            source=Source(path=pipeline.source if not local else own_name(pipeline.source), revision=pipeline.revision),
+            encoders=encoders,
+            left_out=list(pipeline.left_out),
+            command=command_of(options, pipeline, place.out, copy=copy),
+            environment=read(Report, next(iter(done.values())).report).environment,
+            **brought,
+        )
+        write_json(work / PIPELINE, dump(report))
+    moved = {n: replace(one, out=place.out / n, next=next_of(options, pipeline, n, one, place.out))
+             for n, one in done.items()}  # fmt: skip
+    return PipelineConversion(dump(report), place.out, moved)
+
+
+def converted(
+    options: Options, pipeline: Pipeline, name: str, place: Destination, endpoint: str | None, progress: Progress
+) -> Conversion:
+    """Return what the conversion of one encoder did; an error names its sub-folder."""
+    asked = replace(options, subfolder=name, variant=name in pipeline.variants)
+    done = convert_by(asked, pipeline.source, place, endpoint=endpoint, progress=progress)
+    if not place.dry_run and done.report["source"].get("revision") != pipeline.revision:
+        raise UserError(f"{pipeline.source} was changed on the Hub meanwhile; run the same command again")
+    return done
+
+
+def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -> None:
+    """Download the files of a pipeline that are not converted; raise UserError where the disk has no room for them."""
+    from huggingface_hub import constants
+
+    sizes = hub_files(pipeline.source, pipeline.folder, endpoint)
+    nbytes = sum(sizes[name] for name in pipeline.others if not (pipeline.folder / name).exists())
+    check_free_space(pipeline.source, nbytes, Path(constants.HF_HUB_CACHE))
+    with progress.step(f"Fetching {counted(len(pipeline.others), 'file')} besides the encoders"):
+        fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], endpoint, pipeline.revision)
+
+
+def bring_others(folder: Path, names: Sequence[str], work: Path, *, link: bool, progress: Progress) -> dict[str, int]:
+    """Bring the files that are not converted, and return how many were linked and copied, and their bytes."""
+    linked, nbytes = 0, 0
+    with progress.step(f"Bringing {counted(len(names), 'file')} besides the encoders") as advance:
+        for number, file in enumerate(bring(folder, names, work, link=link), 1):
+            linked, nbytes = linked + file.linked, nbytes + file.nbytes
+            advance(number, len(names))
+    return {"linked": linked, "copied": len(names) - linked, "nbytes": nbytes}
+
+
+def entry_of(pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: str | None = None) -> PipelineEntry:
+    """Return what is recorded of a converted sub-folder."""
+    folder = pipeline.folder / name
+    texts = {n: (folder / n).read_text(encoding="utf-8") for n in REWRITTEN if (folder / n).is_file()}
+    return PipelineEntry(
+        subfolder=name,
+        **({} if same is None else {"same": same}),
+        verdict=report["verdict"],
+        proof=report["proof"],
+        files=files_below(folder)[0],
+        texts=texts,
+    )
+
+
+def command_of(options: Options, pipeline: Pipeline, out: Path, *, copy: bool) -> str:
+    """Return the command line that does the same again."""
+    return options.command(pipeline.source, out) + (" --copy" if copy else "")
+
+
+def next_of(options: Options, pipeline: Pipeline, name: str, done: Conversion, out: Path) -> str:
+    """Return how to go on with an encoder that is unsafe: the finetune leaves a folder beside the pipeline."""
+    if not done.next:
+        return ""
+    return replace(options, subfolder=name).next(read(Report, done.report), pipeline.source, f"{out}-{name}")
+
+
+# --- the way back ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Undone:
+    """What ``undo_pipeline`` wrote: the folder, and the files of the source that cannot be brought back, since the
+    conversion left them out."""
+
+    out: Path
+    missing: tuple[str, ...]
+
+
+def read_pipeline(folder: Path) -> PipelineReport:
+    """Return what a converted pipeline says of itself; raise UserError where it does not."""
+    file = folder / PIPELINE
+    if not file.is_file():
+        raise UserError(f"{folder} is a pipeline that convert did not write; give a converted one, or --subfolder NAME")
+    try:
+        report = read(PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
+    except ValidationError as error:
+        raise UserError(f"{file}: is not what convert writes; convert the pipeline again") from error
+    for entry in report.encoders:
+        for name in (entry.subfolder, *entry.files, *entry.texts):
+            if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts:
+                raise UserError(f"{file}: {name!r} leaves the folder; convert the pipeline again")
+    return report
+
+
+def undo_pipeline(
+    folder: str | Path, out: str | Path, *, force: bool = False, copy: bool = False, progress: Progress | None = None
+) -> Undone:
+    """Write the source of a converted pipeline back: each encoder by the inverse of its plan, with the names and texts
+    that it had, and all else linked (or copied, with ``copy``) as it is.
+
+    Raises UserError where the folder is no converted pipeline.
+    """
+    progress, folder, out = progress or Progress(quiet=True), written_folder(folder), Path(out)
+    report = read_pipeline(folder)
+    check_out(out, folder, force=force)
+    ours = {entry.subfolder for entry in report.encoders}
+    names = [n for n in files_below(folder)[0] if n != PIPELINE and n.partition("/")[0] not in ours]
+    missing: list[str] = []
+    with staged(out, force=force) as work:
+        bring_others(folder, names, work, link=not copy, progress=progress)
+        for entry in report.encoders:
+            back = work / entry.subfolder
+            undo(folder / entry.subfolder, back, progress=progress)
+            missing += [f"{entry.subfolder}/{name}" for name in as_it_was(back, entry, folder / entry.subfolder)]
+    return Undone(out, tuple(missing))
+
+
+def as_it_was(back: Path, entry: PipelineEntry, converted: Path) -> list[str]:
+    """Give an encoder that was brought back the files and texts of the source, and return the names of those that it
+    cannot have.
+
+    Weights of a pickle, or in other shards than the output's, come back under other names and with an index of their
+    own.
+    """
+    weights = set(read_origin(converted).sha256)
+    for name in files_below(back)[0]:
+        if name not in entry.files and not is_weights(name):
+            (back / name).unlink()  # the tokenizer's, which convert laid beside the weights
+    renamed = {name for name in weights if not (back / name).is_file()}
+    for name, text in entry.texts.items():
+        if name != INDEX or not renamed:
+            (back / name).write_text(text, encoding="utf-8")
+    indexes = {name for name in entry.files if name.endswith(".index.json")} if renamed else set()
+    return [name for name in entry.files if not (back / name).is_file() and name not in renamed | indexes]
+
+
+def check_no_pipeline(folder: Path) -> None:
+    """Raise UserError for the folder of a whole pipeline, with the folders in it that can be given instead."""
+    if is_pipeline(folder):
+        names = [shlex.quote(str(folder / entry.subfolder)) for entry in read_pipeline(folder).encoders]
+        raise UserError(
+            f"{folder} is a pipeline of several models; give what was converted in it: {listed(names, 'or')}"
+        )

@@ -1,0 +1,406 @@
+"""Whole pipelines: every T5 encoder is converted where ``from_pretrained`` looks for it, all else is there byte for
+byte, and ``undo`` gives the source back."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import constants
+from support import pipelines, tiny
+from support.hub_server import WRITER, HubServer
+from support.pipelines import TRANSFORMER, contents
+
+from bf16_to_fp16 import UserError, convert_pipeline, undo_pipeline
+from bf16_to_fp16.checkpoint.pipeline import used, variant_name, variant_of
+from bf16_to_fp16.cli import main
+
+IDS = torch.tensor([[5, 9, 2, 77, 1]])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline like SD3's: two encoders of the T5 family, of which one has the variant fp16 and one is in shards."""
+    folder = tmp_path_factory.mktemp("theirs") / "sd"
+    encoders = {"text_encoder": pipelines.encoder(), "text_encoder_3": pipelines.encoder("umt5-encoder", seed=1)}
+    pipelines.make(folder, encoders)
+    shutil.rmtree(folder / "text_encoder_3")
+    tiny.save(encoders["text_encoder_3"], folder / "text_encoder_3", max_shard_size="20KB")
+    for name in ("text_encoder", "text_encoder_3"):
+        encoders[name].to(torch.float16).save_pretrained(folder / name, variant="fp16", max_shard_size="20KB")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("theirs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def out(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It, converted."""
+    out = tmp_path_factory.mktemp("ours") / "sd-fp16"
+    assert main(["convert", str(source), str(out), "--no-audit"]) == 0
+    return out
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A pipeline with one encoder."""
+    return pipelines.make(tmp_path / "flux", {"text_encoder_2": pipelines.encoder()})
+
+
+def states(folder: Path, name: str, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    """Return the last states of a component that stock code loads as the pipeline's index says."""
+    library, kind = json.loads((folder / "model_index.json").read_text())[name]
+    assert library == "transformers"
+    model = getattr(transformers, kind).from_pretrained(folder, subfolder=name, dtype=dtype, **options).to(dtype)
+    with torch.no_grad():
+        return model.eval()(IDS)[0].float()
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Return the one line of a command that is refused."""
+    capsys.readouterr()
+    assert main([*map(str, words)]) == 2
+    printed = capsys.readouterr()
+    lines = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert printed.out == "" and len(lines) == 1
+    return lines[0]
+
+
+# --- what is converted -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["text_encoder", "text_encoder_3"])
+@pytest.mark.parametrize("options", [{}, {"variant": "fp16"}], ids=["default", "variant"])
+def test_stock_code_loads_the_converted_encoder_whichever_variant_is_asked_for(
+    name: str, options: dict[str, str], source: Path, out: Path
+) -> None:
+    wanted = states(source, name, torch.float32)
+    # The stock class clamps what overflows, so that the source's are wrong and finite.
+    for folder, least, most in ((source, 0.5, 2), (out, 0, 0.01)):
+        error = (states(folder, name, torch.float16, **options) - wanted).norm() / wanted.norm()
+        assert least <= error < most
+
+
+def test_no_index_of_another_variant_or_other_shards_is_left(source: Path, tmp_path: Path) -> None:
+    convert_pipeline(source, tmp_path / "out", run_model=False, max_shard_size=10**9)
+    names = {path.name for path in (tmp_path / "out" / "text_encoder_3").iterdir()}
+    assert {name for name in names if "model" in name} == {"model.safetensors", "model.fp16.safetensors"}
+    assert "model.safetensors.index.fp16.json" in {path.name for path in (source / "text_encoder_3").iterdir()}
+
+
+def test_the_rest_is_byte_for_byte_and_large_files_take_no_space(source: Path, out: Path) -> None:
+    before, after = contents(source), contents(out)
+    rest = {name for name in before if not name.startswith(("text_encoder/", "text_encoder_3/", ".git/"))}
+    assert len(rest) > 10 and {n: before[n] for n in rest} == {n: after[n] for n in rest}
+    assert {n for n in after if not n.startswith(("text_encoder/", "text_encoder_3/"))} == {*rest, "fp16_pipeline.json"}
+    assert (out / TRANSFORMER).samefile(source / TRANSFORMER)
+    # What people edit is not shared, and nothing is a symbolic link, which a move would break.
+    assert not (out / "model_index.json").samefile(source / "model_index.json")
+    assert not [path for path in out.rglob("*") if path.is_symlink()]
+
+
+def test_report_page_card_and_path_name_the_subfolder(out: Path) -> None:
+    for name in ("text_encoder", "text_encoder_3"):
+        report = json.loads((out / name / "fp16_report.json").read_text())
+        assert (report["source"]["path"], report["source"]["subfolder"]) == (f"sd/{name}", name)
+        assert f"<title>sd/{name}" in (out / name / "fp16_report.html").read_text()
+        assert f"# `sd/{name}` in fp16" in (out / name / "README.md").read_text()
+    whole = json.loads((out / "fp16_pipeline.json").read_text())
+    assert [(e["subfolder"], e["verdict"]) for e in whole["encoders"]] == [
+        ("text_encoder", "safe"),
+        ("text_encoder_3", "safe"),
+    ]
+    assert whole["left_out"] == [".git/"] and whole["command"] == "bf16-to-fp16 convert sd sd-fp16 --no-audit"
+
+
+def test_every_part_is_verified_by_its_name_and_the_whole_says_which(
+    out: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = error_of(capsys, "verify", out)
+    assert said.endswith("has no fp16_report.json of its own; give --subfolder text_encoder or text_encoder_3")
+    original = ("--original", str(source / "text_encoder_3"))
+    assert main(["verify", str(out), "--subfolder", "text_encoder_3", "--no-audit", *original]) == 0
+    assert main(["certify", str(out), "--subfolder", "text_encoder"]) == 0
+    for command in ("audit", "certify"):
+        assert "name one with --subfolder: text_encoder or text_encoder_3" in error_of(capsys, command, out)
+    assert str(out / "text_encoder_3") in error_of(capsys, "publish", out, "me/sd", "--dry-run")
+    assert "is a converted pipeline already" in error_of(capsys, "convert", out, f"{out}-2")
+
+
+def test_one_unsafe_encoder_makes_the_whole_unsafe_and_each_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = pipelines.encoder(seed=2)
+    with torch.no_grad():  # scores, which no exponent moves
+        for part in ("q", "k"):
+            getattr(broken.encoder.block[0].layer[0].SelfAttention, part).weight.mul_(2000)
+    folder = pipelines.make(tmp_path / "sd", {"text_encoder": pipelines.encoder(), "text_encoder_2": broken})
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--no-audit", "--json", "-"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["verdict"] == "unsafe"
+    assert [said["reports"][e["subfolder"]]["verdict"] for e in said["encoders"]] == ["safe", "unsafe"]
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--no-audit", "--force"]) == 1
+    printed = capsys.readouterr().out
+    assert "pipeline: unsafe: text_encoder_2 can overflow" in printed
+    assert '"subfolder": "text_encoder_2"' in printed and f"{tmp_path}/out-text_encoder_2-finetuned" in printed
+
+
+def test_a_component_under_two_names_is_converted_once_and_there_twice(small: Path, tmp_path: Path) -> None:
+    (small / "text_encoder_3").symlink_to("text_encoder_2")
+    index = json.loads((small / "model_index.json").read_text())
+    (small / "model_index.json").write_text(json.dumps(index | {"text_encoder_3": index["text_encoder_2"]}))
+    done = convert_pipeline(small, tmp_path / "out", run_model=False)
+    assert list(done.encoders) == ["text_encoder_2"] and done.safe
+    assert [entry.get("same") for entry in done.report["encoders"]] == [None, "text_encoder_2"]
+    two, three = (contents(tmp_path / "out" / f"text_encoder_{n}") for n in (2, 3))
+    assert two == three and len(two) > 4
+    back = undo_pipeline(tmp_path / "out", tmp_path / "back")
+    before, after = contents(small), contents(back.out)
+    three = {name: after.pop(name) for name in list(after) if name.startswith("text_encoder_3/")}
+    assert after == before and not back.missing
+    assert {name.replace("_3/", "_2/"): data for name, data in three.items()}.items() <= before.items() and three
+
+
+def test_text_is_read_with_the_tokenizer_that_the_pipeline_has_for_the_encoder(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a lighthouse in a storm\nthree red cubes\n")
+    inputs = convert_pipeline(small, tmp_path / "out", data=str(tmp_path / "text.txt"))
+    report = inputs.encoders["text_encoder_2"].report
+    assert report["inputs"]["data"]["rows"] == 2 and report["regimes"]["half"]["nonfinite"] == 0
+
+
+# --- the way back ----------------------------------------------------------------------------------------------------
+
+
+def test_undo_gives_every_file_back_and_names_those_that_were_left_out(
+    source: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = Path(shutil.copytree(out, tmp_path / "moved"))  # links become plain files
+    assert main(["undo", str(moved), str(tmp_path / "back")]) == 0
+    before, after = contents(source), contents(tmp_path / "back")
+    variants = {name for name in before if "/model" in name and ".fp16" in name}
+    assert len(variants) > 2
+    # Weights, configs and indexes too, to the byte.
+    assert after == {n: data for n, data in before.items() if n not in variants and not n.startswith(".git/")}
+    said = capsys.readouterr().out
+    assert all(name in said for name in variants) and "bit for bit" in said
+    assert main(["undo", str(out), str(tmp_path / "one"), "--subfolder", "text_encoder"]) == 0
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == before["text_encoder/model.safetensors"]
+
+
+@pytest.mark.parametrize("kept_as", ["a pickle", "other shards"])
+def test_weights_whose_files_were_others_come_back_in_files_that_load(
+    kept_as: str, source: Path, tmp_path: Path
+) -> None:
+    theirs, most = Path(shutil.copytree(source, tmp_path / "theirs")), None if kept_as == "a pickle" else 10**9
+    if kept_as == "a pickle":
+        for name in ("text_encoder", "text_encoder_3"):
+            for path in (theirs / name).glob("model*"):
+                path.unlink()
+            model = pipelines.encoder("umt5-encoder", seed=1) if name.endswith("3") else pipelines.encoder()
+            torch.save(model.to(torch.bfloat16).state_dict(), theirs / name / "pytorch_model.bin")
+    convert_pipeline(theirs, tmp_path / "out", run_model=False, max_shard_size=most)
+    back = undo_pipeline(tmp_path / "out", tmp_path / "back")
+    assert not [name for name in back.missing if "fp16" not in name]
+    for name in ("text_encoder", "text_encoder_3"):
+        assert torch.equal(states(back.out, name, torch.float32), states(source, name, torch.float32))
+        assert not list((back.out / name).glob("*.index.json")) or kept_as == "a pickle"
+
+
+def test_undo_of_what_is_no_converted_pipeline_is_one_line(
+    small: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "is a pipeline that convert did not write" in error_of(capsys, "undo", small, tmp_path / "back")
+    with pytest.raises(UserError, match="overlaps the source"):
+        undo_pipeline(out, out / "back")
+    copy = Path(shutil.copytree(out, tmp_path / "copy"))
+    record = json.loads((copy / "fp16_pipeline.json").read_text())
+    record["encoders"][0]["texts"] = {"../../escaped": "x"}
+    (copy / "fp16_pipeline.json").write_text(json.dumps(record))
+    assert "'../../escaped' leaves the folder" in error_of(capsys, "undo", copy, tmp_path / "back")
+    assert not (tmp_path / "back").exists() and not (tmp_path / "escaped").exists()
+
+
+# --- where it goes ---------------------------------------------------------------------------------------------------
+
+
+def test_copies_where_it_is_asked_or_no_link_can_be_made(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = convert_pipeline(small, tmp_path / "copied", run_model=False, copy=True)
+    assert not (tmp_path / "copied" / TRANSFORMER).samefile(small / TRANSFORMER) and copied.report["linked"] == 0
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", refuse)
+        convert_pipeline(small, tmp_path / "elsewhere", run_model=False)
+    for name in ("copied", "elsewhere"):
+        assert (tmp_path / name / TRANSFORMER).read_bytes() == (small / TRANSFORMER).read_bytes()
+
+
+def test_an_encoder_that_cannot_be_converted_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoders = {"text_encoder": pipelines.encoder(), "text_encoder_2": pipelines.encoder()}
+    folder = pipelines.make(tmp_path / "sd", encoders)
+    (folder / "text_encoder_2" / "model.safetensors").write_bytes(b"cut short")
+    before = contents(folder)
+    assert "text_encoder_2/model.safetensors" in error_of(capsys, "convert", folder, tmp_path / "out", "--no-audit")
+    assert [path.name for path in tmp_path.iterdir()] == ["sd"] and contents(folder) == before
+
+
+def test_what_is_in_the_way_is_one_line(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "older").write_text("older")
+    assert "give --force to replace it" in error_of(capsys, "convert", small, tmp_path / "out")
+    for out in (small, small / "out"):
+        assert "overlaps the source" in error_of(capsys, "convert", small, out, "--force")
+    said = error_of(capsys, "convert", small, tmp_path / "new", "--finetune", small / "model_index.json")
+    assert "--finetune takes one model" in said
+    one = small / "text_encoder_2"
+    assert "--copy is for whole pipelines" in error_of(capsys, "convert", one, tmp_path / "new", "--copy")
+    assert main(["convert", str(small), str(tmp_path / "out"), "--no-audit", "--force"]) == 0
+    assert not (tmp_path / "out" / "older").exists()
+    assert main(["convert", str(small), "--dry-run", "--no-audit"]) == 0
+    assert "text_encoder_2" in capsys.readouterr().out and not (tmp_path / "new").exists()
+
+
+def test_a_pipeline_without_a_t5_is_refused_and_a_link_out_of_it_too(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret").write_text("theirs")
+    (small / "vae" / "notes.txt").symlink_to(tmp_path / "secret")
+    assert "outside the folder" in error_of(capsys, "convert", small, tmp_path / "out")
+    (small / "vae" / "notes.txt").unlink()
+    (small / "vae" / "loop").symlink_to(small)
+    assert "is a link to a folder that holds it" in error_of(capsys, "convert", small, tmp_path / "out")
+    (small / "vae" / "loop").unlink()
+    shutil.rmtree(small / "text_encoder_2")
+    assert "is a pipeline without a text encoder of the T5 family" in error_of(
+        capsys, "convert", small, tmp_path / "out"
+    )
+    (small / "model_index.json").write_text('{"../vae": ["diffusers", "AModel"]}')
+    assert "'../vae' is not the name of a folder" in error_of(capsys, "convert", small, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_only_a_variant_are_named_with_what_to_do(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small / "text_encoder_2" / "model.safetensors").rename(small / "text_encoder_2" / "model.fp16.safetensors")
+    said = error_of(capsys, "convert", small, tmp_path / "out", "--no-audit")
+    assert "rename model.fp16.safetensors to model.safetensors" in said
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("model.safetensors", None),
+        ("model-00001-of-00002.safetensors", None),
+        ("model.safetensors.index.json", None),
+        ("model.fp16.safetensors", "fp16"),
+        ("model.fp16-00001-of-00002.safetensors", "fp16"),
+        ("model-00001-of-00002.fp16.safetensors", "fp16"),
+        ("model.safetensors.index.fp16.json", "fp16"),
+        ("diffusion_pytorch_model.non_ema.bin", "non_ema"),
+    ],
+)
+def test_the_variant_of_a_file_is_in_its_name(name: str, variant: str | None) -> None:
+    assert variant_of(name) == variant
+
+
+def test_variants_are_spelled_as_transformers_spells_them() -> None:
+    from transformers.modeling_utils import _add_variant
+
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        assert variant_name(name) == _add_variant(name, "fp16")
+
+
+def test_of_a_repository_only_what_from_pretrained_uses_is_wanted() -> None:
+    names = [
+        *("model_index.json", "README.md", "flux1-dev.safetensors", "picture.png", "LICENSE.md"),
+        *("vae/config.json", "vae/diffusion_pytorch_model.bin", "vae/diffusion_pytorch_model.safetensors"),
+        *("vae/diffusion_pytorch_model.fp16.safetensors", "vae/flax_model.msgpack", "vae/onnx/model.onnx"),
+        *("unet/config.json", "unet/diffusion_pytorch_model.fp16.bin", "vae_decoder/model.onnx"),
+        *("tokenizer_2/spiece.model", "tokenizer_2/tokenizer.json", "old/x.json"),
+    ]
+    assert used(names, ["vae", "unet", "tokenizer_2"]) == sorted(
+        [
+            *("model_index.json", "README.md", "LICENSE.md"),
+            *("vae/config.json", "vae/diffusion_pytorch_model.safetensors"),
+            *("unet/config.json", "unet/diffusion_pytorch_model.fp16.bin"),
+            *("tokenizer_2/spiece.model", "tokenizer_2/tokenizer.json"),
+        ]
+    )
+
+
+# --- the Hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    """A Hub, and a cache of the test's own."""
+    server = HubServer().start()
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield server
+    server.stop()
+
+
+def test_a_pipeline_on_the_hub_is_fetched_as_far_as_it_is_used_and_linked_from_the_cache(
+    small: Path, tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = contents(small)
+    unused = ("flux1.safetensors", "vae/diffusion_pytorch_model.bin", "text_encoder_2/model.fp16.safetensors")
+    repo = hub.add("me/flux", files | dict.fromkeys(unused, b"other weights"))
+    words = ("--no-audit", "--endpoint", hub.endpoint)
+    assert main(["convert", "me/flux@main", str(tmp_path / "out"), *words]) == 0
+    assert hub.count(r"resolve/.*(flux1\.safetensors|\.bin|fp16\.safetensors)") == 0
+    after = contents(tmp_path / "out")
+    rest = {name for name in files if not name.startswith("text_encoder_2/")}
+    assert {n: files[n] for n in rest} == {n: after[n] for n in rest}
+    blobs = {path.stat().st_ino for path in (tmp_path / "cache").rglob("blobs/*")}
+    assert (tmp_path / "out" / TRANSFORMER).stat().st_ino in blobs
+    assert after["text_encoder_2/model.fp16.safetensors"] == after["text_encoder_2/model.safetensors"]
+    source = json.loads(after["text_encoder_2/fp16_report.json"])["source"]
+    assert source["subfolder"] == "text_encoder_2" and source["revision"] == repo.resolve("main")
+    card = after["text_encoder_2/README.md"].decode()
+    assert "base_model: me/flux\n" in card and "sub-folder `text_encoder_2`" in card
+    assert json.loads(after["fp16_pipeline.json"])["source"]["revision"] == repo.resolve("main")
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_symlink()]
+
+
+def test_what_changes_on_the_hub_meanwhile_is_noticed_and_a_full_cache_too(
+    small: Path, tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = hub.add("me/flux", contents(small))
+
+    def pushed(count: int) -> bool:
+        if count > 0 and "resolve" in hub.seen[-1] and TRANSFORMER in hub.seen[-1] and len(repo.commits) == 1:
+            repo.commit(contents(small) | {"text_encoder_2/README.md": b"another"}, "meanwhile", "main")
+        return False
+
+    words = ("convert", "me/flux", tmp_path / "out", "--no-audit", "--endpoint", hub.endpoint)
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage(tmp_path)
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        assert "needs 2.2 MB and the disk of the cache has 1.0 kB" in error_of(capsys, *words)
+    hub.struck = pushed
+    assert "me/flux was changed on the Hub meanwhile" in error_of(capsys, *words)
+    assert not (tmp_path / "out").exists() and len(repo.commits) == 2
+    assert main([*map(str, words)]) == 0
+
+
+def test_python_refuses_one_model_in_a_line(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no model_index\.json, so it is no pipeline"):
+        convert_pipeline(small / "text_encoder_2", tmp_path / "out")
