@@ -9,9 +9,9 @@ The checkpoints are made here from those that the repository has. "scores", "gat
 was trained until all three pass 65504, with the bounds of the other two brought under it, so that one kind is left.
 "Pegasus": the demo with a constant added to one head's keys, c·u with u the mean direction of the queries, up to scores
 of 170,000; all keys of a query get the same, so that softmax and logits stay as they are. "late Pegasus": the demo with
-a residual stream that is small in the first two layers of either stack (standard deviations of 0.3 to 1) and 5003 times
-larger after them, past a million: the second feed-forward also copies what its norm gives, so much larger that what
-was there no longer shows, and what the layers behind it write is multiplied to match. An exponent for the whole stream
+a residual stream that is small in the first two layers of either stack (standard deviations of 0.3 to 1) and 50,033
+times larger after them, past ten million: the second feed-forward also copies what its norm gives, so much larger that
+what was there no longer shows, and what the layers behind it write is multiplied to match. An exponent for the stream
 that holds the late layers brings the early ones under LayerNorm's eps, which stays. But for the arm the recipe is five
 lines:
 
@@ -64,7 +64,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 SCORES = 170_000.0
 
-SMALL, LARGER, COPIES = 1 / 1013, 5003.0, 1
+SMALL, LARGER, COPIES = 1 / 1013, 50_033.0, 1
 """The factor on the whole stream of the late Pegasus, on what comes after it has been copied, and the layer in which it
 is."""
 
@@ -147,7 +147,7 @@ def make_pegasus(folder: Path) -> None:
 
 @torch.no_grad()
 def make_late_pegasus(folder: Path) -> None:
-    """Write the demo Pegasus with a residual stream that is small early and past a million late."""
+    """Write the demo Pegasus with a residual stream that is small early and past ten million late."""
     demo = load(PEGASUS, torch.float32)
     spread: dict[str, float] = {}
     for path, module in demo.named_modules():

@@ -17,9 +17,9 @@ penalty" is what to compare with.
 
 The mean square and the L8 norm need a coefficient, for each start their own. Powers of ten are tried, in runs of all
 the steps with the first seed, until the best has a worse one on either side: the best gets to 3 bits in the fewest
-steps without raising the held-out loss by more than 5% over that without penalty; where none does, it is the one with the
-most headroom among those that keep the loss. The other seeds are run with that one. The hinge has the weights that dual
-ascent gives it, as ours.
+steps without raising the held-out loss by more than 5% over that without penalty; where none does, it is the one with
+the most headroom among those that keep the loss. The other seeds are run with that one. The hinge has the weights that
+dual ascent gives it, as ours.
 
 The second trains without penalty, rescaling or teacher, as anybody would finetune the checkpoint in fp16, and counts
 the steps that are skipped because a value or a gradient is not finite. The third finetunes a byte-level T5 of 57
