@@ -22,8 +22,8 @@ lines:
     penalty: {certify: true}
 
 Held-out loss and KL to the original are those of the run's first and last evaluation; "over" counts the bounds of the
-written checkpoint that pass their limits, with the worst excess; times are of the whole finetune, audit included, and in
-brackets what it took of the processors' time, which other work does not change.
+written checkpoint that pass their limits, with the worst excess; times are of the whole finetune, audit included, in
+brackets what it took of the processors' time, which other work changes little.
 """
 
 from __future__ import annotations
@@ -252,7 +252,9 @@ def main() -> None:
     if unknown := set(args.kinds) - set(kinds):
         parser.error(f"unknown kind {min(unknown)!r}; choose of {', '.join(kinds)}")
     torch.set_num_threads(args.threads)
-    print("| checkpoint | trained with | verdict | bounds over | headroom (bits) | held-out loss | KL | seconds (of processors) |")
+    print(
+        "| checkpoint | trained with | verdict | bounds over | headroom (bits) | held-out loss | KL | seconds (CPU) |"
+    )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         for kind in args.kinds or kinds:
