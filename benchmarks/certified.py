@@ -1,6 +1,6 @@
 """What it takes to finetune a checkpoint until no input can overflow it, and what that costs: kinds of hard
-checkpoints, each rescaled alone, with the activation-magnitude penalty alone, with the bounds held alone, with both, and
-with both where the bounds are a term of the loss instead.
+checkpoints, each rescaled alone, with the activation-magnitude penalty alone, with the bounds held alone, with both,
+and with both where the bounds are a term of the loss instead.
 
     python benchmarks/certified.py                # all kinds and arms: about forty minutes on one core
     python benchmarks/certified.py scores gate --arms both "both, bounds in the loss"
