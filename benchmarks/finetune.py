@@ -1,6 +1,6 @@
 """How much finetuning it takes: steps until every activation has 1 and 3 bits of headroom in fp16, and what that costs
-in quality, for the activation-magnitude penalty and the mean-square penalty, each from the weights as trained in bf16
-and from rescaled ones.
+in quality, for the activation-magnitude penalty and three other forms, each from the weights as trained in bf16 and
+from rescaled ones.
 
     python benchmarks/finetune.py --work WORK    # the comparison; what WORK holds is not computed again
     python benchmarks/finetune.py --amp 500      # ordinary finetuning under fp16 AMP, before and after convert
@@ -15,10 +15,11 @@ level counts as reached at the first step from which the next 10 stay there. Qua
 over the original's, and the KL to the original; since all are trained on the kind of text on which they are judged, "no
 penalty" is what to compare with.
 
-The mean square needs a coefficient, for each start its own. Powers of ten are tried, in runs of all the steps with the
-first seed, until the best has a worse one on either side: the best gets to 3 bits in the fewest steps without raising
-the held-out loss by more than 5% over that without penalty; where none does, it is the one with the most headroom among
-those that keep the loss. The other seeds are run with that one.
+The mean square and the L8 norm need a coefficient, for each start their own. Powers of ten are tried, in runs of all
+the steps with the first seed, until the best has a worse one on either side: the best gets to 3 bits in the fewest
+steps without raising the held-out loss by more than 5% over that without penalty; where none does, it is the one with
+the most headroom among those that keep the loss. The other seeds are run with that one. The hinge has the weights that
+dual ascent gives it, as ours.
 
 The second trains without penalty, rescaling or teacher, as anybody would finetune the checkpoint in fp16, and counts
 the steps that are skipped because a value or a gradient is not finite. The third finetunes a byte-level T5 of 57
@@ -65,11 +66,12 @@ LEVELS = (1.0, 3.0)
 STAYS = 10
 
 STARTS = {"rescaled": True, "bf16": False}
-GOAL = {"form": "smooth-max", "headroom_bits": max(LEVELS) + 0.25}
+CALLED = {"rescaled": "rescaled", "bf16": "as trained"}
+FORMS = {"smooth-max": "penalty", "mean-square": "mean square", "hinge": "hinge", "lp": "L8 norm"}
 IDLE = {"form": "amax", "weight": 0.0}
 
-FIRST_COEFFICIENT = {"rescaled": -3, "bf16": -5}
-"""Powers of ten at which the search for the mean square's coefficient begins; rescaling makes the squares smaller."""
+FIRST_COEFFICIENT = {"mean-square": {"rescaled": -3, "bf16": -5}, "lp": {"rescaled": -4, "bf16": -6}}
+"""Powers of ten at which the search for a coefficient begins; rescaling makes the values smaller."""
 
 MOST_LOSS = 1.05
 """Times the held-out loss without penalty that a coefficient may cost."""
@@ -142,11 +144,12 @@ class Bench:
         place, source = self.start(rescale), open_checkpoint(recipe.source)
         # Not by train, which would rescale until the plan itself has the headroom that is asked for.
         corpus = open_corpus(recipe.data, source.folder, load_config(source.folder), seed=recipe.data_seed)
-        teacher = make_teacher(source, recipe, torch.device("cpu"))
+        accelerator = make_accelerator(recipe)
+        teacher = make_teacher(source, recipe, accelerator)
         student = load(place, torch.float32, attention="eager")
         student.set_input_embeddings(student.get_input_embeddings())
         log = RunLog(run / "log.jsonl", Wandb(), run, "", {})
-        Trainer(recipe, student, teacher, corpus, run, make_accelerator(recipe), log=log).train()
+        Trainer(recipe, student, teacher, corpus, run, accelerator, log=log).train()
         log.close()
         rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         evaluations = [row["evaluation"] for row in rows if "evaluation" in row]
@@ -215,38 +218,40 @@ HEADER = """| {} | steps to 1 bit | steps to 3 bits | bits at the end | held-out
 |---|---|---|---|---|---|"""
 
 
-def compare(bench: Bench, seeds: Sequence[int], coefficients: dict[str, float] | None = None) -> dict[str, Any]:
-    """Print the tables of one demo and return the curves of the first seed.
+def coefficient_of(bench: Bench, form: str, start: str, seed: int, plain: dict[str, Any]) -> int:
+    """Search for the power of ten that suits a form, print what each is worth, and return the best."""
 
-    coefficients: of the mean square, by start; else they are searched for, and the search is printed too.
-    """
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for start, first in FIRST_COEFFICIENT.items():
-        prefix = "as trained" if start == "bf16" else "rescaled"
-        runs[f"{prefix}, no penalty"] = plain = [
-            bench.run(start, IDLE, seed) for seed in seeds[: None if start == "bf16" else 1]
-        ]
-        runs[f"{prefix}, then penalty"] = [bench.run(start, GOAL, seed) for seed in seeds]
+    def run(power: int) -> dict[str, Any]:
+        return bench.run(start, {"form": form, "weight": 10.0**power}, seed)
 
-        def squares(power: int, seed: int, start: str = start) -> dict[str, Any]:
-            return bench.run(start, {"form": "mean-square", "weight": 10.0**power}, seed)
+    best, tried = interior(FIRST_COEFFICIENT[form][start], lambda power: worth(run(power), plain))
+    print(f"\n{bench.demo}, {FORMS[form]}, {CALLED[start]}\n\n" + HEADER.format("coefficient"))
+    for power in tried:
+        mark = "**" if power == best else ""
+        print(line_of(f"{mark}1e{power}{mark}", [run(power)]), flush=True)
+    return best
 
-        if coefficients is None:
-            best, tried = interior(first, lambda power: worth(squares(power, seeds[0]), plain[0]))  # noqa: B023
-            print(f"\n{bench.demo}, mean square, {prefix}\n\n" + HEADER.format("coefficient"))
-            for power in tried:
-                print(line_of(f"{'**' * (power == best)}1e{power}{'**' * (power == best)}", [squares(power, seeds[0])]))
-            coefficient = best
-        else:
-            coefficient = round(math.log10(coefficients[start]))
-        name = f"{prefix}, then mean square, 1e{coefficient}"
-        runs[name] = [squares(coefficient, seed) for seed in seeds]
-    original = statistics.mean(r["before"]["held_out_loss"] for r in next(iter(runs.values())))
-    print(f"\n{bench.demo} demo, {len(seeds)} seeds, held-out loss of the original {original:.3f}\n")
+
+Curve = list[tuple[int, float]]
+
+
+def compare(bench: Bench, seeds: Sequence[int], forms: Sequence[str]) -> dict[tuple[str, str], Curve]:
+    """Print the tables of one demo and return the curves of the first seed by start and method."""
+    runs = {(start, "no penalty"): [bench.run(start, IDLE, seed) for seed in seeds] for start in STARTS}
+    for form in forms:
+        for start in STARTS:
+            penalty: dict[str, Any] = {"form": form, "headroom_bits": max(LEVELS) + 0.25}
+            name = FORMS[form]
+            if form in FIRST_COEFFICIENT:
+                power = coefficient_of(bench, form, start, seeds[0], runs[start, "no penalty"][0])
+                penalty, name = {"form": form, "weight": 10.0**power}, f"{name}, 1e{power}"
+            runs[start, name] = [bench.run(start, penalty, seed) for seed in seeds]
+    original = spread([r["before"]["held_out_loss"] for r in runs["bf16", "no penalty"]], ".3f")
+    print(f"\n{bench.demo} demo, {bench.steps} steps, {len(seeds)} seeds, held-out loss of the original {original}\n")
     print(HEADER.format("method"))
-    for name, found in runs.items():
-        print(line_of(name, found), flush=True)
-    return {name: found[0]["headroom"] for name, found in runs.items()}
+    for (start, name), found in sorted(runs.items(), key=lambda item: list(STARTS).index(item[0][0])):
+        print(line_of(f"{CALLED[start]}, {name}", found), flush=True)
+    return {key: found[0]["headroom"] for key, found in runs.items()}
 
 
 def amp_recipe(demo: str, source: Path, out: Path, steps: int) -> Any:
@@ -391,29 +396,34 @@ def cost(steps: int) -> None:
             print(f"| {name} | {seconds:.2f} | {seconds / plain:.2f} |", flush=True)
 
 
-def draw(curves: dict[str, dict[str, list[tuple[int, float]]]], path: Path) -> None:
-    """Draw headroom against steps, one panel for each model."""
+def draw(curves: dict[str, dict[tuple[str, str], Curve]], path: Path) -> None:
+    """Draw headroom against steps, one panel for each start of each model."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams |= {"svg.hashsalt": "bf16_to_fp16", "svg.fonttype": "none", "font.size": 9}
     from matplotlib import pyplot as plt
 
-    colours = ("#5a626d", "#1f5fa8", "#b25c00")
-    figure, panels = plt.subplots(
-        1, len(curves), figsize=(6 * len(curves), 3.8), sharey=True, squeeze=False, layout="constrained"
+    colours = dict(
+        zip(("no penalty", *FORMS.values()), ("#5a626d", "#1f5fa8", "#b25c00", "#3c7d3f", "#8a4a9c"), strict=True)
     )
-    for panel, (demo, methods) in zip(panels[0], curves.items(), strict=True):
-        for number, (name, points) in enumerate(methods.items()):
-            look = {"color": colours[number % 3], "linestyle": "-" if number < 3 else "--"}
-            panel.plot([s for s, _ in points], [max(h, -8) for _, h in points], label=name, linewidth=1.6, **look)
-        for level in (0, *LEVELS):
-            panel.axhline(level, color="0.5", linewidth=0.8, linestyle=":")
-        panel.set_title(f"{demo} demo")
-        panel.set_xlabel("step")
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=7.5)
-    panels[0][0].set_ylabel("headroom in fp16 (bits)")
+    figure, panels = plt.subplots(
+        len(curves), len(STARTS), figsize=(9.5, 3.6 * len(curves)), sharey="row", squeeze=False, layout="constrained"
+    )
+    for row, (demo, methods) in zip(panels, curves.items(), strict=True):
+        for panel, start in zip(row, STARTS, strict=True):
+            for name, points in ((name, points) for (begun, name), points in methods.items() if begun == start):
+                colour = colours[name.partition(",")[0]]
+                panel.plot(
+                    [s for s, _ in points], [max(h, -8) for _, h in points], label=name, linewidth=1.6, color=colour
+                )
+            for level in (0, *LEVELS):
+                panel.axhline(level, color="0.5", linewidth=0.8, linestyle=":")
+            panel.set_title(f"{demo} demo, {CALLED[start]}")
+            panel.set_xlabel("step")
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize=7.5)
+        row[0].set_ylabel("headroom in fp16 (bits)")
     figure.savefig(path, metadata={"Date": None})
     follow_schemes(path)
 
@@ -424,7 +434,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--work", type=Path, help="folder of the runs, else one that is removed")
-    parser.add_argument("--coefficients", type=float, nargs=2, help="mean square's, for rescaled weights and for bf16")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="of the penalty")
     parser.add_argument("--amp", type=int, metavar="STEPS", help="finetune under fp16 AMP instead, for so many steps")
     parser.add_argument("--cost", type=int, metavar="STEPS", help="time a step instead, over so many steps")
     parser.add_argument("--models", nargs="+", choices=list(DEMOS), default=list(DEMOS))
@@ -437,13 +447,11 @@ def main() -> None:
     if options.amp:
         compare_in_amp(options.models, options.amp)
         return
-    given = dict(zip(STARTS, options.coefficients, strict=True)) if options.coefficients else None
     with tempfile.TemporaryDirectory() as scratch:
         work = options.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
-        curves = {
-            demo: compare(Bench(demo, work, options.steps), range(options.seeds), given) for demo in options.models
-        }
+        seeds = range(options.seeds)
+        curves = {demo: compare(Bench(demo, work, options.steps), seeds, options.forms) for demo in options.models}
     draw(curves, options.plot)
 
 

@@ -17,6 +17,7 @@ from bf16_to_fp16.run.stock import load, load_config
 
 sys.path.insert(0, "benchmarks")
 
+import certified
 import finetune
 import long_run
 import peers
@@ -142,3 +143,19 @@ def test_feed_forwards_out_of_autocast_compute_in_fp32_and_a_copy_of_a_wrapped_m
             model(**batch.inputs())
         infinite[name] = any(found)
     assert infinite == {"clamped": False, "free": True}
+
+
+def test_the_late_pegasus_is_small_early_and_past_fp16_late_and_computes_nearly_what_the_demo_does(
+    tmp_path: Path,
+) -> None:
+    certified.make_late_pegasus(tmp_path / "late")
+    ids = torch.tensor(list(certified.HELD_OUT.read_bytes()[:256])).view(4, 64) + certified.FIRST_BYTE
+    logits, largest = [], list[float]()
+    for folder in (certified.PEGASUS, tmp_path / "late"):
+        model = load(folder, torch.float32)
+        for layer in model.model.encoder.layers:
+            layer.register_forward_hook(lambda layer, given, made: largest.append(float(given[0].abs().max())))
+        with torch.no_grad():
+            logits.append(model(input_ids=ids, decoder_input_ids=ids[:, :32]).logits.log_softmax(-1))
+    assert max(largest[4:6]) < 5 and largest[7] > 5e6
+    assert float((logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()) < 0.5

@@ -73,7 +73,7 @@ def dense(module: SideModule, caps: Tensor, arithmetic: Arithmetic) -> tuple[flo
             " use the config and weights of one checkpoint"
         )
     made = bound_box(caps, weight, None if bias is None else bias.half(), arithmetic)
-    name = str(module.config.get("activation_function") or "Identity").rpartition(".")[2]
+    name = module.activation
     after = made.clamp(max=1) if name in LIMITED_BY_ONE else made * (1 + UNIT)
     if name not in SHRINKING:
         after = torch.full_like(made, math.inf)

@@ -60,6 +60,11 @@ class SideModule:
             chosen = [mode for mode, switch in MODES.items() if self.config.get(switch)] or ["mean"]
         return [chosen] if isinstance(chosen, str) else [str(mode) for mode in chosen]
 
+    @property
+    def activation(self) -> str:
+        """The class of a linear's activation, by the last part of its name; none is the identity."""
+        return str(self.config.get("activation_function") or "Identity").rpartition(".")[2]
+
 
 def read_side_modules(folder: Path) -> list[SideModule]:
     """Return the modules behind the encoder in the order in which they run, with their tensors in the files' dtypes;

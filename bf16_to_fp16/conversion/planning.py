@@ -245,8 +245,8 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Progress) -> tuple[Layout, Planned]:
-    """Plan with the head as it is; where the tied head's limit stands in the way and it may be separated, plan with
-    it separated."""
+    """Plan with the head as it is; where the tied head's limit stands in the way, or in that of a proof that is asked
+    for, and it may be separated, plan with it separated."""
     checkpoint, layout, ranges, bounds = opened.checkpoint, opened.layout, grounds.ranges, grounds.bounds
     acceptable = grounds.acceptable
 
@@ -298,14 +298,17 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
                 return planned
             exponent, again = chosen, f", with the stream at 2^{chosen} at most"
 
+    def missing(planned: Planned) -> tuple[float, int]:
+        """Limits that do not hold: by how many bits what is run passes them, and where a proof is given up that was
+        asked for."""
+        return sum(v.excess_bits for v in planned.violations), len(planned.fallbacks) if options.prove else 0
+
     planned = plan_for(layout)
-    if not planned.violations or not layout.tied or not layout.family.untie:
+    if not any(missing(planned)) or not layout.tied or not layout.family.untie:
         return layout, planned
     apart = resolve(checkpoint, untie=True)
     other = plan_for(apart)
-    if sum(v.excess_bits for v in other.violations) < sum(v.excess_bits for v in planned.violations):
-        return apart, other
-    return layout, planned
+    return (apart, other) if missing(other) < missing(planned) else (layout, planned)
 
 
 def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:

@@ -5,7 +5,9 @@ reach, from the weights alone, and its bounds have a gradient in them. For the s
 gate rows, logits) they are held under a lid. When the penalty holds, the lid is at the largest bound; over half of the
 remaining steps it comes down to fp16's limit, by as many bits in each, and stays there for what is left, in which the
 loss mends what that cost. After every step of the optimizer what is over the lid is projected onto it: one Newton step
-along the gradient of its bound, in which each weight tensor moves by its share of what it has to say.
+along the gradient of its bound, in which each weight tensor moves by its share of what it has to say. What writes a
+channel of the residual stream is only made smaller, every tensor's row as a whole: on real inputs its products cancel,
+by a factor of hundreds where a channel stands out, and a row whose weights moved each by its own share no longer would.
 
 Why not a term of the loss? For the reason for which AdamW decouples weight decay (Loshchilov and Hutter 2019): a step
 of Adam is no longer than the learning rate, however steep the loss, and a row that is a hundred times larger than its
@@ -74,6 +76,7 @@ class BoundConstraint:
         self._named |= dict(model.named_buffers(remove_duplicate=False))
         self.bounds = DifferentiableBounds(layout, self._named.__getitem__)
         self._owners, self._groups = self.bounds.owners(), groups_of(layout)
+        self._stream = {site for stack in layout.stacks() for w in stack.sublayers for site in (w.output, w.add)}
         self._last: dict[str, Observation] = {}
 
     def begin(self, step: int) -> None:
@@ -115,8 +118,8 @@ class BoundConstraint:
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
-        """Bring a site's bounds down by about so many bits each, 0 for those that stay: along their gradient, or with
-        ``scaled`` by making their weights smaller."""
+        """Bring a site's bounds down by about so many bits each, 0 for those that stay: along their gradient, the
+        stream's by making each tensor's rows smaller by its share, or with ``scaled`` all weights alike."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(self._named[name], view) for name, view in self._owners[site] if self._named[name].requires_grad]
         if not owners:  # what is frozen stays, and the certificate will say so
@@ -130,7 +133,9 @@ class BoundConstraint:
                 continue
             weight, gradient = view(parameter.detach()), view(found.contiguous()).float()
             # In units of each tensor's length this is the least change.
-            way = weight.float() if scaled else gradient * weight.float().square().sum(1, keepdim=True)
+            way = gradient * weight.float().square().sum(1, keepdim=True)
+            if scaled or site in self._stream:
+                way = weight.float() * (1.0 if scaled else (gradient * weight).sum(1, keepdim=True))
             slope = slope + (gradient * way).sum(1)
             weights.append(weight)
             ways.append(way)

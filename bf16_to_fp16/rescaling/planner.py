@@ -169,8 +169,8 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Solution:
-    """A signal's least cost with and without its bounds, its cost at exponent 0 without them, the place of each
-    channel's exponent among −24…24 (int8 [channels]), and the proof that was given up, if any."""
+    """A signal's least cost with and without its bounds, its cost at exponent 0 (with them unless they are given up),
+    the place of each channel's exponent among −24…24 (int8 [channels]), and the proof that was given up, if any."""
 
     cost: float
     free: float
@@ -344,7 +344,7 @@ class _Costs:
         proven = float(held.amin(1).sum())
         price = self.proof_worth * len(signal.seen)
         if proven <= free + price:
-            return Solution(proven, free, unmoved, held.argmin(1).to(torch.int8))
+            return Solution(proven, free, float(held[:, CHANNEL_RANGE].sum()), held.argmin(1).to(torch.int8))
         impossible = proven - free > EXCESS * 2.0**-10
         given_up = Fallback(signal.name, proven, free, impossible)
         return Solution(free + price, free, unmoved, costs.argmin(1).to(torch.int8), given_up)
@@ -546,7 +546,8 @@ class _PlanSearch(_Costs):
                 self.forget(tensor, 1 - axis)
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
-        """Return whether at gain 0 a norm's output or a reader breaks a limit, or one weight of a reader is inexact."""
+        """Return whether at gain 0 a norm's output, what it can reach or a reader breaks a limit, or one weight of a
+        reader is inexact."""
         return self.best(signal, r).unmoved > self.lossy_price / 2
 
     def resettle_writers(self, norm: ResolvedSignal, r: int) -> None:

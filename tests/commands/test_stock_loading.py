@@ -98,7 +98,7 @@ def test_stock_fp16_loading_gives_finite_logits_in_both_versions(
         stock = compute_logits([pairs[name][1] for name in names], python, "float16")
         for name, fp32, fp16 in zip(names, reference, stock, strict=True):
             scale = math.sqrt(tiny.T5_SHAPE["d_model"]) if name == "umt5" and python == compat_python else 1.0
-            assert relative_error(fp16.output, fp32.output * scale) <= 0.05, name
+            assert relative_error(fp16.output, fp32.output * scale) <= 0.1, name
 
 
 def test_every_tensor_of_a_demo_is_fp16_and_under_4_mb(pairs: Pairs) -> None:

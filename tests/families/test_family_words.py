@@ -37,9 +37,16 @@ ALLOWED = {("t5", "demo"), ("pegasus", "demo")}
 """The names of the shipped checkpoints."""
 
 
-FILES = {"checkpoint/naming.py", "checkpoint/inference.py", "checkpoint/single_file.py", "advise/configs.py"}
+FILES = {
+    "advise/configs.py",
+    "checkpoint/inference.py",
+    "checkpoint/naming.py",
+    "checkpoint/side_modules.py",
+    "checkpoint/single_file.py",
+}
 """Tables of what files of single encoders are called and what models they are, by which a file is opened before there
-is a config that could have a family; and of what configs of any class call their width and deviations."""
+is a config that could have a family; of what configs of any class call their width and
+deviations, and of what sentence-transformers calls what its own modules are."""
 
 
 def paths_of(topology: Topology) -> Iterator[str]:

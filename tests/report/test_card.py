@@ -200,7 +200,7 @@ def test_the_usage_runs(tmp_path: Path, kind: str) -> None:
     scope: dict[str, Any] = {}
     exec(code[1].replace("path/to/this/folder", str(folder)), scope)
     assert {p.dtype for p in scope["model"].parameters()} == {torch.float16}
-    assert scope["states" if kind == "t5-encoder" else "tokens"].shape[0] == 1
+    assert scope["last_hidden_state" if kind == "t5-encoder" else "tokens"].shape[0] == 1
 
 
 def test_the_usage_brings_the_tokenizer_where_there_is_one(tmp_path: Path) -> None:

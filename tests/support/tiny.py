@@ -196,7 +196,6 @@ def build(
     sums = {w.output for w in feed_forwards}
     outputs = sums | {w.output for w in layout.topology if isinstance(w, Attention)}
     gated = {w.linear for w in feed_forwards if w.gate}
-    heads = {} if layout.tied is not None or layout.head is None else {w.at for w in layout.head.linears}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module, _, what = name.rpartition(".")
@@ -208,8 +207,6 @@ def build(
                     weight[:2].mul_(entry.outliers.get(kind, 8.0))
             if name == layout.family.head:
                 weight.mul_(0.1)
-            if module in heads:
-                weight.mul_(5.0)
             if what == "bias":
                 weight.normal_(0, 0.3 * (factor if module in outputs else 1))
             if "norm" in name and what == "weight":
