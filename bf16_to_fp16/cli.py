@@ -740,9 +740,10 @@ def verify_command(
     endpoint: str | None,
     json_file: str | None,
 ) -> int:
-    """Check SOURCE, a converted folder or its Hub id, against its report: hashes, plan, certificate and audit, all
-    computed again."""
-    local_folder(source, CONVERTED)
+    """Check SOURCE, a converted folder, its Hub id or one converted file, against its report: hashes, plan, certificate
+    and audit, all computed again."""
+    if not Path(source).is_file():
+        local_folder(source, CONVERTED)
     check_given(original, data)
     from .commands.verify import verify
     from .report import terminal

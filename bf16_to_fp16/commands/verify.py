@@ -26,6 +26,7 @@ from ..bounds.spectral import CARRIED
 from ..checkpoint.folder import sha256_of
 from ..checkpoint.formats import bytes_of, shown
 from ..checkpoint.hub import reading_from
+from ..checkpoint.packing import summary_of
 from ..checkpoint.places import CONVERTED, local_folder
 from ..checkpoint.reader import Checkpoint, contained, open_checkpoint, own_name, subfolder_of
 from ..checkpoint.writer import write_fp16
@@ -55,6 +56,7 @@ from ..report.schema import (
     read_report,
     regimes_of,
 )
+from ..report.stored import read_packed
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, exponents_of
 from ..run import probe
@@ -116,20 +118,21 @@ def verify(
     device: str | torch.device = "auto",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Check a converted checkpoint (folder or Hub id) against its report and return what was found.
+    """Check a converted checkpoint (folder, one file or Hub id) against its report and return what was found.
 
     original: the source (folder or Hub id) that the recorded plan is replayed on. data: text to audit on besides the
     built-in probe. run_model: False leaves the audit out. subfolder: of the checkpoint in
     the source. endpoint: the Hub's address. device: auto, cpu, cuda, cuda:N
-    or mps. ``verdict`` is "safe" where
-    every check holds and the report itself says so; ``problems`` names the others, ``as_reported`` says that they are
-    those of an unsafe checkpoint whose report is true. Raises UserError for a source that
-    is not a converted checkpoint.
+    or mps. ``verdict`` is "safe" where every check holds and the report itself says so (of one file its metadata, which
+    list no hashes); ``problems`` names the others, ``as_reported`` says that they are those of an unsafe checkpoint
+    whose report is true. Raises UserError for a source that is not a converted checkpoint.
     """
     progress = progress or Progress(quiet=True)
     if data is not None and not run_model:
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
     on = Device(device, progress)
+    if Path(source).is_file():
+        return verify_file(Path(source), original, data, run_model=run_model, device=on, progress=progress)
     folder, revision, extra = locate(source, subfolder, endpoint, progress)
     report = read_recorded(folder)
     if original is not None and report.finetune is not None:
@@ -177,6 +180,67 @@ def verify(
         environment=Environment.model_validate(on.environment()),
     )
     return dump(found)
+
+
+def verify_file(
+    file: Path, original: str | Path | None, data: str | None, *, run_model: bool, device: Device, progress: Progress
+) -> dict[str, Any]:
+    """Check one file that ``convert --layout`` wrote against what its metadata say, and return what was found.
+
+    It holds no hash of itself: that its weights are those that were written, only replaying the plan shows.
+    """
+    said, inside = summary_of(file), read_packed(file)
+    assert said is not None  # else read_packed refuses it
+    claim = claims(file, said)
+    outcome = dict.fromkeys(CHECKS, "not run")
+    checkpoint = open_checkpoint(file)
+    layout = agreed_layout(checkpoint)
+    problems = tried(outcome, "plan", check_plan(checkpoint, layout, inside.plan, inside.source))
+    if original is not None:
+        origin = open_checkpoint(original)
+        problems += tried(outcome, "replay", replay(origin, checkpoint, inside.plan, inside.source, progress))
+    target = claim.target or "half"
+    arithmetic, weights = Arithmetic(int(said["max_length"])), fp16_weights(checkpoint, layout)
+    certificate, certified = bounded(weights, layout, target, arithmetic, device, progress)
+    problems += tried(outcome, "certificate", check_proof(certificate, claim))
+    regimes: Mapping[str, RegimeResult] = {}
+    if run_model:
+        regimes = repeat_audit(checkpoint.folder, claim, progress, device, data=data)
+        problems += tried(outcome, "audit", check_audit(regimes))
+    tiers = tiers_of(layout, certified, regimes)
+    problems += tried(outcome, "tiers", check_tiers(tiers, claim, ran=run_model))
+    if not claim.safe:
+        problems.append(Problem("report", file.name, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
+    totals = {key: value for key, value in certificate.to_json().items() if key != "sites"}
+    found = Verification(
+        schema=SCHEMA,
+        verdict="unsafe" if problems else "safe",
+        verified=not problems,
+        source=Source(path=file.name),
+        report=Claim(verdict=claim.verdict, proof=claim.proof, family=layout.family.name),
+        checks=outcome,
+        problems=[ProblemEntry(**asdict(problem)) for problem in problems],
+        files=1,
+        target=target,
+        certificate=CertificateEntry.model_validate(totals),
+        tiers=tiers,
+        regimes=regimes_of(regimes),
+        environment=Environment.model_validate(device.environment()),
+    )
+    return dump(found)
+
+
+def claims(file: Path, said: Mapping[str, Any]) -> Report:
+    """Return what a file's metadata claim as a report that has nothing else; raise UserError where they are damaged."""
+    try:
+        claim = Report.model_validate(
+            {"schema": SCHEMA} | {k: said[k] for k in ("verdict", "proof", "target", "tiers")}
+        )
+        if claim.target not in TARGETS or int(said["max_length"]) < 1:
+            raise ValueError
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
+    return claim
 
 
 def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
@@ -456,11 +520,16 @@ def check_certificate(certificate: Certificate, report: Report) -> list[Problem]
     if report.certificate.holds != certificate.holds and not problems:
         reason = f"the report says that it {'holds' if not certificate.holds else 'does not hold'}, wrongly"
         problems.append(Problem("certificate", "certificate", reason, CONVERT_AGAIN))
-    if report.proof == "certified" and not certificate.holds:
-        worst = min(certificate.sites, key=lambda site: site.headroom_bits)
-        reason = f"its bound is {worst.largest:.6g}, over its limit, and the report says certified"
-        problems.append(Problem("certificate", worst.name, reason, CONVERT_AGAIN))
-    return problems
+    return problems + check_proof(certificate, report)
+
+
+def check_proof(certificate: Certificate, report: Report) -> list[Problem]:
+    """Return the worst site of a certificate that a report says to hold and that does not."""
+    if report.proof != "certified" or certificate.holds:
+        return []
+    worst = min(certificate.sites, key=lambda site: site.headroom_bits)
+    reason = f"its bound is {worst.largest:.6g}, over its limit, and the report says certified"
+    return [Problem("certificate", worst.name, reason, CONVERT_AGAIN)]
 
 
 def agree(claim: BoundEntry, bound: float, partial: float) -> bool:

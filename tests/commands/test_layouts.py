@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import tiny, tools
 
-from bf16_to_fp16 import audit, certify, convert, undo
+from bf16_to_fp16 import audit, certify, convert, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
@@ -210,3 +210,53 @@ def test_a_file_whose_way_back_is_missing_or_damaged_is_refused(damage: str, fil
     with pytest.raises(UserError, match="damaged" if damage else "has no plan in its metadata"):
         undo(tmp_path / "x.safetensors", tmp_path / "back.safetensors")
     assert not (tmp_path / "back.safetensors").exists()
+
+
+def rewritten(file: Path, out: Path, change: Any = None, **said: Any) -> Path:
+    """Copy a converted file with other tensors, and with other claims in its metadata."""
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    claims = json.loads(metadata["bf16_to_fp16"]) | said
+    tensors = load_file(file)
+    if change is not None:
+        change(tensors)
+    save_file(tensors, out, metadata | {"bf16_to_fp16": json.dumps(claims)})
+    return out
+
+
+@pytest.mark.parametrize("layout", ["comfy", "wan", "single"])
+def test_a_file_is_verified_by_its_metadata_and_against_its_source(layout: str, files: Any, sources: Any) -> None:
+    kind, file, result = files[layout]
+    found = verify(file, original=sources[kind])
+    checks = ("plan", "replay", "certificate", "audit", "tiers")
+    assert found["verified"] and {found["checks"][name] for name in checks} == {"passed"}
+    assert found["tiers"].keys() == result.report["tiers"].keys() and found["report"]["proof"] == "certified"
+
+
+def test_a_file_that_is_not_what_it_says_is_found_out(files: Any, sources: Any, tmp_path: Path) -> None:
+    _, file, _ = files["single"]
+    name = "encoder.block.0.layer.0.SelfAttention.o.weight"
+
+    def one(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][0, 0] += 0.5
+
+    def all_of_it(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] *= 3e4
+
+    changed = verify(rewritten(file, tmp_path / "a.safetensors", one), original=sources["t5"], run_model=False)
+    assert changed["checks"]["replay"] == "failed" and changed["problems"][0]["name"] == name
+    large = verify(rewritten(file, tmp_path / "b.safetensors", all_of_it))
+    assert large["checks"]["certificate"] == large["checks"]["tiers"] == "failed"
+    honest = verify(rewritten(file, tmp_path / "c.safetensors", verdict="unsafe"), run_model=False)
+    assert not honest["verified"] and [p["check"] for p in honest["problems"]] == ["report"]
+    for wrong in ({"max_length": "long"}, {"target": "quarter"}, {"tiers": 3}):
+        with pytest.raises(UserError, match="its metadata are damaged"):
+            verify(rewritten(file, tmp_path / "d.safetensors", **wrong), run_model=False)
+    with pytest.raises(UserError, match="convert did not write it"):
+        verify(sources["t5"], run_model=False)
+
+
+def test_the_command_verifies_a_file(files: Any, sources: Any, capsys: Any) -> None:
+    _, file, _ = files["comfy"]
+    assert main(["verify", str(file), "--no-audit", "--original", str(sources["umt5"])]) == 0
+    assert "replay" in capsys.readouterr().out
