@@ -206,7 +206,7 @@ def test_what_was_cast_to_fp16_is_not_undone() -> None:
 
 def test_other_models_are_one_line_that_says_what_to_use_in_their_place() -> None:
     gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11))
-    stack = transformers.T5Model(transformers.T5Config(**tiny.T5_SHAPE))
+    stack = tiny.build("t5").encoder
     for model in (gpt, stack, torch.nn.Linear(2, 2)):
         with pytest.raises(UserError, match="ActivationPenalty, which takes any model") as caught:
             make_fp16_safe(model)

@@ -24,6 +24,7 @@ from support.adversary import adverse_inputs, observe
 from bf16_to_fp16 import convert, undo
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import Certificate, bound
+from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind, Layout
 from bf16_to_fp16.rescaling.apply import apply
@@ -79,7 +80,10 @@ def outputs(model: Any) -> tuple[torch.Tensor, ...]:
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     ids[[0, 1, 2], [16, 8, 16]] = model.config.eos_token_id
-    stock = layout_of(model).stock
+    if hasattr(model, "get_base_model"):  # PEFT's wrapper, whose parts are inside
+        model = model.get_base_model()
+    stock = class_named(type(model).__name__)
+    assert stock is not None
     decoder = {"decoder_input_ids": ids[:, :11]} if stock.takes_decoder_ids else {}
     with torch.no_grad():
         out = model(input_ids=ids, attention_mask=mask, **decoder)
