@@ -18,7 +18,7 @@ from bf16_to_fp16 import UserError, certify, convert, make_fp16_safe, rescale
 from bf16_to_fp16.run.stock import load
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
-FAMILIES = ["t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder"]
+FAMILIES = ["t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "t5-classifier", "t5-spans"]
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
