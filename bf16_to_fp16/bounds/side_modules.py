@@ -7,7 +7,7 @@ normalisation read it. What the tokens' channels are at most is the certificate'
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -55,6 +55,12 @@ def with_side_modules(certificate: Certificate, layout: Layout, modules: Sequenc
         else:
             caps = torch.full_like(caps, math.inf)
     return replace(certificate, sites=(*certificate.sites, *sites))
+
+
+def tiers_with(tiers: Mapping[str, bool], encoder: Certificate, whole: Certificate) -> dict[str, bool]:
+    """Return which tiers hold of a folder, given which do of its encoder alone, and both certificates."""
+    behind = all(site.holds for site in whole.sites[len(encoder.sites) :])
+    return {name: held and behind for name, held in tiers.items()}
 
 
 def factor(mode: str, longest: int) -> float:

@@ -12,8 +12,8 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..checkpoint.hub import reading_from
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import CONVERTED, local_folder
 from ..checkpoint.reader import Checkpoint, contained, open_checkpoint, own_name, subfolder_of
+from ..checkpoint.side_modules import read_side_modules
 from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA
@@ -130,117 +131,135 @@ def verify(
     progress = progress or Progress(quiet=True)
     if data is not None and not run_model:
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
-    on = Device(device, progress)
+    on, name, revision = Device(device, progress), own_name(source), None
     if Path(source).is_file():
-        return verify_file(Path(source), original, data, run_model=run_model, device=on, progress=progress)
-    folder, revision, extra = locate(source, subfolder, endpoint, progress)
-    report = read_recorded(folder)
-    if original is not None and report.finetune is not None:
-        raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
-    outcome = dict.fromkeys(CHECKS, "not run")
-    regimes: Mapping[str, RegimeResult] = {}
-    certificate: Certificate | None = None
-    tiers: dict[str, TierEntry] = {}
-    with progress.step("Hashing the files") as advance:
-        problems = check_files(folder, report, extra=extra, advance=advance)
-    outcome["files"] = "failed" if problems else "passed"
+        subject, files, problems = packed_subject(Path(source)), 1, list[Problem]()
+    else:
+        folder, revision, extra = locate(source, subfolder, endpoint, progress)
+        name = name if revision is None else str(source)
+        report = read_recorded(folder)
+        if original is not None and report.finetune is not None:
+            raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
+        subject, files = Subject(folder, report, lambda: recorded_plan(folder), report.source), len(report.output.files)
+        with progress.step("Hashing the files") as advance:
+            problems = check_files(folder, report, extra=extra, advance=advance)
+    claim, found = subject.claim, Findings(problems)
+    if not Path(source).is_file():
+        found.outcome["files"] = "failed" if problems else "passed"
     if not problems:
-        checkpoint = open_checkpoint(folder)
-        layout = agreed_layout(checkpoint)
-        plan = recorded_plan(folder)
-        problems += tried(outcome, "plan", check_plan(checkpoint, layout, plan, report.source))
-        if original is not None:
-            origin = open_checkpoint(original, endpoint=endpoint)
-            problems += tried(outcome, "replay", replay(origin, checkpoint, plan, report.source, progress))
-        certificate, certified = recompute(checkpoint, layout, report, progress, on)
-        problems += tried(outcome, "certificate", check_certificate(certificate, report))
-        if run_model:
-            regimes = repeat_audit(folder, report, progress, on, data=data)
-            problems += tried(outcome, "audit", check_audit(regimes))
-        tiers = tiers_of(layout, certified, regimes)
-        problems += tried(outcome, "tiers", check_tiers(tiers, report, ran=run_model))
-    if not report.safe:
-        problems.append(Problem("report", REPORT, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
-    as_reported = not report.safe and only_what_is_reported(problems, report)
-    totals = None if certificate is None else {k: v for k, v in certificate.to_json().items() if k != "sites"}
-    found = Verification(
-        schema=SCHEMA,
-        verdict="unsafe" if problems else "safe",
-        verified=not problems,
-        as_reported=as_reported,
-        source=Source(path=str(source) if revision is not None else own_name(source), revision=revision),
-        report=Claim(verdict=report.verdict, proof=report.proof, family=report.family),
-        checks=outcome,
-        problems=[ProblemEntry(**asdict(problem)) for problem in problems],
-        files=len(report.output.files),
-        target=report.target,
-        certificate=None if totals is None else CertificateEntry.model_validate(totals),
-        tiers=tiers,
-        regimes=regimes_of(regimes),
-        environment=Environment.model_validate(on.environment()),
-    )
-    return dump(found)
-
-
-def verify_file(
-    file: Path, original: str | Path | None, data: str | None, *, run_model: bool, device: Device, progress: Progress
-) -> dict[str, Any]:
-    """Check one file that ``convert --layout`` wrote against what its metadata say, and return what was found.
-
-    It holds no hash of itself: that its weights are those that were written, only replaying the plan shows.
-    """
-    said, inside = summary_of(file), read_packed(file)
-    assert said is not None  # else read_packed refuses it
-    claim = claims(file, said)
-    outcome = dict.fromkeys(CHECKS, "not run")
-    checkpoint = open_checkpoint(file)
-    layout = agreed_layout(checkpoint)
-    problems = tried(outcome, "plan", check_plan(checkpoint, layout, inside.plan, inside.source))
-    if original is not None:
-        origin = open_checkpoint(original)
-        problems += tried(outcome, "replay", replay(origin, checkpoint, inside.plan, inside.source, progress))
-    target = claim.target or "half"
-    arithmetic, weights = Arithmetic(int(said["max_length"])), fp16_weights(checkpoint, layout)
-    certificate, certified = bounded(weights, layout, target, arithmetic, device, progress)
-    problems += tried(outcome, "certificate", check_proof(certificate, claim))
-    regimes: Mapping[str, RegimeResult] = {}
-    if run_model:
-        regimes = repeat_audit(checkpoint.folder, claim, progress, device, data=data)
-        problems += tried(outcome, "audit", check_audit(regimes))
-    tiers = tiers_of(layout, certified, regimes)
-    problems += tried(outcome, "tiers", check_tiers(tiers, claim, ran=run_model))
+        origin = None if original is None else open_checkpoint(original, endpoint=endpoint)
+        examine(subject, origin, data, found, run_model=run_model, device=on, progress=progress)
     if not claim.safe:
-        problems.append(Problem("report", file.name, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
-    totals = {key: value for key, value in certificate.to_json().items() if key != "sites"}
-    found = Verification(
-        schema=SCHEMA,
-        verdict="unsafe" if problems else "safe",
-        verified=not problems,
-        source=Source(path=file.name),
-        report=Claim(verdict=claim.verdict, proof=claim.proof, family=layout.family.name),
-        checks=outcome,
-        problems=[ProblemEntry(**asdict(problem)) for problem in problems],
-        files=1,
-        target=target,
-        certificate=CertificateEntry.model_validate(totals),
-        tiers=tiers,
-        regimes=regimes_of(regimes),
-        environment=Environment.model_validate(device.environment()),
-    )
-    return dump(found)
-
-
-def claims(file: Path, said: Mapping[str, Any]) -> Report:
-    """Return what a file's metadata claim as a report that has nothing else; raise UserError where they are damaged."""
-    try:
-        claim = Report.model_validate(
-            {"schema": SCHEMA} | {k: said[k] for k in ("verdict", "proof", "target", "tiers")}
+        said = "says itself that the checkpoint is unsafe"
+        problems.append(Problem("report", subject.said_in, said, UNSAFE_BY_REPORT))
+    totals = None
+    if found.certificate is not None:
+        totals = {key: value for key, value in found.certificate.to_json().items() if key != "sites"}
+    return dump(
+        Verification(
+            schema=SCHEMA,
+            verdict="unsafe" if problems else "safe",
+            verified=not problems,
+            as_reported=not claim.safe and only_what_is_reported(problems, claim),
+            source=Source(path=name, revision=revision),
+            report=Claim(verdict=claim.verdict, proof=claim.proof, family=claim.family),
+            checks=found.outcome,
+            problems=[ProblemEntry(**asdict(problem)) for problem in problems],
+            files=files,
+            target=claim.target,
+            certificate=None if totals is None else CertificateEntry.model_validate(totals),
+            tiers=found.tiers,
+            regimes=regimes_of(found.regimes),
+            environment=Environment.model_validate(on.environment()),
         )
-        if claim.target not in TARGETS or int(said["max_length"]) < 1:
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified: the folder or file, what is claimed of it, and the plan and source that are recorded.
+
+    max_length: for which its certificate holds, where no bounds are recorded to compare with.
+    """
+
+    place: Path
+    claim: Report
+    plan: Callable[[], Plan]
+    source: Source
+    max_length: int | None = None
+
+    @property
+    def said_in(self) -> str:
+        """Where the claims stand."""
+        return REPORT if self.max_length is None else self.place.name
+
+
+@dataclass
+class Findings:
+    """What was found so far: problems, how each check ended, and what was computed again."""
+
+    problems: list[Problem]
+    outcome: dict[str, str] = field(default_factory=lambda: dict.fromkeys(CHECKS, "not run"))
+    certificate: Certificate | None = None
+    tiers: dict[str, TierEntry] = field(default_factory=dict)
+    regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
+
+    def add(self, check: str, problems: list[Problem]) -> None:
+        """Note how a check ended."""
+        self.outcome[check] = "failed" if problems else "passed"
+        self.problems += problems
+
+
+def examine(
+    subject: Subject,
+    original: Checkpoint | None,
+    data: str | None,
+    found: Findings,
+    *,
+    run_model: bool,
+    device: Device,
+    progress: Progress,
+) -> None:
+    """Hold the plan against config and weights, replay it on the original, and compute certificate, audit and tiers
+    again."""
+    claim, checkpoint = subject.claim, open_checkpoint(subject.place)
+    layout, plan = agreed_layout(checkpoint), subject.plan()
+    found.add("plan", check_plan(checkpoint, layout, plan, subject.source))
+    if original is not None:
+        found.add("replay", replay(original, checkpoint, plan, subject.source, progress))
+    if subject.max_length is None:
+        found.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
+        found.add("certificate", check_certificate(found.certificate, claim))
+    else:
+        arithmetic = Arithmetic(subject.max_length)
+        weights, target = fp16_weights(checkpoint, layout), claim.target or "half"
+        found.certificate, certified = bounded(weights, layout, (), target, arithmetic, device, progress)
+        found.add("certificate", check_proof(found.certificate, claim))
+    if run_model:
+        found.regimes = repeat_audit(checkpoint.folder, claim, progress, device, data=data)
+        found.add("audit", check_audit(found.regimes))
+    found.tiers = tiers_of(layout, certified, found.regimes)
+    found.add("tiers", check_tiers(found.tiers, claim, ran=run_model))
+
+
+def packed_subject(file: Path) -> Subject:
+    """Return what one file that ``convert --layout`` wrote claims in its metadata, which hold no hash and no bounds.
+
+    Raises UserError where no conversion wrote it, or its metadata are damaged.
+    """
+    said = summary_of(file)
+    if said is None:
+        raise UserError(f"{file}: convert --layout did not write it; give a file that it wrote, or a converted folder")
+    inside = read_packed(file)
+    try:
+        known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
+        claim, longest = Report.model_validate({"schema": SCHEMA} | known), int(said["max_length"])
+        if claim.target not in TARGETS or longest < 1:
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
-    return claim
+    claim = claim.model_copy(update={"family": inside.plan.family})
+    return Subject(file, claim, lambda: inside.plan, inside.source, longest)
 
 
 def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
@@ -248,12 +267,6 @@ def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
     sites that break."""
     broken = {entry.signal for entry in report.unsafe if entry.kind == "broke"}
     return all(each.check == "report" or (each.check == "audit" and each.name in broken) for each in problems)
-
-
-def tried(outcome: dict[str, str], check: str, problems: list[Problem]) -> list[Problem]:
-    """Note how a check ended, and return its problems."""
-    outcome[check] = "failed" if problems else "passed"
-    return problems
 
 
 # --- where it lies ---------------------------------------------------------------------------------------------------
@@ -498,7 +511,8 @@ def recompute(
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
         raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
     arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
-    return bounded(fp16_weights(checkpoint, layout), layout, target, arithmetic, device, progress)
+    modules = read_side_modules(checkpoint.folder)
+    return bounded(fp16_weights(checkpoint, layout), layout, modules, target, arithmetic, device, progress)
 
 
 def check_certificate(certificate: Certificate, report: Report) -> list[Problem]:

@@ -252,7 +252,7 @@ def test_a_file_that_is_not_what_it_says_is_found_out(files: Any, sources: Any, 
     for wrong in ({"max_length": "long"}, {"target": "quarter"}, {"tiers": 3}):
         with pytest.raises(UserError, match="its metadata are damaged"):
             verify(rewritten(file, tmp_path / "d.safetensors", **wrong), run_model=False)
-    with pytest.raises(UserError, match="convert did not write it"):
+    with pytest.raises(UserError, match="convert --layout did not write it"):
         verify(sources["t5"], run_model=False)
 
 

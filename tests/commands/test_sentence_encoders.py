@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny
 from torch import Tensor
 
-from bf16_to_fp16 import UserError, certify, convert, undo
+from bf16_to_fp16 import UserError, audit, certify, convert, undo, verify
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
@@ -65,6 +65,7 @@ def test_its_linear_is_written_in_fp16_and_comes_back_in_its_own_dtype(tmp_path:
     written = load_file(result.out / "2_Dense" / "model.safetensors")
     assert torch.equal(written["linear.weight"], drawn(7).half()) and written["linear.bias"].dtype == torch.float16
     assert result.report["source"]["side_dtypes"] == {"2_Dense/linear.bias": "F32", "2_Dense/linear.weight": "F32"}
+    assert verify(result.out, run_model=False)["verified"]
     back = load_file(undo(result.out, tmp_path / "back") / "2_Dense" / "model.safetensors")
     assert back["linear.weight"].dtype == torch.float32 and torch.equal(back["linear.weight"], drawn(7).half().float())
 
@@ -101,6 +102,9 @@ def test_a_linear_that_overflows_is_not_certified(tmp_path: Path) -> None:
     result = convert(source, tmp_path / "out", run_model=False)
     assert not result.safe and result.report["proof"] == "observed"
     assert "2_Dense.linear" in {site["name"] for site in result.report["uncertified"]}
+    audited = audit(tmp_path / "out", regimes=("half",))
+    for report in (result.report, certify(tmp_path / "out"), audited):
+        assert not any(tier["proof"] == "certified" for tier in report["tiers"].values())
 
 
 def test_an_activation_that_is_not_known_proves_nothing_behind_it(tmp_path: Path) -> None:

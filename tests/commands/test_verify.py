@@ -433,7 +433,7 @@ def test_the_replay_wants_the_very_source(folder: Path, source: Path, tmp_path: 
 
 def test_what_cannot_be_checked_is_refused(folder: Path, tmp_path: Path) -> None:
     for bad in (tmp_path / "nowhere", folder / REPORT):
-        with pytest.raises(UserError, match="give a converted folder"):
+        with pytest.raises(UserError, match="a converted folder"):
             verify(bad)
     with pytest.raises(UserError, match="--data or --no-audit"):
         verify(folder, data="x.txt", run_model=False)
