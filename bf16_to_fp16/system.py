@@ -21,11 +21,11 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-BINARY = getattr(os, "O_BINARY", 0)
+BINARY: int = getattr(os, "O_BINARY", 0)
 """Windows would otherwise translate the ends of lines, in weights as well."""
 
 
-DIRECT = getattr(os, "O_DIRECT", 0)
+DIRECT: int = getattr(os, "O_DIRECT", 0)
 """Past the page cache; macOS and Windows have no such flag."""
 
 

@@ -51,7 +51,8 @@ def check_out(out: Path, source: Path | None = None, *, force: bool) -> None:
         raise UserError(f"{out}: {error.strerror}; choose another output path") from error
     if source is not None:
         origin = source.resolve()
-        if resolved == origin or origin in resolved.parents or resolved in origin.parents:
+        outside, inside = (origin, *origin.parents), resolved.parents
+        if any(_same(resolved, folder) for folder in outside) or any(_same(origin, folder) for folder in inside):
             raise UserError(f"{out} overlaps the source {source}; choose an output path outside it")
     if not parent.is_dir():
         raise UserError(f"{parent} is not a folder; choose another output path")
@@ -59,6 +60,11 @@ def check_out(out: Path, source: Path | None = None, *, force: bool) -> None:
         _try_out(parent / _beside(out).name)
     except OSError as error:
         raise UserError(f"{parent} is not writable ({error.strerror}); choose another output path") from error
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Return whether two paths are one, or name one folder: upper and lower case are the same on most Macs."""
+    return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
 
 
 def check_file(path: Path, mend: str) -> None:

@@ -1,10 +1,11 @@
-"""Windows, as far as it can be faked on Linux: ``python -m support.windows COMMANDS``, a JSON list of command lines.
+"""Windows and macOS, as far as they can be faked on Linux: ``python -m support.elsewhere COMMANDS``, a JSON list of
+command lines, with the system's name in the environment (``FAKED_SYSTEM``).
 
-What POSIX alone has is gone, and what Windows refuses is refused: files are renamed and removed only while nobody has
-them open or mapped, a rename replaces nothing, folders are not opened, only what is open for writing is flushed, text
-written without ``newline`` gets its ends of lines, links need a right that users lack. Libraries beneath, which are
-built for the system that they run on, keep their modules. Importing this module is enough, so that worker processes
-live there too.
+What only Linux has is gone, and for Windows what POSIX alone has. What Windows refuses is refused: files are renamed
+and removed only while nobody has them open or mapped, a rename replaces nothing, folders are not opened, only what is
+open for writing is flushed, text written without ``newline`` gets its ends of lines, links need a right that users
+lack. Libraries beneath are built for the system that they run on and keep what they need. Importing this module is
+enough, so that worker processes live there too.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from typing import Any
 PACKAGE = "bf16_to_fp16"
 MODULES = ("fcntl", "resource", "pwd", "grp", "termios")
 FUNCTIONS = (
-    *("pread", "preadv", "pwrite", "pwritev", "readv", "writev", "posix_fallocate", "posix_fadvise", "fdatasync"),
+    *("pread", "preadv", "pwrite", "pwritev", "readv", "writev", "posix_fadvise"),
     *("fchmod", "fchown", "chown", "getuid", "geteuid", "getgid", "getpgid", "killpg", "setsid", "nice", "mkfifo"),
-    *("sysconf", "statvfs", "sched_getaffinity", "sched_setaffinity", "fork", "sendfile", "copy_file_range", "sync"),
-    *("O_CLOEXEC", "O_NONBLOCK", "O_DIRECTORY", "O_NOFOLLOW", "O_DIRECT", "O_SYNC", "O_DSYNC"),
+    *("sysconf", "fork", "sendfile", "copy_file_range", "sync"),
+    *("O_CLOEXEC", "O_NONBLOCK", "O_DIRECTORY", "O_NOFOLLOW", "O_SYNC", "O_DSYNC"),
 )
+LINUX_ONLY = ("posix_fallocate", "fdatasync", "sched_getaffinity", "sched_setaffinity", "O_DIRECT")
 SIGNALS = ("SIGKILL", "SIGPIPE", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGQUIT")
 BINARY, TEMPORARY = 1 << 28, 1 << 29
 
@@ -44,6 +46,8 @@ def ours(depth: int = 2) -> bool:
 
 def in_use(path: str) -> bool:
     """Return whether this process has a file open or mapped that is at a path or below it."""
+    if path.startswith("/dev/shm/"):  # where multiprocessing shares memory here
+        return False
     names = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -103,11 +107,11 @@ def without(modules: tuple[str, ...]) -> None:
     """Have the package find no module of these names, nor this C library."""
     found, library = builtins.__import__, ctypes.CDLL
 
-    def import_(name: str, globals_: Any = None, *given: Any) -> Any:
-        importing = str((globals_ or {}).get("__name__")).partition(".")[0]
+    def import_(name: str, globals: Any = None, *given: Any, **options: Any) -> Any:
+        importing = str((globals or {}).get("__name__")).partition(".")[0]
         if importing == PACKAGE and name.partition(".")[0] in modules:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return found(name, globals_, *given)
+        return found(name, globals, *given, **options)
 
     def load(name: Any = None, *given: Any, **options: Any) -> Any:
         if name is None and ours():
@@ -129,9 +133,28 @@ def translate_ends_of_lines() -> None:
     changed.write_text = write_text
 
 
-def pretend() -> None:
-    """Make this process one on Windows."""
+def pretend(name: str) -> None:
+    """Make this process one on another system."""
+    import accelerate  # noqa: F401  (these look for what their system has when they are imported)
     import psutil
+    from torch.utils import cpp_extension  # noqa: F401
+    from transformers import AutoTokenizer, T5ForConditionalGeneration  # noqa: F401
+
+    process: Any = psutil.Process
+    del process.rlimit
+    for gone in LINUX_ONLY:
+        delattr(os, gone)
+    if name == "win32":
+        pretend_windows()
+    warnings.filterwarnings("error", category=EncodingWarning, module=PACKAGE)
+    from bf16_to_fp16 import system
+
+    changed: Any = system
+    changed.sys = types.SimpleNamespace(platform=name)
+
+
+def pretend_windows() -> None:
+    """Take away what POSIX alone has, and refuse what Windows does."""
 
     def refused(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EPERM, "A required privilege is not held by the client")
@@ -139,29 +162,24 @@ def pretend() -> None:
     def unsupported(_: Path) -> bool:
         raise NotImplementedError("Path.is_mount() is unsupported on this system")
 
-    changed: Any = os, shutil, pathlib.Path, psutil.Process
+    changed: Any = os, shutil, pathlib.Path
     without(MODULES)
     for name in FUNCTIONS:
         delattr(os, name)
     for name in SIGNALS:
         delattr(signal, name)
     changed[0].symlink = changed[0].link = refused
-    changed[1]._use_fd_functions = False
+    changed[1]._use_fd_functions = changed[1]._USE_CP_SENDFILE = False
     changed[2].is_mount = unsupported
-    del changed[3].rlimit
     refuse_what_windows_cannot_open()
     translate_ends_of_lines()
     refuse_where_in_use("rename", replaces=False)
     for name in ("replace", "unlink", "remove", "rmdir"):
         refuse_where_in_use(name)
-    warnings.filterwarnings("error", category=EncodingWarning, module=PACKAGE)
-    from bf16_to_fp16 import system
-
-    changed = system
-    changed.sys = types.SimpleNamespace(platform="win32")
 
 
-pretend()
+if "FAKED_SYSTEM" in os.environ:
+    pretend(os.environ["FAKED_SYSTEM"])
 
 
 def main(commands: list[list[str]]) -> None:
