@@ -118,8 +118,26 @@ assert not list(Path().iterdir())
 """
 
 
-def test_on_windows_a_file_beside_a_folder_holds_it_and_goes_with_it(tmp_path: Path) -> None:
-    done = elsewhere("win32", "-c", LOCKS, cwd=tmp_path)
+FAILURES = """
+from pathlib import Path
+
+import support.elsewhere
+from bf16_to_fp16.checkpoint.disk import created, write_all
+
+try:
+    with created(Path("half"), 1000) as descriptor:
+        write_all(descriptor, memoryview(bytes(100)), 0)
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    assert not list(Path().iterdir())
+else:
+    raise AssertionError
+"""
+
+
+@pytest.mark.parametrize("script", [LOCKS, FAILURES], ids=["locks", "failures"])
+def test_on_windows_a_file_beside_a_folder_holds_it_and_no_half_of_a_file_stays(script: str, tmp_path: Path) -> None:
+    done = elsewhere("win32", "-c", script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
