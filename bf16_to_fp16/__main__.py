@@ -5,6 +5,7 @@ import is imported inside ``main``. An exception that nothing has caught is a bu
 would say "unsafe", and one line that names the file with the traceback.
 """
 
+import io
 import os
 import sys
 
@@ -14,6 +15,9 @@ def main() -> int:
     # At the end of each operation a thread waits for the others. It would keep its core busy with that, and where
     # another program runs on the core of one that is late, all of them would wait a long time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a pipe on Windows takes the letters of one language
     try:
         from .cli import main as command_line
 

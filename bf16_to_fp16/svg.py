@@ -31,4 +31,4 @@ def both_schemes(svg: str) -> str:
 
 def follow_schemes(path: Path) -> None:
     """Give an SVG that matplotlib has saved its dark colours."""
-    path.write_text(both_schemes(path.read_text(encoding="utf-8")), encoding="utf-8")
+    path.write_text(both_schemes(path.read_text(encoding="utf-8")), encoding="utf-8", newline="\n")

@@ -7,7 +7,6 @@ others are about to read.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 from collections import deque
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UserError
+from ..system import is_direct, open_new, reserve, set_direct, write_at
 from .formats import bytes_of
 from .staging import FREE_SPACE_REMEDY
 
@@ -118,22 +118,6 @@ def store(path: Path, descriptor: int, data: memoryview, offset: int) -> None:
             write_all(descriptor, data[aligned:], offset + aligned)
 
 
-def is_direct(descriptor: int) -> bool:
-    """Return whether writes to a file bypass the page cache."""
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
-
-
-def set_direct(descriptor: int, on: bool) -> None:
-    """Let writes to a file bypass the page cache, if that is possible, or not."""
-    direct = getattr(os, "O_DIRECT", 0)  # macOS has none
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct if on else flags & ~direct)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-
-
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
     """Make threads that are started inside compute with one torch thread each."""
@@ -159,31 +143,21 @@ def writing(path: Path) -> Iterator[None]:
 def created(path: Path, size: int) -> Iterator[int]:
     """Yield a descriptor of a new file, its space reserved where possible; the file is removed if the block fails."""
     with writing(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = open_new(path)
     try:
-        with writing(path):
-            reserve(descriptor, size)
-        yield descriptor
+        try:
+            with writing(path):
+                reserve(descriptor, size)
+            yield descriptor
+        finally:
+            os.close(descriptor)  # first: Windows removes no open file
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(descriptor)
-
-
-def reserve(descriptor: int, size: int) -> None:
-    """Reserve space for a file; do nothing on a file system or an operating system that cannot."""
-    if not hasattr(os, "posix_fallocate"):  # macOS
-        return
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     """Write all of ``data`` at ``offset``."""
     done = 0
     while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
+        done += write_at(descriptor, data[done:], offset + done)

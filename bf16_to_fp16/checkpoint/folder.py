@@ -143,7 +143,7 @@ def side_modules(source: Path) -> set[str]:
             f"{listing}: not a list of modules with paths; restore it from the original checkpoint"
         ) from error
     for name, kind in sorted(kinds.items()):
-        if Path(name).is_absolute() or ".." in Path(name).parts or len(Path(name).parts) != 1:
+        if Path(name).anchor or ".." in Path(name).parts or len(Path(name).parts) != 1:
             raise UserError(
                 f"{listing}: module path {name!r} leaves the folder; restore it from the original checkpoint"
             )
@@ -156,7 +156,8 @@ def side_modules(source: Path) -> set[str]:
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:
     """Write ``data`` as JSON with two spaces of indent and a final newline, UTF-8, numbers as ``finite`` makes them."""
-    path.write_text(json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def finite(data: object) -> object:

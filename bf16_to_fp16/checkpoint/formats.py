@@ -1,7 +1,7 @@
 """Files of weights: where every tensor of a safetensors file or of a ``torch.save`` file lies, and ranges of bytes.
 
 The files are someone else's, so nothing in them is believed: duplicate keys, holes, overlaps and wrong sizes are told
-when a file is opened. Ranges are read with ``preadv`` into memory of their own: no mapping, which would grow with the
+when a file is opened. Ranges are read into memory of their own: no mapping, which would grow with the
 file and kill the process if the file shrank, and no pickle, except the one that torch reads with ``weights_only`` to
 learn where a legacy ``pytorch_model.bin`` keeps its tensors.
 Format: https://github.com/huggingface/safetensors#format
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from ..system import open_to_read, read_at
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -122,8 +123,7 @@ def clipped(text: str) -> str:
 def reading(file: Path) -> Iterator[int]:
     """Yield a descriptor of a file open for reading; raise UserError where it cannot be opened."""
     try:
-        # A pipe in place of a file would otherwise wait for a writer for ever.
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = open_to_read(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
     try:
@@ -137,7 +137,7 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: Path) -
     done = 0
     while done < len(buffer):
         try:
-            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+            count = read_at(descriptor, buffer[done:], offset + done)
         except OSError as error:
             raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
         if count == 0:

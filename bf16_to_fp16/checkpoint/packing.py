@@ -17,11 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .. import system
 from ..errors import UserError
 from .disk import created, write_all, writing
 from .formats import LONGEST_HEADER, TensorInfo, parse_json, read_exactly, read_whole_header, reading
 from .naming import STOCK, WAN, Naming
-from .staging import check_file, sync_folder
+from .staging import check_file
 
 LAYOUTS: Mapping[str, Naming] = {"comfy": STOCK, "wan": WAN, "single": STOCK}
 """How each layout of one file names its tensors."""
@@ -126,11 +127,11 @@ def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
         file.chmod(0o666 & ~umask)
         if out.exists() and not force:
             raise UserError(f"{out} appeared while it was being made; choose another output path or give --force")
-        os.replace(file, out)
+        system.replace_file(file, out)
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}; choose another output path") from error
     with suppress(OSError):
-        sync_folder(out.parent)
+        system.sync_folder(out.parent)
 
 
 def metadata_of(summary: Mapping[str, Any], way_back: Mapping[str, Any]) -> dict[str, str]:

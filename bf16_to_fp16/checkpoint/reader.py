@@ -95,7 +95,7 @@ class Checkpoint:
 
     def file_name(self, file: Path) -> str:
         """Return what a report calls a file of weights: its path in the folder, or of a single file its own name."""
-        return str(file.relative_to(self.folder)) if file.is_relative_to(self.folder) else file.name
+        return file.relative_to(self.folder).as_posix() if file.is_relative_to(self.folder) else file.name
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor in its own dtype and in memory of its own.
@@ -235,7 +235,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def subfolder_of(folder: Path, name: str) -> Path:
     """Return a folder's sub-folder; raise UserError where it is missing or the name leaves the folder."""
     path = Path(name)
-    if path.is_absolute() or ".." in path.parts:
+    if path.anchor or ".." in path.parts:
         raise UserError(f"subfolder {name!r} leaves {folder}; name a folder inside it")
     if not (folder / path).is_dir():
         raise UserError(f"{folder} has no folder {name!r}; name one that it has")
@@ -248,7 +248,7 @@ def contained(folder: Path, name: str) -> Path:
     The Hub's cache links ``snapshots/<commit>/…`` to ``blobs/…`` of the same repository, which counts as inside.
     """
     path = Path(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+    if path.anchor or ".." in path.parts or not path.parts or "\0" in name:
         raise UserError(f"{folder}: file name {shown(name)} leaves the folder; {RESTORE}")
     try:
         inside = folder.resolve()

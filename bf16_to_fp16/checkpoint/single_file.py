@@ -107,7 +107,8 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     dtypes = [info.dtype for info in tensors.values()]
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
     try:
-        (folder / "config.json").write_text(json.dumps(settled, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(settled, indent=2, ensure_ascii=False) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8", newline="\n")
         keep_tokenizer(file, every, folder)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}; {FREE_SPACE_REMEDY}, or set TMPDIR") from error

@@ -7,7 +7,6 @@ one removes it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .. import system
 from ..errors import UserError
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -43,7 +43,7 @@ def check_out(out: Path, source: Path | None = None, *, force: bool) -> None:
                 raise UserError(f"{out} exists; choose another output path or give --force to replace it")
             if out.resolve() in (Path.cwd(), *Path.cwd().parents):
                 raise UserError(f"{out} is where this runs and cannot be replaced; choose another output path")
-            if out.is_mount():
+            if os.path.ismount(out):
                 raise UserError(f"{out} is a mount point and cannot be replaced; choose a folder inside it")
         resolved = out.resolve()
         parent = nearest_parent(out)
@@ -51,7 +51,8 @@ def check_out(out: Path, source: Path | None = None, *, force: bool) -> None:
         raise UserError(f"{out}: {error.strerror}; choose another output path") from error
     if source is not None:
         origin = source.resolve()
-        if resolved == origin or origin in resolved.parents or resolved in origin.parents:
+        outside, inside = (origin, *origin.parents), resolved.parents
+        if any(_same(resolved, folder) for folder in outside) or any(_same(origin, folder) for folder in inside):
             raise UserError(f"{out} overlaps the source {source}; choose an output path outside it")
     if not parent.is_dir():
         raise UserError(f"{parent} is not a folder; choose another output path")
@@ -59,6 +60,11 @@ def check_out(out: Path, source: Path | None = None, *, force: bool) -> None:
         _try_out(parent / _beside(out).name)
     except OSError as error:
         raise UserError(f"{parent} is not writable ({error.strerror}); choose another output path") from error
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Return whether two paths are one, or name one folder: upper and lower case are the same on most Macs."""
+    return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
 
 
 def check_file(path: Path, mend: str) -> None:
@@ -147,28 +153,18 @@ def _beside(out: Path, kind: str = "partial") -> Path:
     return out.parent / f".{out.absolute().name}.{kind}-{secrets.token_hex(8)}"
 
 
-def _claim(path: Path) -> int:
-    """Make a folder for this user alone and lock it; return the descriptor that holds the lock."""
+def _claim(path: Path) -> int | None:
+    """Make a folder for this user alone and lock it; return the descriptor that holds the lock, None where the file
+    system knows no locks."""
     while True:
         os.mkdir(path, 0o700)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another process took it for a leftover, as it was not locked yet
-            continue
-        _lock(descriptor)
+        lock = None
+        with suppress(FileNotFoundError):  # another process took it for a leftover, as it was not locked yet
+            lock = system.hold(path)
         if os.path.exists(path):
-            return descriptor
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock an open folder and return whether it is locked now: not where another process holds the lock, nor on a file
-    system without locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+            return lock
+        if lock is not None:
+            os.close(lock)
 
 
 def sweep(out: Path) -> None:
@@ -182,15 +178,12 @@ def sweep(out: Path) -> None:
         match = leftover.fullmatch(entry.name)
         if match is None or entry.is_symlink() or (match[1] == "replaced" and not out.exists()):
             continue
-        try:
-            descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            if _lock(descriptor):
-                shutil.rmtree(entry, ignore_errors=True)
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):
+            if (lock := system.hold(entry)) is not None:
+                try:
+                    shutil.rmtree(entry, ignore_errors=True)
+                finally:
+                    os.close(lock)
 
 
 @contextmanager
@@ -227,16 +220,16 @@ def put_in_place(work: Path, out: Path, *, force: bool) -> None:
             aside = _beside(out, "replaced")
             try:
                 lock = _claim(aside)
-                os.rename(out, aside / "old")
+                system.rename_folder(out, aside / "old")
             except OSError as error:
                 with suppress(OSError):
                     aside.rmdir()
                 raise UserError(f"{out}: {error.strerror}; choose another output path") from error
         try:
-            os.rename(work, out)
+            system.rename_folder(work, out)
         except OSError as error:
             if aside is not None:
-                os.rename(aside / "old", out)
+                system.rename_folder(aside / "old", out)
                 aside.rmdir()
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 raise UserError(
@@ -248,7 +241,7 @@ def put_in_place(work: Path, out: Path, *, force: bool) -> None:
             if aside is not None:
                 shutil.rmtree(aside, ignore_errors=True)
             sweep(out)
-            sync_folder(out.parent)
+            system.sync_folder(out.parent)
     finally:
         if lock is not None:
             os.close(lock)
@@ -258,15 +251,5 @@ def sync_tree(folder: Path) -> None:
     """Flush every file and folder below ``folder`` to the disk."""
     for root, _, files in os.walk(folder):
         for name in files:
-            with open(Path(root) / name, "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(Path(root))
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            system.sync_file(Path(root) / name)
+        system.sync_folder(Path(root))

@@ -7,7 +7,6 @@ written. Several processes may share the files. The bytes written depend on neit
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import multiprocessing
 import os
@@ -28,7 +27,8 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from .disk import Sink, created, is_direct, one_torch_thread, writing
+from ..system import end_with, flush, is_direct
+from .disk import Sink, created, one_torch_thread, writing
 from .formats import SAFETENSORS_DTYPES, RunningHash, bytes_of, read_exactly, reading
 from .pieces import NOTHING, Piece, Scratch, TensorStats, convert_piece, output_pieces, room
 from .reader import Checkpoint
@@ -44,10 +44,6 @@ FLUSH_SECONDS = 0.25
 
 REPORT_SECONDS = 0.2
 """Seconds between two looks at what worker processes have done."""
-
-
-PR_SET_PDEATHSIG = 1
-"""Linux's prctl option: the signal that a process gets when its parent ends."""
 
 
 @dataclass(frozen=True)
@@ -184,10 +180,7 @@ def start_worker(counts: Any, parent: int) -> None:
     COUNTS = counts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before the line above
-        os._exit(1)
+    end_with(parent)
 
 
 def write_workload_counted(workload: Workload, number: int) -> Written:
@@ -291,7 +284,7 @@ class WritePipeline:
                     if is_direct(descriptor):
                         continue
                     with writing(path):
-                        getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS has only the latter
+                        flush(descriptor)
         except BaseException:
             self.stop.set()
             raise

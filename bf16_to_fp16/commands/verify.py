@@ -282,7 +282,7 @@ def locate(
         return fetch(str(source), subfolder, endpoint, progress)
     folder = folder if subfolder is None else subfolder_of(folder, subfolder)
     if not (folder / REPORT).exists():
-        check_below(folder, [str(path.relative_to(folder)) for path in folder.glob(f"*/{REPORT}")])
+        check_below(folder, [path.relative_to(folder).as_posix() for path in folder.glob(f"*/{REPORT}")])
     return folder, None, []
 
 
@@ -488,7 +488,7 @@ def replay(
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
         with progress.step("Replaying the plan on the original") as advance:
             write_fp16(original, writes(layout, plan), Path(scratch), advance=advance)
-        (Path(scratch) / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
+        (Path(scratch) / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8", newline="\n")
         again = open_checkpoint(scratch)
         differing = sorted(set(again.tensors) ^ set(checkpoint.tensors))
         for name in sorted(set(again.tensors) & set(checkpoint.tensors)):

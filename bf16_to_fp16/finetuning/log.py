@@ -67,7 +67,7 @@ class RunLog:
             except (ValueError, KeyError, TypeError):
                 continue
         partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(kept), encoding="utf-8")
+        partial.write_text("".join(kept), encoding="utf-8", newline="\n")
         partial.replace(self.path)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ class RunLog:
         if self.path is not None:
             with on_a_disk(self.path):
                 if self._file is None:
-                    self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
+                    self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115  (closed by close)
                 self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
                 self._file.flush()
         if self._run is not None:

@@ -289,8 +289,11 @@ def check_recipe(recipe: Recipe) -> None:
             " leave it out"
         )
     device = find_device(recipe.device)
-    if device.index is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if device.index is not None and several:
         raise UserError(f"device {device} is one for all processes; set device: cuda, and each takes its own")
+    if device.type == "cuda" and several and not torch.distributed.is_nccl_available():
+        raise UserError("several GPUs need NCCL, which torch has on Linux alone; launch one process, or under WSL 2")
     if recipe.compile and "fp32" not in recipe.precision and device.type == "cpu":
         raise UserError("compile on a CPU goes with precision: fp32 alone; set that, or compile: false")
     if recipe.penalty.form != "none" and recipe.attention == "sdpa":

@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from ..checkpoint.staging import sync_folder, sync_tree
+from ..checkpoint.staging import sync_tree
 from ..errors import UserError
 from ..optim.moments import BLOCKED
+from ..system import rename_folder, sync_folder
 
 STATE, TENSORS = "state.pt", "model.safetensors"
 
@@ -84,7 +85,7 @@ class RunFolder:
         work, place = self.partial(step), self.of(step)
         sync_tree(work)
         self.remove(step)
-        work.rename(place)
+        rename_folder(work, place)
         sync_folder(self.path)
         for old in self.steps()[: -self.keep]:
             self.remove(old)
@@ -95,7 +96,7 @@ class RunFolder:
         if place.exists():
             aside = self.path / f".step-{step:08d}.removed"
             shutil.rmtree(aside, ignore_errors=True)
-            place.rename(aside)
+            rename_folder(place, aside)
             shutil.rmtree(aside, ignore_errors=True)
 
 

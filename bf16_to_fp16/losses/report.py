@@ -138,4 +138,4 @@ def write_loss_page(path: Path, result: Mapping[str, Any], curve: Curve, found: 
     text = environment.get_template("losses.html.jinja").render(
         result=result, rows=rows, svg=drawn[drawn.index("<svg") :], name=Path(result["log"]).name
     )
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", newline="\n")

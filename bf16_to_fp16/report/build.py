@@ -267,7 +267,7 @@ def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[st
         inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         for file in inside:
             if file.is_file():
-                found[str(file.relative_to(checkpoint.folder))] = checkpoint.sha256(file)
+                found[file.relative_to(checkpoint.folder).as_posix()] = checkpoint.sha256(file)
     return found
 
 

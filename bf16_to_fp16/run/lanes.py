@@ -13,11 +13,8 @@ the others, and its weights stay from the second visit on; so it costs the memor
 from __future__ import annotations
 
 import copy
-import ctypes
-import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +23,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.reader import Checkpoint
 from ..progress import Advance
+from ..system import one_arena
 from .products import Widened, weights_widened_once
 from .stock import set_attention, structure
 
@@ -102,23 +100,6 @@ def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
             yield below, child
         else:
             yield from _places(below, child)
-
-
-@contextmanager
-def _one_arena() -> Iterator[None]:
-    """Have new threads allocate where others do: each with an arena of its own would keep what it has freed, several
-    times what is in use. Only glibc has arenas."""
-    limit = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if limit is not None:
-        limit(_ARENA_MAX, 1)
-    try:
-        yield
-    finally:
-        if limit is not None:
-            limit(_ARENA_MAX, 0)
-
-
-_ARENA_MAX = -8
 
 
 @dataclass(eq=False)
@@ -216,7 +197,7 @@ class Walk:
                 advance(*steps)
 
         try:
-            with _one_arena(), weights_widened_once() as widened:
+            with one_arena(), weights_widened_once() as widened:
                 for lanes in rounds:
                     self._run_together(lanes, widened, count)
             if advance is not None:

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux says what the group of this process may use and does."""
 
 
 def available() -> float:
     """Return the bytes that this process may still take: of the machine's memory what is free, less where a cgroup or
-    a resource limit leaves less; infinity where nothing tells, as on systems other than Linux without a limit."""
-    found = [float("inf")]
-    if sys.platform == "linux":
-        found.append(_field("/proc/meminfo", "MemAvailable") * 1024)
-        for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-            most, _ = resource.getrlimit(limit)
-            if most != resource.RLIM_INFINITY:
-                found.append(most - _field("/proc/self/status", used) * 1024)
-        group = Path("/sys/fs/cgroup")
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            # Of what a group has, page cache can be taken back.
-            found.append(int((group / "memory.max").read_text()) - _field(str(group / "memory.stat"), "anon"))
+    a limit on this process leaves less (both of Linux)."""
+    found = [float(psutil.virtual_memory().available)]
+    process = psutil.Process()
+    if hasattr(process, "rlimit"):
+        used = process.memory_info()
+        for limit, taken in ((psutil.RLIMIT_AS, used.vms), (psutil.RLIMIT_DATA, used.data)):
+            most, _ = process.rlimit(limit)
+            if most != psutil.RLIM_INFINITY:
+                found.append(most - taken)
+    with suppress(OSError, ValueError, KeyError):  # no such file, or "max"
+        most = int((CGROUP / "memory.max").read_text(encoding="ascii"))
+        # Of what a group has, page cache can be taken back.
+        used_by_group = dict(map(str.split, (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()))
+        found.append(most - int(used_by_group["anon"]))
     return max(0.0, min(found))
-
-
-def _field(path: str, name: str) -> float:
-    """The number behind a name at the beginning of a line; infinity where there is none."""
-    for line in Path(path).read_text().splitlines():
-        words = line.replace(":", " ").split()
-        if words[:1] == [name]:
-            return int(words[1])
-    return float("inf")

@@ -1,0 +1,205 @@
+"""What differs between Linux, macOS and Windows: positioned reads and writes, locks, flushing, renaming.
+
+Each function does the same everywhere with what the system has, so that nothing else asks which one it runs on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+BINARY: int = getattr(os, "O_BINARY", 0)
+"""Windows would otherwise translate the ends of lines, in weights as well."""
+
+
+DIRECT: int = getattr(os, "O_DIRECT", 0)
+"""Past the page cache; macOS and Windows have no such flag."""
+
+
+MOST_BYTES = 1 << 24
+"""Bytes moved by one call: macOS refuses 2 GiB, and where there are no positioned reads so many are copied."""
+
+
+PATIENCE = (0.1, 0.3, 1.0)
+"""Seconds between attempts to rename what another program, such as a virus scanner on Windows, has just opened."""
+
+
+PR_SET_PDEATHSIG = 1
+"""Linux's prctl option: the signal that a process gets when its parent ends."""
+
+
+M_ARENA_MAX = -8
+"""glibc's mallopt option: how many arenas threads allocate in, 0 for its own choice."""
+
+
+_positions: dict[int, threading.Lock] = {}
+"""For each descriptor who may move its position, where reads and writes need it."""
+
+
+def open_to_read(file: Path) -> int:
+    """Return a descriptor of a file open for reading; raises OSError, and does not wait for the writer of a pipe."""
+    return os.open(file, os.O_RDONLY | BINARY | getattr(os, "O_NONBLOCK", 0))
+
+
+def open_new(file: Path) -> int:
+    """Return a descriptor of a new file, to read and write; raise OSError where there is one."""
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+
+
+def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Read at ``offset`` of a file into a buffer of bytes and return how many came, 0 at the end; safe in threads."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [buffer[:MOST_BYTES]], offset)
+    with _positioned(descriptor, offset):
+        data = os.read(descriptor, min(len(buffer), MOST_BYTES))
+    buffer[: len(data)] = data
+    return len(data)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    """Write bytes at ``offset`` of a file and return how many went; safe in threads."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data[:MOST_BYTES], offset)
+    with _positioned(descriptor, offset):
+        return os.write(descriptor, data[:MOST_BYTES])
+
+
+@contextmanager
+def _positioned(descriptor: int, offset: int) -> Iterator[None]:
+    """Have a file's position for oneself."""
+    with _positions.setdefault(descriptor, threading.Lock()):
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        yield
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Reserve space for a file; do nothing on a file system or an operating system that cannot."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def is_direct(descriptor: int) -> bool:
+    """Return whether writes to a file bypass the page cache."""
+    return bool(DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
+
+
+def set_direct(descriptor: int, on: bool) -> None:
+    """Let writes to a file bypass the page cache, if that is possible, or not."""
+    if not DIRECT:
+        return
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def flush(descriptor: int) -> None:
+    """Hand to the disk what was written to a file, its times aside where the system tells them apart."""
+    getattr(os, "fdatasync", os.fsync)(descriptor)
+
+
+def sync_file(file: Path) -> None:
+    """Flush a file that is not open to the disk."""
+    # Windows flushes only what is open for writing.
+    _sync(os.open(file, BINARY | (os.O_RDONLY if fcntl else os.O_RDWR)))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk; Windows opens no folder, and leaves that to its file system's journal."""
+    if hasattr(os, "O_DIRECTORY"):
+        _sync(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def hold(folder: Path) -> int | None:
+    """Lock a folder until the descriptor that is returned is closed or the process ends, however it ends.
+
+    None where another process holds it, or on a file system without locks. Raises OSError where it cannot be opened.
+    """
+    if fcntl is None:  # no folder can be opened: a file beside it, which the system removes when it is closed
+        temporary: int = getattr(os, "O_TEMPORARY", 0)
+        try:
+            return os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY | temporary)
+        except (FileExistsError, PermissionError):
+            return None
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def rename_folder(old: Path, new: Path) -> None:
+    """Rename a folder to a name that is free or an empty folder's; raise OSError (EEXIST, ENOTEMPTY) for another."""
+    try:
+        _patiently(os.rename, old, new)
+    except FileExistsError:  # on Windows for an empty one as well
+        os.rmdir(new)
+        _patiently(os.rename, old, new)
+
+
+def replace_file(old: Path, new: Path) -> None:
+    """Rename a file, over another if there is one; raise OSError where that cannot be."""
+    _patiently(os.replace, old, new)
+
+
+def _patiently(move: Callable[[Path, Path], None], old: Path, new: Path) -> None:
+    for pause in () if fcntl else PATIENCE:
+        try:
+            return move(old, new)
+        except FileExistsError:
+            raise
+        except PermissionError:
+            time.sleep(pause)
+    move(old, new)
+
+
+def end_with(parent: int) -> None:
+    """Have this process end when its parent, of that process id, is killed; elsewhere than on Linux it ends when it
+    has no more to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before the line above
+        os._exit(1)
+
+
+@contextmanager
+def one_arena() -> Iterator[None]:
+    """Have new threads allocate where others do: each with an arena of its own would keep what it has freed, several
+    times what is in use. Only glibc has arenas."""
+    limit = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if limit is not None:
+        limit(M_ARENA_MAX, 1)
+    try:
+        yield
+    finally:
+        if limit is not None:
+            limit(M_ARENA_MAX, 0)

@@ -1,0 +1,368 @@
+"""What differs between operating systems: as Windows and macOS would have it, faked, since neither is at hand."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from support import faults, forked, tiny
+from transformers import ByT5Tokenizer
+
+from bf16_to_fp16 import UserError, cli, system
+from bf16_to_fp16.checkpoint import folder as folders
+from bf16_to_fp16.checkpoint import formats, reader
+from bf16_to_fp16.checkpoint.staging import check_out
+from bf16_to_fp16.finetuning import run as finetuning
+from bf16_to_fp16.finetuning.recipe import Recipe
+from bf16_to_fp16.run import memory
+
+ROOT = Path(__file__).parents[1]
+SMALL: dict[str, Any] = {"num_layers": 1, "vocab_size": 384, "dropout_rate": 0.0}
+
+
+def elsewhere(name: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter on a faked system, its output in an encoding of one language as on Windows."""
+    faked = {"FAKED_SYSTEM": name, "PYTHONIOENCODING": "cp1252", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-X", "warn_default_encoding", *words]
+    return subprocess.run(command, cwd=cwd, env=os.environ | faked, capture_output=True, encoding="cp1252", timeout=300)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a T5 in two shards that overflows, and an encoder in torch's own format."""
+    root = tmp_path_factory.mktemp("sources")
+    tiny.save(tiny.build("t5", factor=4.0, num_decoder_layers=1, **SMALL), root / "source", max_shard_size="20KB")
+    ByT5Tokenizer(extra_ids=125).save_pretrained(root / "source")
+    encoder = tiny.build("t5-encoder", factor=4.0, **SMALL)
+    tiny.save(encoder, root / "encoder")
+    torch.save(encoder.state_dict(), root / "encoder" / "pytorch_model.bin")
+    (root / "encoder" / "model.safetensors").unlink()
+    return root
+
+
+COMMANDS = (
+    ("certify", "{root}/source"),
+    ("convert", "{root}/source", "empty", "--workers", "2"),
+    ("convert", "{root}/source", "out"),
+    ("convert", "{root}/source", "out", "--force"),
+    ("certify", "out"),
+    ("audit", "out", "--html", "page.html"),
+    ("verify", "out"),
+    ("undo", "out", "back"),
+    ("convert", "{root}/encoder", "one.safetensors", "--layout", "single"),
+    ("undo", "one.safetensors", "back-from-one"),
+)
+
+
+@pytest.fixture(scope="module")
+def here(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Return what the commands make here."""
+    place = tmp_path_factory.mktemp("here")
+
+    def run() -> int:
+        os.chdir(place)
+        return max(cli.main([word.format(root=sources) for word in words]) for words in COMMANDS)
+
+    assert forked.in_a_fork(run, place / "log")[0] == 0, (place / "log").read_text()
+    return {made.name: faults.content(made) for made in place.iterdir() if made.is_dir()}
+
+
+@pytest.mark.parametrize("name", ["win32", "darwin"])
+def test_convert_certify_audit_verify_and_undo_work_elsewhere_and_write_the_same_bytes(
+    name: str, sources: Path, here: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    """Every module of the package is imported, too."""
+    (tmp_path / "empty").mkdir()
+    commands = [[word.format(root=sources) for word in words] for words in COMMANDS]
+    done = elsewhere(name, "-m", "support.elsewhere", json.dumps(commands), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall("^done: (.*)$", done.stdout, re.MULTILINE) == [words[0] for words in COMMANDS]
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {*here, "one.safetensors", "page.html"}
+    assert {folder: faults.content(tmp_path / folder) for folder in here} == here
+    texts = [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".html", ".md", ".txt")]
+    assert texts and not [path for path in texts if b"\r" in path.read_bytes()]
+
+
+LOCKS = """
+import os
+from pathlib import Path
+
+import support.elsewhere
+from bf16_to_fp16 import system
+from bf16_to_fp16.checkpoint import staging
+
+assert system.fcntl is None
+dead, out = Path(".out.partial-0123456789abcdef"), Path("out")
+dead.mkdir()
+with staging.scratch(out) as mine:
+    assert not dead.exists() and system.hold(mine) is None
+    staging.sweep(out)
+    assert mine.is_dir() and {path.name for path in Path().iterdir()} == {mine.name, f"{mine.name}.lock"}
+assert not list(Path().iterdir())
+"""
+
+
+FAILURES = """
+from pathlib import Path
+
+import support.elsewhere
+from bf16_to_fp16.checkpoint.disk import created, write_all
+
+try:
+    with created(Path("half"), 1000) as descriptor:
+        write_all(descriptor, memoryview(bytes(100)), 0)
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    assert not list(Path().iterdir())
+else:
+    raise AssertionError
+"""
+
+
+@pytest.mark.parametrize("script", [LOCKS, FAILURES], ids=["locks", "failures"])
+def test_on_windows_a_file_beside_a_folder_holds_it_and_no_half_of_a_file_stays(script: str, tmp_path: Path) -> None:
+    done = elsewhere("win32", "-c", script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+# --- reading and writing ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positioned", [True, False])
+def test_threads_that_share_a_file_read_and_write_where_they_mean_to(
+    positioned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not positioned:
+        monkeypatch.delattr(os, "preadv")
+        monkeypatch.delattr(os, "pwrite")
+        seek = os.lseek
+
+        def slow(descriptor: int, offset: int, how: int) -> int:
+            found = seek(descriptor, offset, how)
+            time.sleep(1e-5)  # lets another thread come in between
+            return found
+
+        monkeypatch.setattr(os, "lseek", slow)
+    parts, length = 200, 1000
+    data = [bytes([number]) * length for number in range(parts)]
+    descriptor = system.open_new(tmp_path / "file")
+    started = threading.Barrier(8)
+
+    def write(first: int) -> None:
+        started.wait()
+        for number in range(first, parts, 8):
+            assert system.write_at(descriptor, memoryview(data[number]), number * length) == length
+
+    def read(first: int) -> bool:
+        started.wait()
+        buffer = memoryview(bytearray(length))
+        for step in range(0, 3 * parts, 8):
+            number = (first * 37 + step * 11) % parts
+            assert system.read_at(descriptor, buffer, number * length) == length
+            if bytes(buffer) != data[number]:
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+        assert (tmp_path / "file").read_bytes() == b"".join(data)
+        assert all(pool.map(read, range(8)))
+    assert system.read_at(descriptor, memoryview(bytearray(9)), parts * length) == 0
+    os.close(descriptor)
+
+
+def test_no_call_moves_as_much_as_macos_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 1 << 25  # 2 GiB there
+    preadv, pwrite = os.preadv, os.pwrite
+
+    def read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if sum(map(len, buffers)) >= most:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return preadv(descriptor, buffers, offset)
+
+    def write(descriptor: int, data: memoryview, offset: int) -> int:
+        if len(data) >= most:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(os, "pwrite", write)
+    from bf16_to_fp16.checkpoint.disk import created, write_all
+
+    data = memoryview(os.urandom(1 << 20) * 40)
+    with created(tmp_path / "file", len(data)) as descriptor:
+        write_all(descriptor, data, 0)
+    with formats.reading(tmp_path / "file") as descriptor:
+        back = memoryview(bytearray(len(data)))
+        formats.read_exactly(descriptor, back, 0, tmp_path / "file")
+    assert back == data
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def refusing(times: int, error: type[OSError], seen: list[int]) -> Callable[[Any, Any], None]:
+    """Return a rename that is refused so many times."""
+    rename = os.rename
+
+    def moved(old: Any, new: Any) -> None:
+        seen.append(1)
+        if len(seen) <= times:
+            raise error(errno.EACCES, "Access is denied")
+        rename(old, new)
+
+    return moved
+
+
+@pytest.mark.parametrize(("windows", "times", "moved"), [(True, 2, True), (True, 9, False), (False, 1, False)])
+def test_what_a_scanner_has_opened_is_renamed_when_it_lets_go(
+    windows: bool, times: int, moved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(system, "PATIENCE", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "rename", refusing(times, PermissionError, seen))
+    if windows:
+        monkeypatch.setattr(system, "fcntl", None)
+    (tmp_path / "old").mkdir()
+    if moved:
+        system.rename_folder(tmp_path / "old", tmp_path / "new")
+    else:
+        with pytest.raises(PermissionError):
+            system.rename_folder(tmp_path / "old", tmp_path / "new")
+        assert len(seen) == (4 if windows else 1)
+    assert (tmp_path / "new").exists() == moved
+
+
+def test_a_folder_with_something_in_it_is_not_renamed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rename(old: Any, new: Any) -> None:
+        raise FileExistsError(errno.EEXIST, "exists already")  # as Windows says of an empty one as well
+
+    monkeypatch.setattr(os, "rename", rename)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "mine").write_text("mine")
+    with pytest.raises(OSError) as raised:
+        system.rename_folder(tmp_path / "old", tmp_path / "new")
+    assert raised.value.errno in (errno.EEXIST, errno.ENOTEMPTY)
+    assert (tmp_path / "new" / "mine").exists()
+
+
+@pytest.mark.parametrize("name", ["C:x", "C:", "/x", "C:/x", "..\\x", "a\\..\\..\\x"])
+def test_a_name_that_leaves_the_folder_on_windows_is_refused_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "Path", PureWindowsPath)
+    monkeypatch.setattr(folders, "Path", PureWindowsPath)
+    with pytest.raises(UserError, match="leaves the folder"):
+        reader.contained(tmp_path, name)
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": name, "type": "x.Normalize"}]))
+    with pytest.raises(UserError, match="leaves the folder"):
+        folders.side_modules(tmp_path)
+
+
+def test_a_report_names_a_file_alike_on_every_system() -> None:
+    root: Any = PureWindowsPath("C:/models/t5")
+    checkpoint = reader.Checkpoint(root, "t5", None, {}, {}, (), None)
+    file: Any = root / "text_encoder" / "model.safetensors"
+    assert checkpoint.file_name(file) == "text_encoder/model.safetensors"
+
+
+def test_the_source_by_a_name_in_other_letters_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that takes upper and lower case for the same: here a link above gives a folder a second name."""
+    source = tmp_path / "models" / "t5" / "source"
+    source.mkdir(parents=True)
+    (tmp_path / "Models").symlink_to(tmp_path / "models")
+    monkeypatch.setattr(Path, "resolve", Path.absolute)  # which keeps the letters that were typed
+    for out in ("t5/source", "t5/source/out", "t5"):
+        with pytest.raises(UserError, match="overlaps the source"):
+            check_out(tmp_path / "Models" / out, source, force=True)
+    check_out(tmp_path / "Models" / "t5" / "out", source, force=True)
+
+
+# --- memory and processes --------------------------------------------------------------------------------------------
+
+
+def test_the_memory_at_hand_is_what_is_free_or_what_a_limit_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    free = psutil.virtual_memory().available
+    assert 0.8 * free < memory.available() < 1.2 * free
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.stat").write_text("anon 3000000\nfile 9000000\ninactive_anon 1\n")
+    assert memory.available() > 0.8 * free
+    (tmp_path / "memory.max").write_text("10000000\n")
+    assert memory.available() == 7_000_000
+
+
+@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_a_limit_on_the_process_counts_where_there_are_such(kind: int, tmp_path: Path) -> None:
+    room = 1 << 30
+
+    def limited() -> None:
+        used = psutil.Process().memory_info()
+        resource.setrlimit(kind, ((used.vms if kind == resource.RLIMIT_AS else used.data) + room,) * 2)
+        assert room - (1 << 26) < memory.available() <= room
+        changed: Any = psutil.Process
+        del changed.rlimit  # as on macOS and Windows
+        assert memory.available() > 2 * room
+
+    assert forked.in_a_fork(limited, tmp_path / "log")[0] == 0, (tmp_path / "log").read_text()
+
+
+def test_several_gpus_without_nccl_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe.model_validate({"source": "s", "out": str(tmp_path / "o"), "data": {"path": "t.txt"}})
+    monkeypatch.setattr(finetuning, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    finetuning.check_recipe(recipe)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="several GPUs need NCCL, which torch has on Linux alone; launch one process"):
+        finetuning.check_recipe(recipe)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    finetuning.check_recipe(recipe)
+
+
+# --- one place -------------------------------------------------------------------------------------------------------
+
+OF_ONE_SYSTEM = re.compile(
+    r"\bfcntl\b|\bresource\b\.|^import (resource|pwd|grp|termios|msvcrt)|/proc/|sys\.platform|os\.name\b"
+    r"|platform\.system|os\.(p?readv?|p?writev?|rename|replace|link|symlink|fork|posix_\w+|sched_\w+|sysconf|nice|O_(?!WRONLY))\b"
+    r"|\.rename\(|signal\.SIG(?!INT|TERM|_)|is_mount\(|CDLL\(None\)|str\([^)]*relative_to",
+    re.MULTILINE,
+)
+
+
+def test_one_module_alone_asks_what_the_system_has() -> None:
+    found = {
+        path.relative_to(ROOT / "bf16_to_fp16").as_posix(): sorted({match[0] for match in OF_ONE_SYSTEM.finditer(text)})
+        for path in (ROOT / "bf16_to_fp16").rglob("*.py")
+        if OF_ONE_SYSTEM.search(text := path.read_text(encoding="utf-8"))
+    }
+    assert set(found) == {"system.py"}, found
+
+
+def test_text_is_written_with_its_encoding_and_its_ends_of_lines() -> None:
+    wrong = []
+    for path in (ROOT / "bf16_to_fp16").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr == "write_text" and {"encoding", "newline"} - {word.arg for word in node.keywords}:
+                wrong.append(f"{path.name}:{node.lineno}")
+    assert not wrong
