@@ -32,3 +32,11 @@ def _field(path: str, name: str) -> float:
         if words[:1] == [name]:
             return int(words[1])
     return float("inf")
+
+
+def peak() -> int:
+    """Return the most bytes of memory that this process has held at a time."""
+    if sys.platform == "linux":
+        # Of itself alone: what getrusage says may be of the process that started it.
+        return int(_field("/proc/self/status", "VmHWM")) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
