@@ -15,6 +15,7 @@ import difflib
 import hashlib
 import json
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,7 @@ class Listed(BaseModel):
     revision: Text | None = None
     subfolder: Text | None = None
 
-    @property
+    @cached_property
     def local(self) -> Path | None:
         """The folder or the file, None for a Hub id; raises UserError for what is none of them."""
         return local_source(self.source)

@@ -79,15 +79,16 @@ def shown(row: Row, folder: str) -> dict[str, Any]:
         "fidelity": None if row.fidelity in (None, "kl") else row.fidelity,
         "bf16": "" if row.fidelity is None else scientific(row.error_bf16),
         "fp16": "" if row.fidelity is None else scientific(row.error_fp16),
-        "seconds": ""
-        if row.seconds is None
-        else f"{row.seconds:,.0f} s"
-        if row.seconds < 600
-        else f"{row.seconds / 60:,.0f} min",
+        "seconds": "" if row.seconds is None else spent(row.seconds),
         "memory": "" if row.peak_bytes is None else bytes_in_words(row.peak_bytes),
         "audit": f"{folder}/audit.html" if folder and row.source_verdict else None,
         "report": f"{folder}/fp16_report.html" if folder and row.verdict else None,
     }
+
+
+def spent(seconds: float) -> str:
+    """Return a time that was measured, in seconds up to ten minutes."""
+    return f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
 
 
 def parameters(number: int) -> str:

@@ -14,16 +14,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.formats import read_json
 from ..checkpoint.staging import check_out
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..progress import Progress
 from ..run.memory import available
 from ..wording import bytes_in_words
@@ -115,9 +115,11 @@ def survey(
         for entry in left:  # what a run left that was stopped, or was made from something else
             shutil.rmtree(folder_of(entry, out), ignore_errors=True)
         write(out, rows)
-        with progress.step(f"Surveying {len(left)} of {len(listed)} checkpoints") as advance:
-            for number, (entry, row) in enumerate(each_surveyed(left, out, settings, jobs), 1):
-                rows[entry] = row
+        with ExitStack() as stack:
+            advance = stack.enter_context(progress.step(f"Surveying {len(left)} of {len(listed)} checkpoints"))
+            each = stack.enter_context(closing(each_surveyed(left, out, settings, jobs)))
+            for number, (entry, found) in enumerate(each, 1):
+                row = rows[entry] = Row.model_validate({**rows[entry].model_dump(), **found})
                 write(out, rows)
                 took = "" if row.seconds is None else f", {row.seconds:.0f} s"
                 memory = "" if row.peak_bytes is None else f", {bytes_in_words(row.peak_bytes)} of memory"
@@ -128,8 +130,8 @@ def survey(
 
 def each_surveyed(
     left: Sequence[Listed], out: Path, settings: Settings, jobs: int | None
-) -> Iterator[tuple[Listed, Row]]:
-    """Yield each checkpoint with its row when it is done; end the processes where the loop is left before that."""
+) -> Generator[tuple[Listed, dict[str, Any]], None, None]:
+    """Yield each checkpoint with what was found when it is done; where the loop is left before, end the processes."""
     if not left:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -142,7 +144,11 @@ def each_surveyed(
     try:
         work = {pool.submit(surveyed, e, out, settings, room, running, environment): e for e in left}
         for done in as_completed(work):
-            yield work[done], done.result()
+            try:
+                found = done.result()
+            except Exception as error:  # such as a full disk: the others may fit
+                found = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)}"}
+            yield work[done], found
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         room.close()
@@ -158,8 +164,8 @@ def surveyed(
     room: Room,
     running: set[subprocess.Popen[str]],
     environment: dict[str, str],
-) -> Row:
-    """Return the row of a checkpoint, from a process of its own."""
+) -> dict[str, Any]:
+    """Return what was found of a checkpoint by a process of its own."""
     folder = folder_of(entry, out)
     folder.mkdir(parents=True)
     job = {**entry.model_dump(), "where": entry.where, "options": settings.options, "keep": settings.keep}
@@ -174,6 +180,8 @@ def surveyed(
             start_new_session=True,  # Ctrl-C is for the survey, which then ends it
         )
     running.add(process)
+    if room.closed:
+        process.kill()
     try:
         assert process.stdin is not None and process.stdout is not None
         tell(process, json.dumps(job))
@@ -187,9 +195,10 @@ def surveyed(
         process.kill()
         process.communicate()
     result = folder / RESULT
-    found = read_json(result, "result")["found"] if result.is_file() else {**opened, "error": how_it_ended(status)}
-    shutil.rmtree(folder / "converted", ignore_errors=True) if found["status"] == "failed" else None
-    return waiting(entry).model_copy(update=found)
+    if result.is_file():
+        return dict(read_json(result, "result")["found"])
+    shutil.rmtree(folder / "converted", ignore_errors=True)
+    return {**opened, "status": "failed", "error": how_it_ended(status)}
 
 
 def tell(process: subprocess.Popen[str], line: str) -> None:
@@ -218,6 +227,8 @@ def how_it_ended(status: int) -> str:
 def claimed(out: Path) -> Iterator[None]:
     """Make the folder of a survey, and keep others out of it; raise UserError where it holds something else."""
     if not (out / CHECKPOINTS).is_dir():
+        if out.is_dir() and any(out.iterdir()):
+            raise UserError(f"{out} is not empty and holds no survey; choose another OUTDIR")
         check_out(out, force=False)
     try:
         (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)

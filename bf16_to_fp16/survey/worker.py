@@ -149,7 +149,7 @@ def main(folder: Path) -> None:
     may_go = threading.Event()
 
     def watch() -> None:
-        for _ in sys.stdin:
+        while os.read(0, 64):  # not sys.stdin, whose lock would be held when this process ends
             may_go.set()
         os._exit(1)
 
