@@ -243,7 +243,7 @@ def test_the_line_for_bash_completes(words: list[str], wanted: set[str]) -> None
 def test_paths_are_completed_where_a_command_takes_them() -> None:
     for command in cli.app.commands.values():
         for parameter in command.params:
-            path = {"source", "out", "SOURCE", "OUT", "DIR", "FILE", "RECIPE", "REPORT"} & {
+            path = {"source", "out", "SOURCE", "OUT", "DIR", "FILE", "LIST", "OUTDIR", "RECIPE", "REPORT"} & {
                 parameter.name,
                 parameter.metavar,
             }
