@@ -39,7 +39,7 @@ CORES = 4
 """Cores for a checkpoint, where as many are surveyed at a time as memory allows."""
 
 
-BASE_BYTES, BYTES_A_PARAMETER = 2_000_000_000, 6
+BASE_BYTES, BYTES_A_PARAMETER = 2_500_000_000, 6
 """Memory that is set aside for a checkpoint: libraries, activations and logits; more than any whole conversion in
 benchmarks/RESULTS.md took, and enough for an audit of another class, which loads a model whole in fp32."""
 
