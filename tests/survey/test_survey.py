@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -292,6 +293,25 @@ def test_a_survey_that_is_killed_takes_its_processes_with_it_and_goes_on(
     assert "1 of 2 are done already" in printed.err and (done / "result.json").stat().st_mtime_ns == stamp
     assert (cut / "converted" / "model.safetensors").exists()
     assert [row["status"] for row in csv.DictReader((out / "survey.csv").open())] == ["audit only", "done"]
+    assert cli.main(["survey", str(listing), str(out)]) == 0 and "2 of 2 are done already" in capsys.readouterr().err
+    listing.write_text(json.dumps([{"source": str(sources / "gemma")}]))
+    assert cli.main(["survey", str(listing), str(out), "--force"]) == 0
+    assert (done / "result.json").stat().st_mtime_ns > stamp and (cut / "converted").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_survey_that_is_stopped_ends_its_processes_first(
+    sources: Path, tmp_path: Path, number: int, status: int
+) -> None:
+    listing, out = tmp_path / "list.yaml", tmp_path / "out"
+    listing.write_text(json.dumps([{"source": str(sources / name)} for name in ("gemma", "hot", "calm")]))
+    line = [sys.executable, "-m", "bf16_to_fp16", "survey", str(listing), str(out), "--jobs", "2"]
+    running = subprocess.Popen(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
+    wait_for(lambda: len(workers(out)) == 2)
+    running.send_signal(number)
+    said = running.communicate()[1].decode()
+    assert (running.returncode, "Traceback" in said, workers(out)) == (status, False, [])
+    assert [row["status"] for row in csv.DictReader((out / "survey.csv").open())] == ["waiting"] * 3
 
 
 def test_memory_is_given_to_as_many_as_it_holds_and_to_one_that_is_too_large_alone() -> None:
