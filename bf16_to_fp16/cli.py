@@ -923,6 +923,70 @@ def finetune_command(
     return SAFE if result.safe else UNSAFE
 
 
+@app.command("survey")
+@click.argument("listing", type=FOLDER, metavar="LIST")
+@click.argument("out", type=FOLDER, required=False, metavar="OUTDIR")
+@click.option("--pin", "pins", is_flag=True, help="First write into LIST which commit each Hub id stands for now.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Checkpoints at a time; default: as many as memory and cores allow.",
+)
+@click.option("--keep", is_flag=True, help="Keep the converted checkpoints in OUTDIR.")
+@click.option(
+    "--target",
+    type=click.Choice(["auto", "half", "norm-safe", "train", "fp16-accumulate"]),
+    default="auto",
+    show_default=True,
+    help="Of the conversions, as in convert.",
+)
+@data
+@seed
+@device
+@click.option("--force", is_flag=True, help="Do again what is done.")
+@json_file
+def survey_command(
+    listing: Path,
+    out: Path | None,
+    pins: bool,
+    jobs: int | None,
+    keep: bool,
+    target: str,
+    data: str | None,
+    seed: int,
+    device: str,
+    force: bool,
+    json_file: str | None,
+) -> int:
+    """Audit, certify and convert every checkpoint of LIST (YAML), each in a process of its own, into one page and one
+    CSV in OUTDIR.
+
+    A survey that was stopped goes on where it was. Status 1: a checkpoint could not be done.
+    """
+    # As many parameters as options, which click passes one by one.
+    from .survey.checkpoints import pin, read_list
+
+    check_given(None, data)
+    read_list(listing)  # a bad list is answered before anything is fetched
+    if out is None and not pins:
+        raise click.UsageError("Missing argument 'OUTDIR'.", click.get_current_context())
+    if pins:
+        written = pin(listing)
+        print(f"{listing}: {written or 'nothing'} pinned", file=sys.stderr)
+    if out is None:
+        return SAFE
+    from .survey.run import Settings, survey
+    from .survey.terminal import print_survey
+
+    settings = Settings(target=target, data=data, seed=seed, device=device, keep=keep)
+    rows = survey(read_list(listing), out, settings, jobs=jobs, force=force, progress=make_progress())
+    write_result(json_file, {"checkpoints": [row.model_dump() for row in rows]})
+    if json_file != "-":
+        print_survey(rows, out)
+    return SAFE if all(row.ended for row in rows) else UNSAFE
+
+
 class _Numbers(click.Command):
     """A command whose arguments may be negative numbers, which look like options."""
 

@@ -25,6 +25,7 @@ import yaml
 
 from bf16_to_fp16 import UserError, cli
 from bf16_to_fp16.finetuning.recipe import keys
+from bf16_to_fp16.survey.checkpoints import checked
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(files("bf16_to_fp16") / "demo_data" / "t5-gated-bytes")
@@ -243,7 +244,7 @@ def test_the_line_for_bash_completes(words: list[str], wanted: set[str]) -> None
 def test_paths_are_completed_where_a_command_takes_them() -> None:
     for command in cli.app.commands.values():
         for parameter in command.params:
-            path = {"source", "out", "SOURCE", "OUT", "DIR", "FILE", "RECIPE", "REPORT"} & {
+            path = {"source", "out", "SOURCE", "OUT", "DIR", "FILE", "LIST", "OUTDIR", "RECIPE", "REPORT"} & {
                 parameter.name,
                 parameter.metavar,
             }
@@ -408,7 +409,10 @@ def test_the_recipe_keys_shown_are_keys() -> None:
     assert len(shown) > 8 and set(shown) <= known
     for path in TEXTS:
         for block in blocks(path, "yaml"):
-            entries: dict[str, Any] = yaml.safe_load(block)
+            entries = yaml.safe_load(block)
+            if isinstance(entries, list):  # a survey's
+                assert checked(entries, path)
+                continue
             flat = {f"{k}.{i}" for k, v in entries.items() if isinstance(v, dict) for i in v}
             assert flat | {k for k, v in entries.items() if not isinstance(v, dict)} <= known
 

@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from ..devices import DEVICE_NAMES, is_device_name
 from ..errors import UserError
+from ..yaml_files import kind_in_words, parse_yaml, read_yaml
 
 Precision = Literal["fp16", "bf16", "fp32"]
 
@@ -422,19 +420,11 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     ``key=value``, and for a path that begins at the recipe instead of at the folder in which the command runs.
     """
     path = Path(path)
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}; save the recipe as UTF-8") from error
-    except IsADirectoryError as error:
-        raise UserError(f"{path} is a folder; give the recipe's YAML file") from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give the recipe's YAML file") from error
-    tree = _load(text, str(path))
+    tree = read_yaml(path, "recipe")
     if tree is None:
         raise UserError(f"{path}: the recipe is empty; it needs at least source, out and data")
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: a recipe is made of `key: value` lines, not {_kind(tree)}")
+        raise UserError(f"{path}: a recipe is made of `key: value` lines, not {kind_in_words(tree)}")
     for override in overrides:
         _override(tree, override, str(path))
     recipe = parse_recipe(tree, str(path))
@@ -464,63 +454,6 @@ def parse_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
         raise UserError(f"{name}: {_problem(problems[0])}{more}") from None
 
 
-# ---- YAML ----------------------------------------------------------------------------------------------------------
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2, which refuses a key given twice.
-
-    ruamel.yaml, which reads YAML 1.2 by itself, would need as much beside it: it makes dates of ``2020-01-01``, takes
-    ``.5e3`` for text, fails at ``=``, merges at ``<<``, goes back to YAML 1.1 where a file asks for it, and lets keys
-    that are no words and lists that hold themselves through.
-    """
-
-
-_SCALARS = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?[0-9]+(?:_[0-9]+)*",
-    "float": r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-}
-_Loader.yaml_implicit_resolvers = {}
-for _scalar, _pattern in _SCALARS.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_scalar}", re.compile(rf"(?:{_pattern})\Z"), None)
-
-
-def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(node.value.replace("_", ""), 10)
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[str] = set()
-    for key, _ in node.value:
-        name = key.value if isinstance(key, yaml.ScalarNode) else ""
-        if key.tag != "tag:yaml.org,2002:str":
-            problem = f"the key {name or 'of a section'} is not a word"
-            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-        if name in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {name} is given twice", key.start_mark)
-        seen.add(name)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-
-
-def _load(text: str, name: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f" at line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{name}: not YAML{where} ({error.problem or error.context}); mend that line") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{name}: not YAML ({str(error).splitlines()[0]}); write the file as plain text") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: not YAML ({type(error).__name__}); write `key: value` lines") from error
-
-
 def _override(tree: dict[Any, Any], override: str, name: str) -> None:
     key, equals, value = override.partition("=")
     parts = [part.strip() for part in key.split(".")]
@@ -535,7 +468,7 @@ def _override(tree: dict[Any, Any], override: str, name: str) -> None:
             raise UserError(
                 f"{name}: {'.'.join(parts[:depth])} is not a section, so {override!r} cannot set a key in it"
             )
-    place[parts[-1]] = _load(value, override)
+    place[parts[-1]] = parse_yaml(value, override)
 
 
 # ---- what pydantic found, in one line --------------------------------------------------------------------------------
@@ -570,7 +503,7 @@ def _problem(error: Any) -> str:
     if kind in _WANTED:
         open_too = type(None) in get_args(_field(place).annotation)
         wanted = _WANTED[kind].replace(" or ", ", ") + " or null" if open_too else _WANTED[kind]
-        return f"{key} is {_shown(value)}, {_kind(value)}; give {wanted}"
+        return f"{key} is {_shown(value)}, {kind_in_words(value)}; give {wanted}"
     return f"{key}: {error['msg']}"
 
 
@@ -658,18 +591,6 @@ def _choices(place: Sequence[str]) -> list[str]:
 def _shown(value: Any) -> str:
     text = repr(value) if not isinstance(value, bool) else str(value).lower()
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "a yes or no"
-    if isinstance(value, int):
-        return "a whole number"
-    if isinstance(value, float):
-        return "a number" if math.isfinite(value) else "not finite"
-    if isinstance(value, str):
-        return "text"
-    return "a section" if isinstance(value, dict) else "a list" if isinstance(value, list) else type(value).__name__
 
 
 def _bracketed(values: Sequence[str]) -> str:

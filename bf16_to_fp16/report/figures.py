@@ -564,3 +564,56 @@ def across(found: Iterable[tuple[float, float]]) -> tuple[list[float], list[floa
     """Return pairs as the two lists that a plot takes."""
     both = list(found)
     return [x for x, _ in both], [y for _, y in both]
+
+
+# --- many checkpoints ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far one checkpoint reaches, in bits over its limits, negative below them; None for what is not known.
+
+    ``before``: the largest value as published. ``after``: the largest run after conversion; ``bound``: the bound.
+    """
+
+    name: str
+    before: float | None
+    after: float | None
+    bound: float | None
+
+
+REACHES = (
+    Series("as published, largest value run", FEED_FORWARD.css, FEED_FORWARD.marker, FEED_FORWARD.placeholder),
+    Series("converted, largest value run", STREAM.css, STREAM.marker, STREAM.placeholder),
+    Series("converted, bound for any input", PRODUCT.css, PRODUCT.marker, PRODUCT.placeholder),
+)
+
+
+FARTHEST_BITS = 24.0
+"""Bits from the limit at which a picture of many checkpoints ends."""
+
+
+def draw_reaches(found: Sequence[Reach], words: str) -> Markup:
+    """Return the SVG of several checkpoints, a line each, the first at the top."""
+    with styled("survey", (10.4, 1.0 + 0.26 * len(found)), words) as (axes, result):
+        rows = range(len(found), 0, -1)
+        axes.axvspan(0, FARTHEST_BITS, color=_LIMIT, alpha=0.1, linewidth=0)
+        axes.axvline(0, color=_LIMIT, linewidth=1.4)
+        for row, reach in zip(rows, found, strict=True):
+            marks = [
+                (series, max(-FARTHEST_BITS, min(FARTHEST_BITS, value)))
+                for series, value in zip(REACHES, (reach.before, reach.after, reach.bound), strict=True)
+                if value is not None
+            ]
+            if len(marks) > 1:
+                axes.plot([marks[0][1], marks[1][1]], [row, row], "-", color=_INK, linewidth=0.8, alpha=0.5)
+            for series, value in marks:
+                axes.plot([value], [row], series.marker, color=series.placeholder, markersize=4.6)
+        shown = [v for reach in found for v in (reach.before, reach.after, reach.bound) if v is not None]
+        axes.set_xlim(max(-FARTHEST_BITS, min([-4.0, *shown])) - 0.5, min(FARTHEST_BITS, max([4.0, *shown])) + 0.5)
+        axes.set_ylim(0.4, len(found) + 0.6)
+        axes.set_yticks(list(rows), [reach.name for reach in found])
+        axes.xaxis.set_major_formatter(
+            lambda value, _: "limit" if value == 0 else f"{abs(value):g} bits {'over' if value > 0 else 'below'}"
+        )
+    return result[0]

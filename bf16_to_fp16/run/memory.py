@@ -28,3 +28,14 @@ def available() -> float:
         used_by_group = dict(map(str.split, (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()))
         found.append(most - int(used_by_group["anon"]))
     return max(0.0, min(found))
+
+
+def peak() -> int:
+    """Return the most bytes of memory that this process has held at a time; on macOS, which does not tell, what it
+    holds now."""
+    # Of itself alone: what getrusage says may be of the process that started it.
+    with suppress(OSError, IndexError, ValueError):
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    held = psutil.Process().memory_info()
+    return int(getattr(held, "peak_wset", held.rss))

@@ -1,0 +1,100 @@
+"""YAML as people mean it: the scalars of YAML 1.2, no key twice, and an error of one line with the place to mend.
+
+Numbers are read as YAML 1.2 reads them (``1e-4`` is a number, ``off`` is a word), since YAML 1.1's rules surprise
+people.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import UserError
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """Return what a YAML file holds, None for an empty one; ``what`` it is, in a word for messages.
+
+    Raises UserError of one line for a file that cannot be read, is not UTF-8 or not YAML.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}; save the {what} as UTF-8") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder; give the {what}'s YAML file") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give the {what}'s YAML file") from error
+    return parse_yaml(text, str(path))
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalars of YAML 1.2, which refuses a key given twice.
+
+    ruamel.yaml, which reads YAML 1.2 by itself, would need as much beside it: it makes dates of ``2020-01-01``, takes
+    ``.5e3`` for text, fails at ``=``, merges at ``<<``, goes back to YAML 1.1 where a file asks for it, and lets keys
+    that are no words and lists that hold themselves through.
+    """
+
+
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+(?:_[0-9]+)*",
+    "float": r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+_Loader.yaml_implicit_resolvers = {}
+for _scalar, _pattern in _SCALARS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_scalar}", re.compile(rf"(?:{_pattern})\Z"), None)
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(node.value.replace("_", ""), 10)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else ""
+        if key.tag != "tag:yaml.org,2002:str":
+            problem = f"the key {name or 'of a section'} is not a word"
+            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        if name in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {name} is given twice", key.start_mark)
+        seen.add(name)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Return what a text holds; raise UserError of one line that begins with ``name`` for one that is not YAML."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" at line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{name}: not YAML{where} ({error.problem or error.context}); mend that line") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{name}: not YAML ({str(error).splitlines()[0]}); write the file as plain text") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not YAML ({type(error).__name__}); write `key: value` lines") from error
+
+
+def kind_in_words(value: Any) -> str:
+    """Return what a value of YAML is, for a message: "text", "a list"."""
+    if isinstance(value, bool):
+        return "a yes or no"
+    if isinstance(value, int):
+        return "a whole number"
+    if isinstance(value, float):
+        return "a number" if math.isfinite(value) else "not finite"
+    if isinstance(value, str):
+        return "text"
+    return "a section" if isinstance(value, dict) else "a list" if isinstance(value, list) else type(value).__name__
