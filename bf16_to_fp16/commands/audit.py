@@ -197,7 +197,8 @@ def proof(
     spectra, proven, broken = Spectra(weights), dict[str, Any](), False
     with products_on(device, "certificate"), progress.step(f"Bounding every site for {BOUNDED_FOR}") as advance:
         certificate = bound(layout, weights, target=BOUNDED_FOR, spectra=spectra, advance=advance)
-    certificate = with_side_modules(certificate, layout, read_side_modules(checkpoint.folder))
+    modules = read_side_modules(checkpoint.folder)
+    certificate = with_side_modules(certificate, layout, modules)
     if attack_steps is not None:
         adversary = attacked(checkpoint.folder, layout, certificate, attack_steps, seed, device, progress)
         seen = dict(adversary.worst)
@@ -208,7 +209,13 @@ def proof(
     if converted:
         with products_on(device, "certificate"), progress.step("Bounding every site in stricter arithmetic"):
             tiers = certified_tiers(
-                layout, weights, BOUNDED_FOR, holds=certificate.holds, arithmetic=Arithmetic(), spectra=spectra
+                layout,
+                weights,
+                BOUNDED_FOR,
+                holds=certificate.holds,
+                arithmetic=Arithmetic(),
+                spectra=spectra,
+                modules=modules,
             )
         proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
     proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))

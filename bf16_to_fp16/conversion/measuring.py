@@ -98,9 +98,12 @@ def certificate_of(
     weights, arithmetic, known = fp16_weights(checkpoint, layout), Arithmetic(max_length), replace(spectra, fixed=True)
     with progress.step(f"Bounding every site of the output for {target}") as advance:
         found = bound(layout, weights, arithmetic, target=target, spectra=known, advance=advance)
-    found = with_side_modules(found, layout, read_side_modules(folder))
+    modules = read_side_modules(folder)
+    found = with_side_modules(found, layout, modules)
     with progress.step("Bounding every site in stricter arithmetic"):
-        tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=known)
+        tiers = certified_tiers(
+            layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=known, modules=modules
+        )
     return found, tiers
 
 
