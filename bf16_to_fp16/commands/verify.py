@@ -24,12 +24,13 @@ from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import TARGETS, Certificate, fp16_weights
 from ..bounds.spectral import CARRIED
 from ..checkpoint.folder import sha256_of
-from ..checkpoint.formats import bytes_of, shown
+from ..checkpoint.formats import bytes_of, read_whole_header, shown
 from ..checkpoint.hub import reading_from
-from ..checkpoint.packing import summary_of
+from ..checkpoint.packing import LAYOUTS, summary_of
 from ..checkpoint.places import CONVERTED, local_folder
-from ..checkpoint.reader import Checkpoint, contained, open_checkpoint, own_name, subfolder_of
+from ..checkpoint.reader import VIEWS, Checkpoint, contained, open_checkpoint, own_name, subfolder_of
 from ..checkpoint.side_modules import read_side_modules
+from ..checkpoint.single_file import TOKENIZER
 from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA
@@ -57,7 +58,7 @@ from ..report.schema import (
     read_report,
     regimes_of,
 )
-from ..report.stored import read_packed
+from ..report.stored import Packed, read_packed
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, exponents_of
 from ..run import probe
@@ -84,6 +85,10 @@ WRONG = {
     "inputs.seed": "its seed is not a number; convert the source again",
 }
 """What is said where something in it is not what convert writes."""
+
+
+OF_NO_MODEL = ("architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
+"""Keys of a config that say nothing of the model itself, whose class the tensors decide."""
 
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "tiers")
@@ -188,7 +193,7 @@ def verify_file(
 ) -> dict[str, Any]:
     """Check one file that ``convert --layout`` wrote against what its metadata say, and return what was found.
 
-    It holds no hash of itself: that its weights are those that were written, only replaying the plan shows.
+    It holds no hash of itself: that weights and config are those that were written, only the original shows.
     """
     said, inside = summary_of(file), read_packed(file)
     assert said is not None  # else read_packed refuses it
@@ -196,10 +201,12 @@ def verify_file(
     outcome = dict.fromkeys(CHECKS, "not run")
     checkpoint = open_checkpoint(file)
     layout = agreed_layout(checkpoint)
-    problems = tried(outcome, "plan", check_plan(checkpoint, layout, inside.plan, inside.source))
+    problems = tried(outcome, "files", check_tensors(file, checkpoint, inside))
+    problems += tried(outcome, "plan", check_plan(checkpoint, layout, inside.plan, inside.source))
     if original is not None:
         origin = open_checkpoint(original)
-        problems += tried(outcome, "replay", replay(origin, checkpoint, inside.plan, inside.source, progress))
+        replayed = replay(origin, checkpoint, inside.plan, inside.source, progress)
+        problems += tried(outcome, "replay", replayed + check_config(origin, checkpoint, inside.source))
     target = claim.target or "half"
     arithmetic, weights = Arithmetic(int(said["max_length"])), fp16_weights(checkpoint, layout)
     certificate, certified = bounded(weights, layout, target, arithmetic, device, progress)
@@ -229,6 +236,33 @@ def verify_file(
         environment=Environment.model_validate(device.environment()),
     )
     return dump(found)
+
+
+def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Problem]:
+    """Return the tensors of one file that ``convert --layout`` does not write: those under other names, such as scales
+    that a loader multiplies with, and those in another dtype."""
+    naming = LAYOUTS[inside.layout]
+    ours = {naming.from_stock(name) for name in checkpoint.tensors}
+    problems = []
+    for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
+        if info.dtype == "U8" and name.rpartition(".")[2] == TOKENIZER:
+            continue
+        if name not in ours or info.dtype != "F16":
+            reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
+            problems.append(Problem("files", name, reason, CONVERT_AGAIN))
+    return problems
+
+
+def check_config(original: Checkpoint, checkpoint: Checkpoint, source: Source) -> list[Problem]:
+    """Return the keys of one file's config that are not the original's, besides those that the conversion changed; none
+    for an original without a config of its own."""
+    if original.folder in VIEWS:
+        return []
+    changed = {*source.config_changes, *OF_NO_MODEL}
+    before, after = ({k: v for k, v in c.config.items() if k not in changed} for c in (original, checkpoint))
+    keys = (key for key in sorted({*before, *after}) if before.get(key, "absent") != after.get(key, "absent"))
+    reason = "is not what it is in the original's config.json"
+    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in keys]
 
 
 def claims(file: Path, said: Mapping[str, Any]) -> Report:
