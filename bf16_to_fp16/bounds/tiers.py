@@ -5,11 +5,14 @@ Each holds where its own certificate does, and with it every weaker one: the bou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..checkpoint.side_modules import SideModule
 from ..families.types import Layout, TensorReader
 from .arithmetic import Arithmetic
-from .certificate import is_certified
+from .certificate import bound, is_certified
+from .side_modules import with_side_modules
 from .spectral import Spectra
 
 
@@ -47,11 +50,19 @@ TIERS = (
 
 
 def certified_tiers(
-    layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
+    layout: Layout,
+    weights: TensorReader,
+    target: str,
+    *,
+    holds: bool,
+    arithmetic: Arithmetic,
+    spectra: Spectra,
+    modules: Sequence[SideModule] = (),
 ) -> dict[str, bool]:
     """Return by tier whether its certificate holds for the given weights.
 
-    holds: whether that for ``target`` does. arithmetic: of the weakest tier. spectra: as ``bound`` takes them.
+    holds: whether that for ``target`` does. arithmetic: of the weakest tier. spectra: as ``bound`` takes them. modules:
+    what stands behind a sentence encoder.
     """
     found: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
@@ -64,4 +75,7 @@ def certified_tiers(
             found[tier.name] = False
         else:
             found[tier.name] = is_certified(layout, weights, arithmetic, tier.target, spectra)
+            if found[tier.name] and modules:
+                whole = bound(layout, weights, arithmetic, target=tier.target, spectra=spectra)
+                found[tier.name] = with_side_modules(whole, layout, modules).holds
     return found

@@ -151,7 +151,7 @@ def side_modules(source: Path) -> set[str]:
             raise UserError(
                 f"{listing}: module {name!r} is not in {source}; fetch the whole checkpoint, its output depends on it"
             )
-    return set(kinds)
+    return {Path(name).name for name in kinds}  # also of ./1_Pooling and 1_Pooling/
 
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:

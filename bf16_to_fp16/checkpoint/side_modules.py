@@ -43,6 +43,10 @@ MODES = {
 """The ways to pool, in the order in which their results are joined, with the switch of each in an older config."""
 
 
+VECTOR = "sentence_embedding"
+"""What modules call the vector that they hand on, unless a linear's config says otherwise."""
+
+
 @dataclass(frozen=True)
 class SideModule:
     """One module behind the encoder: its sub-folder, the last part of its class's name, its config and its tensors."""
@@ -64,6 +68,11 @@ class SideModule:
     def activation(self) -> str:
         """The class of a linear's activation, by the last part of its name; none is the identity."""
         return str(self.config.get("activation_function") or "Identity").rpartition(".")[2]
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether it reads or gives anything but the sentence's vector, so that what follows does not read it alone."""
+        return any(self.config.get(f"module_{end}_name") not in (None, VECTOR) for end in ("input", "output"))
 
 
 def read_side_modules(folder: Path) -> list[SideModule]:

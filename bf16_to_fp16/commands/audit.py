@@ -13,7 +13,7 @@ from ..auditing.any_model import audit_any, batches_of, open_any
 from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, check_names, verdict
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, check_bounded, fp16_weights
-from ..bounds.side_modules import tiers_with, with_side_modules
+from ..bounds.side_modules import with_side_modules
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
@@ -196,8 +196,9 @@ def proof(
     weights, seen = fp16_weights(checkpoint, layout), dict[str, float]()
     spectra, proven, broken = Spectra(weights), dict[str, Any](), False
     with products_on(device, "certificate"), progress.step(f"Bounding every site for {BOUNDED_FOR}") as advance:
-        found = bound(layout, weights, target=BOUNDED_FOR, spectra=spectra, advance=advance)
-    certificate = with_side_modules(found, layout, read_side_modules(checkpoint.folder))
+        certificate = bound(layout, weights, target=BOUNDED_FOR, spectra=spectra, advance=advance)
+    modules = read_side_modules(checkpoint.folder)
+    certificate = with_side_modules(certificate, layout, modules)
     if attack_steps is not None:
         adversary = attacked(checkpoint.folder, layout, certificate, attack_steps, seed, device, progress)
         seen = dict(adversary.worst)
@@ -208,9 +209,15 @@ def proof(
     if converted:
         with products_on(device, "certificate"), progress.step("Bounding every site in stricter arithmetic"):
             tiers = certified_tiers(
-                layout, weights, BOUNDED_FOR, holds=found.holds, arithmetic=Arithmetic(), spectra=spectra
+                layout,
+                weights,
+                BOUNDED_FOR,
+                holds=certificate.holds,
+                arithmetic=Arithmetic(),
+                spectra=spectra,
+                modules=modules,
             )
-        proven["tiers"] = tiers_of(layout, tiers_with(tiers, found, certificate), {} if broken else results)
+        proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
     proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))
     proven["uncertified"] = over_limits(proven["certificate"], converted=converted)
     return proven

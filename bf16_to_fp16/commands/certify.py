@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
-from ..bounds.side_modules import tiers_with, with_side_modules
+from ..bounds.side_modules import with_side_modules
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
@@ -70,7 +70,7 @@ def certify(
         weights = merged_weights(Path(adapter), layout, weights)
         progress.say(f"{checkpoint.name} is bounded as it is when {own_name(adapter)} is merged into it")
     modules = read_side_modules(checkpoint.folder)
-    found, tiers = bounded(weights, layout, modules, target, Arithmetic(max_length), on, progress)
+    found, tiers = bounded(weights, layout, target, Arithmetic(max_length), on, progress, modules)
     if (made_for := recorded_target(checkpoint.folder)) not in (None, target):
         progress.say(f"{checkpoint.name} was converted for {made_for}, which --target {made_for} bounds it for")
     described, converted = CertificateEntry.model_validate(found.to_json()), is_converted(checkpoint.folder)
@@ -94,19 +94,21 @@ def certify(
 def bounded(
     weights: TensorReader,
     layout: Layout,
-    modules: Sequence[SideModule],
     target: str,
     arithmetic: Arithmetic,
     device: Device,
     progress: Progress,
+    modules: Sequence[SideModule] = (),
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of weights rounded to fp16, with the modules behind an encoder, and by tier whether its
-    own holds."""
+    """Return the certificate of weights rounded to fp16, and by tier whether its own holds; modules: what stands
+    behind a sentence encoder."""
     spectra = Spectra(weights)
     with products_on(device, "certificate"):
         with progress.step(f"Bounding every site for {target}") as advance:
             found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-        whole = with_side_modules(found, layout, modules)
+        found = with_side_modules(found, layout, modules)
         with progress.step("Bounding every site in stricter arithmetic"):
-            tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra)
-    return whole, tiers_with(tiers, found, whole)
+            tiers = certified_tiers(
+                layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra, modules=modules
+            )
+    return found, tiers

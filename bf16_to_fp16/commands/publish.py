@@ -180,7 +180,7 @@ def added_file(upload: Upload, file: Path, *, allow_unsafe: bool, progress: Prog
         arithmetic = Arithmetic(int(said.get("max_length", MAX_LENGTH)))
         layout = agreed_layout(checkpoint)
         weights = fp16_weights(checkpoint, layout)
-        certificate, _ = bounded(weights, layout, (), target, arithmetic, device, progress)
+        certificate, _ = bounded(weights, layout, target, arithmetic, device, progress)
         if not certificate.holds:
             raise UserError(f"{file}: its certificate, computed again, does not hold; convert the source again")
     if not holds and not allow_unsafe:

@@ -20,16 +20,17 @@ from typing import Any
 import torch
 
 from ..auditing.regimes import REGIMES, RegimeResult, audit_folder
-from ..bounds.arithmetic import Arithmetic
+from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import TARGETS, Certificate, fp16_weights
 from ..bounds.spectral import CARRIED
 from ..checkpoint.folder import sha256_of
-from ..checkpoint.formats import bytes_of, shown
+from ..checkpoint.formats import bytes_of, read_whole_header, shown
 from ..checkpoint.hub import reading_from
-from ..checkpoint.packing import summary_of
+from ..checkpoint.packing import LAYOUTS, summary_of
 from ..checkpoint.places import CONVERTED, local_folder
-from ..checkpoint.reader import Checkpoint, contained, open_checkpoint, own_name, subfolder_of
+from ..checkpoint.reader import VIEWS, Checkpoint, contained, open_checkpoint, own_name, subfolder_of
 from ..checkpoint.side_modules import read_side_modules
+from ..checkpoint.single_file import TOKENIZER
 from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA
@@ -57,7 +58,7 @@ from ..report.schema import (
     read_report,
     regimes_of,
 )
-from ..report.stored import read_packed
+from ..report.stored import Packed, read_packed
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, exponents_of
 from ..run import probe
@@ -84,6 +85,10 @@ WRONG = {
     "inputs.seed": "its seed is not a number; convert the source again",
 }
 """What is said where something in it is not what convert writes."""
+
+
+OF_NO_MODEL = ("architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
+"""Keys of a config that say nothing of the model itself, whose class the tensors decide."""
 
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "tiers")
@@ -179,19 +184,20 @@ def verify(
 class Subject:
     """What is verified: the folder or file, what is claimed of it, and the plan and source that are recorded.
 
-    max_length: for which its certificate holds, where no bounds are recorded to compare with.
+    packed, max_length: of one file, what it says of itself and for what length its certificate holds.
     """
 
     place: Path
     claim: Report
     plan: Callable[[], Plan]
     source: Source
-    max_length: int | None = None
+    packed: Packed | None = None
+    max_length: int = MAX_LENGTH
 
     @property
     def said_in(self) -> str:
         """Where the claims stand."""
-        return REPORT if self.max_length is None else self.place.name
+        return REPORT if self.packed is None else self.place.name
 
 
 @dataclass
@@ -224,22 +230,54 @@ def examine(
     again."""
     claim, checkpoint = subject.claim, open_checkpoint(subject.place)
     layout, plan = agreed_layout(checkpoint), subject.plan()
+    if subject.packed is not None:
+        found.add("files", check_tensors(subject.place, checkpoint, subject.packed))
     found.add("plan", check_plan(checkpoint, layout, plan, subject.source))
     if original is not None:
-        found.add("replay", replay(original, checkpoint, plan, subject.source, progress))
-    if subject.max_length is None:
+        replayed = replay(original, checkpoint, plan, subject.source, progress)
+        if subject.packed is not None:
+            replayed += check_config(original, checkpoint, subject.source)
+        found.add("replay", replayed)
+    if subject.packed is None:
         found.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
         found.add("certificate", check_certificate(found.certificate, claim))
     else:
         arithmetic = Arithmetic(subject.max_length)
         weights, target = fp16_weights(checkpoint, layout), claim.target or "half"
-        found.certificate, certified = bounded(weights, layout, (), target, arithmetic, device, progress)
+        found.certificate, certified = bounded(weights, layout, target, arithmetic, device, progress)
         found.add("certificate", check_proof(found.certificate, claim))
     if run_model:
         found.regimes = repeat_audit(checkpoint.folder, claim, progress, device, data=data)
         found.add("audit", check_audit(found.regimes))
     found.tiers = tiers_of(layout, certified, found.regimes)
     found.add("tiers", check_tiers(found.tiers, claim, ran=run_model))
+
+
+def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Problem]:
+    """Return the tensors of one file that ``convert --layout`` does not write: those under other names, such as scales
+    that a loader multiplies with, and those in another dtype."""
+    naming = LAYOUTS[inside.layout]
+    ours = {naming.from_stock(name) for name in checkpoint.tensors}
+    problems = []
+    for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
+        if info.dtype == "U8" and name.rpartition(".")[2] == TOKENIZER:
+            continue
+        if name not in ours or info.dtype != "F16":
+            reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
+            problems.append(Problem("files", name, reason, CONVERT_AGAIN))
+    return problems
+
+
+def check_config(original: Checkpoint, checkpoint: Checkpoint, source: Source) -> list[Problem]:
+    """Return the keys of one file's config that are not the original's, besides those that the conversion changed; none
+    for an original without a config of its own."""
+    if original.folder in VIEWS:
+        return []
+    changed = {*source.config_changes, *OF_NO_MODEL}
+    before, after = ({k: v for k, v in c.config.items() if k not in changed} for c in (original, checkpoint))
+    keys = (key for key in sorted({*before, *after}) if before.get(key, "absent") != after.get(key, "absent"))
+    reason = "is not what it is in the original's config.json"
+    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in keys]
 
 
 def packed_subject(file: Path) -> Subject:
@@ -259,7 +297,7 @@ def packed_subject(file: Path) -> Subject:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
     claim = claim.model_copy(update={"family": inside.plan.family})
-    return Subject(file, claim, lambda: inside.plan, inside.source, longest)
+    return Subject(file, claim, lambda: inside.plan, inside.source, inside, longest)
 
 
 def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
@@ -511,8 +549,8 @@ def recompute(
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
         raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
     arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
-    modules = read_side_modules(checkpoint.folder)
-    return bounded(fp16_weights(checkpoint, layout), layout, modules, target, arithmetic, device, progress)
+    weights, modules = fp16_weights(checkpoint, layout), read_side_modules(checkpoint.folder)
+    return bounded(weights, layout, target, arithmetic, device, progress, modules)
 
 
 def check_certificate(certificate: Certificate, report: Report) -> list[Problem]:

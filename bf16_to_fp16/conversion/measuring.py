@@ -17,7 +17,7 @@ from ..auditing.fidelity import Outputs, Reference, add_outputs, fidelity, outpu
 from ..auditing.regimes import REGIMES, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
-from ..bounds.side_modules import tiers_with, with_side_modules
+from ..bounds.side_modules import with_side_modules
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.reader import Checkpoint, open_checkpoint
@@ -98,10 +98,13 @@ def certificate_of(
     weights, arithmetic, known = fp16_weights(checkpoint, layout), Arithmetic(max_length), replace(spectra, fixed=True)
     with progress.step(f"Bounding every site of the output for {target}") as advance:
         found = bound(layout, weights, arithmetic, target=target, spectra=known, advance=advance)
-    whole = with_side_modules(found, layout, read_side_modules(folder))
+    modules = read_side_modules(folder)
+    found = with_side_modules(found, layout, modules)
     with progress.step("Bounding every site in stricter arithmetic"):
-        tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=known)
-    return whole, tiers_with(tiers, found, whole)
+        tiers = certified_tiers(
+            layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=known, modules=modules
+        )
+    return found, tiers
 
 
 def attacked(

@@ -8,6 +8,7 @@ the optimizer sees, and so what it does and remembers, is what it would be witho
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -
 def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Parameter, Exponents]) -> None:
     """Make ``optimizer`` step in the source's units; parameters without exponents are stepped as they are.
 
-    Raises UserError from a step on a parameter that has been cut into shards since (FSDP, ZeRO-3).
+    Raises UserError from a step with a closure, which computes gradients only after weights have been moved, or on a
+    parameter that has been cut into shards since (FSDP, ZeRO-3).
     """
     shapes = {parameter: parameter.shape for parameter in exponents}
     placed: dict[tuple[torch.nn.Parameter, torch.device], Exponents] = {}
@@ -49,6 +51,14 @@ def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Paramet
                 if gradients:
                     scale(parameter.grad, -sign * full)
 
+    def before(_: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if any(map(callable, (*args[1:], options.get("closure")))):
+            raise UserError(
+                "step was given a closure, whose gradients are not in the source's units; call backward before step,"
+                " or leave out follow"
+            )
+        move(-1, gradients=True)
+
     # Gradients are scaled once: after the step they are thrown away.
-    optimizer.register_step_pre_hook(lambda *_: move(-1, gradients=True))
+    optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(lambda *_: move(1, gradients=False))

@@ -228,7 +228,7 @@ def rewritten(file: Path, out: Path, change: Any = None, **said: Any) -> Path:
 def test_a_file_is_verified_by_its_metadata_and_against_its_source(layout: str, files: Any, sources: Any) -> None:
     kind, file, result = files[layout]
     found = verify(file, original=sources[kind])
-    checks = ("plan", "replay", "certificate", "audit", "tiers")
+    checks = ("files", "plan", "replay", "certificate", "audit", "tiers")
     assert found["verified"] and {found["checks"][name] for name in checks} == {"passed"}
     assert found["tiers"].keys() == result.report["tiers"].keys() and found["report"]["proof"] == "certified"
 
@@ -254,6 +254,38 @@ def test_a_file_that_is_not_what_it_says_is_found_out(files: Any, sources: Any, 
             verify(rewritten(file, tmp_path / "d.safetensors", **wrong), run_model=False)
     with pytest.raises(UserError, match="convert --layout did not write it"):
         verify(sources["t5"], run_model=False)
+
+
+def test_a_file_with_tensors_that_convert_does_not_write_is_found_out(files: Any, tmp_path: Path) -> None:
+    """A loader that finds a scale beside a matrix multiplies with it."""
+    _, file, _ = files["single"]
+    name = "encoder.block.0.layer.0.SelfAttention.q"
+
+    def scaled(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["scaled_fp8"], tensors[f"{name}.scale_weight"] = torch.zeros(2), torch.tensor(9.0)
+
+    def wide(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float()
+
+    for change, names in ((scaled, [f"{name}.scale_weight", "scaled_fp8"]), (wide, [f"{name}.weight"])):
+        found = verify(rewritten(file, tmp_path / "x.safetensors", change), run_model=False)
+        assert [p["name"] for p in found["problems"] if p["check"] == "files"] == names
+        assert found["verdict"] == "unsafe" and found["checks"]["files"] == "failed"
+
+
+def test_a_file_with_another_config_inside_is_found_out(tmp_path: Path) -> None:
+    tiny.save(encoder("t5-encoder"), tmp_path / "source")
+    file = tmp_path / "out.safetensors"
+    convert(tmp_path / "source", file, layout="single", run_model=False)
+    assert verify(file, original=tmp_path / "source", run_model=False)["verified"]
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    inside = json.loads(zlib.decompress(base64.b64decode(metadata["bf16_to_fp16.undo"])))
+    inside["config"]["relative_attention_max_distance"] = 64
+    metadata["bf16_to_fp16.undo"] = base64.b64encode(zlib.compress(json.dumps(inside).encode())).decode()
+    save_file(load_file(file), tmp_path / "x.safetensors", metadata=metadata)
+    found = verify(tmp_path / "x.safetensors", original=tmp_path / "source", run_model=False)
+    assert [p["name"] for p in found["problems"]] == ["config.json, relative_attention_max_distance"]
 
 
 def test_the_command_verifies_a_file(files: Any, sources: Any, capsys: Any) -> None:

@@ -285,6 +285,24 @@ def test_a_parameter_in_shards_cannot_be_followed() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_step_with_a_closure_cannot_be_followed(named: bool) -> None:
+    """Its gradients come after the hook that scales them, so that weights alone would be moved."""
+    model = tiny.build("gated")
+    safe = make_fp16_safe(model)
+    before = weights(model)
+    optimizer = safe.follow(torch.optim.SGD(model.parameters(), lr=1.0), model)
+
+    def closure() -> float:
+        loss = model(**batch()).loss
+        loss.backward()
+        return float(loss)
+
+    with pytest.raises(UserError, match="closure"):
+        optimizer.step(closure=closure) if named else optimizer.step(closure)
+    assert same(before, weights(model))
+
+
 # --- under fp16 AMP --------------------------------------------------------------------------------------------------
 
 

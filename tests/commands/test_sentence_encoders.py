@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,23 @@ def sentence_encoder(
 def drawn(rows: int, columns: int = WIDTH, scale: float = 1.0) -> Tensor:
     """Return random weights in fp32."""
     return scale * torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+
+
+def listed(folder: Path, change: Callable[..., object]) -> Path:
+    """Change the list of a folder's modules, and return the folder."""
+    listing = json.loads((folder / "modules.json").read_text())
+    change(listing)
+    (folder / "modules.json").write_text(json.dumps(listing))
+    return folder
+
+
+def with_another_dense(folder: Path, weight: Tensor, **config: Any) -> Path:
+    """Put a linear without a bias behind the last one, and return the folder."""
+    (folder / "4_Dense").mkdir()
+    (folder / "4_Dense" / "config.json").write_text(json.dumps({"activation_function": IDENTITY} | config))
+    save_file({"linear.weight": weight}, folder / "4_Dense" / "model.safetensors")
+    entry = {"path": "4_Dense", "type": "sentence_transformers.models.Dense"}
+    return listed(folder, lambda modules: modules.insert(3, entry))
 
 
 def bounds(report: dict[str, Any]) -> dict[str, float]:
@@ -121,3 +139,77 @@ def test_a_linear_that_cannot_be_written_is_refused(tmp_path: Path, weight: Tens
     with pytest.raises(UserError, match=said):
         convert(source, tmp_path / "out", run_model=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_converted_one_is_verified(tmp_path: Path) -> None:
+    result = convert(sentence_encoder(tmp_path / "source", drawn(7)), tmp_path / "out", run_model=False)
+    assert verify(tmp_path / "out", run_model=False)["problems"] == []
+    assert result.safe
+
+
+@pytest.mark.parametrize(("weight", "holds"), [(drawn(2), True), (torch.full((2, WIDTH), 3e4), False)])
+def test_every_tier_asks_what_stands_behind_the_encoder(tmp_path: Path, weight: Tensor, holds: bool) -> None:
+    result = convert(sentence_encoder(tmp_path / "source", weight), tmp_path / "out", run_model=False)
+    assert [tier["holds"] for tier in result.report["tiers"].values()] == [holds] * 3
+    assert [tier["holds"] for tier in certify(tmp_path / "out")["tiers"].values()] == [holds] * 3
+
+
+def test_a_sigmoid_gives_a_half_of_nothing(tmp_path: Path) -> None:
+    source = sentence_encoder(
+        tmp_path / "source", torch.zeros(24, WIDTH), activation_function="torch.nn.modules.activation.Sigmoid"
+    )
+    weight = torch.full((2, 24), 6e4)
+    made = float((torch.sigmoid(torch.linspace(-1, 1, 24)) @ weight.t()).max())
+    assert made <= bounds(certify(with_another_dense(source, weight)))["4_Dense.linear"]
+
+
+@pytest.mark.parametrize("aside", [{"module_output_name": "other"}, {"module_input_name": "token_embeddings"}])
+def test_a_linear_aside_proves_nothing_of_the_next(tmp_path: Path, aside: dict[str, Any]) -> None:
+    """The second linear reads what the pooling gave, and not what the first made small."""
+    source = sentence_encoder(tmp_path / "source", drawn(WIDTH, scale=1e-4), **aside)
+    assert bounds(certify(with_another_dense(source, drawn(7))))["4_Dense.linear"] > 1e300
+
+
+def test_a_pooling_behind_a_linear_pools_the_tokens(tmp_path: Path) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(WIDTH, scale=1e-4))
+    before = bounds(certify(source))["1_Pooling"]
+    again = {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+    listed(source, lambda modules: modules.insert(3, again))
+    found = bounds(certify(source))
+    assert found["1_Pooling"] == before and found["3_Normalize:norm"] > before
+
+
+def test_a_pooling_that_is_not_known_proves_nothing(tmp_path: Path) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(7))
+    (source / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "whitening"}))
+    assert bounds(certify(source))["1_Pooling"] > 1e300
+
+
+@pytest.mark.parametrize("kind", ["t5", "t5-states"])
+def test_of_a_model_with_a_decoder_the_encoder_is_pooled(tmp_path: Path, kind: str) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(7))
+    (source / "model.safetensors").unlink()
+    model = tiny.build(kind)
+    with torch.no_grad():
+        model.get_decoder().final_layer_norm.weight.mul_(2.0**-10)
+    tiny.save(model, source)
+    with torch.no_grad():
+        states = model.get_encoder()(input_ids=torch.arange(8, 40)[None]).last_hidden_state
+    assert float(states.abs().max()) <= bounds(certify(source))["1_Pooling"]
+
+
+@pytest.mark.parametrize("spelling", ["./{}", "{}/"])
+def test_another_spelling_of_a_folder_is_the_same_folder(tmp_path: Path, spelling: str) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(7))
+    for number in (1, 2):
+        listed(source, lambda modules, i=number: modules[i].update(path=spelling.format(modules[i]["path"])))
+    out = convert(source, tmp_path / "out", run_model=False).out
+    assert out is not None and (out / "1_Pooling" / "config.json").is_file()
+    assert load_file(out / "2_Dense" / "model.safetensors")["linear.weight"].dtype == torch.float16
+
+
+def test_a_linear_without_a_weight_is_refused(tmp_path: Path) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(7))
+    save_file({"weight": drawn(7)}, source / "2_Dense" / "model.safetensors")
+    with pytest.raises(UserError, match="its linear has no weight"):
+        certify(source)
