@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import open_checkpoint, own_name
-from ..checkpoint.side_modules import read_side_modules
+from ..checkpoint.side_modules import SideModule, read_side_modules
 from ..conversion.options import shown_in_a_command
 from ..devices import Device, products_on
 from ..environment import SCHEMA
@@ -68,8 +69,8 @@ def certify(
     if adapter is not None:
         weights = merged_weights(Path(adapter), layout, weights)
         progress.say(f"{checkpoint.name} is bounded as it is when {own_name(adapter)} is merged into it")
-    found, tiers = bounded(weights, layout, target, Arithmetic(max_length), on, progress)
-    found = with_side_modules(found, layout, read_side_modules(checkpoint.folder))
+    behind = read_side_modules(checkpoint.folder)
+    found, tiers = bounded(weights, layout, target, Arithmetic(max_length), on, progress, behind)
     if (made_for := recorded_target(checkpoint.folder)) not in (None, target):
         progress.say(f"{checkpoint.name} was converted for {made_for}, which --target {made_for} bounds it for")
     described, converted = CertificateEntry.model_validate(found.to_json()), is_converted(checkpoint.folder)
@@ -91,13 +92,21 @@ def certify(
 
 
 def bounded(
-    weights: TensorReader, layout: Layout, target: str, arithmetic: Arithmetic, device: Device, progress: Progress
+    weights: TensorReader,
+    layout: Layout,
+    target: str,
+    arithmetic: Arithmetic,
+    device: Device,
+    progress: Progress,
+    behind: Sequence[SideModule] = (),
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of weights rounded to fp16, and by tier whether its own holds."""
+    """Return the certificate of weights rounded to fp16 and of the modules ``behind`` an encoder, and by tier whether
+    its own holds."""
     spectra = Spectra(weights)
     with products_on(device, "certificate"):
         with progress.step(f"Bounding every site for {target}") as advance:
             found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+        found = with_side_modules(found, layout, behind)
         with progress.step("Bounding every site in stricter arithmetic"):
             tiers = certified_tiers(layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra)
     return found, tiers

@@ -29,6 +29,7 @@ from ..checkpoint.hub import reading_from
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import CONVERTED, local_folder
 from ..checkpoint.reader import Checkpoint, contained, open_checkpoint, own_name, subfolder_of
+from ..checkpoint.side_modules import read_side_modules
 from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA
@@ -498,7 +499,8 @@ def recompute(
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
         raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
     arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
-    return bounded(fp16_weights(checkpoint, layout), layout, target, arithmetic, device, progress)
+    behind = read_side_modules(checkpoint.folder)
+    return bounded(fp16_weights(checkpoint, layout), layout, target, arithmetic, device, progress, behind)
 
 
 def check_certificate(certificate: Certificate, report: Report) -> list[Problem]:
