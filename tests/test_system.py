@@ -214,6 +214,18 @@ def test_no_call_moves_as_much_as_macos_refuses(tmp_path: Path, monkeypatch: pyt
     assert back == data
 
 
+def test_what_is_written_is_flushed_without_the_call_that_only_linux_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    monkeypatch.delattr(os, "fdatasync")
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    descriptor = system.open_new(tmp_path / "file")
+    system.flush(descriptor)
+    os.close(descriptor)
+    assert flushed == [descriptor]
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -342,7 +354,7 @@ def test_several_gpus_without_nccl_are_refused(tmp_path: Path, monkeypatch: pyte
 
 OF_ONE_SYSTEM = re.compile(
     r"\bfcntl\b|\bresource\b\.|^import (resource|pwd|grp|termios|msvcrt)|/proc/|sys\.platform|os\.name\b"
-    r"|platform\.system|os\.(p?readv?|p?writev?|rename|replace|link|symlink|fork|posix_\w+|sched_\w+|sysconf|nice|O_(?!WRONLY))\b"
+    r"|platform\.system|os\.(p?readv?|p?writev?|rename|replace|link|symlink|fork|posix_\w+|sched_\w+|sysconf|nice|fdatasync|O_(?!WRONLY))\b"
     r"|\.rename\(|signal\.SIG(?!INT|TERM|_)|is_mount\(|CDLL\(None\)|str\([^)]*relative_to",
     re.MULTILINE,
 )

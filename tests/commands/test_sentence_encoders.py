@@ -60,13 +60,14 @@ def listed(folder: Path, change: Callable[..., object]) -> Path:
     return folder
 
 
-def with_another_dense(folder: Path, weight: Tensor, **config: Any) -> Path:
-    """Put a linear without a bias behind the last one, and return the folder."""
+def with_another_dense(folder: Path, weight: Tensor, place: int = 3, **config: Any) -> Path:
+    """Put a linear without a bias at a place in the list of modules, by default behind the first, and return the
+    folder."""
     (folder / "4_Dense").mkdir()
     (folder / "4_Dense" / "config.json").write_text(json.dumps({"activation_function": IDENTITY} | config))
     save_file({"linear.weight": weight}, folder / "4_Dense" / "model.safetensors")
     entry = {"path": "4_Dense", "type": "sentence_transformers.models.Dense"}
-    return listed(folder, lambda modules: modules.insert(3, entry))
+    return listed(folder, lambda modules: modules.insert(place, entry))
 
 
 def bounds(report: dict[str, Any]) -> dict[str, float]:
@@ -213,3 +214,21 @@ def test_a_linear_without_a_weight_is_refused(tmp_path: Path) -> None:
     save_file({"weight": drawn(7)}, source / "2_Dense" / "model.safetensors")
     with pytest.raises(UserError, match="its linear has no weight"):
         certify(source)
+
+
+def test_a_linear_behind_a_normalisation_reads_a_vector_of_length_one(tmp_path: Path) -> None:
+    source = sentence_encoder(tmp_path / "source", torch.eye(WIDTH))
+    found = bounds(certify(with_another_dense(source, torch.full((2, WIDTH), 3.0), place=4)))
+    assert found["4_Dense.linear"] > 3 * WIDTH**0.5
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_a_residual_joins_what_a_linear_gives(tmp_path: Path, projected: bool) -> None:
+    """The linear gives its bias alone, so that what follows reads what the pooling gave."""
+    source = sentence_encoder(tmp_path / "source", torch.zeros(WIDTH, WIDTH), use_residual=True)
+    tensors = {"linear.weight": torch.zeros(WIDTH, WIDTH)}
+    if projected:
+        tensors["residual.weight"] = torch.eye(WIDTH)
+    save_file(tensors, source / "2_Dense" / "model.safetensors")
+    found = bounds(certify(with_another_dense(source, torch.eye(WIDTH))))
+    assert found["1_Pooling"] <= found["2_Dense.linear"] and found["1_Pooling"] <= found["4_Dense.linear"]
