@@ -63,7 +63,7 @@ COMMANDS = (
     ("certify", "out"),
     ("audit", "out", "--html", "page.html"),
     ("verify", "out"),
-    ("undo", "out", "back"),
+    ("undo", "out", "Ωback"),  # a letter that the output of the faked systems lacks
     ("convert", "{root}/encoder", "one.safetensors", "--layout", "single"),
     ("undo", "one.safetensors", "back-from-one"),
 )
