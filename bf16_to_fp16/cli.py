@@ -331,6 +331,8 @@ def convert_command(
         from .finetuning.run import convert_or_finetune
 
         convert_by = partial(convert_or_finetune, recipe)
+    if layout == "hf" and out is not None and Path(out).suffix == ".safetensors":
+        raise UserError(f"{out} names a file, and a folder is written; give a folder, or --layout single or comfy")
     run = convert_by if layout == "hf" or dry_run else convert_to_file
     result = run(options, source, place, endpoint=endpoint, progress=make_progress())
     published = push(out, push_to, result, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
@@ -360,8 +362,9 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
         print(f"{result.out} holds {len(result.tensors)} tensors of an adapter for {result.base}")
         for note in result.notes:
             print(note)
-        merged = f"bf16-to-fp16 certify {base} --adapter {adapter if context.command.name == 'undo' else result.out}"
-        print(f"no certificate covers an adapter; bound the weights that it makes when it is merged with: {merged}")
+        if context.command.name == "convert":
+            merged = f"bf16-to-fp16 certify {base} --adapter {result.out}"
+            print(f"no certificate covers an adapter; bound the weights that it makes when it is merged with: {merged}")
     return SAFE
 
 

@@ -206,7 +206,11 @@ FAILURES: tuple[tuple[Condition, *tuple[str | None, ...]], ...] = (
     ),
     (lambda error: bool(refused_card(error)), None, "the Hub refuses README.md: {refusal}; mend its front matter"),
     (no_space, "the disk is full; free some space, or set HF_HOME to a folder on another disk, and {again}"),
-    (raised("OfflineModeIsEnabled"), "{repo}: HF_HUB_OFFLINE forbids the network; unset it"),
+    (
+        raised("OfflineModeIsEnabled"),
+        "{repo} is not a folder here, and HF_HUB_OFFLINE forbids asking the Hub; check the name, or unset it",
+        "{repo}: HF_HUB_OFFLINE forbids the network; unset it",
+    ),
     (raised("GatedRepoError"), "{repo} is gated; accept its terms on its page and log in with `hf auth login`"),
     (
         raised("RevisionNotFoundError"),

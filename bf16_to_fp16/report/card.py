@@ -17,7 +17,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..checkpoint.reader import Checkpoint
 from ..environment import project_url
-from ..families.known import class_named, loading_class, named
+from ..families.known import architectures, class_named, loading_class, named
+from ..families.types import StockClass
 from ..rescaling.plan import Plan
 from ..wording import bound_magnitude, bytes_in_words, excess, magnitude, significant_bits
 from .page import (
@@ -73,7 +74,8 @@ def write_card(path: Path, checkpoint: Checkpoint, report: Report) -> None:
     verdict is the first line of the text.
     """
     inherited = front_matter(checkpoint.folder)
-    results = eval_results(report, inherited.get("pipeline_tag"))
+    architecture = next(iter(architectures(checkpoint.config)), "")
+    results = eval_results(report, class_named(architecture), inherited.get("pipeline_tag"))
     data = ModelCardData(
         base_model=origin(checkpoint, report)[0],
         library_name="transformers",
@@ -127,24 +129,40 @@ def origin(checkpoint: Checkpoint, report: Report) -> tuple[str | None, str | No
     return (None, None) if checkpoint.revision is None else (checkpoint.source.partition("@")[0], checkpoint.revision)
 
 
-def eval_results(report: Report, task: str | None) -> list[EvalResult]:
-    """Return the fidelity figures as the Hub's ``model-index`` takes them; none where nothing finite was measured."""
+def task_of(stock: StockClass | None) -> str:
+    """Return the Hub's name for what models of a class do."""
+    if stock is None or stock.is_language_model:
+        return "text2text-generation"
+    if len(stock.gives) > 1:
+        return "question-answering"
+    if stock.gives != ("logits",):
+        return "feature-extraction"
+    return "text-classification" if stock.reads_end_token else "token-classification"
+
+
+def eval_results(report: Report, stock: StockClass | None, task: str | None) -> list[EvalResult]:
+    """Return the fidelity figures as the Hub's ``model-index`` takes them; none where nothing finite was measured.
+
+    stock: the class of the checkpoint, None for one that is not known. task: what its own card says that it does.
+    """
     close = report.fidelity
     if close is None:
         return []
+    speaks, does = stock is None or stock.is_language_model, task_of(stock)
     states = close.measure != "kl"
+    given = "last states" if speaks or does == "feature-extraction" else "outputs"
     weights = "finetuned weights" if report.finetune is not None else "fp32 source"
     measures = (
-        (close.kl_fp16, "relative_squared_error", "relative squared error of the last states, fp16 against fp32")
+        (close.kl_fp16, "relative_squared_error", f"relative squared error of the {given}, fp16 against fp32")
         if states
-        else (close.kl_fp16, "kl_divergence", f"KL({weights} ‖ fp16), nats per token"),
+        else (close.kl_fp16, "kl_divergence", f"KL({weights} ‖ fp16), nats{' per token' if speaks else ''}"),
         (close.max_logit_error_fp16, "max_error", f"largest error of a {'state' if states else 'logit'}, fp16 to fp32"),
-        (close.top1_fp16, "top1_agreement", f"same best token as the {weights}, share"),
+        (close.top1_fp16, "top1_agreement", f"same best {'token' if speaks else 'choice'} as the {weights}, share"),
     )
     data = report.inputs.data.name if report.inputs is not None and report.inputs.data is not None else None
     return [
         EvalResult(
-            task_type=task or ("feature-extraction" if states else "text2text-generation"),
+            task_type=task or ("feature-extraction" if states and speaks else does),
             dataset_type="probe" if data is None else "probe-and-text",
             dataset_name="built-in probe of bf16_to_fp16" + ("" if data is None else f" and {oneline(data)}"),
             metric_type=kind,

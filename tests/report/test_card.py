@@ -15,6 +15,7 @@ from support import fakes, tiny
 
 from bf16_to_fp16 import environment
 from bf16_to_fp16.checkpoint.reader import Checkpoint
+from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.report import card as cards
 from bf16_to_fp16.report.card import prose, span
 from bf16_to_fp16.report.schema import Report, read
@@ -275,6 +276,23 @@ def test_fidelity_is_given_as_eval_results(tmp_path: Path) -> None:
     }
     assert {r.dataset_name for r in results} == {"built-in probe of bf16_to_fp16 and mine.txt"}
     assert {r.task_type for r in results} == {"text2text-generation"}
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("T5ForSequenceClassification", "text-classification"),
+        ("T5ForTokenClassification", "token-classification"),
+        ("T5ForQuestionAnswering", "question-answering"),
+        ("T5EncoderModel", "feature-extraction"),
+        ("T5Model", "feature-extraction"),
+        ("PegasusForConditionalGeneration", "text2text-generation"),
+    ],
+)
+def test_the_figures_stand_under_what_the_class_does(name: str, task: str) -> None:
+    results = cards.eval_results(read(Report, fakes.conversion()), class_named(name), None)
+    assert {result.task_type for result in results} == {task}
+    assert any("token" in str(result.metric_name) for result in results) is (task == "text2text-generation")
 
 
 def test_no_figure_is_given_where_none_was_measured(tmp_path: Path) -> None:
