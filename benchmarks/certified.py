@@ -242,7 +242,7 @@ def run(kind: str, arm: str, source: Path, work: Path, steps: int) -> str:
         f"{len(over)} ({worst:.1f} bits)" if over else "0",
         f"{headroom:.1f}",
         losses,
-        f"{divergence:.3f}",
+        "none reported" if divergence is None else f"{divergence:.3f}",
         f"{took:.0f} ({used:.0f})",
     )
     return "| " + " | ".join(cells) + " |"
