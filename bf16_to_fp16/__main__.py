@@ -5,6 +5,7 @@ import is imported inside ``main``. An exception that nothing has caught is a bu
 would say "unsafe", and one line that names the file with the traceback.
 """
 
+import codecs
 import io
 import os
 import sys
@@ -16,8 +17,9 @@ def main() -> int:
     # another program runs on the core of one that is late, all of them would wait a long time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a pipe on Windows takes the letters of one language
+        # A pipe on Windows takes the letters of one language.
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="backslashreplace")
     try:
         from .cli import main as command_line
 

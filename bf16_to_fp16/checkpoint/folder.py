@@ -40,6 +40,10 @@ OTHER_WEIGHTS = (
 """Endings of weight files and their indexes, which are rewritten or left out, never copied."""
 
 
+MODULES = "modules.json"
+"""The file in which sentence-transformers lists the modules of a folder."""
+
+
 WITHOUT_FILES = ("Normalize",)
 """Classes of a sentence encoder's modules whose folders are empty, which a repository does not keep."""
 
@@ -132,7 +136,7 @@ def sha256_of(path: Path) -> str:
 def side_modules(source: Path) -> set[str]:
     """Return the sub-folders that a sentence encoder's ``modules.json`` names; raise UserError where one is not
     there."""
-    listing = source / "modules.json"
+    listing = source / MODULES
     if not listing.is_file():
         return set()
     try:

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import UserError
-from .folder import side_modules
+from .folder import MODULES, side_modules
 from .formats import SAFETENSORS_DTYPES, read_json
 from .reader import collect, read_range, weight_files
 
@@ -83,7 +83,7 @@ def read_side_modules(folder: Path) -> list[SideModule]:
     """
     if not side_modules(folder):
         return []
-    listing = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+    listing = json.loads((folder / MODULES).read_text(encoding="utf-8"))
     found = []
     for entry in listing:
         place = folder / str(entry["path"])

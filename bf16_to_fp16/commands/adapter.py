@@ -190,6 +190,17 @@ def check_side(adapter: Path, config: Mapping[str, Any], base: Path, origin: Sou
         raise UserError(f"{adapter}: is for the {side} checkpoint already; {other} takes it the other way")
 
 
+def check_is_for(adapter: Path, folder: Path) -> None:
+    """Raise UserError for an adapter that says itself that it is for the other side of a conversion than a folder."""
+    config, _ = read_adapter(adapter)
+    if (folder / REPORT).is_file():
+        check_side(adapter, config, folder, read_origin(folder), back=True)
+    elif (adapter / NOTE).is_file() and read_json(adapter / NOTE, "note").get("for") == "converted":
+        raise UserError(
+            f"{adapter}: is for a converted checkpoint; certify that one, or bring the adapter back by undo"
+        )
+
+
 def same_place(one: object, other: object) -> bool:
     """Return whether two names of a checkpoint are the same, or lead to the same folder."""
     if not one or not other:

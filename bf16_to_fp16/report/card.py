@@ -15,6 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ..checkpoint.folder import MODULES
 from ..checkpoint.reader import Checkpoint
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
@@ -280,6 +281,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         exact=is_exact(plan),
         histograms=histograms(plan.exponents),
         model_class=loading_class(architecture),
+        sentences=MODULES in report.source.carried_over,
         stock=class_named(architecture),
         tokenizer=bool(TOKENIZER_FILES & set(report.source.carried_over)),
         half="half" not in report.broken_regimes,

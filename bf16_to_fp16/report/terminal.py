@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..checkpoint.folder import MODULES
 from ..families.known import loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
@@ -219,6 +220,8 @@ def load_line(out: Path) -> str:
         architecture = json.loads((out / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError):
         architecture = ""
+    if (out / MODULES).is_file():
+        return f'load: SentenceTransformer("{out}").half()'
     kind = loading_class(architecture)
     return f'load: {kind}.from_pretrained("{out}", dtype=torch.float16).half()'
 

@@ -20,6 +20,7 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.adapter import CONFIG, NOTE, TENSORS, merged_weights, scaling_of
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind
+from bf16_to_fp16.report.stored import read_origin
 from bf16_to_fp16.rescaling.adapters import scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
@@ -307,6 +308,11 @@ def test_certify_bounds_the_weights_that_an_adapter_is_merged_into(pair: Pair, t
     plain = {site["name"]: site["bound"] for site in certify(out)["certificate"]["sites"]}
     assert any(found[n] > 1.2 * plain[n] for n in found)
     assert beside["source"]["adapter"] == "taken"
+    adapter_for(source, tmp_path / "named", base_model_name_or_path=read_origin(out).path)
+    with pytest.raises(UserError, match="is for the original checkpoint already"):
+        certify(out, adapter=tmp_path / "named")
+    with pytest.raises(UserError, match="is for a converted checkpoint"):
+        certify(source, adapter=tmp_path / "taken")
 
 
 def test_an_adapter_can_bring_certified_weights_past_their_limit(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from support import tiny
 from torch import Tensor
 
 from bf16_to_fp16 import UserError, audit, certify, convert, undo, verify
+from bf16_to_fp16.report.terminal import load_line
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
@@ -85,6 +86,8 @@ def test_its_linear_is_written_in_fp16_and_comes_back_in_its_own_dtype(tmp_path:
     assert torch.equal(written["linear.weight"], drawn(7).half()) and written["linear.bias"].dtype == torch.float16
     assert result.report["source"]["side_dtypes"] == {"2_Dense/linear.bias": "F32", "2_Dense/linear.weight": "F32"}
     assert verify(result.out, run_model=False)["verified"]
+    assert "SentenceTransformer" in (result.out / "README.md").read_text()
+    assert load_line(result.out) == f'load: SentenceTransformer("{result.out}").half()'
     back = load_file(undo(result.out, tmp_path / "back") / "2_Dense" / "model.safetensors")
     assert back["linear.weight"].dtype == torch.float32 and torch.equal(back["linear.weight"], drawn(7).half().float())
 
