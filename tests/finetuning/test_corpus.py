@@ -831,7 +831,7 @@ def test_objectives_that_a_checkpoint_does_not_allow_are_refused(
     with pytest.raises(UserError, match="past the vocabulary of 50; the tokenizer belongs to another checkpoint"):
         next(open_corpus(Data(path=str(text_file), first_sentinel=40), folder, small).training_batches())
     encoder = SimpleNamespace(**vars(config) | {"architectures": ["T5EncoderModel"]})
-    with pytest.raises(UserError, match="needs a decoder, and this is an encoder"):
+    with pytest.raises(UserError, match="needs a model that predicts tokens, and this one does not"):
         open_corpus(Data(path=str(text_file), objective="span-corruption"), folder, encoder)
 
 
