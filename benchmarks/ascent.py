@@ -58,7 +58,7 @@ def linears(layout: Layout) -> list[str]:
             paths += [topology.query, topology.key, topology.value, topology.output]
         elif isinstance(topology, FeedForward):
             paths += [p for p in (topology.gate, topology.linear, topology.output) if p]
-    return paths if layout.encoder_only else [*paths, layout.family.head.removesuffix(".weight")]
+    return paths if layout.head is None else [*paths, *(linear.at for linear in layout.head.linears)]
 
 
 def forward(model: Any, layout: Layout, batch: int, lengths: tuple[int, int]) -> None:
@@ -66,7 +66,7 @@ def forward(model: Any, layout: Layout, batch: int, lengths: tuple[int, int]) ->
     generator = torch.Generator().manual_seed(0)
     place = next(model.parameters()).device
     ids = torch.randint(model.config.vocab_size, (batch, lengths[0]), generator=generator).to(place)
-    if layout.encoder_only:
+    if not layout.stock.decodes:
         model(input_ids=ids)
     else:
         decoder = torch.randint(model.config.vocab_size, (batch, lengths[1]), generator=generator).to(place)

@@ -239,7 +239,7 @@ def whole(
             ids[0] = ids[0, 0]
             # Rows padded to different lengths.
             mask = (torch.arange(lengths[0]) < torch.randint(1, lengths[0] + 1, (6, 1), generator=generator)).long()
-            if layout.encoder_only:
+            if not layout.stock.decodes:
                 half(input_ids=ids, attention_mask=mask)
             else:
                 decoder = torch.randint(half.config.vocab_size, (6, lengths[1]), generator=generator)

@@ -171,6 +171,32 @@ def replace_file(old: Path, new: Path) -> None:
     _patiently(os.replace, old, new)
 
 
+def link_file(old: Path, new: Path) -> None:
+    """Give a file a second name; raise OSError where that cannot be."""
+    os.link(old, new)
+
+
+def cores() -> int:
+    """Return how many cores this process may run on."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+
+
+def received(descriptor: int) -> bytes:
+    """Return what has come through a pipe, waiting for it; nothing once its other end is closed."""
+    return os.read(descriptor, 64)
+
+
+def peak_memory() -> int | None:
+    """Return the most bytes that this process alone has held at a time, None where the system does not tell."""
+    # What getrusage says may be of the process that started it.
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def _patiently(move: Callable[[Path, Path], None], old: Path, new: Path) -> None:
     for pause in () if fcntl else PATIENCE:
         try:

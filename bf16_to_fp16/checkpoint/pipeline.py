@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from .. import system
 from ..errors import UserError
 from .folder import copy, is_weights
 from .formats import RESTORE, read_json
@@ -215,7 +216,7 @@ def bring(folder: Path, names: Iterable[str], target: Path, *, link: bool = True
 def linked_to(file: Path, place: Path) -> bool:
     """Make ``place`` a hard link to a file, or to what that is a link to; return whether it could be made."""
     try:
-        os.link(file.resolve(), place)
+        system.link_file(file.resolve(), place)
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
@@ -237,5 +238,5 @@ def name_variants(folder: Path) -> list[str]:
         made.append(variant_name(INDEX))
         text = (folder / INDEX).read_text(encoding="utf-8")
         renamed = re.sub(r'"(model-\d+-of-\d+\.safetensors)"', lambda m: f'"{variant_name(m[1])}"', text)
-        (folder / made[-1]).write_text(renamed, encoding="utf-8")
+        (folder / made[-1]).write_text(renamed, encoding="utf-8", newline="\n")
     return made

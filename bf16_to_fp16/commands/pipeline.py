@@ -260,7 +260,7 @@ def as_it_was(back: Path, entry: PipelineEntry, converted: Path) -> list[str]:
     renamed = {name for name in weights if not (back / name).is_file()}
     for name, text in entry.texts.items():
         if name != INDEX or not renamed:
-            (back / name).write_text(text, encoding="utf-8")
+            (back / name).write_text(text, encoding="utf-8", newline="\n")
     indexes = {name for name in entry.files if name.endswith(".index.json")} if renamed else set()
     return [name for name in entry.files if not (back / name).is_file() and name not in renamed | indexes]
 

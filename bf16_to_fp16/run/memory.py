@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from .. import system
+
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux says what the group of this process may use and does."""
 
@@ -33,9 +35,5 @@ def available() -> float:
 def peak() -> int:
     """Return the most bytes of memory that this process has held at a time; on macOS, which does not tell, what it
     holds now."""
-    # Of itself alone: what getrusage says may be of the process that started it.
-    with suppress(OSError, IndexError, ValueError):
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
     held = psutil.Process().memory_info()
-    return int(getattr(held, "peak_wset", held.rss))
+    return system.peak_memory() or int(getattr(held, "peak_wset", held.rss))

@@ -146,7 +146,7 @@ def pin(path: Path) -> int:
     ]
     if checked(parse_yaml(text, str(path)), path) != wanted:
         raise UserError(f"{path}: cannot be pinned as it is written; give each entry a line `revision: main`")
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", newline="\n")
     return sum(commit is not None for commit in commits)
 
 

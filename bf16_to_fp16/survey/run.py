@@ -6,7 +6,6 @@ that is started again takes what is there, as long as it was made from the same.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import system
 from ..checkpoint.formats import read_json
 from ..checkpoint.staging import check_out
 from ..errors import UserError, first_line
@@ -134,7 +134,7 @@ def each_surveyed(
     """Yield each checkpoint with what was found when it is done; where the loop is left before, end the processes."""
     if not left:
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = system.cores()
     workers = min(len(left), jobs or max(1, cores // CORES))
     room = Room(available() if jobs is None else float("inf"))
     running: set[subprocess.Popen[str]] = set()
@@ -232,17 +232,14 @@ def claimed(out: Path) -> Iterator[None]:
         check_out(out, force=False)
     try:
         (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        lock = os.open(out / CHECKPOINTS, os.O_RDONLY | os.O_CLOEXEC)
+        lock = system.hold(out / CHECKPOINTS)
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}; choose another OUTDIR") from error
+    if lock is None:
+        raise UserError(
+            f"{out}: another survey is at work in it, or its disk has no locks; wait for it, or choose another OUTDIR"
+        )
     try:
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"{out}: another survey is at work in it; wait for it, or choose another OUTDIR"
-                ) from None
         yield
     finally:
         os.close(lock)
@@ -286,7 +283,7 @@ def write(out: Path, rows: Mapping[Listed, Row]) -> None:
     for name, text in ((PAGE, page), (TABLE, as_csv(done))):
         new = out / f".{name}.new"
         try:
-            new.write_text(text, encoding="utf-8")
-            os.replace(new, out / name)
+            new.write_text(text, encoding="utf-8", newline="\n")
+            system.replace_file(new, out / name)
         except OSError as error:
             raise UserError(f"{out / name}: {error.strerror}; free some space or choose another OUTDIR") from error

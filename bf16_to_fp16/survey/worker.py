@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .. import system
 from ..errors import UserError, first_line
 from ..wording import bytes_in_words
 
@@ -138,7 +139,7 @@ def run(job: dict[str, Any], folder: Path, opened: Callable[[dict[str, Any]], No
     if found["status"] != "failed":
         key = key_of(job["source"], job["revision"], job["subfolder"], job["options"])
     write_json(folder / f"{RESULT}.new", {"key": key, "found": found})
-    os.replace(folder / f"{RESULT}.new", folder / RESULT)  # there whole or not at all
+    system.replace_file(folder / f"{RESULT}.new", folder / RESULT)  # there whole or not at all
 
 
 def main(folder: Path) -> None:
@@ -149,7 +150,7 @@ def main(folder: Path) -> None:
     may_go = threading.Event()
 
     def watch() -> None:
-        while os.read(0, 64):  # not sys.stdin, whose lock would be held when this process ends
+        while system.received(0):  # not sys.stdin, whose lock would be held when this process ends
             may_go.set()
         os._exit(1)
 
