@@ -229,6 +229,10 @@ class Part:
     topology: Topology | None = None
 
 
+NOT_A_CHOICE = ("regression", "multi_label_classification")
+"""What a classifier's config calls a problem whose logits are no choice of one among several."""
+
+
 @dataclass(frozen=True)
 class StockClass:
     """A class of transformers that a family's checkpoints are made for.
@@ -496,7 +500,7 @@ class Layout:
         if self.head is None:
             return False
         choices = self.tensors[self.head.linears[-1].weight].shape[0]
-        return choices > 1 and self.config.get("problem_type") not in ("regression", "multi_label_classification")
+        return choices > 1 and self.config.get("problem_type") not in NOT_A_CHOICE
 
     def stacks(self) -> tuple[ResolvedStack, ...]:
         """Return the encoder and, unless there is none, the decoder."""

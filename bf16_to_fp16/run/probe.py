@@ -28,7 +28,7 @@ from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, first_line
 from ..families.known import class_named, of_model_type
 from ..families.resolve import resolve
-from ..families.types import Layout, StockClass, TensorSource
+from ..families.types import NOT_A_CHOICE, Layout, StockClass, TensorSource
 from ..progress import Progress
 from . import choice, memory
 from .texts import texts
@@ -381,7 +381,7 @@ def gives_probabilities(config: Any) -> bool:
     stock = class_in(config)
     if stock is None or stock.is_language_model:
         return takes_decoder_ids(config)
-    choices = config.num_labels > 1 and config.problem_type not in ("regression", "multi_label_classification")
+    choices = config.num_labels > 1 and config.problem_type not in NOT_A_CHOICE
     return stock.gives == ("logits",) and choices
 
 
@@ -410,10 +410,10 @@ def _readable(config: Any, batch: Batch) -> Batch:
 
 def values_of(output: Any) -> Tensor:
     """Return what a stock output holds for its users: logits, the logits of a span's start and end as [rows, positions,
-    2], or last hidden states."""
+    2], or what comes first, which of a model without a head are its last hidden states."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
-    values: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    values: Tensor = output["logits"] if "logits" in output else output[0]
     return values
 
 

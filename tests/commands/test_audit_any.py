@@ -180,3 +180,15 @@ def test_a_tensor_that_is_missing_is_not_drawn_at_random(tmp_path: Path) -> None
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"tensor classification_head\.\S+ is missing"):
         audit(folder)
+
+
+def test_a_model_whose_outputs_have_names_of_their_own_is_audited_by_the_first(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=97, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.BertForPreTraining(config)  # prediction_logits, seq_relationship_logits
+    with torch.no_grad():
+        model.cls.predictions.bias.fill_(7e4)
+    model.save_pretrained(tmp_path / "m")
+    report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
+    assert report["verdict"] == "unsafe" and report["regimes"]["half"]["nonfinite_logits"] > 0
