@@ -266,19 +266,13 @@ class _Subject:
         model = model or self.model
         dtype = next(model.parameters()).dtype
         encoder = (x.encoder * self.encoder_scale).to(dtype)
-        if x.decoder is None:
-            run_everywhere(model, self.layout, inputs_embeds=encoder, attention_mask=mask)
-        else:
-            decoder = {"decoder_inputs_embeds": x.decoder.to(dtype), "use_cache": False}
-            run_everywhere(model, self.layout, inputs_embeds=encoder, attention_mask=mask, **decoder)
+        decoder = {} if x.decoder is None else {"decoder_inputs_embeds": x.decoder.to(dtype), "use_cache": False}
+        run_everywhere(model, self.layout, inputs_embeds=encoder, attention_mask=mask, **decoder)
 
     def run_ids(self, x: _Inputs, model: Any, mask: Tensor | None = None) -> None:
         """Run a model on token ids; mask: the encoder's attention mask."""
-        if x.decoder is None:
-            run_everywhere(model, self.layout, input_ids=x.encoder, attention_mask=mask)
-        else:
-            decoder = {"decoder_input_ids": x.decoder, "use_cache": False}
-            run_everywhere(model, self.layout, input_ids=x.encoder, attention_mask=mask, **decoder)
+        decoder = {} if x.decoder is None else {"decoder_input_ids": x.decoder, "use_cache": False}
+        run_everywhere(model, self.layout, input_ids=x.encoder, attention_mask=mask, **decoder)
 
     def values(self, x: _Inputs) -> dict[str, Tensor]:
         """Return what each goal is read from, differentiable: a site's values, or 1/σ of what a norm reads."""

@@ -73,9 +73,9 @@ def certified_tiers(
             found[tier.name] = True
         elif (not holds and tier.target == target) or not all(found.values()):
             found[tier.name] = False
+        elif modules:
+            whole = bound(layout, weights, arithmetic, target=tier.target, spectra=spectra)
+            found[tier.name] = with_side_modules(whole, layout, modules).holds
         else:
             found[tier.name] = is_certified(layout, weights, arithmetic, tier.target, spectra)
-            if found[tier.name] and modules:
-                whole = bound(layout, weights, arithmetic, target=tier.target, spectra=spectra)
-                found[tier.name] = with_side_modules(whole, layout, modules).holds
     return found

@@ -20,9 +20,7 @@ from ..errors import UserError
 from .folder import MODULES, side_modules
 from .formats import SAFETENSORS_DTYPES, read_json
 from .reader import collect, read_range, weight_files
-
-WEIGHTS = "model.safetensors"
-
+from .shards import WEIGHTS
 
 DENSE, POOLING, NORMALIZE = "Dense", "Pooling", "Normalize"
 """Classes of modules about which something is known."""

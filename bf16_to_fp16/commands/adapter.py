@@ -190,9 +190,8 @@ def check_side(adapter: Path, config: Mapping[str, Any], base: Path, origin: Sou
         raise UserError(f"{adapter}: is for the {side} checkpoint already; {other} takes it the other way")
 
 
-def check_is_for(adapter: Path, folder: Path) -> None:
+def check_is_for(adapter: Path, config: Mapping[str, Any], folder: Path) -> None:
     """Raise UserError for an adapter that says itself that it is for the other side of a conversion than a folder."""
-    config, _ = read_adapter(adapter)
     if (folder / REPORT).is_file():
         check_side(adapter, config, folder, read_origin(folder), back=True)
     elif (adapter / NOTE).is_file() and read_json(adapter / NOTE, "note").get("for") == "converted":
@@ -225,12 +224,14 @@ def head_gain(layout: Layout, plan: Plan, checkpoint: Checkpoint, origin: Source
     return head_scale(layout.family, config_before(checkpoint.config, origin), True)
 
 
-def merged_weights(adapter: Path, layout: Layout, stored: TensorReader) -> TensorReader:
+def merged_weights(adapter: Path, folder: Path, layout: Layout, stored: TensorReader) -> TensorReader:
     """Return a function from a layout's tensor name to the fp16 values of a checkpoint merged with an adapter for it.
 
-    stored: gives the checkpoint's own. Raises UserError for an adapter with more than A and B, or that is not on it.
+    folder: the checkpoint's. stored: gives its own values. Raises UserError for an adapter with more than A and B, or
+    that is not on it, or says that it is for the other side of a conversion.
     """
     config, tensors = read_adapter(adapter)
+    check_is_for(adapter, config, folder)
     others = [name for name in tensors if not MERGED.search(name)]
     if others:
         raise UserError(

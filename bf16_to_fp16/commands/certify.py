@@ -26,7 +26,7 @@ from ..report.remedies import going_on_from, over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..report.stored import recorded_target
 from ..run.agreement import agreed_layout
-from .adapter import check_is_for, merged_weights
+from .adapter import merged_weights
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,7 @@ def certify(
     layout = agreed_layout(checkpoint)
     weights = fp16_weights(checkpoint, layout)
     if adapter is not None:
-        check_is_for(Path(adapter), checkpoint.folder)
-        weights = merged_weights(Path(adapter), layout, weights)
+        weights = merged_weights(Path(adapter), checkpoint.folder, layout, weights)
         progress.say(f"{checkpoint.name} is bounded as it is when {own_name(adapter)} is merged into it")
     modules = read_side_modules(checkpoint.folder)
     found, tiers = bounded(weights, layout, target, Arithmetic(max_length), on, progress, modules)

@@ -136,9 +136,9 @@ def verify(
     progress = progress or Progress(quiet=True)
     if data is not None and not run_model:
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
-    on, name, revision = Device(device, progress), own_name(source), None
+    on, name, revision, found = Device(device, progress), own_name(source), None, Findings()
     if Path(source).is_file():
-        subject, files, problems = packed_subject(Path(source)), 1, list[Problem]()
+        subject, files = packed_subject(Path(source)), 1
     else:
         folder, revision, extra = locate(source, subfolder, endpoint, progress)
         name = name if revision is None else str(source)
@@ -147,10 +147,8 @@ def verify(
             raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
         subject, files = Subject(folder, report, lambda: recorded_plan(folder), report.source), len(report.output.files)
         with progress.step("Hashing the files") as advance:
-            problems = check_files(folder, report, extra=extra, advance=advance)
-    claim, found = subject.claim, Findings(problems)
-    if not Path(source).is_file():
-        found.outcome["files"] = "failed" if problems else "passed"
+            found.add("files", check_files(folder, report, extra=extra, advance=advance))
+    claim, problems = subject.claim, found.problems
     if not problems:
         origin = None if original is None else open_checkpoint(original, endpoint=endpoint)
         examine(subject, origin, data, found, run_model=run_model, device=on, progress=progress)
@@ -204,7 +202,7 @@ class Subject:
 class Findings:
     """What was found so far: problems, how each check ended, and what was computed again."""
 
-    problems: list[Problem]
+    problems: list[Problem] = field(default_factory=list)
     outcome: dict[str, str] = field(default_factory=lambda: dict.fromkeys(CHECKS, "not run"))
     certificate: Certificate | None = None
     tiers: dict[str, TierEntry] = field(default_factory=dict)

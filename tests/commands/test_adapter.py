@@ -430,7 +430,7 @@ def test_the_weights_that_are_bounded_are_those_that_peft_merges(pair: Pair, cas
     model = peft.PeftModel.from_pretrained(load(out, torch.float32), str(tmp_path / "taken"))
     made, checkpoint = model.merge_and_unload().state_dict(), open_checkpoint(out)
     layout = resolve(checkpoint)
-    read = merged_weights(tmp_path / "taken", layout, fp16_weights(checkpoint, layout))
+    read = merged_weights(tmp_path / "taken", checkpoint.folder, layout, fp16_weights(checkpoint, layout))
     for name in layout.tensors:
         assert torch.allclose(read(name).float(), made[name], rtol=2.0**-10, atol=2.0**-24), name
 
