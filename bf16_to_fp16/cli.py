@@ -1112,8 +1112,8 @@ def check_belongs(question: str) -> None:
 @app.command("families")
 @json_file
 def families_command(json_file: str | None) -> int:
-    """List what is supported."""
-    from .families.known import FAMILIES, names_of
+    """List what is supported, and what cannot be."""
+    from .families.known import FAMILIES, REFUSED, names_of
     from .report.screen import print_families
 
     rows = [
@@ -1126,9 +1126,9 @@ def families_command(json_file: str | None) -> int:
         }
         for f in FAMILIES
     ]
-    write_result(json_file, {"families": rows})
+    write_result(json_file, {"families": rows, "refused": dict(REFUSED)})
     if json_file != "-":
-        print_families(rows)
+        print_families(rows, REFUSED)
     return SAFE
 
 

@@ -363,7 +363,8 @@ def test_a_train_mode_audit_sees_the_backward(tmp_path: Path, capsys: pytest.Cap
 
 def test_families_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["families"]) == 0
-    assert "UMT5EncoderModel" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "UMT5EncoderModel" in shown and "m2m_100" in shown
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == __version__
 

@@ -20,6 +20,33 @@ FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS)
 """Every supported family."""
 
 
+_OWN_POSITIONS = (
+    "stock code makes the positions that are added to its stream by itself, so that no file can scale them; in fp32 or"
+    " bf16 it runs as trained"
+)
+
+
+_POST_NORM = (
+    "a norm behind each add keeps its stream small, so that scaling the stream gains nothing; where its fp16 breaks is"
+    " inside a sublayer, which `audit` names, and that can run in fp32"
+)
+
+
+REFUSED: Mapping[str, str] = {
+    "m2m_100": _OWN_POSITIONS,
+    "nllb-moe": _OWN_POSITIONS,
+    "pegasus_x": _OWN_POSITIONS,
+    "whisper": "its encoder's stream begins behind a GELU, which passes no factor on; keep the encoder in fp32 or bf16",
+    "bart": _POST_NORM,
+    "marian": _POST_NORM,
+    "phi": (
+        "what overflows in it is its scores, a product of queries and keys that rescaling leaves as it is; run its"
+        " attention in fp32 or bf16"
+    ),
+}
+"""Model types that no rescaling of their files helps, with the reason and what would."""
+
+
 def names_of(family: Family) -> tuple[str, ...]:
     """Return the names of a family's stock classes."""
     return tuple(name for stock in family.classes for name in stock.names)
@@ -29,11 +56,13 @@ def family_of(config: Mapping[str, object]) -> Family:
     """Return the family of a config by its ``model_type``.
 
     Raises UserError with the list of the known ones where there is none, or where ``architectures`` names a class
-    that is not supported.
+    that is not supported; with the reason for one of ``REFUSED``.
     """
     model_type = config.get("model_type")
     known = "; ".join(f"{f.model_type}: {', '.join(names_of(f))}" for f in FAMILIES)
     family = of_model_type(model_type)
+    if family is None and (reason := REFUSED.get(str(model_type))):
+        raise UserError(f"config.json: model_type {model_type!r} cannot be converted: {reason}")
     if family is None:
         raise UserError(f"config.json: model_type {model_type!r} is not supported; the known ones are {known}")
     for name in architectures(config):
