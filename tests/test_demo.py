@@ -23,6 +23,7 @@ from support.forked import in_a_fork
 from bf16_to_fp16 import __main__ as program
 from bf16_to_fp16 import __version__, cli, convert
 from bf16_to_fp16.checkpoint.folder import finite
+from bf16_to_fp16.cli.converting import parse_size
 from bf16_to_fp16.environment import SCHEMA
 from bf16_to_fp16.report.schema import Report, dump, read
 from bf16_to_fp16.run.probe import batches, run_batch
@@ -223,7 +224,7 @@ def test_a_caller_of_the_command_line_keeps_its_own_handler_of_interrupts(capsys
 
 def test_an_error_that_no_interrupt_caused_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     # An error of our own has to be planted.
-    monkeypatch.setattr("bf16_to_fp16.report.screen.print_families", lambda rows: 1 / 0)
+    monkeypatch.setattr("bf16_to_fp16.report.screen.print_families", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["families"])
 
@@ -243,7 +244,7 @@ def test_threads_that_wait_leave_their_core_to_others_unless_told_otherwise(
 def test_a_bug_is_status_70_and_one_line_that_names_the_file_with_the_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bf16_to_fp16.report.screen.print_families", lambda rows: 1 / 0)
+    monkeypatch.setattr("bf16_to_fp16.report.screen.print_families", lambda *_: 1 / 0)
     monkeypatch.setattr("sys.argv", ["bf16-to-fp16", "families"])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert program.main() == 70
@@ -370,5 +371,5 @@ def test_families_and_version_are_printed(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_sizes_read_as_stock_ones() -> None:
-    assert cli.parse_size("5GB") == 5 * 10**9
-    assert cli.parse_size("1.5 MiB") == 3 * 2**19
+    assert parse_size("5GB") == 5 * 10**9
+    assert parse_size("1.5 MiB") == 3 * 2**19

@@ -110,12 +110,16 @@ def bad(word: str, rest: str) -> Text:
     return Text.assemble((word, "bold red"), ": ", rest)
 
 
-def print_families(rows: Iterable[Mapping[str, Any]], refused: Mapping[str, str]) -> None:
-    """Print the supported families; refused: reasons by model type."""
+def print_families(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print the supported families."""
     table = Table("family", "model_type", "architectures", "covers")
     for row in rows:
         table.add_row(row["name"], row["model_type"], "\n".join(row["architectures"]), row["title"])
     console().print(table)
+
+
+def print_refused(refused: Mapping[str, str]) -> None:
+    """Print what cannot be converted; refused: reasons by model type."""
     others = Table("not convertible", "because")
     for model_type, reason in refused.items():
         others.add_row(model_type, reason)

@@ -32,6 +32,7 @@ from transformers import ByT5Tokenizer
 from bf16_to_fp16 import cli
 from bf16_to_fp16.checkpoint.formats import LONGEST_HEADER
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -662,7 +663,7 @@ def refused(folder: Path) -> int:
     """Return 0 where a folder is refused as bad input."""
     try:
         open_checkpoint(folder)
-    except cli.UserError:
+    except UserError:
         return 0
     return 1
 

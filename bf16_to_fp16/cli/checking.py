@@ -1,0 +1,267 @@
+"""``audit``, ``certify``, ``verify`` and ``check``: what holds for a checkpoint, written or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..checkpoint.places import CONVERTED, local_folder, local_source
+from ..environment import how_to_install
+from ..errors import UserError
+from .shared import (
+    CONFIG,
+    FOLDER,
+    SAFE,
+    UNSAFE,
+    check_given,
+    checked_target,
+    config,
+    data,
+    device,
+    endpoint,
+    json_file,
+    make_progress,
+    max_length,
+    seed,
+    source,
+    subfolder,
+    sweep,
+    write_result,
+)
+
+if TYPE_CHECKING:
+    from ..report.schema import Report
+
+
+@click.command("audit")
+@source
+@click.option(
+    "--regime",
+    "regimes",
+    multiple=True,
+    type=click.Choice(["stock", "amp", "half"]),
+    help="Repeat for several; default: all.",
+)
+@data
+@click.option(
+    "--attention",
+    "attentions",
+    multiple=True,
+    type=click.Choice(["eager", "sdpa", "scaled"]),
+    help="Repeat for several; default: eager and sdpa. scaled: this package's, with √scale in q and in k.",
+)
+@click.option("--train-mode", is_flag=True, help="With dropout, and the backward pass under a loss scale.")
+@click.option(
+    "--attack",
+    "attack_steps",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Search by gradient for the input that comes nearest to each limit, and compare with the certificate.",
+)
+@subfolder
+@config
+@seed
+@sweep
+@device
+@click.option("--html", type=FOLDER, metavar="FILE", help="Write the report as a page.")
+@json_file
+def audit_command(
+    source: str,
+    regimes: tuple[str, ...],
+    data: str | None,
+    attentions: tuple[str, ...],
+    train_mode: bool,
+    attack_steps: int | None,
+    subfolder: str | None,
+    config: Path | None,
+    seed: int,
+    sweep: bool,
+    device: str,
+    html: Path | None,
+    json_file: str | None,
+) -> int:
+    """Run SOURCE in fp16 the ways people run it and measure every site, that is every operation's output."""
+    # As many parameters as options, which click passes one by one.
+    check_given(source, data, {config: CONFIG})
+    checked_target(html, "--html")
+    from ..auditing.regimes import ATTENTIONS, REGIMES
+    from ..commands.audit import audit
+    from ..report import terminal
+    from ..report.schema import Report, read
+
+    result = audit(
+        source,
+        regimes=regimes or REGIMES,
+        attention=attentions or ATTENTIONS,
+        data=data,
+        train_mode=train_mode,
+        attack_steps=attack_steps,
+        subfolder=subfolder,
+        seed=seed,
+        sweep=sweep,
+        device=device,
+        config=config,
+        progress=make_progress(),
+    )
+    write_result(json_file, result)
+    if html is not None:
+        from ..report.page import write_page
+
+        try:
+            write_page(html, read(Report, result))
+        except OSError as error:
+            raise UserError(f"{html}: {error.strerror}; choose another file for --html") from error
+    if json_file != "-":
+        report = read(Report, result)
+        terminal.print_audit(report, exact_next(report, source, subfolder))
+    return SAFE if result["verdict"] == "safe" else UNSAFE
+
+
+@click.command("certify")
+@source
+@click.option(
+    "--target",
+    type=click.Choice(["half", "norm-safe", "train", "fp16-accumulate"]),
+    default="half",
+    show_default=True,
+    help="half: every value. norm-safe: with norms in fp16. fp16-accumulate: with every sum in fp16."
+    " train: with dropout.",
+)
+@max_length
+@click.option(
+    "--adapter",
+    type=FOLDER,
+    metavar="DIR",
+    help="Bound SOURCE merged with this LoRA adapter, which is for SOURCE: what runs when it is merged, not beside it.",
+)
+@subfolder
+@config
+@device
+@json_file
+def certify_command(
+    source: str,
+    target: str,
+    max_length: int | None,
+    adapter: Path | None,
+    subfolder: str | None,
+    config: Path | None,
+    device: str,
+    json_file: str | None,
+) -> int:
+    """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
+    check_given(source, None, {config: CONFIG, adapter: "the folder of an adapter"})
+    from ..bounds.arithmetic import MAX_LENGTH
+    from ..commands.certify import certify
+    from ..report import terminal
+    from ..report.schema import Report, read
+
+    length = MAX_LENGTH if max_length is None else max_length
+    result = certify(
+        source,
+        max_length=length,
+        target=target,
+        subfolder=subfolder,
+        device=device,
+        config=config,
+        adapter=adapter,
+        progress=make_progress(),
+    )
+    write_result(json_file, result)
+    if json_file != "-":
+        report = read(Report, result)
+        terminal.print_certificate(report, report.next if adapter else exact_next(report, source, subfolder))
+    return SAFE if result["verdict"] == "safe" else UNSAFE
+
+
+def exact_next(report: Report, source: str, subfolder: str | None) -> str:
+    """Return a report's next step with the path as it was given, of which the report has the last part only."""
+    from ..checkpoint.folder import is_converted
+    from ..families.known import named
+    from ..report.remedies import going_on_from
+
+    folder = local_source(source)
+    if not report.next or folder is None or named(report.family) is None:
+        return report.next
+    return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder)
+
+
+@click.command("verify")
+@source
+@click.option(
+    "--original",
+    type=click.Path(),
+    metavar="SOURCE",
+    help="What was converted (folder or Hub id): replay the recorded plan on it too.",
+)
+@data
+@click.option("--no-audit", is_flag=True, help="Run nothing: hashes, plan and certificate only.")
+@subfolder
+@device
+@endpoint
+@json_file
+def verify_command(
+    source: str,
+    original: str | None,
+    data: str | None,
+    no_audit: bool,
+    subfolder: str | None,
+    device: str,
+    endpoint: str | None,
+    json_file: str | None,
+) -> int:
+    """Check SOURCE, a converted folder, its Hub id or one converted file, against its report: hashes, plan, certificate
+    and audit, all computed again."""
+    if not Path(source).is_file():
+        local_folder(source, CONVERTED)
+    check_given(original, data)
+    from ..commands.verify import verify
+    from ..report import terminal
+    from ..report.schema import Verification, read
+
+    result = verify(
+        source,
+        original=original,
+        data=data,
+        run_model=not no_audit,
+        subfolder=subfolder,
+        device=device,
+        endpoint=endpoint,
+        progress=make_progress(),
+    )
+    write_result(json_file, result)
+    if json_file != "-":
+        terminal.print_verification(read(Verification, result))
+    return SAFE if result["verified"] else UNSAFE
+
+
+@click.command("check", epilog=f"The runtimes are an extra: {how_to_install('runtimes')}.")
+@click.argument("out", type=click.Path(), metavar="OUT")
+@click.option(
+    "--runtime",
+    type=click.Choice(["openvino", "onnxruntime", "ctranslate2", "onnx-reference"]),
+    required=True,
+    help="onnx-reference: numpy, every operation in fp16, norms included.",
+)
+@click.option(
+    "--source",
+    type=click.Path(),
+    metavar="SOURCE",
+    help="What OUT was converted from (folder or Hub id), to run beside it.",
+)
+@seed
+@json_file
+def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
+    """Run OUT in another runtime in fp16, compare it with stock code in fp32, and say which arithmetic was used."""
+    check_given(out)
+    check_given(source)
+    from ..commands.check import check
+    from ..report import terminal
+    from ..report.schema import RuntimeCheck, read
+
+    result = check(out, runtime, source=source, seed=seed, progress=make_progress())
+    write_result(json_file, result)
+    if json_file != "-":
+        terminal.print_check(read(RuntimeCheck, result))
+    return UNSAFE if result["verdict"] == "unsafe" else SAFE

@@ -1,0 +1,150 @@
+"""The program: its commands in the order in which they are needed, and the exit status of each way to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import click
+
+from ..errors import UserError
+from .checking import audit_command, certify_command, check_command, verify_command
+from .converting import convert_command, undo_command
+from .overview import demo_command, families_command, survey_command
+from .publishing import publish_command
+from .shared import INTERRUPTED, UNREAD, USAGE
+from .training import advise_command, finetune_command
+
+
+class _UnreadError(Exception):
+    """Nobody reads our output any more."""
+
+
+class _Commands(click.Group):
+    """The commands; of a reader that has gone click itself would make status 1, which here says "unsafe"."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return the commands in the order in which they are needed: that in which they were added."""
+        return list(self.commands)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each command with its whole first sentence, which click itself would cut."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(500)) for name, command in self.commands.items()])
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(context)
+        except BrokenPipeError as error:
+            raise _UnreadError from error
+        except SystemExit as stop:  # so rich
+            if isinstance(stop.__context__, BrokenPipeError):
+                raise _UnreadError from stop
+            raise
+
+
+@click.group(
+    cls=_Commands,
+    name="bf16-to-fp16",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+)
+@click.version_option(package_name="bf16_to_fp16", message="%(version)s")
+@click.pass_context
+def app(context: click.Context) -> None:
+    """Make bf16-pretrained T5-family and Pegasus checkpoints safe in fp16: exactly rescaled, audited, stock-loadable.
+
+    SOURCE is a local folder, one file of weights or a Hub id (name[@revision]).
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for command in (
+    convert_command,
+    audit_command,
+    certify_command,
+    publish_command,
+    verify_command,
+    check_command,
+    undo_command,
+    finetune_command,
+    survey_command,
+    advise_command,
+    families_command,
+    demo_command,
+):
+    app.add_command(command)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn in every process that is forked
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _: Any) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not where it is ignored, as in a shell's background
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        status = app(args=arguments, prog_name="bf16-to-fp16", standalone_mode=False)
+        sys.stdout.flush()
+        return int(status or 0)
+    except UserError as error:
+        return complain(str(error))
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        command = getattr(getattr(error, "ctx", None), "command_path", None) or "bf16-to-fp16"
+        hint = f" (see {command} --help)" if isinstance(error, click.UsageError) else ""
+        return complain(f"{error.format_message()}{hint}")
+    except (KeyboardInterrupt, click.Abort):
+        return interrupted()
+    except (BrokenPipeError, _UnreadError):
+        return unread()
+    except Exception:
+        # Compiled modules that are interrupted while they are imported turn it into errors of their own.
+        if interrupts:
+            return interrupted()
+        raise
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
+
+
+def interrupted() -> int:
+    """Say that the work was stopped and return the status for it."""
+    print("interrupted", file=sys.stderr)
+    return INTERRUPTED
+
+
+def unread() -> int:
+    """Return the status for output that nobody reads any more (``| head``), as a shell gives it to what SIGPIPE ends.
+
+    What is left in the buffers goes nowhere, so that the interpreter does not fail on it while it ends.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    return UNREAD
+
+
+def complain(message: str) -> int:
+    """Print one error line and return the status for bad input."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        # Under a launcher the first process says the same, and the launcher then ends this one, in this sleep; what is
+        # wrong with this one alone is still said.
+        time.sleep(10)
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return USAGE

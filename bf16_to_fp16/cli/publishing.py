@@ -1,0 +1,127 @@
+"""``publish``, and what the commands that publish their result do for it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..checkpoint.places import written_folder
+from ..errors import UserError
+from .shared import FOLDER, SAFE, UNSAFE, allow_unsafe, endpoint, json_file, make_progress, public, write_result
+
+if TYPE_CHECKING:
+    from ..commands.convert import Conversion
+
+
+def check_publishes(push_to: str | None, *, public: bool) -> None:
+    """Raise UserError for options of publishing (``public``: whether any was given) where nothing is published."""
+    if push_to is None and public:
+        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
+
+
+def check_publishable(repo_id: str, endpoint: str | None, *, dry_run: bool = False) -> None:
+    """Raise UserError for what stands in the way of an upload, which is better known before the work than after it."""
+    from ..commands.publish import check_name, token_of
+
+    if dry_run:
+        raise UserError("a dry run writes nothing to publish; leave out either --dry-run or --push-to")
+    check_name(repo_id)
+    token_of(None, endpoint)
+
+
+def push(
+    out: Path, repo_id: str | None, result: Conversion, *, allow_unsafe: bool, **options: Any
+) -> dict[str, Any] | None:
+    """Publish what has just been converted and audited, where that is asked for and it is safe or may be unsafe, and
+    return what was done; where that fails, say how to go on."""
+    if repo_id is None:
+        return None
+    if not result.safe and not allow_unsafe:
+        said = f"not published: {out} is unsafe in fp16; give --allow-unsafe to publish it all the same"
+        print(said, file=sys.stderr)
+        return None
+    from ..commands.publish import publish
+
+    try:
+        return publish(out, repo_id, audited=True, allow_unsafe=allow_unsafe, progress=make_progress(), **options)
+    except UserError as error:
+        raise UserError(f"{error} ({out} is converted: go on with bf16-to-fp16 publish {out} {repo_id})") from None
+
+
+@click.command("publish")
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.argument("repo_id")
+@click.option("--dry-run", is_flag=True, help="Show the files, their sizes and the card; send nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@public
+@click.option("--create-pr", is_flag=True, help="Propose the change as a pull request.")
+@click.option("--revision", metavar="BRANCH", help="Branch to upload to; default: main.")
+@click.option("--commit-message", metavar="TEXT", help="First line of the commit.")
+@allow_unsafe
+@click.option("--force", is_flag=True, help="Replace other content that REPO_ID has; its other weights stay.")
+@click.option(
+    "--add",
+    multiple=True,
+    type=FOLDER,
+    metavar="FILE",
+    help="A file that convert --layout wrote, to lie beside DIR's; repeatable.",
+)
+@endpoint
+@json_file
+def publish_command(
+    folder: Path,
+    repo_id: str,
+    dry_run: bool,
+    yes: bool,
+    public: bool,
+    create_pr: bool,
+    revision: str | None,
+    commit_message: str | None,
+    allow_unsafe: bool,
+    force: bool,
+    add: tuple[Path, ...],
+    endpoint: str | None,
+    json_file: str | None,
+) -> int:
+    """Upload the converted checkpoint in DIR to the Hub, private unless --public, after checking it once more.
+
+    The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
+    """
+    # As many parameters as options, which click passes one by one.
+    written_folder(folder)
+    from ..commands.publish import Upload, publish
+    from ..report import terminal
+
+    def confirm(upload: Upload) -> bool:
+        terminal.print_upload(upload, repo_id, whole=dry_run, public=public, aside=json_file == "-")
+        if yes or dry_run:
+            return True
+        if not sys.stdin.isatty():
+            raise UserError(
+                "nothing was uploaded, since nobody can be asked here; give -y to upload without a question"
+            )
+        kind = "a public" if public else "a private"
+        return click.confirm(f"Upload to {repo_id} ({kind} repository, if it is new)?", err=True)
+
+    result = publish(
+        folder,
+        repo_id,
+        public=public,
+        create_pr=create_pr,
+        revision=revision,
+        message=commit_message,
+        allow_unsafe=allow_unsafe,
+        add=add,
+        force=force,
+        dry_run=dry_run,
+        endpoint=endpoint,
+        confirm=confirm,
+        progress=make_progress(),
+    )
+    write_result(json_file, result)
+    if json_file != "-":
+        terminal.print_published(result)
+    return SAFE if result["verdict"] == "safe" else UNSAFE
