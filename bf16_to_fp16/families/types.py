@@ -427,6 +427,9 @@ class Family:
     "" (never)."""
     norm_rounds_once: bool = False
     """Whether an RMSNorm is rounded after its gain alone, and not before it as well."""
+    made_in_fp32: bool = False
+    """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
+    ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

@@ -285,8 +285,8 @@ def gains(weight: torch.Tensor, layout: Layout, module: str, factor: float) -> N
     if module in {w.post_norm for w in layout.topology if isinstance(w, (Attention, FeedForward))}:
         gain[:2] *= max(1.0, 30.0 * factor)
     if layout.tied and module == final_norm(layout):
-        gain *= min(1.0, 25.0 / factor)
-    weight.copy_((gain * 256).round() / 256 - 1)
+        gain *= min(1.0, 5.0 / factor)
+    weight.copy_((gain * 256).round().clamp(min=1) / 256 - 1)
 
 
 def save(model: Any, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
