@@ -22,7 +22,7 @@ from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
 from ..run import probe
 from ..run.probe import Batch
-from ..run.stock import any_config, from_files
+from ..run.stock import all_half, any_config, from_files
 from .regimes import DTYPES, RegimeResult, SiteResult, audit_each, audit_model, beside_fp32, check_names
 
 # Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
@@ -43,7 +43,7 @@ class AnyModel:
     ends: bool = False
 
     def load(self, dtype: torch.dtype, *, half: bool = False) -> Any:
-        """Return the model in eval mode on the CPU; ``half``: every parameter cast to fp16.
+        """Return the model in eval mode on the CPU; ``half``: every weight cast to fp16.
 
         Raises UserError where stock code cannot load it, or finds a tensor missing that it would draw at random.
         """
@@ -53,7 +53,7 @@ class AnyModel:
                 f"{self.folder}: tensor {missing[0]} is missing, and {self.name} would fill it at random;"
                 " complete the checkpoint, or name the class that it was saved from in config.json"
             )
-        return model.half().eval() if half else model.eval()
+        return all_half(model).eval() if half else model.eval()
 
 
 def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:

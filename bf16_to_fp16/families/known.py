@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import UserError
+from .gemma3 import GEMMA3
 from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
@@ -16,7 +17,7 @@ from .t5 import T5
 from .types import Family, StockClass
 from .umt5 import UMT5
 
-FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS)
+FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS, GEMMA3)
 """Every supported family."""
 
 
@@ -79,7 +80,16 @@ def class_named(name: str) -> StockClass | None:
 def loading_class(name: str) -> str:
     """Return under which name a user of transformers loads the stock class of this name."""
     stock = class_named(name)
-    return "AutoModelForSeq2SeqLM" if stock is None or stock.is_language_model else stock.names[0]
+    if stock is not None and not stock.is_language_model:
+        return stock.names[0]
+    return "AutoModelForSeq2SeqLM" if stock is None or stock.decodes else "AutoModelForCausalLM"
+
+
+def half_call(name: str) -> str:
+    """Return what makes every weight of the stock class of this name fp16 once it is loaded in fp16: ``.half()``, or
+    nothing where that would round what stock code makes in fp32."""
+    family = next((family for family in FAMILIES if name in names_of(family)), None)
+    return "" if family is not None and family.made_in_fp32 else ".half()"
 
 
 def class_of(config: Mapping[str, object]) -> StockClass:
@@ -118,7 +128,7 @@ def roles_of(family: Family | None) -> Roles:
 
 def may_be_absent(family: Family) -> frozenset[str]:
     """Return the tensors outside the blocks that a file may lack: stock code makes or zeroes them."""
-    parts = (family.encoder_ends, family.decoder_ends, family.tied_head, family.untied_head)
+    parts = (*family.ends, family.tied_head, family.untied_head)
     return frozenset(t.name for part in parts for t in part.tensors if t.absent)
 
 
