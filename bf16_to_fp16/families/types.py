@@ -125,6 +125,11 @@ class Attention:
     none. ``heads``: config key of their number. ``scaled``: scores are multiplied by head_dim^-1/2 after the
     product. ``add``: the site where the output joins the residual stream. ``dropout``: the module that
     only training switches on, for the output, "" where it is a function.
+    ``radius``: config key of how far a position sees, "" for without an end. With one, sequences are cut into blocks of
+    radius + 1 positions, each of which sees its own and its two neighbours, and the stock class masks with −1e10, which
+    is −inf in fp16. ``block``: config key of the number of positions of which sums are made, for further keys and
+    values; what is left over at the end joins the last sum. "" for none. ``block_norm``: the norm through which the
+    sums go, ``block_bias``: tensor of their position bias.
     """
 
     at: str
@@ -139,6 +144,10 @@ class Attention:
     scaled: bool
     add: str
     dropout: str = ""
+    radius: str = ""
+    block: str = ""
+    block_norm: str = ""
+    block_bias: str = ""
 
 
 @dataclass(frozen=True)
@@ -389,6 +398,8 @@ class Family:
     untie: Literal["", "copy", "scaled"]
     """How an embedding used as head can be separated: "copy", "scaled" (the d^-1/2 before the head folded in), or
     "" (never)."""
+    variants: tuple[Mapping[str, object], ...] = ()
+    """Config values that give a block other parts than the defaults do."""
 
 
 class TensorMetadata(Protocol):
@@ -527,7 +538,8 @@ class Layout:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Module paths of the norms that read the residual stream, in order."""
+        """Module paths of the norms that read what carries the residual exponent, in order: the residual stream, and
+        sums of a norm's output that carries it on."""
         return tuple(s.module for s in self.signals[RESIDUAL].seen if s.side == "input")
 
     @property
@@ -574,7 +586,7 @@ def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     return product
 
 
-_OF_CONFIG = frozenset({"heads", "activation", "scale"})
+_OF_CONFIG = frozenset({"heads", "activation", "scale", "radius", "block"})
 """Fields of a topology that are no paths."""
 
 
