@@ -162,6 +162,8 @@ CARRYING = {
     "embedding",
     "add",
     "index",
+    "constant_pad_nd",
+    "repeat",
 }
 """Operations that only move, choose, limit or mask values of their module."""
 
