@@ -46,8 +46,10 @@ from .linear import (
     LinearBound,
     NormOutput,
     Projection,
+    block_sums,
     bound_box,
     bound_linear,
+    either,
     layer_normalised,
     rms_normalised,
     squared_matrix_vector,
@@ -365,8 +367,12 @@ class _Walk(_Findings):
         self.stream_square = self.stream_square + square
         self.note(w.add, "residual", self.stream)
 
-    def norm(self, path: str) -> tuple[NormOutput, Tensor]:
-        """Return what a norm of the residual stream gives, and the mean square of its components."""
+    def norm(self, path: str, entering: tuple[Tensor, Tensor, float] | None = None) -> tuple[NormOutput, Tensor]:
+        """Return what a norm gives, and the mean square of its components; entering: bounds and mean squares of what it
+        reads, and the largest ‖·‖₂, by default the residual stream's."""
+        if entering is None:
+            entering = self.stream, self.stream_square, min(float(self.stream.norm()), self.stream_norm)
+        stream, stream_square, length = entering
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
         assert gain is not None
         width, a = gain.numel(), self.arithmetic
@@ -374,26 +380,25 @@ class _Walk(_Findings):
         shift = None if shift is None else shift.double()
         if self.layout.family.centred_norm:
             # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
-            mean = min(float(self.stream.mean()) * 2.0 ** (a.planned or 0), FP16_MAX)
+            mean = min(float(stream.mean()) * 2.0 ** (a.planned or 0), FP16_MAX)
             made = layer_normalised(gain, shift, mean, self.layout.eps, a)
             self.note(f"{path}:layer_norm", "norm", made.bound)
-            self.note(f"{path}:layer_norm.1", "statistic", self.rounded(self.stream.mean()))
+            self.note(f"{path}:layer_norm.1", "statistic", self.rounded(stream.mean()))
             self.note(f"{path}:layer_norm.2", "statistic", self.layout.eps**-0.5 * (1 + 2 * UNIT))
         else:
             made = rms_normalised(gain, a)
             self.note(f"{path}:to#2", "normalised", made.radius * (1 + UNIT))
             self.note(f"{path}:mul#2", "norm", made.bound)
         square = gain.square() if shift is None else gain.square() + shift.square()
-        self.inputs[path] = (self.stream, self.stream_square)
+        self.inputs[path] = (stream, stream_square)
         self.outputs[path] = (made.bound, square)
-        variance = float(self.stream_square.mean()) if width else 0.0
-        length = min(float(self.stream.norm()), self.stream_norm)
+        variance = float(stream_square.mean()) if width else 0.0
         self.norms[path] = NormRange(length, torch.tensor([[variance, 1.0]], dtype=torch.float64))
         if self.squares:
             # A centred norm sums the components as well.
             most = max(length**2, math.sqrt(width) * length if self.layout.family.centred_norm else 0.0)
             self.note(f"{path} (sum of squares)", "squares", most * growth(width) + width * TINY)
-        self.inner[f"{path}:input"] = largest(self.stream)
+        self.inner[f"{path}:input"] = largest(stream)
         return made, square
 
     def linear(self, path: str, kind: str, source: NormOutput, square: Tensor) -> tuple[LinearBound, Tensor]:
@@ -424,6 +429,8 @@ class _Walk(_Findings):
         source, square = self.norm(w.norm)
         other = (source, square) if not w.memory else self.memory
         assert other is not None
+        if w.block:
+            other = self.summed(w, source, square)
         query, _ = self.linear(w.query, "query", source, square)
         key, _ = self.linear(w.key, "key", *other)
         self.score(w, heads, query, key)
@@ -433,11 +440,22 @@ class _Walk(_Findings):
         if keep != 1.0:
             self.note(f"{w.at}:mul#2", "weights", self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
             self.dropout(w.at, keep)
-        context = gathered(values, keep, self.arithmetic)
+        row = replace(self.arithmetic, max_length=self.layout.sees(w, self.arithmetic.max_length))
+        context = gathered(values, keep, row)
         self.note(f"{w.at}:context", "context", context.bound)
         weight, bias = self.weight(w.output)
-        made = attention_output(context, weight, bias, heads, self.arithmetic)
+        made = attention_output(context, weight, bias, heads, row)
         self.project(w, weight, made, context.bound, mean_square / 4)
+
+    def summed(self, w: Attention, source: NormOutput, square: Tensor) -> tuple[NormOutput, Tensor]:
+        """Bound the sums over blocks of positions that an attention makes of its norm's output, and what their own norm
+        gives; return what keys and values read, which is both, and its mean square."""
+        size, length = self.layout.summed(w), self.arithmetic.max_length
+        # Where padding is on the right, the last sum is of a block and of what is less than another.
+        sums, longest = block_sums(source, min(2 * size - 1, length), length, self.arithmetic)
+        self.note(f"{w.at}:sum", "block sum", sums)
+        made, made_square = self.norm(w.block_norm, (sums, square * size, longest))
+        return either(source, made), torch.maximum(square, made_square)
 
     def score(self, w: Attention, heads: int, query: LinearBound, key: LinearBound) -> None:
         """Bound the scores of every head: the bare product, the scaled one, with the position bias, and their span."""
@@ -449,12 +467,17 @@ class _Walk(_Findings):
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
         self.inner[f"{w.at}:mul"] = self.inner[f"{w.at}:mul#2"] = max(largest(query.bound), largest(key.bound))
         bias = self.tensor(w.bias) if w.bias else None
-        offset = torch.zeros(heads, dtype=torch.float64) if bias is None else bias.double().abs().amax(0)
+        offset = torch.zeros(heads, dtype=torch.float64)
+        for name in filter(None, (w.bias, w.block_bias)):
+            table = self.tensor(name)
+            assert table is not None
+            largest_bias = table.double().abs().amax(0)
+            offset = torch.maximum(offset, largest_bias)
+            self.note(f"{name.removesuffix('.weight')}:embedding", "position bias", largest_bias)
         biased = self.rounded(scaled + offset)
-        if bias is not None:
-            self.note(f"{w.bias.removesuffix('.weight')}:embedding", "position bias", offset)
         self.note(f"{w.at}:add", "scores", biased)
-        self.note(f"{w.at}:masked", "masked scores", masked_span(made.span, scaled, bias, self.arithmetic))
+        if not w.radius:  # whose mask is −inf
+            self.note(f"{w.at}:masked", "masked scores", masked_span(made.span, scaled, bias, self.arithmetic))
         self.note(f"{w.at}:softmax", "weights", 1.0)
         product = torch.maximum(made.product, made.partial)
         self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, scaled)))

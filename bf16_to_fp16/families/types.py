@@ -528,13 +528,25 @@ class Layout:
 
     def heads(self, attention: Attention) -> int:
         """Return the number of heads of an attention."""
-        number = config_value(self.family, self.config, attention.heads)
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise UserError(
-                f"config.json: {attention.heads!r} is {number!r}, not a number of heads;"
-                " take it from the original checkpoint"
-            )
+        return self.whole(attention.heads, 1, "a number of heads")
+
+    def whole(self, key: str, least: int, what: str) -> int:
+        """Return the config's whole number for ``key``; raise UserError where it is none or under ``least``."""
+        number = config_value(self.family, self.config, key)
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise UserError(f"config.json: {key!r} is {number!r}, not {what}; take it from the original checkpoint")
         return number
+
+    def sees(self, attention: Attention, length: int) -> int:
+        """Return how many keys a row of an attention's scores has at most, in sequences of up to ``length``."""
+        if not attention.radius:
+            return length
+        near = 3 * (self.whole(attention.radius, 0, "a number of positions") + 1)
+        return near + (length // self.summed(attention) if attention.block else 0)
+
+    def summed(self, attention: Attention) -> int:
+        """Return of how many positions an attention makes one sum, apart from what is left over at the end."""
+        return self.whole(attention.block, 1, "a number of positions")
 
     @property
     def norms(self) -> tuple[str, ...]:

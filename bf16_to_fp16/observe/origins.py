@@ -132,14 +132,14 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
     kind: the operation's in ``MASKING``.
     """
+    found: Tensor | bool
     if kind == "cat":
         parts = [_positions(part) for part in args[0]]
         if not any(isinstance(part, Tensor) for part in parts):
             return None
-        shapes = [(part, x.shape) for part, x in zip(parts, args[0], strict=True)]
-        whole = [torch.as_tensor(part, device=args[0][0].device).expand(shape) for part, shape in shapes]
-        options = kwargs or {}
-        found = torch.cat(whole, *args[1:], **{name: options[name] for name in ("dim",) if name in options})
+        pairs = zip(parts, args[0], strict=True)
+        whole = [torch.as_tensor(part, device=x.device).expand(x.shape) for part, x in pairs]
+        found = torch.cat(whole, *args[1:], **(kwargs or {}))
     elif kind in ("copy", "pad"):
         found = _positions(args[0])
         if kind == "pad" and isinstance(found, Tensor):

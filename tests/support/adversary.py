@@ -99,16 +99,26 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
             chosen = choices[torch.randint(len(choices), (batch, length), generator=generator)].clone()
             chosen *= torch.randint(0, 2, (batch, length, 1), generator=generator) * 2 - 1
             inputs[path] = size * torch.nn.functional.normalize(chosen, dim=-1)
+            w = reader.sublayer
+            if isinstance(w, Attention) and w.block_norm:
+                # What sums reach depends on the first norm's output; their own norm's input may be anything as well.
+                gain = state[f"{w.block_norm}.weight"].float()
+                choices = torch.cat([state[f"{p}.weight"] * gain for p in (w.key, w.value)])
+                choices = torch.cat([choices, state[f"{w.output}.weight"] @ (state[f"{w.value}.weight"] * gain)])
+                count = ENCODER // layout.summed(w)
+                chosen = choices[torch.randint(len(choices), (batch, count), generator=generator)]
+                inputs[w.block_norm] = size * torch.nn.functional.normalize(chosen, dim=-1)
     return inputs
 
 
 def observe(model: Any, layout: Layout, inputs: Mapping[str, Tensor], *, attention: str = "eager") -> dict[str, float]:
-    """Return the largest |x| at every site of a model whose norms read ``inputs``."""
+    """Return the largest |x| at every site of a model whose norms read ``inputs``; attention: eager where its class has
+    no other."""
     batch = next(iter(inputs.values())).shape[0]
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.vocab_size
     ids = torch.randint(vocabulary, (batch, ENCODER), generator=generator)
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation(attention if model._supports_sdpa else "eager")
     observer = SiteObserver(model)
     with torch.no_grad(), free_norms(model, inputs), observer:
         decoder = {}
