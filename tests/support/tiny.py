@@ -40,6 +40,7 @@ LONGT5_SHAPE = {
     "local_radius": 2,
     "global_block_size": 4,
 }
+TIED_LONGT5 = {"feed_forward_proj": "relu", "tie_word_embeddings": True, "local_radius": 4, "global_block_size": 3}
 PEGASUS_SHAPE = {
     "d_model": 24,
     "vocab_size": 97,
@@ -85,9 +86,10 @@ def pegasus(**changes: Any) -> Any:
 
 
 def longt5(kind: str = "LongT5ForConditionalGeneration", **changes: Any) -> Any:
-    """Return a LongT5 with a gate and an untied head, of transient-global attention unless it is asked for another."""
-    model = of_class(kind, **LONGT5_SHAPE)(**changes)
-    return untied(model) if hasattr(model, "lm_head") else model
+    """Return a LongT5 with a gate and a head of its own, of transient-global attention unless asked for another."""
+    shape = LONGT5_SHAPE | changes
+    model = of_class(kind, **shape)()
+    return untied(model) if hasattr(model, "lm_head") and not shape["tie_word_embeddings"] else model
 
 
 def t5_encoder(**changes: Any) -> Any:
@@ -168,7 +170,7 @@ ENTRIES = (
         kinds={
             "longt5": longt5,
             "longt5-local": lambda **changes: longt5(**{"encoder_attention_type": "local"} | changes),
-            "longt5-tied": of_class("LongT5ForConditionalGeneration", encoder_attention_type="transient-global", local_radius=4, global_block_size=3),
+            "longt5-tied": lambda **changes: longt5(**TIED_LONGT5 | changes),
             "longt5-encoder": lambda **changes: longt5("LongT5EncoderModel", **changes),
             "longt5-states": lambda **changes: longt5("LongT5Model", **changes),
         },
