@@ -40,7 +40,12 @@ LONGT5_SHAPE = {
     "local_radius": 2,
     "global_block_size": 4,
 }
-TIED_LONGT5 = {"feed_forward_proj": "relu", "tie_word_embeddings": True, "local_radius": 4, "global_block_size": 3}
+TIED_LONGT5: dict[str, Any] = {
+    "feed_forward_proj": "relu",
+    "tie_word_embeddings": True,
+    "local_radius": 4,
+    "global_block_size": 3,
+}
 PEGASUS_SHAPE = {
     "d_model": 24,
     "vocab_size": 97,
