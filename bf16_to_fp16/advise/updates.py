@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
+from ..families.known import stock_class
 from ..families.roles import layer_of
 from ..finetuning.corpus import open_corpus
 from ..finetuning.recipe import Data
@@ -32,7 +33,7 @@ from ..optim.stalls import DEFAULT_SHARE, Layer
 from ..progress import Advance, Progress
 from ..quiet import quiet
 from ..run.probe import predicts_tokens
-from ..run.stock import load
+from ..run.stock import attentions_of, load
 from ..wording import rounded_up
 from .formats import chosen, open_weights, tensor_pieces
 
@@ -210,7 +211,9 @@ def measured(
     The model runs in fp32 from weights of the format, which move by the exact updates; the elements that have had no
     gradient count as without an update.
     """
-    model = load(checkpoint.folder, torch.float32, attention="sdpa")
+    model = load(
+        checkpoint.folder, torch.float32, attention=attentions_of(stock_class(checkpoint.config), ("sdpa", "eager"))[0]
+    )
     if not predicts_tokens(model.config):
         raise UserError(f"{checkpoint.source}: only a language model has a loss of its own; leave out --data")
     wanted = Data(path=data, batch_size=settings.examples, held_out=0.0)

@@ -22,7 +22,7 @@ from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
 from ..run import probe
 from ..run.probe import Batch
-from ..run.stock import all_half, any_config, from_files
+from ..run.stock import all_half, any_config, attentions_of, from_files
 from .regimes import DTYPES, RegimeResult, SiteResult, audit_each, audit_model, beside_fp32, check_names
 
 # Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
@@ -85,12 +85,7 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
     # A classifier of whole rows gives its decoder what the encoder has.
     decodes = "decoder_input_ids" in inspect.signature(kind.forward).parameters
     inputs.is_encoder_decoder = decodes and not names[0].endswith(_OF_ROWS)
-    lacking = [name for name in attention if name == "sdpa" and not kind._supports_sdpa]
-    kept = tuple(name for name in attention if name not in lacking)
-    if not kept:
-        raise UserError(f"{names[0]} has no {lacking[0]} attention; give --attention eager")
-    if lacking:
-        progress.say(f"{names[0]} has no sdpa attention: eager only")
+    kept = attentions_of(names[0], attention, progress)
     # A decoder beside an encoder needs to be told with what to begin.
     starts = [getattr(text, key, None) for key in ("decoder_start_token_id", "bos_token_id")]
     begins = not decodes or any(start is not None for start in starts)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
-from ..families.known import of_model_type, roles_of
+from ..families.known import of_model_type, roles_of, stock_class
 from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
 from ..observe.meter import NormMeter, NormObserver, norms_seen
 from ..observe.observer import SiteObserver
@@ -37,7 +37,7 @@ from ..run import probe
 from ..run.lanes import Lane, Walk
 from ..run.probe import Batch
 from ..run.scaled_attention import SCALED, register
-from ..run.stock import load, load_config, set_attention
+from ..run.stock import attentions_of, load, load_config, set_attention
 from .fidelity import Outputs, add_outputs, compared, output_on
 
 REGIMES = ("stock", "amp", "half")
@@ -178,12 +178,13 @@ def audit_folder(
     ``half`` runs on all of them under the first attention. What it need not show again runs on fewer: another attention
     differs in one function, and in ``stock`` and ``amp`` less is fp16; but where ``half`` breaks, those run on all as
     well. ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a block;
-    ``train_mode`` loads the model and runs all inputs in every way. device: by default the
-    CPU. Raises ``UserError`` for a folder that cannot be used.
+    ``train_mode`` loads the model and runs all inputs in every way. An attention that the class has not is left out.
+    device: by default the CPU. Raises ``UserError`` for a folder that cannot be used.
     """
     check_names(regimes, attention)
     place = device or torch.device("cpu")
     config = load_config(folder)
+    attention = attentions_of(stock_class(config.to_dict()), attention)
     if inputs is None:
         inputs = probe.audit_batches(config, folder, None, seed=seed)
     chosen = [regime for regime in REGIMES if regime in regimes]
@@ -257,7 +258,7 @@ def run_regimes(
     Where every parameter of stock's fp16 loading is fp16, ``stock`` is ``half`` and is not run beside it. fp32: run it
     in fp32 as well, unmeasured, for its outputs.
     """
-    walk = Walk(checkpoint, device)
+    walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
     ran = [regime for regime in regimes if regime != "stock" or not alike]
     seen = {

@@ -56,8 +56,10 @@ from .linear import (
     LinearBound,
     NormOutput,
     Projection,
+    block_sums,
     bound_box,
     bound_linear,
+    either,
     layer_normalised,
     rms_normalised,
     squared_matrix_vector,
@@ -177,6 +179,8 @@ CARRYING = {
     "add",
     "index",
     "neg",
+    "constant_pad_nd",
+    "repeat",
 }
 """Operations that only move, choose, limit, mask or negate values of their module."""
 
@@ -457,6 +461,8 @@ class _Walk(_Findings):
         source, square = self.norm(w.norm)
         other = (source, square) if not w.memory else self.memory
         assert other is not None
+        if w.block:
+            other = self.summed(w, source, square)
         query, query_square = self.linear(w.query, "query", source, square)
         key, key_square = self.linear(w.key, "key", *other)
         if w.rotary:
@@ -470,10 +476,11 @@ class _Walk(_Findings):
         if keep != 1.0:
             self.note(f"{w.at}:mul#2", "weights", self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
             self.dropout(w.at, keep)
-        context = gathered(values, keep, self.arithmetic)
+        row = replace(self.arithmetic, max_length=self.layout.sees(w, self.arithmetic.max_length))
+        context = gathered(values, keep, row)
         self.note(f"{w.at}:context", "context", context.bound)
         weight, bias = self.weight(w.output)
-        made = attention_output(context, weight, bias, heads, self.arithmetic)
+        made = attention_output(context, weight, bias, heads, row)
         read = (kv_heads, heads // kv_heads, len(context.bound) // kv_heads)
         entering, mean_square = (spread_out(x, read) for x in (context.bound, mean_square / 4))
         self.project(w, weight, made, entering, mean_square)
@@ -493,6 +500,16 @@ class _Walk(_Findings):
         made = turned_score_bounds(query, key, heads, self.arithmetic, scale)
         self.scored(w, made, scale, largest_turned)
 
+    def summed(self, w: Attention, source: NormOutput, square: Tensor) -> tuple[NormOutput, Tensor]:
+        """Bound the sums over blocks of positions that an attention makes of its norm's output, and what their own norm
+        gives; return what keys and values read, which is both, and its mean square."""
+        size, length = self.layout.summed(w), self.arithmetic.max_length
+        # Where padding is on the right, the last sum is of a block and of what is less than another.
+        sums, longest = block_sums(source, min(2 * size - 1, length), length, self.arithmetic)
+        self.note(f"{w.at}:sum", "block sum", sums)
+        made, made_square = self.normalised(w.block_norm, sums, square * size, longest)
+        return either(source, made), torch.maximum(square, made_square)
+
     def score(self, w: Attention, heads: int, query: LinearBound, key: LinearBound) -> None:
         """Bound the scores of every head."""
         scale = self.layout.score_scale(w)
@@ -509,12 +526,17 @@ class _Walk(_Findings):
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
         self.inner |= dict.fromkeys(w.scaling, factors * max(1.0, scale))
         bias = self.tensor(w.bias) if w.bias else None
-        offset = torch.zeros(heads, dtype=torch.float64) if bias is None else bias.double().abs().amax(0)
+        offset = torch.zeros(heads, dtype=torch.float64)
+        for name in filter(None, (w.bias, w.block_bias)):
+            table = self.tensor(name)
+            assert table is not None
+            largest_bias = table.double().abs().amax(0)
+            offset = torch.maximum(offset, largest_bias)
+            self.note(f"{name.removesuffix('.weight')}:embedding", "position bias", largest_bias)
         biased = self.rounded(scaled + offset)
-        if bias is not None:
-            self.note(f"{w.bias.removesuffix('.weight')}:embedding", "position bias", offset)
         self.note(w.joining, "scores", biased)
-        self.note(f"{w.at}:masked", "masked scores", masked_span(made.span, scaled, bias, self.arithmetic))
+        if not w.radius:  # whose mask is −inf
+            self.note(f"{w.at}:masked", "masked scores", masked_span(made.span, scaled, bias, self.arithmetic))
         self.note(f"{w.at}:softmax", "weights", 1.0)
         product = torch.maximum(made.product, made.partial)
         self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, scaled)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -125,7 +125,7 @@ class DifferentiableBounds:
             for w in stack.sublayers:
                 if isinstance(w, Attention):
                     own = scores(w)
-                    biased: list[Owner] = [*own, (w.bias, columns)] if w.bias else own
+                    biased = own + [(name, columns) for name in (w.bias, w.block_bias) if name]
                     found |= {f"{w.at}:scores": own, w.joining: biased, f"{w.at}:masked": biased}
                 else:
                     found |= {path: linear(path, rows) for path in (w.gate, w.linear) if path in self.fixed}
@@ -305,11 +305,19 @@ class _Walk:
         starts = range(0, len(weight), ROWS_AT_A_TIME)
         self.found[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
+    def with_sums(self, w: Attention, source: _Normalised) -> _Normalised:
+        """What keys and values read: a norm's output and, where there are sums of it, what their own norm gives."""
+        if not w.block:
+            return source
+        gain = self.weight(f"{w.block_norm}.weight")
+        assert gain is not None
+        return _Normalised(torch.maximum(source.gain.abs(), gain.abs()), None, source.radius)
+
     def scores(self, w: Attention, source: _Normalised) -> None:
         """Note every head's products with their partial sums, the scores with their position bias, and what a mask must
         add at least."""
-        a, heads, other = self.a, self.layout.heads(w), self.memory if w.memory else source
-        sites = [f"{w.at}:scores", w.joining, f"{w.at}:masked"]
+        a, heads, other = self.a, self.layout.heads(w), self.memory if w.memory else self.with_sums(w, source)
+        sites = [f"{w.at}:scores", w.joining, *(() if w.radius else (f"{w.at}:masked",))]
         if not self.wants(*sites):
             return
         if w.rotary:
@@ -344,9 +352,12 @@ class _Walk:
         if bias is not None:
             high, low = bias.amax(0).clamp(min=0), bias.amin(0)
             span = span + (high - low) + 2 * a.unit * (biased + torch.maximum(high, -low))
-            biased = biased + bias.abs().amax(0)
+            further = self.weight(w.block_bias) if w.block_bias else None
+            offset = bias.abs().amax(0)
+            biased = biased + (offset if further is None else torch.maximum(offset, further.abs().amax(0)))
         reach = (26 + math.log2(a.max_length)) * math.log(2)
-        for site, bound in zip(sites, (sums + off, biased, span + MASK_ROUNDING + reach), strict=True):
+        # Where the mask is −inf there is no third site.
+        for site, bound in zip(sites, (sums + off, biased, span + MASK_ROUNDING + reach), strict=False):
             self.note(site, bound)
 
     def turned_scores(self, w: Attention) -> tuple[Tensor, ...]:
@@ -366,7 +377,8 @@ class _Walk:
 
     def attention_output(self, w: Attention, source: _Normalised) -> tuple[Tensor, Tensor]:
         """Bounds of an attention's output and of its partial sums, by channel."""
-        a, heads, other = self.a, self.layout.heads(w), self.memory if w.memory else source
+        heads, other = self.layout.heads(w), self.memory if w.memory else self.with_sums(w, source)
+        a = replace(self.a, max_length=self.layout.sees(w, self.a.max_length))
         assert other is not None
         values = self.linear(w.value, other)
         weight, bias = self.weight(f"{w.output}.weight"), self.weight(f"{w.output}.bias")

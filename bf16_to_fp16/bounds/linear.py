@@ -58,6 +58,32 @@ class NormOutput:
         return (self.exact * (1 + self.relative) + self.absolute) * COMPUTED
 
 
+def either(one: NormOutput, other: NormOutput) -> NormOutput:
+    """Return what covers the outputs of two norms without shift: gain∘n is larger∘n' with |n'| at most |n| in every
+    component, and so ‖n'‖ at most ‖n‖."""
+    assert one.shift is None and other.shift is None
+    return NormOutput(
+        torch.maximum(one.gain.abs(), other.gain.abs()),
+        None,
+        max(one.radius, other.radius),
+        max(one.relative, other.relative),
+        torch.maximum(one.absolute, other.absolute),
+    )
+
+
+def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmetic) -> tuple[Tensor, float]:
+    """Return bounds of each component, fp64 [d], and of ‖·‖₂, of sums of a norm's output at ``terms`` positions.
+
+    They are products with a matrix of 0 and 1 over ``length`` positions, whose terms are exact; of any part of a sum
+    the magnitudes are no larger than of the whole.
+    """
+    a, grown = arithmetic, 1 + arithmetic.gamma(length)
+    bound = a.summed(source.bound * terms * grown)
+    longest = float(source.gain.abs().max()) * source.radius * (1 + source.relative) + float(source.absolute.norm())
+    rounded = longest * terms * grown * (1 + a.unit) ** 2 * COMPUTED + a.floor * math.sqrt(source.gain.numel())
+    return bound, min(float(bound.norm()), rounded)
+
+
 @dataclass(frozen=True)
 class LinearBound:
     """What a linear makes of a normalised input, row by row; all fp64 [m].

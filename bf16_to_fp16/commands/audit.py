@@ -35,6 +35,7 @@ from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, 
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.probe import Batch
+from ..run.stock import attentions_of
 
 BOUNDED_FOR = "half"
 """The target that an audit bounds a checkpoint for; of the stricter ones it says whether they hold."""
@@ -83,6 +84,7 @@ def audit(
             )
         return dump(audited_without_family(checkpoint, asked, on, progress))
     layout = agreed_layout(checkpoint)
+    asked = replace(asked, attention=attentions_of(layout.stock.names[0], asked.attention, progress))
     converted = is_converted(checkpoint.folder)
     if converted or attack_steps is not None:
         check_bounded(layout)  # before anything is run
@@ -97,7 +99,7 @@ def audit(
                 train_mode=train_mode,
                 device=place,
                 advance=advance,
-                attention=attention,
+                attention=asked.attention,
                 seed=seed,
             ),
         )

@@ -14,7 +14,7 @@ import torch
 
 from ..auditing.attack import GROUP, Attack, attack
 from ..auditing.fidelity import Outputs, Reference, add_outputs, fidelity, outputs
-from ..auditing.regimes import REGIMES, audit_folder, run_regimes
+from ..auditing.regimes import ATTENTIONS, REGIMES, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import Certificate, bound, fp16_weights
 from ..bounds.side_modules import with_side_modules
@@ -32,7 +32,7 @@ from ..rescaling.plan import Drift, Plan
 from ..run.agreement import agreed_layout
 from ..run.lanes import Walk
 from ..run.probe import Batch
-from ..run.stock import eps_attribute, load
+from ..run.stock import attentions_of, eps_attribute, load
 from .options import Options
 from .planning import Opened, checkpoint_batches, drifted_outputs, reference_of
 
@@ -45,6 +45,7 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
     if not options.run_model:
         return Measured(certificate, decided.plan, tiers, environment=device.environment())
     written, inputs, drifts = open_checkpoint(work), opened.inputs, decided.plan.drift is not None
+    attentions_of(decided.layout.stock.names[0], ATTENTIONS, progress)
     with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
         if decided.target == "train":
             regimes = device.run(

@@ -6,18 +6,20 @@ modules nothing is known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from ..errors import UserError
 from .gemma3 import GEMMA3
+from .longt5 import LONGT5
 from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
 from .t5 import T5
-from .types import Family, StockClass
+from .types import Attention, Family, StockClass, config_value
 from .umt5 import UMT5
 
-FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS, GEMMA3)
+FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, GEMMA3)
 """Every supported family."""
 
 
@@ -119,6 +121,24 @@ def named(name: object) -> Family | None:
 def of_model_type(model_type: object) -> Family | None:
     """Return the family of a stock model's ``config.model_type``, None where there is none."""
     return next((family for family in FAMILIES if family.model_type == model_type), None)
+
+
+def spare_padding(config: Mapping[str, object]) -> float:
+    """Return how many positions of padding, on the right, a padded row of the encoder needs at least for its numbers to
+    be finite in fp16: 0 for any number, inf where no row may be padded.
+
+    Under a mask of −inf a padded position that sees no other is NaN, and with it what attends to it, masked or not.
+    Where attention sees sums of positions as well, stock code shows padded positions those that the row does not fill.
+    """
+    family = of_model_type(config.get("model_type"))
+    if family is None:
+        return 0
+    full = {key: config_value(family, config, key) for key in family.defaults} | {**config}
+    windows = (part.topology for part in family.encoder.block(full, 0))
+    w = next((w for w in windows if isinstance(w, Attention) and w.radius), None)
+    if w is None:
+        return 0
+    return int(str(full[w.block])) if w.block else math.inf
 
 
 def roles_of(family: Family | None) -> Roles:

@@ -39,10 +39,13 @@ class Roles:
 
 def roles(family: Family) -> Roles:
     """Return a family's roles."""
-    blocks = {name: sublayers(family, stack) for name, stack in zip(STACKS, family.stacks, strict=False)}
-    attentions = [w for block in blocks.values() for w in block if isinstance(w, Attention)]
-    feed_forwards = [w for block in blocks.values() for w in block if isinstance(w, FeedForward)]
-    biases = (w.bias.removesuffix(".weight") for w in attentions if w.bias)
+    stacks = dict(zip(STACKS, family.stacks, strict=False))
+    blocks = {name: sublayers(stack, family.defaults) for name, stack in stacks.items()}
+    configs = (family.defaults, *({**family.defaults, **variant} for variant in family.variants))
+    every = [w for stack in stacks.values() for config in configs for w in sublayers(stack, config)]
+    attentions = [w for w in every if isinstance(w, Attention)]
+    feed_forwards = [w for w in every if isinstance(w, FeedForward)]
+    biases = (bias.removesuffix(".weight") for w in attentions for bias in (w.bias, w.block_bias) if bias)
     return Roles(
         attentions=frozenset(last(w.at) for w in attentions),
         attention_outputs=tuple(dict.fromkeys(last(w.output) for w in attentions)),
@@ -52,9 +55,9 @@ def roles(family: Family) -> Roles:
     )
 
 
-def sublayers(family: Family, stack: Stack) -> list[Attention | FeedForward]:
-    """Return how the sublayers of a stack's first block are wired, with the config that stock code takes."""
-    topology = [part.topology for part in stack.block(family.defaults, 0)]
+def sublayers(stack: Stack, config: Mapping[str, object]) -> list[Attention | FeedForward]:
+    """Return how the sublayers of a stack's first block are wired, with a config of every key."""
+    topology = [part.topology for part in stack.block(config, 0)]
     return [w for w in topology if isinstance(w, Attention | FeedForward)]
 
 

@@ -145,6 +145,11 @@ class Attention:
     which both are then turned, channel i with i + head_dim/2. "" where there is none. ``kv_heads``: config key of the
     number of heads of keys and values, "" where it is ``heads``. ``scale``: config key of what scores are multiplied
     with to the power of -1/2 where they are ``scaled``, "" for head_dim.
+    ``radius``: config key of how far a position sees, "" for without an end. With one, sequences are cut into blocks of
+    radius + 1 positions, each of which sees its own and its two neighbours, and the stock class masks with −1e10, which
+    is −inf in fp16. ``block``: config key of the number of positions of which sums are made, for further keys and
+    values; what is left over at the end joins the last sum. "" for none. ``block_norm``: the norm through which the
+    sums go, ``block_bias``: tensor of their position bias.
     """
 
     at: str
@@ -165,6 +170,10 @@ class Attention:
     rotary: str = ""
     kv_heads: str = ""
     scale: str = ""
+    radius: str = ""
+    block: str = ""
+    block_norm: str = ""
+    block_bias: str = ""
 
     @property
     def scaling(self) -> tuple[str, str]:
@@ -436,6 +445,8 @@ class Family:
     untie: Literal["", "copy", "scaled"]
     """How an embedding used as head can be separated: "copy", "scaled" (the d^-1/2 before the head folded in), or
     "" (never)."""
+    variants: tuple[Mapping[str, object], ...] = ()
+    """Config values that give a block other parts than the defaults do."""
     norm_rounds_once: bool = False
     """Whether an RMSNorm is rounded after its gain alone, and not before it as well."""
     made_in_fp32: bool = False
@@ -602,9 +613,21 @@ class Layout:
             return float(number_of(self.family, self.config, attention.scale, "a positive number") ** -0.5)
         return float((self.tensors[f"{attention.query}.weight"].shape[0] // self.heads(attention)) ** -0.5)
 
+    def sees(self, attention: Attention, length: int) -> int:
+        """Return how many keys a row of an attention's scores has at most, in sequences of up to ``length``."""
+        if not attention.radius:
+            return length
+        near = 3 * (number_of(self.family, self.config, attention.radius, "a number of positions", least=0) + 1)
+        return near + (length // self.summed(attention) if attention.block else 0)
+
+    def summed(self, attention: Attention) -> int:
+        """Return of how many positions an attention makes one sum, apart from what is left over at the end."""
+        return number_of(self.family, self.config, attention.block, "a number of positions")
+
     @property
     def norms(self) -> tuple[str, ...]:
-        """Module paths of the norms that read the residual stream, or what carries its factor, in order."""
+        """Module paths of the norms that read what carries the residual exponent, in order: the residual stream, what
+        joins it, and sums of a norm's output that carries it on."""
         return tuple(s.module for s in self.signals[RESIDUAL].seen if s.side == "input")
 
     @property
@@ -639,15 +662,15 @@ def config_value(family: Family, config: Mapping[str, object], key: str) -> obje
     return found
 
 
-def number_of(family: Family, config: Mapping[str, object], key: str, what: str) -> int:
-    """Return the config's number for ``key``, of a mapping its length; raise UserError unless it is a whole one from 1
-    on.
+def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:
+    """Return the config's number for ``key``, of a mapping its length; raise UserError unless it is a whole one and at
+    least ``least``.
 
     what: it should be, in words.
     """
     number = config_value(family, config, key)
     number = len(number) if isinstance(number, Mapping) else number
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise UserError(f"config.json: {key!r} is {number!r}, not {what}; take it from the original checkpoint")
     return number
 
@@ -657,7 +680,7 @@ def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     return math.prod(number_of(family, config, key, "a size") for key in family.sizes[name])
 
 
-_OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale"})
+_OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale", "radius", "block"})
 """Fields of a topology that are no paths."""
 
 

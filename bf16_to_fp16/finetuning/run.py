@@ -34,7 +34,7 @@ from ..conversion.planning import Opened, checkpoint_batches, decide
 from ..devices import Device, find_device
 from ..environment import how_to_install
 from ..errors import UserError
-from ..families.known import class_of
+from ..families.known import class_of, stock_class
 from ..families.resolve import resolve
 from ..observe.observer import SiteObserver
 from ..progress import Progress
@@ -47,7 +47,7 @@ from ..rescaling.planner import MARGIN_BITS
 from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
 from ..run.scaled_attention import SCALED, register
-from ..run.stock import load, load_config
+from ..run.stock import attentions_of, load, load_config
 from .advised import with_advised_pair
 from .corpus import Corpus, open_corpus
 from .distillation import Teacher, arguments, counted_positions, task_loss
@@ -395,7 +395,7 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
     stored = torch.bfloat16 if kept == {"BF16"} and device.type != "cpu" else torch.float32
     dtype = stored if wanted == "source" else PRECISION_DTYPES[wanted]
     return Teacher(
-        load(checkpoint.folder, dtype, attention="sdpa"),
+        load(checkpoint.folder, dtype, attention=attentions_of(stock_class(checkpoint.config), ("sdpa", "eager"))[0]),
         device,
         temperature=recipe.distillation.temperature,
         in_parts=weights_in_parts(accelerator),

@@ -27,10 +27,13 @@ from .origins import (
     UNINITIALISED,
     Origin,
     forget_origin,
+    is_sum_of_positions,
     masked_positions,
     masked_span,
     only_constants,
     origin_of,
+    scores_of_mask,
+    sees_nothing,
     set_origin,
 )
 from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Site
@@ -77,6 +80,10 @@ class _Frame:
     measured: bool = True
     counts: dict[str, int] = field(default_factory=dict)
     after_softmax: bool = False
+    unseen: bool = False
+    """Whether a row of its weights sees no position and is NaN."""
+    pending: list[tuple[Site, int, int]] = field(default_factory=list)
+    """Sites with so many NaN of such rows, and at which output."""
 
     @property
     def before_softmax(self) -> bool:
@@ -91,7 +98,8 @@ class SiteObserver(TorchDispatchMode):
     Sites are named by module path and operation: ``<path>`` for the output of a linear module, else ``<path>:add``,
     ``<path>:add#2`` for the second in one call, ``<path>:scores`` and ``<path>:context`` for the two products of an
     attention, ``<path>:masked`` for what its mask must add at least, ``<site>:grad`` for the backward of a site. May be
-    entered again; the sites accumulate.
+    entered again; the sites accumulate. A row of attention that sees nothing is NaN under a mask of −inf, which counts
+    unless it is cut off before the module's end.
 
     fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure what the modules at
     these paths do themselves, and nothing else.
@@ -159,7 +167,7 @@ class SiteObserver(TorchDispatchMode):
             stack.append(self._frame)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            stack.pop()
+            _settle(stack.pop(), output)
             self._frame = stack[-1] if stack else None
 
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
@@ -270,6 +278,8 @@ class SiteObserver(TorchDispatchMode):
         name = operator.name
         if name == "to" and isinstance(args[0], nn.Parameter):
             name = "weight"  # autocast casts one now and then, which must not number what is cast in every call
+        if operator.matmul and not frame.linear and node is None and is_sum_of_positions(args):
+            name = "sum"
         site = self._site(operator, name, frame, out.dtype, index, constant, node is not None)
         if node is None:
             self._remember(site.name)
@@ -288,6 +298,7 @@ class SiteObserver(TorchDispatchMode):
                 self._see_masked(frame, args, out.dtype, masked)
         if operator.softmax:
             _count_masked(frame, args, out)
+            frame.unseen = math.isnan(high) and _sees_nothing(args)
         if masked is None and low > MASK_FROM and high < -MASK_FROM:
             amax = max(high, -low)
             if amax > site.amax:
@@ -300,6 +311,8 @@ class SiteObserver(TorchDispatchMode):
             _note_constant(site, out)
         elif masked is not None:
             _note_masked(site, out, high, masked)
+        elif frame.unseen and node is None:
+            _note_unseen(frame, site, out, self._before + self.outputs)
         else:
             _note(site, out, low, high, cube)
         if whole and site.nonfinite:
@@ -320,7 +333,7 @@ class SiteObserver(TorchDispatchMode):
             name = ""
         elif operator.softmax:
             frame.after_softmax = True
-        elif operator.matmul:
+        elif operator.matmul and name != "sum":
             name = "context" if frame.after_softmax else "scores" if name == "matmul" else name
         if index:
             name = f"{name}.{index}"
@@ -350,7 +363,9 @@ class SiteObserver(TorchDispatchMode):
 
     def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
         """Measure what the mask that is added to scores, for a sum of this dtype, must add at least."""
-        scores = args[0] if origin_of(args[1]) is not None else args[1]
+        scores = scores_of_mask(args)
+        if scores is None:
+            return
         key = ("masked", 1, dtype)
         site = frame.sites.get(key)
         if site is None:
@@ -475,6 +490,39 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
     _note(site, kept, low, high)
     site.benign += int(masked.sum()) * (out.numel() // masked.numel())
     site.reason = MASK_REASON
+
+
+def _sees_nothing(args: tuple[Any, ...]) -> bool:
+    origin = origin_of(args[0])
+    return origin is not None and sees_nothing(origin.masked)
+
+
+def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
+    """Count what is not finite behind a softmax of which some rows see nothing; their NaN waits for the module's
+    end."""
+    nans = out.isnan()
+    kept = out.masked_fill(nans, 0.0)
+    low, high = (float(x) for x in torch.aminmax(kept))
+    _note(site, kept, low, high)
+    if (count := int(nans.sum())) > 0:
+        frame.pending.append((site, count, order))
+
+
+def _settle(frame: _Frame, output: Any) -> None:
+    """Judge the NaN of rows that see nothing, now that their module has ended: by design where none is left."""
+    if not frame.pending:
+        return
+    made = output[0] if isinstance(output, (tuple, list)) and output else output
+    cut_off = isinstance(made, Tensor) and not bool(made.isnan().any())
+    for site, count, order in frame.pending:
+        if cut_off:
+            site.benign += count
+            site.reason = MASK_REASON
+            continue
+        if not site.nonfinite:
+            site.order = order
+        site.nonfinite += count
+        site.amax = math.inf
 
 
 def _note_constant(site: Site, out: Tensor) -> None:

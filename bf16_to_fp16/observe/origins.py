@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, constant_pad_nd
 
 from ..numerics import FP16_MAX, FP16_STEP
@@ -59,6 +60,8 @@ MASKING = {
     "clone": "copy",
     "_to_copy": "copy",
     "constant_pad_nd": "pad",
+    "pad": "pad",
+    "cat": "cat",
 }
 """Operations through which a mask goes, and in which way."""
 
@@ -71,12 +74,14 @@ class Origin:
     """Where a tensor comes from; lives as an attribute on the tensor, and so as long as it does.
 
     ``constant``: no activation or parameter entered it. ``masked``: bool, the positions that stem from a mask.
-    ``cube``: the sites on the way from x³ to it.
+    ``cube``: the sites on the way from x³ to it. ``finite``: of a constant mask, whether fp16 holds it, once that was
+    asked.
     """
 
     constant: bool = False
     masked: Tensor | None = None
     cube: list[Site] | None = None
+    finite: bool | None = None
 
 
 def origin_of(tensor: Any) -> Origin | None:
@@ -127,7 +132,15 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
     kind: the operation's in ``MASKING``.
     """
-    if kind in ("copy", "pad"):
+    found: Tensor | bool
+    if kind == "cat":
+        parts = [_positions(part) for part in args[0]]
+        if not any(isinstance(part, Tensor) for part in parts):
+            return None
+        pairs = zip(parts, args[0], strict=True)
+        whole = [torch.as_tensor(part, device=x.device).expand(x.shape) for part, x in pairs]
+        found = torch.cat(whole, *args[1:], **(kwargs or {}))
+    elif kind in ("copy", "pad"):
         found = _positions(args[0])
         if kind == "pad" and isinstance(found, Tensor):
             # CUDA's fused attention fills up a mask whose rows are no multiple of 16 bytes, and then leaves that out.
@@ -140,6 +153,28 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
     else:
         found = _either(_both(args[1], _positions(args[2])), _positions(args[0]))
     return found if isinstance(found, Tensor) else None
+
+
+def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
+    """Return what a mask is added to, where it is one that fp16 holds: of the least finite number of its dtype, as
+    transformers makes them. Any other is −inf in fp16 and hides every score, so that None is returned."""
+    mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
+    origin = origin_of(mask)
+    if origin is None or not origin.constant or not isinstance(other, Tensor):
+        return None
+    if origin.finite is None:
+        origin.finite = bool((mask == torch.finfo(mask.dtype).min).any())
+    return other if origin.finite else None
+
+
+def is_sum_of_positions(args: Iterable[Any]) -> bool:
+    """Return whether a matrix product chooses and sums, and forms no score: one of its factors is a constant."""
+    return any(isinstance(x, Tensor) and (found := origin_of(x)) is not None and found.constant for x in args)
+
+
+def sees_nothing(masked: Tensor | None) -> bool:
+    """Return whether some row of scores is masked throughout, of which softmax makes NaN where the mask is −inf."""
+    return masked is not None and bool(masked.all(-1).any())
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:

@@ -24,10 +24,13 @@ from .origins import (
     UNINITIALISED,
     Origin,
     forget_origin,
+    is_sum_of_positions,
     masked_positions,
     masked_span,
     only_constants,
     origin_of,
+    scores_of_mask,
+    sees_nothing,
     set_origin,
 )
 
@@ -52,6 +55,7 @@ _MOVING = {
     "half",
     "movedim",
     "narrow",
+    "pad",
     "permute",
     "repeat",
     "repeat_interleave",
@@ -126,6 +130,8 @@ class _Call:
     names: dict[tuple[str, int], str | None]
     counts: dict[str, int] = field(default_factory=dict)
     after_softmax: bool = False
+    hidden: Tensor | None = None
+    """What a mask hides of the scores that is −inf in fp16, so that a row that sees nothing is NaN."""
 
 
 class _TapMode(TorchFunctionMode):
@@ -334,19 +340,11 @@ class Tap:
             masked = masked_positions(function.masking, args, kwargs)
             if masked is not None:
                 set_origin(out, Origin(masked=masked.expand(out.shape)))
-                if (
-                    function.name == "add"
-                    and not function.inplace
-                    and "scores" in call.counts
-                    and not call.after_softmax
-                ):
-                    full = self._wanted(call, "masked", 1)
-                    if full is not None:
-                        scores = args[0] if origin_of(args[1]) is not None else args[1]
-                        self._hand_over(full, scores, partial(masked_span, masked=masked))
+                if function.name == "add" and "scores" in call.counts and not call.after_softmax:
+                    self._see_masked(call, function, args, masked)
         name = function.name
         if function.matmul:
-            name = "" if call.linear else "context" if call.after_softmax else "scores"
+            name = _product_of(call, args)
         elif function.softmax:
             call.after_softmax = True
         elif function.dropout:
@@ -355,13 +353,29 @@ class Tap:
             name = f"{name}.{index}"
         count = call.counts[name] = call.counts.get(name, 0) + 1
         full = self._wanted(call, name, count)
-        if full is not None:
-            self._hand_over(full, out, _itself if masked is None else partial(_unmasked, masked=masked))
+        if full is not None and out.numel():
+            shown = _itself if masked is None else partial(_unmasked, masked=masked)
+            if call.after_softmax and call.hidden is not None:
+                shown = partial(_seen, hidden=call.hidden)
+            if function.name == "einsum":
+                # Stock code adds to such scores in place, after which nothing that was saved of them would be theirs.
+                shown = _copied if shown is _itself else shown
+            self._hand_over(full, out, shown)
         if name == "pow" and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 3:
             # Its derivative overflows before it does.
             full = self._wanted(call, "cubed", 1)
             if full is not None:
                 self._hand_over(full, args[0], _itself)
+
+    def _see_masked(self, call: _Call, function: _Function, args: tuple[Any, ...], masked: Tensor) -> None:
+        """Hand over what the mask that is added to scores must add at least."""
+        scores = None if function.inplace else scores_of_mask(args)
+        if scores is None:
+            call.hidden = masked
+            return
+        full = self._wanted(call, "masked", 1)
+        if full is not None:
+            self._hand_over(full, scores, partial(masked_span, masked=masked))
 
     def _wanted(self, call: _Call, name: str, count: int) -> str | None:
         """The full name of a site that is wanted."""
@@ -394,7 +408,7 @@ def _describe_function(func: Any) -> _Function:
     own = getattr(func, "__name__", "")
     inplace = own.endswith("_") and not own.endswith("__")
     name = own.rstrip("_") if inplace else own
-    matmul = name == "matmul" or name in MATRIX_PRODUCTS
+    matmul = name in ("matmul", "einsum") or name in MATRIX_PRODUCTS
     return _Function(
         name=_BELOW.get(name, name),
         moving=own in _MOVING or own in UNINITIALISED,
@@ -412,6 +426,10 @@ def _carry_mask(
     function: _Function, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Tensor
 ) -> None:
     """What is only moved keeps its masked positions."""
+    if function.masking in ("cat", "pad"):
+        masked = masked_positions(function.masking, args, kwargs)
+        set_origin(out, None if masked is None else Origin(masked=masked))
+        return
     origin = origin_of(args[0]) if args else None
     if origin is None or origin.masked is None or origin.constant:
         return
@@ -423,6 +441,23 @@ def _carry_mask(
 def _unmasked(out: Tensor, masked: Tensor) -> Tensor:
     # A positive value or a NaN where a mask was added does not come from the mask.
     return out.masked_fill(masked & (out < 0), 0.0)
+
+
+def _seen(out: Tensor, hidden: Tensor) -> Tensor:
+    return out.masked_fill(out.isnan(), 0.0) if sees_nothing(hidden) else out
+
+
+def _product_of(call: _Call, args: tuple[Any, ...]) -> str:
+    """What a matrix product is in its module: its output, or one of an attention's products."""
+    if call.linear:
+        return ""
+    if is_sum_of_positions(args):
+        return "sum"
+    return "context" if call.after_softmax else "scores"
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone()
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def render(report: Report) -> str:
         audited=audit_pictures(regimes[widest].sites) if widest and not report.signals and not certificate else (),
         audited_regime=widest,
         audit_series=BLOCKS,
-        attentions=attentions_run(report.attention),
+        attentions=attentions_run(report.attention or seen_with(report)),
         certificate=certificate,
         brackets=bracket_pictures(certificate, report.family) if certificate else (),
         bracket_series=BRACKETS,
@@ -195,6 +195,11 @@ def render(report: Report) -> str:
         folders=[name for name in report.source.left_out if name.endswith("/")],
         hashes=hash_rows(report),
     )
+
+
+def seen_with(report: Report) -> list[str]:
+    """Return the attentions under which the regimes of a report ran."""
+    return list(dict.fromkeys(run.attention for regime in report.regimes.values() for run in regime.runs))
 
 
 def attentions_run(names: Sequence[str]) -> str:

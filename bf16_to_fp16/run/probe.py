@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, first_line
-from ..families.known import class_named, of_model_type
+from ..families.known import class_named, of_model_type, spare_padding
 from ..families.resolve import resolve
 from ..families.types import NOT_A_CHOICE, Layout, StockClass, TensorSource
 from ..progress import Progress
@@ -91,7 +92,7 @@ class Batch:
     kind: str = "given"
     chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
-    def rows(self, chosen: slice) -> Batch:
+    def rows(self, chosen: slice | Tensor) -> Batch:
         """Return the batch of some of its rows, at the same length."""
         tensors = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
         found = {name: getattr(self, name) for name in tensors}
@@ -134,7 +135,44 @@ def batches(
         raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
     else:
         made = _tokenised(config, source, data, seed, examples, length)
-    return [_readable(config, batch) for batch in made]
+    return [_readable(config, batch) for whole in made for batch in _bearable(config, whole)]
+
+
+def _bearable(config: Any, batch: Batch) -> list[Batch]:
+    """The batch as stock code can run it in fp16: where that asks for more padding than none, with as much; where it
+    bears none, as one batch for each length of the encoder's rows."""
+    spare, lengths = spare_padding(config.to_dict()), batch.attention_mask.sum(1)
+    if spare == 0 or bool(batch.attention_mask.all()):
+        return [batch]
+    if "left" in batch.description:  # the same rows again
+        return []
+    if spare < math.inf:
+        return [_filled(batch, int(spare), _pad(config))]
+    parts = [(n, (lengths == n).nonzero()[:, 0]) for n in lengths.unique(sorted=True).tolist()]
+    return [
+        replace(part, input_ids=part.input_ids[:, :n], attention_mask=part.attention_mask[:, :n])
+        for n, rows in parts
+        for part in [batch.rows(rows)]
+    ]
+
+
+def _filled(batch: Batch, columns: int, padding: int) -> Batch:
+    """A batch whose encoder's rows have so many more positions of padding on the right."""
+    ids = functional.pad(batch.input_ids, (0, columns), value=padding)
+    return replace(batch, input_ids=ids, attention_mask=functional.pad(batch.attention_mask, (0, columns)))
+
+
+def _repeated(config: Any, batch: Batch) -> Batch:
+    """One batch as stock code can run it in fp16: where it bears no padding, the encoder's rows begin again in its
+    place."""
+    spare, lengths = spare_padding(config.to_dict()), batch.attention_mask.sum(1, keepdim=True)
+    if spare == 0 or bool(batch.attention_mask.all()):
+        return batch
+    if spare < math.inf:
+        return _filled(batch, int(spare), _pad(config))
+    places = torch.arange(batch.input_ids.shape[1]) % lengths
+    ids = batch.input_ids.gather(1, places)
+    return replace(batch, input_ids=ids, attention_mask=torch.ones_like(batch.attention_mask))
 
 
 def generation_bytes(layout: Layout) -> int:
@@ -198,7 +236,7 @@ def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder
     encoder, decoder = zip(*turns[:count], strict=True)
     ids, mask = stack([row[:length] for row in encoder], _pad(config))
     if not takes_decoder_ids(config):
-        return _readable(config, Batch("rows of every kind", ids, mask, head=False))
+        return _readable(config, _repeated(config, Batch("rows of every kind", ids, mask, head=False)))
     decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], _pad(config))
     decoder_ids[:, 0] = _start(config)
     return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
@@ -523,6 +561,8 @@ def random_rows(
     encoder = [drawn(longest, ends=row % 2 == 1) for row in range(rows)]
     decoder = [drawn(longest_decoder, ends=False) for _ in range(rows)]
     right = _padded(config, encoder, decoder, "random ids of all lengths", RANDOM)
+    if spare_padding(config.to_dict()):
+        return _readable(config, _repeated(config, right))
     return _readable(config, _padded_left(config, right, encoder) if left else right)
 
 
@@ -530,8 +570,9 @@ def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], de
     """Return given ids of the encoder and the decoder (start token included) as one batch, filled up on the right."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], _pad(config))
     if not takes_decoder_ids(config):
-        return _readable(config, Batch(description, ids, mask, head=False))
-    return Batch(description, ids, mask, *stack([torch.tensor(row) for _, row in rows], _pad(config)))
+        return _readable(config, _repeated(config, Batch(description, ids, mask, head=False)))
+    decoder = stack([torch.tensor(row) for _, row in rows], _pad(config))
+    return _repeated(config, Batch(description, ids, mask, *decoder))
 
 
 def _end(config: Any) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
 from ..families.known import family_of, may_be_absent, stock_class
 from ..families.types import Layout
+from ..progress import Progress
 
 
 def load_config(folder: Path) -> Any:
@@ -117,6 +118,22 @@ def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False,
     model.config.name_or_path = str(folder)
     fill_in(model, checkpoint)
     return all_half(model).eval() if half else model.eval()
+
+
+def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = None) -> tuple[str, ...]:
+    """Return those of the ``wanted`` attentions that the transformers class ``name`` has, and say which it lacks.
+
+    Raises UserError where none is left.
+    """
+    import transformers
+
+    lacking = [kind for kind in wanted if kind == "sdpa" and not getattr(transformers, name)._supports_sdpa]
+    kept = tuple(kind for kind in wanted if kind not in lacking)
+    if not kept:
+        raise UserError(f"{name} has no {lacking[0]} attention; give --attention eager")
+    if lacking and progress is not None:
+        progress.say(f"{name} has no {lacking[0]} attention: {' and '.join(kept)} only")
+    return kept
 
 
 def set_attention(model: Any, implementation: str) -> None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from bf16_to_fp16 import UserError
-from bf16_to_fp16.auditing.regimes import audit_model
+from bf16_to_fp16.auditing.regimes import ATTENTIONS, audit_model
 from bf16_to_fp16.bounds import factored, spectral
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, UNIT32, Arithmetic, norm_units
 from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
@@ -50,6 +50,7 @@ from bf16_to_fp16.families.types import FeedForward, Layout
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 from bf16_to_fp16.run.probe import batches
+from bf16_to_fp16.run.stock import attentions_of
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
 
@@ -86,7 +87,8 @@ def test_no_model_input_passes_a_bound_and_every_audited_site_has_one(kind: str)
     inputs = batches(model.config, None, None)
     # `float` works in place, so the other regimes need a model of their own.
     for regime, served_model in (("half", half), ("amp", copy.deepcopy(half).float()), ("stock", half)):
-        for site in audit_model(served_model, inputs, regime=regime).sites:
+        attentions = attentions_of(type(model).__name__, ATTENTIONS)
+        for site in audit_model(served_model, inputs, regime=regime, attention=attentions).sites:
             if site.dtype == "float16" and site.limit is not None and "constant" not in site.name:
                 limit = certificate.at(site.name)
                 assert limit is not None, site.name

@@ -114,6 +114,12 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
                 pairs = loud_pairs(*(gain_of(state, layout, norm) for norm in (w.query_norm, w.key_norm)))
                 inputs[w.query_norm] = drawn(pairs, batch, layout.heads(w), length)
                 inputs[w.key_norm] = drawn(pairs, batch, layout.kv_heads(w), length)
+            if isinstance(w, Attention) and w.block_norm:
+                # What sums reach depends on the first norm's output; their own norm's input may be anything as well.
+                own = gain_of(state, layout, w.block_norm)
+                choices = torch.cat([state[f"{p}.weight"] * own for p in (w.key, w.value)])
+                choices = torch.cat([choices, state[f"{w.output}.weight"] @ (state[f"{w.value}.weight"] * own)])
+                inputs[w.block_norm] = drawn(choices, batch, ENCODER // layout.summed(w))
     return inputs
 
 
@@ -134,12 +140,13 @@ def loud_pairs(query: Tensor, key: Tensor) -> Tensor:
 
 
 def observe(model: Any, layout: Layout, inputs: Mapping[str, Tensor], *, attention: str = "eager") -> dict[str, float]:
-    """Return the largest |x| at every site of a model whose norms read ``inputs``."""
+    """Return the largest |x| at every site of a model whose norms read ``inputs``; attention: eager where its class has
+    no other."""
     batch = next(iter(inputs.values())).shape[0]
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.vocab_size
     ids = torch.randint(vocabulary, (batch, ENCODER), generator=generator)
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation(attention if model._supports_sdpa else "eager")
     observer = SiteObserver(model)
     with torch.no_grad(), free_norms(model, inputs), observer:
         decoder = {}

@@ -33,6 +33,19 @@ T5_SHAPE = {
     "relative_attention_max_distance": 20,
     "decoder_start_token_id": 0,
 }
+LONGT5_SHAPE = {
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+    "encoder_attention_type": "transient-global",
+    "local_radius": 2,
+    "global_block_size": 4,
+}
+TIED_LONGT5: dict[str, Any] = {
+    "feed_forward_proj": "relu",
+    "tie_word_embeddings": True,
+    "local_radius": 4,
+    "global_block_size": 3,
+}
 PEGASUS_SHAPE = {
     "d_model": 24,
     "vocab_size": 97,
@@ -90,6 +103,13 @@ def umt5(**changes: Any) -> Any:
 def pegasus(**changes: Any) -> Any:
     """Return a Pegasus."""
     return transformers.PegasusForConditionalGeneration(transformers.PegasusConfig(**PEGASUS_SHAPE | changes))
+
+
+def longt5(kind: str = "LongT5ForConditionalGeneration", **changes: Any) -> Any:
+    """Return a LongT5 with a gate and a head of its own, of transient-global attention unless asked for another."""
+    shape = LONGT5_SHAPE | changes
+    model = of_class(kind, **shape)()
+    return untied(model) if hasattr(model, "lm_head") and not shape["tie_word_embeddings"] else model
 
 
 def t5_encoder(**changes: Any) -> Any:
@@ -183,6 +203,17 @@ ENTRIES = (
     Entry(
         kinds={"umt5": umt5, "umt5-encoder": umt5_encoder, "umt5-spans": of_class("UMT5ForQuestionAnswering")},
         shape=T5_DRAWN,
+    ),
+    Entry(
+        kinds={
+            "longt5": longt5,
+            "longt5-local": lambda **changes: longt5(**{"encoder_attention_type": "local"} | changes),
+            "longt5-tied": lambda **changes: longt5(**TIED_LONGT5 | changes),
+            "longt5-encoder": lambda **changes: longt5("LongT5EncoderModel", **changes),
+            "longt5-states": lambda **changes: longt5("LongT5Model", **changes),
+        },
+        shape=T5_DRAWN | {"local_radius": range(5), "global_block_size": range(1, 7)},
+        outliers={"longt5-tied": 100.0},
     ),
     Entry(
         kinds={"pegasus": pegasus},

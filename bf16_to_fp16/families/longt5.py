@@ -1,0 +1,103 @@
+"""LongT5: T5 v1.1 whose encoder sees what is near by, and with ``transient-global`` sums of what is further away.
+
+Local attention differs from T5's in its mask alone. In transient-global attention the output of the sublayer's norm is
+summed over blocks of positions, the sums go through a norm of their own, and keys and values are made of both. That
+norm divides by the length of the sums and has the eps of all the others, which goes with the square of the residual
+stream's factor; so the sums, and with them the output of the first norm, carry that factor too, the same in every
+channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..errors import UserError
+from . import t5
+from .t5 import DEFAULTS, IGNORABLE, INPUTS, T5
+from .types import (
+    RESIDUAL,
+    Attention,
+    Axis,
+    Deviation,
+    Kind,
+    Part,
+    Signal,
+    Stack,
+    Tensor,
+    input_of,
+    multiplied_by,
+    output_of,
+)
+
+TYPE = "encoder_attention_type"
+
+
+LOCAL, GLOBAL = "local", "transient-global"
+
+
+MODULES = {LOCAL: "LocalSelfAttention", GLOBAL: "TransientGlobalSelfAttention"}
+
+
+def attention(at: str, config: Mapping[str, object], i: int) -> Part:
+    """Return the records of the self-attention of encoder block ``i`` at ``at``.
+
+    Raises UserError for an ``encoder_attention_type`` that there is not.
+    """
+    module = MODULES.get(str(config[TYPE]))
+    if module is None:
+        raise UserError(
+            f"config.json: {TYPE!r} is {config[TYPE]!r}; it is {' or '.join(map(repr, MODULES))} in stock code"
+        )
+    first = f"encoder.block.0.layer.0.{module}"
+    part = t5.attention(at, module, bias=i == 0, shared=first)
+    w = part.topology
+    assert isinstance(w, Attention)
+    w = replace(w, radius="local_radius")
+    if module != MODULES[GLOBAL]:
+        return replace(part, topology=w)
+    norm, inner = w.norm, f"{w.at}.global_input_layer_norm"
+    bias = f"{first}.global_relative_attention_bias.weight"
+
+    def of_the_stream(axis: Axis | None) -> Axis | None:
+        return replace(axis, signal=RESIDUAL) if axis is not None and axis.signal == norm else axis
+
+    tensors = [replace(t, axes=tuple(map(of_the_stream, t.axes))) for t in part.tensors]
+    tensors.append(Tensor(f"{inner}.weight", ("model",), (multiplied_by(RESIDUAL),)))
+    if i == 0:
+        tensors.append(Tensor(bias, ("buckets", "heads"), (None, None)))
+    carried = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(norm), input_of(inner), output_of(inner)))
+    signals = tuple(carried if signal.name == norm else signal for signal in part.signals)
+    return Part(signals, tuple(tensors), replace(w, block="global_block_size", block_norm=inner, block_bias=bias))
+
+
+def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of encoder block ``i``; the biases of later blocks are absent and shared from the first."""
+    at = f"encoder.block.{i}.layer"
+    return (attention(f"{at}.0", config, i), t5.feed_forward(f"{at}.1", config))
+
+
+CLASSES = ("LongT5ForConditionalGeneration", "LongT5EncoderModel", "LongT5Model")
+
+
+LONGT5 = replace(
+    T5,
+    name="longt5",
+    title="LongT5",
+    model_type="longt5",
+    classes=tuple(stock for stock in t5.classes("LongT5") if stock.names[0] in CLASSES),
+    defaults=DEFAULTS | {"feed_forward_proj": "relu", TYPE: LOCAL, "local_radius": 127, "global_block_size": 16},
+    encoder=Stack("num_layers", encoder_block),
+    ignorable=IGNORABLE,
+    kept_in_fp32=(),
+    initialisation=replace(
+        T5.initialisation,
+        title="LongT5",
+        modules={
+            **T5.initialisation.modules,
+            "global_relative_attention_bias": INPUTS,
+            "global_input_layer_norm": Deviation(),
+        },
+    ),
+    variants=({TYPE: GLOBAL},),
+)
