@@ -50,7 +50,9 @@ def class_named(name: str) -> StockClass | None:
 def loading_class(name: str) -> str:
     """Return under which name a user of transformers loads the stock class of this name."""
     stock = class_named(name)
-    return "AutoModelForSeq2SeqLM" if stock is None or stock.is_language_model else stock.names[0]
+    if stock is None or stock.is_language_model:
+        return "AutoModelForSeq2SeqLM" if stock is None or stock.decodes else "AutoModelForCausalLM"
+    return stock.names[0]
 
 
 def class_of(config: Mapping[str, object]) -> StockClass:
