@@ -16,8 +16,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..families.spread import spread_out
 from .arithmetic import COMPUTED, Arithmetic
-from .linear import LinearBound, Projection, balanced, magnitudes, outer_scaled, quadratic, row_norms, square_root
+from .linear import (
+    LinearBound,
+    NormOutput,
+    Projection,
+    balanced,
+    magnitudes,
+    outer_scaled,
+    quadratic,
+    row_norms,
+    square_root,
+)
 from .spectral import largest_eigenvalue
 
 MASK_ROUNDING = 2 * 16.0
@@ -65,16 +76,85 @@ def score_bounds(
         error[h] = long_q * off_k + long_k * off_q + off_q * off_k
         lengths = torch.tensor((long_q + off_q) * (long_k + off_k), dtype=torch.float64)
         partial[h] = torch.minimum(lengths, query.partial[part] @ key.partial[part])
+    terms = (query.partial + key.partial).view(heads, size)
+    return summed_scores(exact, error, partial, apart, terms, scale, a)
+
+
+def summed_scores(
+    exact: Tensor, error: Tensor, partial: Tensor, apart: Tensor, terms: Tensor, scale: float, arithmetic: Arithmetic
+) -> ScoreBounds:
+    """Return the bounds of products of a query and a key with the rounding of their sums.
+
+    exact, error: of the product and of what its factors are off by; partial: of its partial sums; apart: of two exact
+    products of one query; fp64 [heads] each. terms: what each channel of query and key add up to at most, fp64 [heads,
+    channels]. scale: that products are multiplied with afterwards.
+    """
+    a = arithmetic
     partial = partial * COMPUTED
-    rounding = a.gamma(size) * partial
+    rounding = a.gamma(terms.shape[1]) * partial
     partial = a.summed(partial + rounding)
     largest = a.summed(exact * COMPUTED + error + rounding)
     off = (largest - exact * COMPUTED) * scale
     if scale != 1.0:
         # SDPA's plain path multiplies queries and keys by √scale each, eager attention the product by the scale.
-        fine = a.tiny * math.sqrt(scale) * (query.partial + key.partial).view(heads, size).sum(1)
+        fine = a.tiny * math.sqrt(scale) * terms.sum(1)
         off = off + 3 * a.unit * (1 + a.unit) * partial * scale + fine + a.tiny
     return ScoreBounds(torch.minimum(largest, partial), partial, apart * COMPUTED * scale + 2 * off)
+
+
+ANGLES = 2.0**-20
+"""How far cos² + sin² of one angle may be from 1, and each of them from its own value, in fp32."""
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Queries or keys after their norm and a rotation of pairs of channels, i with i + size/2.
+
+    The length of pair p is at most ``gain``_p·|n_p| + ``absolute``_p, with n_p the normalised values that it is made
+    of, ‖n‖₂ ≤ ``radius``: fp64 [pairs]. ``bound``: of each channel, fp64 [channels].
+    """
+
+    gain: Tensor
+    absolute: Tensor
+    radius: float
+    bound: Tensor
+
+
+def turned(source: NormOutput, arithmetic: Arithmetic) -> Turned:
+    """Return what a rotation makes of a norm's output.
+
+    A rotation keeps the length of a pair. In fp16 each channel is off from it by at most the roundings of cosine, sine,
+    two products and their sum, relative to |x_i·cos| + |x_j·sin| ≤ √(x_i² + x_j²), and both channels by √2 of that.
+    """
+    a = arithmetic
+    gain = source.gain.abs().view(2, -1).amax(0) * (1 + source.relative)
+    absolute = math.sqrt(2) * source.absolute.view(2, -1).amax(0)
+    relative, tiny = 0.0, 3 * a.tiny * (1 + a.unit)
+    if not a.exact:
+        # The angles' own errors and subnormal cosines are relative to |x_i| + |x_j|.
+        relative = ((1 + a.unit) ** 3 - 1) * (1 + ANGLES) + ANGLES
+        relative += math.sqrt(2) * (1 + a.unit) ** 2 * (a.tiny + ANGLES)
+    most = (gain * source.radius + absolute) * (1 + relative) + tiny
+    both = 1 + math.sqrt(2) * relative
+    return Turned(gain * both, absolute * both + math.sqrt(2) * tiny, source.radius, most.repeat(2) * COMPUTED)
+
+
+def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
+    """Return bounds of every head's products of a query and a key that were normalised and turned by whatever angles.
+
+    Pair by pair a product and its parts are at most the product of the lengths (Cauchy-Schwarz), and so all of it at
+    most the largest product of two gains times ‖n‖‖m‖.
+    """
+    pairs = len(query.gain)
+    whole = query.radius * key.radius * float((query.gain * key.gain).max())
+    # Σ|n_p| ≤ √pairs·‖n‖.
+    root = math.sqrt(pairs)
+    off = root * query.radius * float((query.gain * key.absolute).max())
+    off += root * key.radius * float((key.gain * query.absolute).max())
+    off += float(query.absolute @ key.absolute)
+    every = torch.ones(heads, dtype=torch.float64)
+    terms = (query.bound + key.bound).expand(heads, -1)
+    return summed_scores(whole * every, off * every, (whole + off) * every, 2 * whole * every, terms, scale, arithmetic)
 
 
 def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
@@ -124,17 +204,18 @@ def attention_output(
     """Return the bounds of an attention's output projection; weight [d, inner], bias [d].
 
     Attention weights are convex up to ``total``, so a head adds at most total·max over positions of |O·v|, that is
-    radius·‖O·Av‖ + |O·centre|.
+    radius·‖O·Av‖ + |O·centre|. Several heads may gather the same values.
     """
     a = arithmetic
     values, total, gamma = context.values, context.total, context.gamma
     size = weight.shape[1] // heads
+    group = weight.shape[1] // len(values.norms)
     rows = weight.shape[0]
     exact, lengths = torch.zeros(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64)
     longest_all = 0.0
     for h in range(heads):
-        part = slice(h * size, (h + 1) * size)
-        v, o = values.matrix[part], weight[:, part].double()
+        part, columns = (slice(n * size, (n + 1) * size) for n in (h // group, h))
+        v, o = values.matrix[part], weight[:, columns].double()
         g = v @ v.t()
         g.diagonal().add_(g.trace() * (size + v.shape[1]) * 2.0**-50)
         root = square_root(g)
@@ -150,7 +231,8 @@ def attention_output(
     # What each context value is off by: the value's own error, then the sum over positions and its rounding.
     rounding = (1 + gamma) * (1 + a.unit) ** 2 - 1
     off = total * values.error + total * rounding * values.bound + a.floor
-    sums, error = magnitudes(weight, torch.stack([context.bound, off], 1)).unbind(1)
+    each = spread_out(torch.stack([context.bound, off], 1), (len(off) // size, group, size))
+    sums, error = magnitudes(weight, each).unbind(1)
     added = torch.zeros_like(sums) if bias is None else bias.double().abs()
     partial = torch.minimum(sums, lengths) * COMPUTED + added
     error = error * COMPUTED + a.gamma(weight.shape[1]) * partial

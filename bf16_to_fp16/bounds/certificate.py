@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..families.resolve import unscaled
+from ..families.resolve import effective, stored
+from ..families.spread import spread_out
 from ..families.types import (
     Attention,
     DropoutKind,
@@ -39,7 +40,16 @@ from ..families.walk import walk
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
 from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, growth, largest
-from .attention import attention_output, gathered, masked_span, score_bounds
+from .attention import (
+    ScoreBounds,
+    Turned,
+    attention_output,
+    gathered,
+    masked_span,
+    score_bounds,
+    turned,
+    turned_score_bounds,
+)
 from .factored import chunks
 from .feed_forward import LOWEST, GatedNeurons, Neurons, PlainNeurons, feed_forward_output
 from .linear import (
@@ -145,6 +155,10 @@ class Certificate:
         }
 
 
+OPERATIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
+"""The operation that computes an activation, where it has another name."""
+
+
 FP16_OVERFLOW = 65520.0
 """Values from here on are inf in fp16."""
 
@@ -162,8 +176,9 @@ CARRYING = {
     "embedding",
     "add",
     "index",
+    "neg",
 }
-"""Operations that only move, choose, limit or mask values of their module."""
+"""Operations that only move, choose, limit, mask or negate values of their module."""
 
 
 def is_inside(name: str, path: str) -> bool:
@@ -218,7 +233,9 @@ class _Findings:
         """Return a lower bound of 1 over the factor that a dropout multiplies with; 1 outside training."""
         if not self.arithmetic.train:
             return 1.0
-        key = self.layout.family.dropout[what]
+        key = self.layout.family.dropout.get(what)
+        if key is None:
+            return 1.0
         rate = float(str(config_value(self.layout.family, self.layout.config, key)))
         if not 0 <= rate < 1:
             raise UserError(f"config.json: {key!r} is {rate}, not a dropout rate; give a number from 0 to under 1")
@@ -316,6 +333,12 @@ class _Walk(_Findings):
             amax, square = self.rounded(amax * math.sqrt(width)), square * width
             length = a.rounded_length(length * math.sqrt(width), width)
             self.note(f"{ends.at}:mul", "embedding", amax)
+        elif ends.scales_itself:
+            root = math.sqrt(width) * (1 + a.unit)
+            amax, square = self.rounded(amax * root), square * width
+            length = a.rounded_length(length * root, width)
+            self.note(f"{ends.embedding}:mul", "embedding", amax)
+            self.inner[f"{ends.embedding}:to"] = root
         self.outputs[ends.embedding] = (amax, square)
         if ends.positions:
             extra, extra_square, extra_length = self.table(ends.positions)
@@ -365,6 +388,12 @@ class _Walk(_Findings):
 
     def norm(self, path: str) -> tuple[NormOutput, Tensor]:
         """Return what a norm of the residual stream gives, and the mean square of its components."""
+        length = min(float(self.stream.norm()), self.stream_norm)
+        return self.normalised(path, self.stream, self.stream_square, length)
+
+    def normalised(self, path: str, entering: Tensor, variances: Tensor, length: float) -> tuple[NormOutput, Tensor]:
+        """Return what a norm gives, and the mean square of its components; entering, variances, length: bounds, mean
+        squares and largest ‖·‖₂ of what it reads."""
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
         assert gain is not None
         width, a = gain.numel(), self.arithmetic
@@ -372,26 +401,26 @@ class _Walk(_Findings):
         shift = None if shift is None else shift.double()
         if self.layout.family.centred_norm:
             # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
-            mean = min(float(self.stream.mean()) * 2.0 ** (a.planned or 0), FP16_MAX)
+            mean = min(float(entering.mean()) * 2.0 ** (a.planned or 0), FP16_MAX)
             made = layer_normalised(gain, shift, mean, self.layout.eps, a)
             self.note(f"{path}:layer_norm", "norm", made.bound)
-            self.note(f"{path}:layer_norm.1", "statistic", self.rounded(self.stream.mean()))
+            self.note(f"{path}:layer_norm.1", "statistic", self.rounded(entering.mean()))
             self.note(f"{path}:layer_norm.2", "statistic", self.layout.eps**-0.5 * (1 + 2 * UNIT))
         else:
-            made = rms_normalised(gain, a)
-            self.note(f"{path}:to#2", "normalised", made.radius * (1 + UNIT))
-            self.note(f"{path}:mul#2", "norm", made.bound)
+            made = rms_normalised(gain, a, once=self.layout.family.norm_rounds_once)
+            if not self.layout.family.norm_rounds_once:
+                self.note(f"{path}:to#2", "normalised", made.radius * (1 + UNIT))
+            self.note(f"{path}:{self.layout.family.norm_site}", "norm", made.bound)
         square = gain.square() if shift is None else gain.square() + shift.square()
-        self.inputs[path] = (self.stream, self.stream_square)
+        self.inputs[path] = (entering, variances)
         self.outputs[path] = (made.bound, square)
-        variance = float(self.stream_square.mean()) if width else 0.0
-        length = min(float(self.stream.norm()), self.stream_norm)
+        variance = float(variances.mean()) if width else 0.0
         self.norms[path] = NormRange(length, torch.tensor([[variance, 1.0]], dtype=torch.float64))
         if self.squares:
             # A centred norm sums the components as well.
             most = max(length**2, math.sqrt(width) * length if self.layout.family.centred_norm else 0.0)
             self.note(f"{path} (sum of squares)", "squares", most * growth(width) + width * TINY)
-        self.inner[f"{path}:input"] = largest(self.stream)
+        self.inner[f"{path}:input"] = largest(entering)
         return made, square
 
     def linear(self, path: str, kind: str, source: NormOutput, square: Tensor) -> tuple[LinearBound, Tensor]:
@@ -412,19 +441,29 @@ class _Walk(_Findings):
         expected = squared_matrix_vector(weight, square)
         self.inputs[w.output] = (entering, square)
         self.outputs[w.output] = (torch.maximum(made.bound, made.partial), expected)
+        if w.post_norm:
+            length = min(made.length, float(made.bound.norm()))
+            out, expected = self.normalised(w.post_norm, made.bound, expected, length)
+            # ‖gain∘n‖₂ ≤ max|gain|·‖n‖₂.
+            length = largest(out.gain.abs()) * out.radius * (1 + out.relative) + float(out.absolute.norm())
+            made = Projection(out.bound, out.bound, length * COMPUTED)
         self.add(w, made, expected)
 
     # -- sublayers --------------------------------------------------------------------------------------------------
 
     def attention(self, w: Attention) -> None:
         """Bound one attention sublayer and add it to the stream."""
-        heads = self.layout.heads(w)
+        heads, kv_heads = self.layout.heads(w), self.layout.kv_heads(w)
         source, square = self.norm(w.norm)
         other = (source, square) if not w.memory else self.memory
         assert other is not None
-        query, _ = self.linear(w.query, "query", source, square)
-        key, _ = self.linear(w.key, "key", *other)
-        self.score(w, heads, query, key)
+        query, query_square = self.linear(w.query, "query", source, square)
+        key, key_square = self.linear(w.key, "key", *other)
+        if w.rotary:
+            pairs = (w.query_norm, query, query_square, heads), (w.key_norm, key, key_square, kv_heads)
+            self.turned_score(w, heads, *(turned(self.head_norm(*pair), self.arithmetic) for pair in pairs))
+        else:
+            self.score(w, heads, query, key)
         del query, key
         values, mean_square = self.linear(w.value, "value", *other)
         keep = self.kept("attention")
@@ -435,23 +474,51 @@ class _Walk(_Findings):
         self.note(f"{w.at}:context", "context", context.bound)
         weight, bias = self.weight(w.output)
         made = attention_output(context, weight, bias, heads, self.arithmetic)
-        self.project(w, weight, made, context.bound, mean_square / 4)
+        read = (kv_heads, heads // kv_heads, len(context.bound) // kv_heads)
+        entering, mean_square = (spread_out(x, read) for x in (context.bound, mean_square / 4))
+        self.project(w, weight, made, entering, mean_square)
+
+    def head_norm(self, path: str, made: LinearBound, square: Tensor, heads: int) -> NormOutput:
+        """Bound the norm of each head of queries or keys; square: the mean squares that it reads, of all heads."""
+        bound, square = (x.view(heads, -1) for x in (made.bound, square))
+        return self.normalised(path, bound.amax(0), square.mean(0), float(bound.norm(dim=1).max()))[0]
+
+    def turned_score(self, w: Attention, heads: int, query: Turned, key: Turned) -> None:
+        """Bound a rotation of queries and keys, and their scores."""
+        largest_turned = max(largest(query.bound), largest(key.bound))
+        self.note(f"{w.rotary}:to", "rotation", 1.0)
+        for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
+            self.note(f"{w.at}:{operation}", "rotation", largest_turned)
+        scale = self.layout.score_scale(w)
+        made = turned_score_bounds(query, key, heads, self.arithmetic, scale)
+        self.scored(w, made, scale, largest_turned, ("mul#5", "mul#6", "add#3"))
 
     def score(self, w: Attention, heads: int, query: LinearBound, key: LinearBound) -> None:
-        """Bound the scores of every head: the bare product, the scaled one, with the position bias, and their span."""
-        scale = (query.norms.numel() // heads) ** -0.5 if w.scaled else 1.0
+        """Bound the scores of every head."""
+        scale = self.layout.score_scale(w)
         made = score_bounds(query, key, heads, self.arithmetic, scale)
+        self.scored(w, made, scale, max(largest(query.bound), largest(key.bound)), ("mul", "mul#2", "add"))
+
+    def scored(
+        self, w: Attention, made: ScoreBounds, scale: float, factors: float, operations: tuple[str, str, str]
+    ) -> None:
+        """Record the scores of every head: the bare product, the scaled one, with the position bias, and their span.
+
+        factors: bound of queries and keys. operations: names of what may multiply, and of what adds bias and mask.
+        """
+        multiplied, again, added = (f"{w.at}:{operation}" for operation in operations)
+        heads = len(made.product)
         self.note(f"{w.at}:scores", "scores", made.product, made.partial)
         scaled = self.rounded(made.product * scale) if w.scaled else made.product
-        self.note(f"{w.at}:mul", "scores", scaled)
+        self.note(multiplied, "scores", scaled)
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
-        self.inner[f"{w.at}:mul"] = self.inner[f"{w.at}:mul#2"] = max(largest(query.bound), largest(key.bound))
+        self.inner[multiplied] = self.inner[again] = factors * max(1.0, scale)
         bias = self.tensor(w.bias) if w.bias else None
         offset = torch.zeros(heads, dtype=torch.float64) if bias is None else bias.double().abs().amax(0)
         biased = self.rounded(scaled + offset)
         if bias is not None:
             self.note(f"{w.bias.removesuffix('.weight')}:embedding", "position bias", offset)
-        self.note(f"{w.at}:add", "scores", biased)
+        self.note(added, "scores", biased)
         self.note(f"{w.at}:masked", "masked scores", masked_span(made.span, scaled, bias, self.arithmetic))
         self.note(f"{w.at}:softmax", "weights", 1.0)
         product = torch.maximum(made.product, made.partial)
@@ -491,7 +558,7 @@ class _Walk(_Findings):
             self.note(f"{w.act}:add#2", "activation", 2.0)
             self.note(f"{w.act}:mul#4", "activation", self.rounded(after))
         else:
-            name = "silu" if w.activation == "swish" else w.activation
+            name = OPERATIONS.get(w.activation, w.activation)
             self.note(f"{w.act}:{name}", "activation", after)
 
     # -- the head ---------------------------------------------------------------------------------------------------
@@ -661,5 +728,11 @@ def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, 
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
-    """Return a function from a layout's tensor name to the fp16 values that a checkpoint's user gets."""
-    return lambda name: unscaled(checkpoint, layout.tensors[name]).half()
+    """Return a function from a layout's tensor name to what stock code computes with where a file holds a checkpoint's
+    values in fp16: those, or fp32 where it adds an offset to them."""
+
+    def read(name: str) -> Tensor:
+        tensor = layout.tensors[name]
+        return effective(tensor, stored(checkpoint, tensor).half())
+
+    return read

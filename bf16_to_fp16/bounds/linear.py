@@ -93,12 +93,20 @@ class Projection:
     length: float
 
 
-def rms_normalised(gain: Tensor, arithmetic: Arithmetic) -> NormOutput:
-    """Return what an RMS norm makes of any vector; gain: fp64 [d]."""
+def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) -> NormOutput:
+    """Return what an RMS norm makes of any vector; gain: fp64 [d], with what stock code adds to it. once: whether it
+    rounds n and the gain in fp32 alone, before it rounds their product."""
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
         radius *= (1 + (width + 16) * UNIT32) * a.norm_factor(width)
+    if once and not a.norms16:
+        # The sum of gain and offset, and the product: a unit of fp32 each.
+        return NormOutput(gain, None, radius, a.unit * (1 + 2.0**-9), torch.full_like(gain, a.tiny))
+    if once:
+        # A norm in fp16 rounds its gain too, which is at most one more unit of the product.
+        absolute = a.tiny * (gain.abs() * (1 + a.unit) + radius + 2)
+        return NormOutput(gain, None, radius, 3 * a.unit * (1 + 2 * a.unit), absolute)
     # It rounds n itself, then the product with the gain.
     absolute = a.tiny * (gain.abs() * (1 + a.unit) + 1)
     return NormOutput(gain, None, radius, 2 * a.unit + a.unit**2, absolute)

@@ -120,7 +120,7 @@ def scale_of(write: Write, source: torch.dtype) -> Scale:
             columns, scalar = columns + scalar, 0
     parts = [int(e.abs().max()) for e in (rows, columns) if e is not None and e.numel()]
     narrow = write.dtype == torch.float16 and source != torch.float64
-    single = narrow and max([abs(scalar), *parts]) <= SAFE_FACTOR
+    single = narrow and not write.offset and max([abs(scalar), *parts]) <= SAFE_FACTOR
     if single:
         rows, columns = power_of_two(rows), power_of_two(columns)
     return Scale(single, scalar, rows, columns)
@@ -177,7 +177,8 @@ def convert_piece(source: torch.Tensor, piece: Piece, output: torch.Tensor, scra
     if not piece.scale.single:
         wide = general(source, piece)
         output.copy_(torch.from_numpy(wide))
-        return count_elements(wide, output.double().numpy(), zero.everywhere(), torch.finfo(write.dtype).tiny)
+        nought = np.equal(wide, 0) if write.offset else zero.everywhere()
+        return count_elements(wide, output.double().numpy(), nought, torch.finfo(write.dtype).tiny)
     values = scratch.values[: piece.elements]
     values.copy_(source)
     if write.gain != 1.0:
@@ -209,8 +210,11 @@ def scale(values: torch.Tensor, piece: Piece) -> None:
 
 
 def general(source: torch.Tensor, piece: Piece) -> Array:
-    """Return a piece's scaled values in fp64: for fp64 sources, large exponents and other outputs than fp16."""
-    values = source.to(torch.float64, copy=True)
+    """Return a piece's scaled values in fp64: for fp64 sources, large exponents, offsets and other outputs than
+    fp16."""
+    values, offset = source.to(torch.float64, copy=True), piece.write.offset
+    if offset:  # adding 0 would turn a -0
+        values += offset
     if piece.write.gain != 1.0:
         values = values.mul_(piece.write.gain).float().double()
     exponents = torch.full((1, 1), piece.scale.scalar, dtype=torch.int32)
@@ -221,7 +225,8 @@ def general(source: torch.Tensor, piece: Piece) -> Array:
         exponents = exponents + columns[:, piece.columns]
     matrix = values.view(piece.rows.stop - piece.rows.start, -1).numpy()
     with np.errstate(over="ignore", under="ignore"):
-        return np.asarray(np.ldexp(matrix, exponents.numpy())).reshape(-1)
+        scaled = np.asarray(np.ldexp(matrix, exponents.numpy())).reshape(-1)
+    return scaled - offset if offset else scaled
 
 
 class Zeros:

@@ -29,8 +29,8 @@ class Write:
     """One tensor to write: ``source`` (a tensor of the checkpoint) or ``data``, times ``gain`` and powers of two.
 
     The power's exponent is ``exponent`` + ``row_exponents[i]`` + ``column_exponents[j]`` (integer tensors over the
-    first and the second axis). ``gain`` is applied in fp64 and rounded to fp32 before the exponents. ``dtype``: what
-    to store.
+    first and the second axis). ``gain`` is applied in fp64 and rounded to fp32 before the exponents. ``offset`` is
+    added before all that and taken off after it, in fp64. ``dtype``: what to store.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Write:
     row_exponents: torch.Tensor | None = None
     column_exponents: torch.Tensor | None = None
     gain: float = 1.0
+    offset: float = 0.0
     dtype: torch.dtype = torch.float16
 
     def as_dtype(self, name: str) -> Write:

@@ -21,7 +21,7 @@ from ..bounds.spectral import Spectra
 from ..conversion.planning import bound_source
 from ..errors import UserError
 from ..families.known import FAMILIES, class_named, names_of
-from ..families.resolve import resolve, unscaled
+from ..families.resolve import effective, resolve, stored
 from ..families.types import Layout, TensorReader
 from ..progress import Progress
 from ..quiet import quiet
@@ -186,11 +186,11 @@ def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> T
 
     def read(name: str) -> torch.Tensor:
         tensor = layout.tensors[name]
-        weight = unscaled(source, tensor)
+        weight = stored(source, tensor)
         if plan is not None:
             weight = weight.clone()
-            scale(weight, exponents_of(tensor, plan).full(tensor.shape))
-        return weight.half()
+            scale(weight, exponents_of(tensor, plan).full(tensor.shape), tensor.offset)
+        return effective(tensor, weight.half())
 
     return read
 

@@ -25,7 +25,8 @@ from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
 from ..report.evidence import Decided
-from ..rescaling.plan import Plan, check_plan_fits
+from ..rescaling.apply import scale
+from ..rescaling.plan import Plan, check_plan_fits, exponents_of
 from ..rescaling.planner import PROOF_FIRST, PROOF_MARGIN_BITS, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
 from ..rescaling.squares import can_fit, squares_of
 from ..rescaling.weights import source_weights
@@ -328,19 +329,27 @@ def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the outputs of the fp32 source with the norm eps that its rescaled weights will meet: eps·4^-r, which is
-    the same function.
+    """Return the outputs of the fp32 source with the norm eps that its rescaled weights will meet where no config can
+    say another: eps·4^-r, which is the same function.
 
-    Corrected gains are rounded to fp16, as they will be stored.
+    Corrected gains, and those that are stored less an offset, are rounded to fp16, as they will be stored.
     """
 
     def corrected(name: str, weight: torch.Tensor) -> torch.Tensor:
+        tensor = layout.tensors.get(name)
+        if tensor is not None and tensor.offset:
+            exponents = exponents_of(tensor, plan).full(tensor.shape)
+            rounded = weight.double()
+            scale(rounded, exponents, tensor.offset)
+            rounded = rounded.half().double()
+            scale(rounded, -exponents, tensor.offset)
+            return rounded.float()
         correction = plan.gain_correction.get(name)
         return weight if correction is None else (weight * correction).half().float()
 
     walk = Walk(checkpoint)
     lanes = add_outputs(walk, inputs, torch.float32, change=corrected)
-    for lane in lanes:
+    for lane in lanes if layout.family.eps_key is None else ():
         for path in layout.norms:
             norm: Any = lane.model.get_submodule(path)
             setattr(norm, eps_attribute(norm), layout.eps * 4.0**-plan.residual_exponent)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import UserError
+from .gemma3 import GEMMA3
 from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
@@ -16,7 +17,7 @@ from .t5 import T5
 from .types import Family, StockClass
 from .umt5 import UMT5
 
-FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS)
+FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS, GEMMA3)
 """Every supported family."""
 
 
@@ -50,9 +51,9 @@ def class_named(name: str) -> StockClass | None:
 def loading_class(name: str) -> str:
     """Return under which name a user of transformers loads the stock class of this name."""
     stock = class_named(name)
-    if stock is None or stock.is_language_model:
-        return "AutoModelForSeq2SeqLM" if stock is None or stock.decodes else "AutoModelForCausalLM"
-    return stock.names[0]
+    if stock is not None and not stock.is_language_model:
+        return stock.names[0]
+    return "AutoModelForSeq2SeqLM" if stock is None or stock.decodes else "AutoModelForCausalLM"
 
 
 def class_of(config: Mapping[str, object]) -> StockClass:
@@ -91,7 +92,7 @@ def roles_of(family: Family | None) -> Roles:
 
 def may_be_absent(family: Family) -> frozenset[str]:
     """Return the tensors outside the blocks that a file may lack: stock code makes or zeroes them."""
-    parts = (family.encoder_ends, family.decoder_ends, family.tied_head, family.untied_head)
+    parts = (*family.ends, family.tied_head, family.untied_head)
     return frozenset(t.name for part in parts for t in part.tensors if t.absent)
 
 

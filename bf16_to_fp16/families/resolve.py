@@ -16,7 +16,9 @@ from ..checkpoint.formats import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .known import class_of, family_of
+from .spread import channels_along
 from .types import (
+    RESIDUAL,
     Family,
     Layout,
     OutputScale,
@@ -65,6 +67,7 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     parts = [family.encoder_ends, *blocks(family.encoder, family, config, len(names))]
     separate = bool(tied and untie and family.untie)
     if stock.decodes:
+        assert family.decoder is not None and family.decoder_ends is not None
         parts += [family.encoder_output, family.decoder_ends, *blocks(family.decoder, family, config, len(names))]
     parts.append(stock.end or (family.tied_head if tied and not separate else family.untied_head))
 
@@ -108,14 +111,12 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
 def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock: StockClass) -> dict[str, str]:
     """Return the tensors that are not carried over, each with the reason."""
     dropped = {}
-    decoder = family.decoder_ends.topology
-    assert isinstance(decoder, StackEnds)
+    others = [ends.topology for ends in family.ends[1:]] if not stock.decodes else []
+    unread = tuple(f"{ends.at}." for ends in others if isinstance(ends, StackEnds))
     for name in checkpoint.tensors:
         if name in family.ignorable:
             dropped[name] = "stock classes ignore it"
-        elif (not stock.decodes and name.startswith(f"{decoder.at}.")) or (
-            not stock.is_language_model and name == family.head
-        ):
+        elif name.startswith(unread) or (not stock.is_language_model and name == family.head):
             dropped[name] = f"{stock.names[0]} ignores it"
         elif name in family.copies and name != embedding:
             if not same_values(checkpoint, name, embedding):
@@ -209,7 +210,7 @@ def resolve_tensor(
             f"{checkpoint.source}: tensor {source} has shape {list(info.shape)} but config.json asks for {list(shape)};"
             " use the config.json that belongs to these weights"
         )
-    return ResolvedTensor(record.name, source, shape, record.axes, None, gain)
+    return ResolvedTensor(record.name, source, shape, record.axes, None, gain, record.offset)
 
 
 def merge_signals(
@@ -228,15 +229,18 @@ def merge_signals(
         )
     for tensor in tensors.values():
         for axis, length in zip(tensor.axes, tensor.shape, strict=True):
-            if axis is not None and merged[axis.signal].size != length:
-                size = merged[axis.signal].size
+            # The stream's factor is one number, which any axis can carry.
+            if axis is None or axis.signal == RESIDUAL:
+                continue
+            size = merged[axis.signal].size
+            if size != channels_along(length, axis.spread):
                 raise AssertionError(f"{tensor.name}: axis of {length} carries {axis.signal} of {size}")
     return merged
 
 
-def unscaled(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
-    """Return a tensor's values before any exponent: the checkpoint's in their dtype, fp32 where a gain is folded in or
-    they are generated."""
+def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
+    """Return a tensor as a file holds it before any exponent: the checkpoint's in their dtype, fp32 where a gain is
+    folded in or they are generated."""
     if tensor.source is None:
         assert tensor.generate is not None
         return tensor.generate(tensor.shape[0], tensor.shape[1])
@@ -244,13 +248,26 @@ def unscaled(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
     return weight if tensor.gain == 1.0 else weight.float() * tensor.gain
 
 
+def effective(tensor: ResolvedTensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what stock code computes with where a file holds ``weight``: fp32 where it adds an offset."""
+    return weight.float() + tensor.offset if tensor.offset else weight
+
+
+def unscaled(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
+    """Return a tensor's values before any exponent, as stock code computes with them; dtypes as ``stored`` and
+    ``effective`` have them."""
+    return effective(tensor, stored(checkpoint, tensor))
+
+
 def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:
     """Raise UserError for a norm whose every gain is zero: nothing behind it depends on its input, which no training
     gives."""
     for path in layout.norms:
-        name = layout.tensors[f"{path}.weight"].source
-        if name is not None and not checkpoint.read(name).any():
+        tensor = layout.tensors[f"{path}.weight"]
+        name = tensor.source
+        if name is not None and not unscaled(checkpoint, tensor).any():
+            zero = f"{-tensor.offset:g}" if tensor.offset else "zero"
             raise UserError(
-                f"{checkpoint.tensors[name].file}: tensor {name} is zero throughout; the file is damaged,"
+                f"{checkpoint.tensors[name].file}: tensor {name} is {zero} throughout; the file is damaged,"
                 " fetch it again from the original checkpoint"
             )

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 from .types import Attention, Family, FeedForward, Stack
 
+STACKS = ("encoder", "decoder")
+"""What the stacks of a family are called, in order."""
+
+
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?=[.:])")
 
 
@@ -35,7 +39,7 @@ class Roles:
 
 def roles(family: Family) -> Roles:
     """Return a family's roles."""
-    blocks = {"encoder": sublayers(family, family.encoder), "decoder": sublayers(family, family.decoder)}
+    blocks = {name: sublayers(family, stack) for name, stack in zip(STACKS, family.stacks, strict=False)}
     attentions = [w for block in blocks.values() for w in block if isinstance(w, Attention)]
     feed_forwards = [w for block in blocks.values() for w in block if isinstance(w, FeedForward)]
     biases = (w.bias.removesuffix(".weight") for w in attentions if w.bias)

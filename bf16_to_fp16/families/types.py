@@ -53,31 +53,43 @@ Side = Literal["input", "output"]
 """Side of a module."""
 
 
+Spread = tuple[int, ...]
+"""How the elements of an axis share the channels of a signal: factors of the axis, outermost first, of which every
+second one only repeats. () where each element has a channel of its own.
+
+Values that several query heads read: (heads of values, query heads for each, size of a head). Pairs of channels that a
+rotation turns into one another: (heads, 2, half of a head) or, next to each other, (heads, 1, half of a head, 2).
+"""
+
+
 @dataclass(frozen=True)
 class Axis:
-    """The signal whose exponent an axis of a tensor carries, and its sign there."""
+    """The signal whose exponent an axis of a tensor carries, its sign there, and how its elements share channels."""
 
     sign: Sign
     signal: str
+    spread: Spread = ()
 
 
-def multiplied_by(signal: str) -> Axis:
+def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
     """Return an axis that a signal's factor multiplies: where a weight writes the signal."""
-    return Axis(1, signal)
+    return Axis(1, signal, spread)
 
 
-def divided_by(signal: str) -> Axis:
+def divided_by(signal: str, spread: Spread = ()) -> Axis:
     """Return an axis that a signal's factor divides: where a weight reads the signal, or cancels its factor (keys)."""
-    return Axis(-1, signal)
+    return Axis(-1, signal, spread)
 
 
 @dataclass(frozen=True)
 class ObservationPoint:
-    """One site where a signal is observed: the sign of its exponent there, the module's path, the side of it."""
+    """One site where a signal is observed: the sign of its exponent there, the module's path, the side of it, and how
+    the elements seen there share channels."""
 
     sign: Sign
     module: str
     side: Side
+    spread: Spread = ()
 
 
 def output_of(module: str, sign: Sign = 1) -> ObservationPoint:
@@ -85,9 +97,9 @@ def output_of(module: str, sign: Sign = 1) -> ObservationPoint:
     return ObservationPoint(sign, module, "output")
 
 
-def input_of(module: str) -> ObservationPoint:
+def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
     """Return the input of the module at a path, where a signal's exponent is observed."""
-    return ObservationPoint(1, module, "input")
+    return ObservationPoint(1, module, "input", spread)
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,8 @@ class Tensor:
     None for none.
 
     ``absent``: why it may be missing from a file, or "" where it must be there. ``generate``: makes its unscaled
-    values from its shape where stock code would.
+    values from its shape where stock code would. ``offset``: what stock code adds to it, in fp32, before anything else:
+    exponents are of the sum, and what is stored is the sum less the offset, rounded.
     """
 
     name: str
@@ -114,6 +127,7 @@ class Tensor:
     axes: tuple[Axis | None, ...]
     absent: str = ""
     generate: Callable[[int, int], torch.Tensor] | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,12 @@ class Attention:
     none. ``heads``: config key of their number. ``scaled``: scores are multiplied by head_dim^-1/2 after the
     product. ``add``: the site where the output joins the residual stream. ``dropout``: the module that
     only training switches on, for the output, "" where it is a function.
+
+    ``post_norm``: the norm between the output projection and the stream. ``query_norm``, ``key_norm``: the norms of
+    each head of queries and of keys, as wide as a head. ``rotary``: the module that gives the cosines and sines by
+    which both are then turned, channel i with i + head_dim/2. "" where there is none. ``kv_heads``: config key of the
+    number of heads of keys and values, "" where it is ``heads``. ``scale``: config key of what scores are multiplied
+    with to the power of -1/2 where they are ``scaled``, "" for head_dim.
     """
 
     at: str
@@ -139,6 +159,12 @@ class Attention:
     scaled: bool
     add: str
     dropout: str = ""
+    post_norm: str = ""
+    query_norm: str = ""
+    key_norm: str = ""
+    rotary: str = ""
+    kv_heads: str = ""
+    scale: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,7 +173,8 @@ class FeedForward:
 
     ``at``: the module that forms the product. ``gate``: path of the linear whose activation multiplies ``linear``'s
     output, "" for a plain sublayer, whose ``linear`` is activated itself. ``activation``: its name in the config;
-    ``act``: the module that applies it. ``add`` as in ``Attention``; ``dropouts``: of the neurons, of the output.
+    ``act``: the module that applies it. ``add``, ``post_norm`` as in ``Attention``; ``dropouts``: of the neurons, of
+    the output.
     """
 
     at: str
@@ -159,6 +186,7 @@ class FeedForward:
     act: str
     add: str
     dropouts: tuple[str, ...] = ()
+    post_norm: str = ""
 
 
 @dataclass(frozen=True)
@@ -167,7 +195,8 @@ class StackEnds:
 
     ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" where there is
     none. ``scale``: config key of the switch that multiplies the embedding by √d, "" for never. ``norm``: the final
-    one. ``dropouts``: after the embedding, after the final norm.
+    one. ``dropouts``: after the embedding, after the final norm. ``scales_itself``: the embedding's own module
+    multiplies by √d, rounded to the dtype of its weight.
     """
 
     at: str
@@ -176,11 +205,14 @@ class StackEnds:
     scale: str
     norm: str
     dropouts: tuple[str, ...] = ()
+    scales_itself: bool = False
 
     @property
     def stream(self) -> str:
         """The site at which the residual stream begins, as the audit names it."""
-        return f"{self.at}:add" if self.positions else f"{self.embedding}:embedding"
+        if self.positions:
+            return f"{self.at}:add"
+        return f"{self.embedding}:{'mul' if self.scales_itself else 'embedding'}"
 
 
 @dataclass(frozen=True)
@@ -320,13 +352,15 @@ class SameAs:
 class StockAttributes:
     """Under which names modules of the stock class keep what the bounds depend on.
 
-    ``heads``, ``head_size``: of an attention. ``embedding_scale``: of a stack, the factor on its embedding, "" where
-    the class has none.
+    ``heads``, ``head_size``: of an attention; ``groups``: how many query heads share one of keys and values.
+    ``embedding_scale``: of a stack, or of an embedding that scales itself, the factor on it. "" where the class has
+    none.
     """
 
     heads: str
     head_size: str
     embedding_scale: str = ""
+    groups: str = ""
 
 
 @dataclass(frozen=True)
@@ -343,13 +377,15 @@ class Family:
     defaults: Mapping[str, object]
     """What the stock config class takes where a key is absent, a value or ``SameAs`` another key."""
     encoder: Stack
-    decoder: Stack
+    """The first stack, and of a family without a decoder the only one, whatever its mask is."""
+    decoder: Stack | None
+    """The stack that reads the first one's output, None for a family of one stack."""
     encoder_ends: Part
     """Where an encoder begins and ends, apart from its final norm's output."""
     encoder_output: Part
     """What the encoder's final norm gives where a decoder, or a user, reads it."""
-    decoder_ends: Part
-    """Where a decoder begins and ends, apart from its final norm's output."""
+    decoder_ends: Part | None
+    """Where a decoder begins and ends, apart from its final norm's output; None with ``decoder``."""
     tied_head: Part
     """The final norm and the language-modelling head where the embedding serves as head."""
     untied_head: Part
@@ -389,6 +425,18 @@ class Family:
     untie: Literal["", "copy", "scaled"]
     """How an embedding used as head can be separated: "copy", "scaled" (the d^-1/2 before the head folded in), or
     "" (never)."""
+    norm_rounds_once: bool = False
+    """Whether an RMSNorm is rounded after its gain alone, and not before it as well."""
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """Its stacks, in the order in which they run."""
+        return (self.encoder,) if self.decoder is None else (self.encoder, self.decoder)
+
+    @property
+    def ends(self) -> tuple[Part, ...]:
+        """Where they begin and end."""
+        return (self.encoder_ends,) if self.decoder_ends is None else (self.encoder_ends, self.decoder_ends)
 
 
 class TensorMetadata(Protocol):
@@ -435,6 +483,7 @@ class ResolvedTensor:
     signal that each axis carries.
 
     ``gain``: a factor on top of the exponents, other than 1 only for a head separated with its d^-1/2 folded in.
+    ``offset`` as in ``Tensor``.
     """
 
     name: str
@@ -443,6 +492,7 @@ class ResolvedTensor:
     axes: tuple[Axis | None, ...]
     generate: Callable[[int, int], torch.Tensor] | None = None
     gain: float = 1.0
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -517,17 +567,30 @@ class Layout:
 
     def heads(self, attention: Attention) -> int:
         """Return the number of heads of an attention."""
-        number = config_value(self.family, self.config, attention.heads)
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        return number_of(self.family, self.config, attention.heads, "a number of heads")
+
+    def kv_heads(self, attention: Attention) -> int:
+        """Return the number of heads of an attention's keys and values."""
+        heads = self.heads(attention)
+        found = number_of(self.family, self.config, attention.kv_heads or attention.heads, "a number of heads")
+        if heads % found:
             raise UserError(
-                f"config.json: {attention.heads!r} is {number!r}, not a number of heads;"
-                " take it from the original checkpoint"
+                f"config.json: {attention.heads!r} is {heads}, not a multiple of {attention.kv_heads!r}, {found};"
+                " take them from the original checkpoint"
             )
-        return number
+        return found
+
+    def score_scale(self, attention: Attention) -> float:
+        """Return what an attention multiplies its scores with."""
+        if not attention.scaled:
+            return 1.0
+        if attention.scale:
+            return float(number_of(self.family, self.config, attention.scale, "a positive number") ** -0.5)
+        return float((self.tensors[f"{attention.query}.weight"].shape[0] // self.heads(attention)) ** -0.5)
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Module paths of the norms that read the residual stream, in order."""
+        """Module paths of the norms that read the residual stream, or what carries its factor, in order."""
         return tuple(s.module for s in self.signals[RESIDUAL].seen if s.side == "input")
 
     @property
@@ -562,19 +625,25 @@ def config_value(family: Family, config: Mapping[str, object], key: str) -> obje
     return found
 
 
+def number_of(family: Family, config: Mapping[str, object], key: str, what: str) -> int:
+    """Return the config's number for ``key``, of a mapping its length; raise UserError unless it is a whole one from 1
+    on.
+
+    what: it should be, in words.
+    """
+    number = config_value(family, config, key)
+    number = len(number) if isinstance(number, Mapping) else number
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise UserError(f"config.json: {key!r} is {number!r}, not {what}; take it from the original checkpoint")
+    return number
+
+
 def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     """Return the number of elements along the axis called ``name``."""
-    product = 1
-    for key in family.sizes[name]:
-        number = config_value(family, config, key)
-        number = len(number) if isinstance(number, Mapping) else number
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise UserError(f"config.json: {key!r} is {number!r}, not a size; take it from the original checkpoint")
-        product *= number
-    return product
+    return math.prod(number_of(family, config, key, "a size") for key in family.sizes[name])
 
 
-_OF_CONFIG = frozenset({"heads", "activation", "scale"})
+_OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale"})
 """Fields of a topology that are no paths."""
 
 
@@ -591,7 +660,9 @@ def inside(part: Part, body: str) -> Part:
         moved: dict[str, object] = {}
         for field in fields(of):
             value = getattr(of, field.name)
-            if isinstance(value, str) and field.name not in _OF_CONFIG:
+            if field.name == "at":  # a stack may be the whole body
+                moved[field.name] = path(value) or body
+            elif isinstance(value, str) and field.name not in _OF_CONFIG:
                 moved[field.name] = path(value)
             elif field.name == "dropouts":
                 moved[field.name] = tuple(path(each) for each in value)
@@ -622,10 +693,10 @@ def family_inside(family: Family, body: str) -> Family:
     return replace(
         family,
         encoder=stack(family.encoder),
-        decoder=stack(family.decoder),
+        decoder=None if family.decoder is None else stack(family.decoder),
         encoder_ends=inside(family.encoder_ends, body),
         encoder_output=inside(family.encoder_output, body),
-        decoder_ends=inside(family.decoder_ends, body),
+        decoder_ends=None if family.decoder_ends is None else inside(family.decoder_ends, body),
         embedding=f"{body}.{family.embedding}",
         copies=tuple(f"{body}.{name}" for name in family.copies),
         ignorable=tuple(f"{body}.{name}" for name in family.ignorable),

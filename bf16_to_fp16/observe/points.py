@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..families.types import Attention, FeedForward, Layout
+from ..families.types import Attention, FeedForward, Layout, Sublayer
 from ..families.walk import walk
 
 
@@ -38,10 +39,15 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
         return hook
 
-    def scores(topology: Attention, heads: int) -> Any:
-        def hook(module: nn.Module, args: Any, result: Any) -> None:
-            q, k = (found[p].unflatten(-1, (heads, -1)).transpose(1, 2) for p in (topology.query, topology.key))
-            found[f"{topology.at}:scores"] = q @ k.transpose(-1, -2)
+    def scores(topology: Attention) -> Any:
+        heads = {topology.query: layout.heads(topology), topology.key: layout.kv_heads(topology)}
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            q, k = (found[path].unflatten(-1, (number, -1)).transpose(1, 2) for path, number in heads.items())
+            if topology.rotary:
+                q, k = (found[f"{path}:{site}"] for path in (topology.query_norm, topology.key_norm))
+                q, k = (rotated(x, *kwargs["position_embeddings"]) for x in (q, k))
+            found[f"{topology.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
         return hook
 
@@ -52,17 +58,20 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
         if after:
             handles.append(module.register_forward_hook(output(after)))
         if also is not None:
-            handles.append(module.register_forward_hook(also))
+            handles.append(module.register_forward_hook(also, with_kwargs=True))
 
+    site = layout.family.norm_site
     for reader in walk(layout):
-        watch(reader.norm, before=reader.site, after=f"{reader.norm}:{layout.family.norm_site}")
+        watch(reader.norm, before=reader.site, after=f"{reader.norm}:{site}")
         w = reader.sublayer
+        for norm in norms_inside(w):
+            watch(norm, after=f"{norm}:{site}")
         if isinstance(w, Attention):
             watch(w.value, after=w.value)
             watch(w.query, after=w.query)
             watch(w.key, after=w.key)
             watch(w.output, before=f"{w.at}:context", after=w.output)
-            watch(w.at, also=scores(w, layout.heads(w)))
+            watch(w.at, also=scores(w))
         elif isinstance(w, FeedForward):
             watch(w.linear, after=w.linear)
             if w.gate:
@@ -76,3 +85,21 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def norms_inside(sublayer: Sublayer | None) -> list[str]:
+    """Return the norms of a sublayer that read something else than the stream."""
+    if sublayer is None:
+        return []
+    found = [sublayer.post_norm]
+    if isinstance(sublayer, Attention):
+        found += [sublayer.query_norm, sublayer.key_norm]
+    return [norm for norm in found if norm]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return queries or keys [rows, heads, positions, channels] turned by their positions' angles, [rows, positions,
+    channels] each, channel i with i + channels/2."""
+    left, right = x.chunk(2, -1)
+    turned: Tensor = x * cos.unsqueeze(1) + torch.cat((-right, left), -1) * sin.unsqueeze(1)
+    return turned

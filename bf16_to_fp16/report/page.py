@@ -436,7 +436,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         n = len(plan.gain_correction)
         rows.append(("gain correction", f"{n} norm weights, against the mean of the eps drift"))
     if (drift := plan.drift) is not None:
-        rows.append(("eps drift, relative change of norm outputs", scientific(drift.relative_error)))
+        rows.append((f"drift of {plan.drifts_by}, relative change of norm outputs", scientific(drift.relative_error)))
         for what, predicted, measured in (
             ("KL", drift.predicted_kl, drift.measured_kl),
             ("largest logit error", drift.predicted_max_logit_error, drift.measured_max_logit_error),
@@ -445,7 +445,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
                 f"{w} {scientific(v)}" for w, v in (("predicted", predicted), ("measured", measured)) if v is not None
             ]
             if parts:
-                rows.append((f"eps drift, {what}", ", ".join(parts)))
+                rows.append((f"drift of {plan.drifts_by}, {what}", ", ".join(parts)))
     if plan.margin_bits is not None:
         kept = "what was observed" if report.regimes else "bounds"
         rows.append((f"margin kept between {kept} and limits", f"{plan.margin_bits:g} bits"))

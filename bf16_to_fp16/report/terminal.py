@@ -486,7 +486,7 @@ def figure_table(report: Report) -> Table:
         table.add_row("head", "separated from the embedding, whose limit stood in the way")
     if (drift := plan.drift) is not None and drift.measured_kl is not None:
         row = f"predicted {divergence_text(drift.predicted_kl)}, measured {divergence_text(drift.measured_kl)}"
-        table.add_row("drift of LayerNorm's eps, KL", row)
+        table.add_row(f"drift of {plan.drifts_by}, KL", row)
     return table
 
 

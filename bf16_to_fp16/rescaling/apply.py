@@ -30,6 +30,7 @@ def writes(layout: Layout, plan: Plan) -> list[Write]:
                 row_exponents=exponents.rows,
                 column_exponents=exponents.columns,
                 gain=tensor.gain * correction_of(tensor, plan),
+                offset=tensor.offset,
             )
         )
     return result
@@ -50,7 +51,7 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
             if id(parameter) in done:
                 continue
             done.add(id(parameter))
-            scale(parameter, exponents_of(tensor, plan).full(tensor.shape))
+            scale(parameter, exponents_of(tensor, plan).full(tensor.shape), tensor.offset)
             parameter.mul_(correction_of(tensor, plan))
     for path in layout.norms:
         norm = model.get_submodule(path)
@@ -59,8 +60,13 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
     return model
 
 
-def scale(tensor: torch.Tensor, exponents: torch.Tensor) -> None:
-    """Multiply a tensor in place by 2 to the exponents (int32, on its device, broadcast to it)."""
+def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0) -> None:
+    """Multiply a tensor in place by 2 to the exponents (int32, on its device, broadcast to it), or its sum with
+    ``offset``, which is rounded once where the tensor's dtype does not hold it."""
+    if offset:
+        if bool((exponents != 0).any()):
+            tensor.copy_(torch.ldexp(tensor.double() + offset, exponents.double()) - offset)
+        return
     # Two factors, each a normal fp32 number, so that no intermediate is lost.
     half = torch.div(exponents, 2, rounding_mode="floor")
     for part in (half, exponents - half):

@@ -47,7 +47,7 @@ def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Paramet
                 place = parameter, parameter.device
                 placed[place] = placed.get(place) or exponents[parameter].to(parameter.device)
                 full = placed[place].full(parameter.shape, parameter.device)
-                scale(parameter.data, sign * full)
+                scale(parameter.data, sign * full, placed[place].offset)
                 if gradients:
                     scale(parameter.grad, -sign * full)
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..checkpoint.shards import LARGEST_EXPONENT
 from ..errors import UserError
+from ..families.spread import channels_along, spread_out
 from ..families.types import RESIDUAL, Kind, Layout, ResolvedTensor
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
@@ -24,11 +25,12 @@ Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT /
 
 
 class Drift(BaseModel):
-    """What a norm eps that cannot be scaled does to the output: predicted, and measured on what was written.
+    """What a norm eps that cannot be scaled, or gains that fp16 rounds less their offset, do to the output: predicted,
+    and measured on what was written.
 
     ``relative_error``: predicted root mean square over the norms of the relative change of their outputs.
-    ``predicted_kl`` and ``predicted_max_logit_error``: from running the source with eps·4^-r, which is the same
-    function.
+    ``predicted_kl`` and ``predicted_max_logit_error``: from running the source with eps·4^-r and the gains as they are
+    rounded, which is the same function.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -65,6 +67,11 @@ class Plan(BaseModel):
         # Reports once had a list of notes in the plan, always empty.
         return {key: value for key, value in given.items() if key != "notes"} if isinstance(given, Mapping) else given
 
+    @property
+    def drifts_by(self) -> str:
+        """What makes it drift, in words."""
+        return "LayerNorm's eps" if self.eps is None else "rounded gains"
+
     def exponent(self, signal: str) -> int | list[int]:
         """Return the exponent(s) of a signal, 0 where the plan does not move it."""
         return self.residual_exponent if signal == RESIDUAL else self.exponents.get(signal, 0)
@@ -73,11 +80,12 @@ class Plan(BaseModel):
 @dataclass(frozen=True)
 class Exponents:
     """The power of two for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]`` (vectors have rows
-    only)."""
+    only); of its sum with ``offset``, where stock code adds one."""
 
     scalar: int
     rows: torch.Tensor | None
     columns: torch.Tensor | None
+    offset: float = 0.0
 
     def full(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
         """Return the exponents as an int32 tensor on ``device`` that broadcasts to ``shape``; rows and columns must be
@@ -92,7 +100,7 @@ class Exponents:
     def to(self, device: torch.device | str) -> Exponents:
         """Return the same on a device."""
         rows, columns = (None if part is None else part.to(device) for part in (self.rows, self.columns))
-        return Exponents(self.scalar, rows, columns)
+        return Exponents(self.scalar, rows, columns, self.offset)
 
 
 def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tensor]:
@@ -106,12 +114,13 @@ def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tenso
         if isinstance(exponent, int):
             found.append(axis.sign * exponent)
             continue
-        if len(exponent) != size:
+        channels = channels_along(size, axis.spread)
+        if len(exponent) != channels:
             raise UserError(
-                f"the plan has {len(exponent)} exponents for {axis.signal}, but {tensor.name} has {size} channels; use"
-                " the plan of this very checkpoint"
+                f"the plan has {len(exponent)} exponents for {axis.signal}, but {tensor.name} has {channels} channels;"
+                " use the plan of this very checkpoint"
             )
-        found.append(axis.sign * torch.tensor(exponent, dtype=torch.int32))
+        found.append(axis.sign * spread_out(torch.tensor(exponent, dtype=torch.int32), axis.spread))
     return found
 
 
@@ -120,7 +129,7 @@ def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
     found = axis_exponents(tensor, plan)
     scalar = sum(exponent for exponent in found if isinstance(exponent, int))
     per_axis = [exponent if isinstance(exponent, torch.Tensor) else None for exponent in found]
-    return Exponents(scalar, per_axis[0], per_axis[1] if len(per_axis) > 1 else None)
+    return Exponents(scalar, per_axis[0], per_axis[1] if len(per_axis) > 1 else None, tensor.offset)
 
 
 def correction_of(tensor: ResolvedTensor, plan: Plan) -> float:

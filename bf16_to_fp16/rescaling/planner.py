@@ -31,6 +31,7 @@ import torch
 from ..bounds.arithmetic import growth
 from ..bounds.certificate import SQUARING
 from ..errors import UserError
+from ..families.spread import shared, spread_out
 from ..families.types import (
     RESIDUAL,
     FeedForward,
@@ -40,13 +41,14 @@ from ..families.types import (
     ResolvedSignal,
     ResolvedTensor,
     Sign,
+    Spread,
     TensorReader,
 )
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
 from .plan import Drift, Plan
-from .rounding_loss import LossTable, channel_energy, loss_table, signal_noise
+from .rounding_loss import LossTable, channel_energy, loss_table, of_channels, offset_loss_table, signal_noise
 
 MARGIN_BITS = 1.25
 """How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
@@ -217,22 +219,25 @@ class _Costs:
     # -- what is known ----------------------------------------------------------------------------------------------
 
     def seen(self, point: ObservationPoint) -> ChannelRange | None:
-        """Return the range at one observation point, None where the module was not observed (an encoder-only run, a
-        shared module)."""
-        module = self.ranges.get(point.module)
-        return None if module is None else (module.input if point.side == "input" else module.output)
+        """Return the range of the channels at one observation point, None where the module was not observed (an
+        encoder-only run, a shared module)."""
+        return at_point(self.ranges, point)
 
     def possible(self, point: ObservationPoint) -> ChannelRange | None:
         """Return the bound at one observation point, None without a certificate."""
-        module = None if self.bounds is None else self.bounds.get(point.module)
-        return None if module is None else (module.input if point.side == "input" else module.output)
+        return None if self.bounds is None else at_point(self.bounds, point)
 
     def table(self, tensor: ResolvedTensor, axis: int) -> LossTable:
         """Return the tensor's loss table along ``axis``, with the vector exponents chosen for its other axis
         applied."""
         key = (tensor.name, axis)
         if key not in self.tables:
-            self.tables[key] = loss_table(self.weights(tensor.name), axis, self.shift(tensor, axis))
+            weight = self.weights(tensor.name)
+            if tensor.offset:
+                self.tables[key] = offset_loss_table(weight, tensor.offset)
+            else:
+                made = loss_table(weight, axis, self.shift(tensor, axis))
+                self.tables[key] = of_channels(made, spread_of(tensor, axis))
             self.energies[key] = self.tables[key].energy
             self.looked_at.add(key)
             if self.advance is not None:
@@ -243,14 +248,15 @@ class _Costs:
         """Return the energy of the tensor's loss table, without making one."""
         key = (tensor.name, axis)
         if key not in self.energies:
-            self.energies[key] = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
+            found = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
+            self.energies[key] = shared(found, spread_of(tensor, axis)).sum(1)
         return self.energies[key]
 
     def shift(self, tensor: ResolvedTensor, axis: int) -> torch.Tensor | None:
         """Return the vector exponents chosen for a tensor's other axis, None where none are."""
         other = tensor.axes[1 - axis] if len(tensor.axes) == 2 else None
         exponents = self.chosen.get(other.signal) if other else None
-        return exponents * other.sign if other and exponents is not None else None
+        return spread_out(exponents * other.sign, other.spread) if other and exponents is not None else None
 
     def release(self, signal: ResolvedSignal) -> None:
         """Free the tables of a signal's weights, which take far more memory than what was found with them."""
@@ -431,6 +437,22 @@ class _Costs:
             total += float((shares * (gain * kept - 1).square()).sum())
         return total
 
+    def rounded_gains(self, r: int) -> float:
+        """Return the sum over the norms whose stored gains only r moves of the squared relative error of rounding
+        them."""
+        total = 0.0
+        for tensor, axis, sign in self.touched[RESIDUAL]:
+            if tensor.offset:
+                table = self.table(tensor, axis).total()
+                total += float(table.at(torch.tensor([sign * r]))[1].double().sum() / table.energy.sum())
+        return total
+
+    def drift_of(self, r: int) -> Drift | None:
+        """Return what an exponent changes the function by, None where it does not."""
+        total = self.drift(r, corrected=True) + (self.rounded_gains(r) if r else 0.0)
+        unscaled = self.layout.family.eps_key is None and r != 0
+        return Drift(relative_error=math.sqrt(total / len(self.layout.norms))) if total or unscaled else None
+
     def kept(self, path: str, r: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what an unscaled eps leaves of a norm's output, and the share of tokens of which it leaves that."""
         norm = self.ranges[path].norm if path in self.ranges else None
@@ -494,9 +516,7 @@ class _PlanSearch(_Costs):
             ),
             eps=self.layout.eps * 4.0**r if eps_key else None,
             gain_correction=self.gain_corrections(r),
-            drift=None
-            if eps_key or r == 0
-            else Drift(relative_error=math.sqrt(self.drift(r, corrected=True) / len(self.layout.norms))),
+            drift=self.drift_of(r),
             margin_bits=self.margin_bits,
         )
         price = self.proof_worth * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
@@ -578,6 +598,25 @@ class _PlanSearch(_Costs):
                     if excess > 0:
                         worst[place] = max(worst.get(place, 0.0), excess)
         return [Violation(*place) for place in sorted(worst.items(), key=lambda item: -item[1])]
+
+
+def at_point(ranges: Mapping[str, ModuleRange], point: ObservationPoint) -> ChannelRange | None:
+    """Return what the channels of a signal reach at a point, those that elements share over all of them; None where its
+    module is not known."""
+    module = ranges.get(point.module)
+    if module is None:
+        return None
+    found = module.input if point.side == "input" else module.output
+    if not point.spread:
+        return found
+    amax, square = (shared(x, point.spread) for x in (found.amax, found.mean_square))
+    return ChannelRange(amax.amax(1), square.mean(1), found.rows)
+
+
+def spread_of(tensor: ResolvedTensor, axis: int) -> Spread:
+    """Return how the elements of a tensor along an axis share channels."""
+    carried = tensor.axes[axis]
+    return () if carried is None else carried.spread
 
 
 def excess_bits(amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:

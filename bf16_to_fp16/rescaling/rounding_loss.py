@@ -10,10 +10,12 @@ out, since it cannot inform a choice.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ..families.spread import shared
+from ..families.types import Spread
 from ..numerics import FP16_SIGNIFICANT_BITS, lowest_bit_exponent
 
 GRID = 72
@@ -99,6 +101,30 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
     ]
     counts, errors, energy, amax = (torch.cat(column) for column in zip(*parts, strict=True))
     return LossTable(span.first, counts, errors, energy, amax, weight.numel())
+
+
+def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
+    """Return what each exponent costs values that are stored less an offset, each a channel of its own.
+
+    values: floating, 1-D, with the offset. Less it, they are not multiplied by powers of two, so every exponent rounds
+    them anew, by an absolute error that the offset decides.
+    """
+    wide = values.detach().double()
+    exponents = torch.arange(-GRID, GRID + 1)
+    scales = 2.0 ** exponents.double()
+    wanted = wide[:, None] * scales - offset
+    error = wanted.half().double() - wanted
+    energy = wide.square()
+    errors = torch.minimum((error / scales).square(), energy[:, None])  # inf beyond fp16
+    return LossTable(-GRID, (error != 0).float(), errors.float(), energy, wide.abs(), wide.numel())
+
+
+def of_channels(table: LossTable, spread: Spread) -> LossTable:
+    """Return the table of the channels that the elements of an axis share."""
+    if not spread:
+        return table
+    counts, errors, energy = (shared(x, spread).sum(1) for x in (table.counts, table.errors, table.energy))
+    return replace(table, counts=counts, errors=errors, energy=energy, amax=shared(table.amax, spread).amax(1))
 
 
 @dataclass(frozen=True)

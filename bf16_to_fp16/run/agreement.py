@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -269,9 +269,14 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         if isinstance(w, Attention):
             heads = layout.heads(w)
             inner = layout.tensors[f"{w.query}.weight"].shape[0]
-            same(w.at, names.heads, heads)
+            if names.heads:
+                same(w.at, names.heads, heads)
             same(w.at, names.head_size, inner // heads)
-            same(w.at, "scaling", (inner // heads) ** -0.5 if w.scaled else 1.0, optional=not w.scaled)
+            if names.groups:
+                same(w.at, names.groups, heads // layout.kv_heads(w))
+            same(w.at, "scaling", layout.score_scale(w), optional=not w.scaled)
+            for attribute in rotary_scales(model, w):
+                same(w.rotary, attribute, 1.0)
         elif isinstance(w, FeedForward):
             found, expected = model.get_submodule(w.act), ACT2FN[w.activation]
             if type(found) is not type(expected) or functions(found) != functions(expected):
@@ -281,22 +286,33 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
                 )
         elif isinstance(w, StackEnds) and names.embedding_scale:
             width = layout.tensors[layout.family.embedding].shape[1]
-            scaled = bool(w.scale and config_value(layout.family, layout.config, w.scale))
-            same(w.at, names.embedding_scale, math.sqrt(width) if scaled else 1.0)
+            scaled = w.scales_itself or bool(w.scale and config_value(layout.family, layout.config, w.scale))
+            place = w.embedding if w.scales_itself else w.at
+            same(place, names.embedding_scale, math.sqrt(width) if scaled else 1.0)
     for path in layout.norms:
         same(path, eps_attribute(model.get_submodule(path)), layout.eps)
 
 
 def functions(module: nn.Module) -> dict[str, object]:
-    """Return what a module without weights holds of its own."""
-    return {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    """Return what a module without weights holds of its own; of a partial function what it is made of, since two of
+    them are never equal."""
+    found = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in found.items()}
+
+
+def rotary_scales(model: nn.Module, attention: Attention) -> list[str]:
+    """Return the attributes of an attention's rotary positions that multiply its cosines and sines, one for each kind
+    of layer."""
+    if not attention.rotary:
+        return []
+    return [name for name in vars(model.get_submodule(attention.rotary)) if name.endswith("attention_scaling")]
 
 
 def check_heads(layout: Layout) -> None:
     """Raise UserError for a number of heads that is none, by which stock code would divide."""
     for w in layout.topology:
         if isinstance(w, Attention):
-            layout.heads(w)
+            layout.kv_heads(w)
 
 
 def check_older(layout: Layout, where: str) -> None:
@@ -345,7 +361,8 @@ def run_short(model: Any, layout: Layout) -> bool:
         decoder = {"decoder_input_ids": ids} if layout.stock.takes_decoder_ids else {}
         caches = layout.stock.decodes or layout.stock.is_language_model
         run_everywhere(model, layout, input_ids=ids, **decoder, **({"use_cache": True} if caches else {}))
-    return layout.head is not None and seen["head"] is not seen["out"]
+    # Stock code may choose positions: what it then reads is a view.
+    return layout.head is not None and not any(x is seen["out"] for x in (seen["head"], seen["head"]._base))
 
 
 @contextmanager
@@ -397,7 +414,7 @@ def following(kind: Any, keys: str) -> Mapping[str, object]:
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
     """Return the keys that a layout is made from, with their values in a config or those that stock code takes."""
     keys = {factor for product in family.sizes.values() for factor in product}
-    keys |= {*family.defaults, family.encoder.layers, family.decoder.layers, "model_type"}
+    keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
     keys -= LABELS
     found = {key: config_value(family, config, key) for key in keys if key in config or key in family.defaults}
     for key in filter(None, (family.eps_key, family.output_scale_key)):

@@ -359,7 +359,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
 def _cacheable(config: Any) -> bool:
     """Whether stock code can generate with a cache: it makes one with as many layers as the encoder has."""
     family = of_model_type(config.model_type)
-    decoder = getattr(config, family.decoder.layers, None) if family and takes_decoder_ids(config) else None
+    decoder = getattr(config, family.decoder.layers, None) if family and family.decoder else None
     return decoder is None or int(decoder) <= int(config.num_hidden_layers)
 
 

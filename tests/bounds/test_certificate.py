@@ -70,6 +70,8 @@ def test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16(kind: str) -> None:
             assert not broken(certificate, seen, FREE)
             # That says something: nearly every bound has a value beside it, which for most comes close.
             bounds = {s.name: s.bound for s in certificate.sites if s.kind not in FREE}
+            if served_model is wide:  # in which nothing is cast
+                bounds = {name: limit for name, limit in bounds.items() if ":to" not in name}
             shares = sorted(seen[name] / limit for name, limit in bounds.items() if name in seen)
             # A LayerNorm is allowed what fp32 may lose of its mean.
             assert len(shares) > 0.8 * len(bounds) and shares[len(shares) // 2] > (0.7 if kind == "pegasus" else 0.8)

@@ -69,7 +69,7 @@ def module_names() -> set[str]:
 def config_keys(family: Family) -> set[str]:
     """Return the config keys that a family is declared with."""
     keys = {*family.defaults, *family.dropout.values(), family.initialisation.factor, family.output_scale_key}
-    keys |= {family.encoder.layers, family.decoder.layers, family.eps_key or ""}
+    keys |= {*(stack.layers for stack in family.stacks), family.eps_key or ""}
     return keys | {factor for factors in family.sizes.values() for factor in factors}
 
 

@@ -14,6 +14,7 @@ import torch
 from support import tiny
 from torch import Tensor
 
+from bf16_to_fp16.families.spread import spread_out
 from bf16_to_fp16.families.types import Attention, FeedForward, Layout
 from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.observe.observer import SiteObserver
@@ -23,7 +24,7 @@ DECODER, ENCODER = 7, 9
 """Positions of the two sides."""
 
 
-def liked(state: Mapping[str, Tensor], topology: Any, gain: Tensor, memory: list[Attention]) -> Tensor:
+def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tensor, memory: list[Attention]) -> Tensor:
     """Return directions of a norm's input that the weights behind it answer to most: [n, d], fp32."""
 
     def rows(path: str) -> Tensor:
@@ -54,7 +55,10 @@ def liked(state: Mapping[str, Tensor], topology: Any, gain: Tensor, memory: list
         paths = [topology.query] if topology.memory else [topology.query, topology.key, topology.value]
         found += [rows(p) for p in paths]
         if not topology.memory:
-            found.append(state[f"{topology.output}.weight"] @ rows(topology.value))
+            name = f"{topology.output}.weight"
+            read = layout.tensors[name].axes[1]
+            assert read is not None
+            found.append(state[name] @ spread_out(rows(topology.value), read.spread))
     for cross in memory:
         found += [rows(cross.key), rows(cross.value), state[f"{cross.output}.weight"] @ rows(cross.value)]
     return torch.cat([f for f in found if f.numel()])
@@ -91,15 +95,42 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
         for reader in walk(layout):
             path, encoder = reader.norm, reader.stack.is_encoder
             last = reader.sublayer is None and encoder
-            gain = state[f"{path}.weight"].float()
-            choices = liked(state, reader.sublayer, gain, cross if last else [])
+            gain = gain_of(state, layout, path)
+            choices = liked(state, layout, reader.sublayer, gain, cross if last else [])
             if reader.sublayer is None and reader.stack.is_last and layout.head is not None:
                 choices = torch.cat([choices, *(state[w.weight] * gain for w in layout.head.linears[:1])])
             length = ENCODER if encoder else DECODER
-            chosen = choices[torch.randint(len(choices), (batch, length), generator=generator)].clone()
-            chosen *= torch.randint(0, 2, (batch, length, 1), generator=generator) * 2 - 1
-            inputs[path] = size * torch.nn.functional.normalize(chosen, dim=-1)
+
+            def drawn(choices: Tensor, *shape: int) -> Tensor:
+                chosen = choices[torch.randint(len(choices), shape, generator=generator)].clone()
+                chosen *= torch.randint(0, 2, (*shape, 1), generator=generator) * 2 - 1
+                return size * torch.nn.functional.normalize(chosen, dim=-1)
+
+            inputs[path] = drawn(choices, batch, length)
+            w = reader.sublayer
+            if w is not None and w.post_norm:
+                inputs[w.post_norm] = drawn(torch.eye(gain.numel()), batch, length)
+            if isinstance(w, Attention) and w.rotary:
+                pairs = loud_pairs(*(gain_of(state, layout, norm) for norm in (w.query_norm, w.key_norm)))
+                inputs[w.query_norm] = drawn(pairs, batch, layout.heads(w), length)
+                inputs[w.key_norm] = drawn(pairs, batch, layout.kv_heads(w), length)
     return inputs
+
+
+def gain_of(state: Mapping[str, Tensor], layout: Layout, norm: str) -> Tensor:
+    """Return what a norm multiplies by: fp32 [d]."""
+    name = f"{norm}.weight"
+    return state[name].float() + layout.tensors[name].offset
+
+
+def loud_pairs(query: Tensor, key: Tensor) -> Tensor:
+    """Return inputs of norms of queries and keys, of both of which the louder channel of the loudest pair gets all;
+    and each channel alone. Both signs and some angle between two positions then make the largest score."""
+    half = len(query) // 2
+    most = [gain.abs().view(2, half).amax(0) for gain in (query, key)]
+    pair = int((most[0] * most[1]).argmax())
+    loud = [pair + half * int(gain.abs()[[pair, pair + half]].argmax()) for gain in (query, key)]
+    return torch.cat([torch.eye(len(query)), torch.eye(len(query))[loud].repeat(2 * half, 1)])
 
 
 def observe(model: Any, layout: Layout, inputs: Mapping[str, Tensor], *, attention: str = "eager") -> dict[str, float]:

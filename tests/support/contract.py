@@ -26,7 +26,8 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import Certificate, bound
 from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Kind, Layout
+from bf16_to_fp16.families.spread import channels_along
+from bf16_to_fp16.families.types import RESIDUAL, Kind, Layout
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
@@ -111,7 +112,7 @@ def certified(model: Any, arithmetic: Arithmetic | None = None, **options: Any) 
 
 def broken(certificate: Certificate, seen: dict[str, float], kinds: tuple[str, ...] = ()) -> list[str]:
     """Return the sites whose observed value passes its bound."""
-    bounds = {s.name: s for s in certificate.sites if s.kind not in kinds and not s.name.endswith("to#2")}
+    bounds = {s.name: s for s in certificate.sites if s.kind not in (*kinds, "normalised")}
     # An inf says nothing where some bound lies beyond fp16: it may come from there.
     return [
         f"{n}: {a} > {bounds[n].bound}"
@@ -127,7 +128,8 @@ def check_classified(model: Any) -> None:
     for name, tensor in layout.tensors.items():
         assert tuple(state[name].shape) == tensor.shape
         for axis, size in zip(tensor.axes, tensor.shape, strict=True):
-            assert axis is None or layout.signals[axis.signal].size == size
+            if axis is not None and axis.signal != RESIDUAL:
+                assert layout.signals[axis.signal].size == channels_along(size, axis.spread)
     for signal in layout.signals.values():
         assert signal.seen
         for point in signal.seen:

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, FeedForward, StackEnds
+from bf16_to_fp16.families.types import Attention, FeedForward, Layout, StackEnds
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
 transformers.logging.set_verbosity_error()
@@ -46,6 +46,21 @@ PEGASUS_SHAPE = {
     "activation_function": "relu",
     "scale_embedding": True,
     "decoder_start_token_id": 0,
+}
+
+
+GEMMA3_SHAPE = {
+    "hidden_size": 24,
+    "vocab_size": 97,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 37,
+    "query_pre_attn_scalar": 7,
+    "sliding_window": 6,
+    "sliding_window_pattern": 2,
+    "initializer_range": 0.2,
 }
 
 
@@ -91,6 +106,24 @@ def mt5_encoder(**changes: Any) -> Any:
 def umt5_encoder(**changes: Any) -> Any:
     """Return a UMT5 encoder."""
     return transformers.UMT5EncoderModel(transformers.UMT5Config(**T5_SHAPE | changes))
+
+
+def gemma3(**changes: Any) -> Any:
+    """Return a Gemma 3 whose embedding is its head."""
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**GEMMA3_SHAPE | changes))
+
+
+def gemma3_untied(**changes: Any) -> Any:
+    """Return a Gemma 3 with a head of its own, and one head of keys and values for three of queries."""
+    shape = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6, "tie_word_embeddings": False}
+    return gemma3(**shape | changes)
+
+
+def embedding_gemma(**changes: Any) -> Any:
+    """Return an EmbeddingGemma: states, of a stack whose positions see one another both ways."""
+    return transformers.Gemma3TextModel(
+        transformers.Gemma3TextConfig(**GEMMA3_SHAPE | {"use_bidirectional_attention": True} | changes)
+    )
 
 
 def of_class(name: str, **shape: Any) -> Callable[..., Any]:
@@ -167,6 +200,18 @@ ENTRIES = (
         outliers={"pegasus": 100.0},
         wide=20.0,
     ),
+    Entry(
+        kinds={"gemma3": gemma3, "gemma3-untied": gemma3_untied, "embeddinggemma": embedding_gemma},
+        shape={
+            "hidden_size": (12, 24, 36),
+            "num_attention_heads": (2, 4),
+            "num_key_value_heads": (1, 2),
+            "head_dim": (2, 6, 10),
+            "intermediate_size": range(1, 51),
+            "num_hidden_layers": (1, 2),
+            "query_pre_attn_scalar": (1, 7, 64),
+        },
+    ),
 )
 """One for each family; a new one adds its own here."""
 
@@ -209,18 +254,39 @@ def build(
                 weight.mul_(0.1)
             if what == "bias":
                 weight.normal_(0, 0.3 * (factor if module in outputs else 1))
-            if "norm" in name and what == "weight":
+            if name in layout.tensors and layout.tensors[name].offset:
+                gains(weight, layout, module, factor)
+            elif "norm" in name and what == "weight":
                 weight.mul_(torch.rand_like(weight) + 0.5)
             if module in gated:
                 weight[:2].mul_(20)
-        if layout.tied:
+        if layout.tied and not any(tensor.offset for tensor in layout.tensors.values()):
             # A tied head sees the large embedding; small gains keep its logits sane, as training does.
-            final = [w.norm for w in layout.topology if isinstance(w, StackEnds)][-1]
-            for parameter in model.get_submodule(final).parameters():
+            for parameter in model.get_submodule(final_norm(layout)).parameters():
                 parameter.mul_(8.0 / factor)
         for tensor in model.state_dict().values():
             tensor.copy_(tensor.to(dtype).to(tensor.dtype))
     return model
+
+
+def final_norm(layout: Layout) -> str:
+    """Return the path of the last norm."""
+    return [w.norm for w in layout.topology if isinstance(w, StackEnds)][-1]
+
+
+def gains(weight: torch.Tensor, layout: Layout, module: str, factor: float) -> None:
+    """Fill what is stored of gains, less an offset: those behind a sublayer have outliers, with which the stream passes
+    65504, and a tied head's are small.
+
+    All are multiples of 2^-8, so that fp32 holds them less the offset at every exponent that the tests draw, and fp16
+    does not.
+    """
+    gain = torch.rand_like(weight) + 0.5
+    if module in {w.post_norm for w in layout.topology if isinstance(w, (Attention, FeedForward))}:
+        gain[:2] *= max(1.0, 30.0 * factor)
+    if layout.tied and module == final_norm(layout):
+        gain *= min(1.0, 25.0 / factor)
+    weight.copy_((gain * 256).round() / 256 - 1)
 
 
 def save(model: Any, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
