@@ -21,7 +21,7 @@ from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
 from ..run import probe
 from ..run.probe import Batch
-from ..run.stock import any_config, described, from_files
+from ..run.stock import all_half, any_config, described, from_files
 from .regimes import DTYPES, RegimeResult, SiteResult, audit_each, audit_model, beside_fp32, check_names
 
 
@@ -37,7 +37,7 @@ class AnyModel:
     generates: bool
 
     def load(self, dtype: torch.dtype, *, half: bool = False) -> Any:
-        """Return the model in eval mode on the CPU; ``half``: every parameter cast to fp16.
+        """Return the model in eval mode on the CPU; ``half``: every weight cast to fp16.
 
         Raises UserError where stock code cannot load it, or finds a tensor missing that it would draw at random.
         """
@@ -47,7 +47,7 @@ class AnyModel:
                 f"{self.folder}: tensor {missing[0]} is missing, and {self.name} would fill it at random;"
                 " complete the checkpoint, or name the class that it was saved from in config.json"
             )
-        return model.half().eval() if half else model.eval()
+        return all_half(model).eval() if half else model.eval()
 
 
 def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:

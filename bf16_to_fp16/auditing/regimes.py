@@ -1,7 +1,9 @@
 """The verdict: a checkpoint run in the ways people run it in fp16, with every operation measured.
 
 The regimes differ in what is fp16. ``stock`` is what ``from_pretrained(dtype=float16)`` gives (T5's ``wo``
-stays fp32, and with it the residual); ``half`` has every parameter in fp16; ``amp`` keeps fp32 weights and lets
+stays fp32, and with it the residual); ``half`` has every weight in fp16, and what no file holds as stock code makes
+it (``.half()`` casts rotary frequencies too, which overflows nowhere and changes the function); ``amp`` keeps fp32
+weights and lets
 autocast run the matrix products in fp16. Each runs with eager attention, where the scores are fp16 values that
 can be measured, and with SDPA, whose kernels do not show them. Finite logits prove nothing, since stock
 code clamps residuals: a regime is safe iff no output of any operation is non-finite or saturated, apart from

@@ -491,34 +491,29 @@ class _Walk(_Findings):
             self.note(f"{w.at}:{operation}", "rotation", largest_turned)
         scale = self.layout.score_scale(w)
         made = turned_score_bounds(query, key, heads, self.arithmetic, scale)
-        self.scored(w, made, scale, largest_turned, ("mul#5", "mul#6", "add#3"))
+        self.scored(w, made, scale, largest_turned)
 
     def score(self, w: Attention, heads: int, query: LinearBound, key: LinearBound) -> None:
         """Bound the scores of every head."""
         scale = self.layout.score_scale(w)
         made = score_bounds(query, key, heads, self.arithmetic, scale)
-        self.scored(w, made, scale, max(largest(query.bound), largest(key.bound)), ("mul", "mul#2", "add"))
+        self.scored(w, made, scale, max(largest(query.bound), largest(key.bound)))
 
-    def scored(
-        self, w: Attention, made: ScoreBounds, scale: float, factors: float, operations: tuple[str, str, str]
-    ) -> None:
-        """Record the scores of every head: the bare product, the scaled one, with the position bias, and their span.
-
-        factors: bound of queries and keys. operations: names of what may multiply, and of what adds bias and mask.
-        """
-        multiplied, again, added = (f"{w.at}:{operation}" for operation in operations)
+    def scored(self, w: Attention, made: ScoreBounds, scale: float, factors: float) -> None:
+        """Record the scores of every head: the bare product, the scaled one, with the position bias, and their span;
+        factors: bound of queries and keys."""
         heads = len(made.product)
         self.note(f"{w.at}:scores", "scores", made.product, made.partial)
         scaled = self.rounded(made.product * scale) if w.scaled else made.product
-        self.note(multiplied, "scores", scaled)
+        self.note(w.scaling[0], "scores", scaled)
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
-        self.inner[multiplied] = self.inner[again] = factors * max(1.0, scale)
+        self.inner |= dict.fromkeys(w.scaling, factors * max(1.0, scale))
         bias = self.tensor(w.bias) if w.bias else None
         offset = torch.zeros(heads, dtype=torch.float64) if bias is None else bias.double().abs().amax(0)
         biased = self.rounded(scaled + offset)
         if bias is not None:
             self.note(f"{w.bias.removesuffix('.weight')}:embedding", "position bias", offset)
-        self.note(added, "scores", biased)
+        self.note(w.joining, "scores", biased)
         self.note(f"{w.at}:masked", "masked scores", masked_span(made.span, scaled, bias, self.arithmetic))
         self.note(f"{w.at}:softmax", "weights", 1.0)
         product = torch.maximum(made.product, made.partial)

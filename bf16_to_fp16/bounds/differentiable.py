@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..families.resolve import effective
 from ..families.types import (
     Attention,
     FeedForward,
@@ -27,6 +28,7 @@ from ..families.types import (
     Layout,
     ResolvedStack,
     StackEnds,
+    Sublayer,
     TensorReader,
     config_value,
 )
@@ -81,8 +83,9 @@ Owner = tuple[str, Callable[[Tensor], Tensor]]
 class DifferentiableBounds:
     """Bounds of the sites that only training can bring down, by the audit's names.
 
-    layout: of the model. weights: gives a live tensor by its name in the layout. arithmetic: what the certificate is to
-    hold for. stream: bound the residual stream as well, which matters where no exponent brings it down.
+    layout: of the model. weights: gives a live tensor by its name in the layout, as it is stored. arithmetic: what the
+    certificate is to hold for. stream: bound the residual stream as well, which matters where no exponent brings it
+    down.
     """
 
     def __init__(
@@ -110,19 +113,24 @@ class DifferentiableBounds:
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
             return [(name, view) for name in (f"{path}.weight", f"{path}.bias") if name in layout.tensors]
 
+        def scores(w: Attention) -> list[Owner]:
+            if w.rotary:
+                return linear(w.query_norm, all_of) + linear(w.key_norm, all_of)
+            heads = partial(by_head, heads=layout.heads(w))
+            return linear(w.query, heads) + linear(w.key, heads)
+
         for stack in layout.stacks():
             starts = (layout.family.embedding, stack.ends.positions)
             stream: list[Owner] = [(name, columns) for name in starts if name in layout.tensors]
             for w in stack.sublayers:
                 if isinstance(w, Attention):
-                    heads = partial(by_head, heads=layout.heads(w))
-                    scores = linear(w.query, heads) + linear(w.key, heads)
-                    bias: list[Owner] = [(w.bias, columns)] if w.bias else []
-                    found |= {f"{w.at}:scores": scores, f"{w.at}:add": scores + bias, f"{w.at}:masked": scores + bias}
+                    own = scores(w)
+                    biased: list[Owner] = [*own, (w.bias, columns)] if w.bias else own
+                    found |= {f"{w.at}:scores": own, w.joining: biased, f"{w.at}:masked": biased}
                 else:
                     found |= {path: linear(path, rows) for path in (w.gate, w.linear) if path in self.fixed}
                 found[w.output] = linear(w.output, rows)
-                stream = stream + found[w.output]
+                stream = stream + (linear(w.post_norm, rows) if w.post_norm else found[w.output])
                 found[w.add] = stream
             if stack.ends.norm in self.fixed:
                 found[f"{stack.ends.norm}:{layout.family.norm_site}"] = linear(stack.ends.norm, rows)
@@ -166,14 +174,14 @@ class _Walk:
             if isinstance(w, Attention):
                 self.scores(w, source)
                 if self.stream is not None:
-                    self.add(w.output, w.add, *self.attention_output(w, source))
+                    self.add(w, *self.attention_output(w, source))
             elif isinstance(w, FeedForward):
                 for path in filter(None, (w.gate, w.linear)):
                     if path in self.fixed and self.wants(path):
                         self.linear_site(path, source)
                 if self.stream is not None:
                     made = self.feed_forward_output(w, source)
-                    self.add(w.output, w.add, made, made)
+                    self.add(w, made, made)
             else:
                 self.end(stack, source)
         return self.found
@@ -200,7 +208,7 @@ class _Walk:
             self.found[site] = bounds[self.wanted[site]]
 
     def weight(self, name: str) -> Tensor | None:
-        return wide(self.read(name)) if name in self.layout.tensors else None
+        return effective(self.layout.tensors[name], wide(self.read(name))) if name in self.layout.tensors else None
 
     def linear_error(self, width: int) -> float:
         """Relative error of a linear of a norm's output, both of which are rounded."""
@@ -213,20 +221,24 @@ class _Walk:
         table = self.weight(self.layout.family.embedding)
         assert table is not None
         amax = table.abs().amax(0)
-        if ends.scale and config_value(self.layout.family, self.layout.config, ends.scale):
+        if ends.scales_itself or (ends.scale and config_value(self.layout.family, self.layout.config, ends.scale)):
             amax = amax * math.sqrt(amax.numel())
         positions = self.weight(ends.positions) if ends.positions else None
         return amax if positions is None else amax + positions.abs().amax(0)
 
-    def add(self, output: str, site: str, made: Tensor, sums: Tensor) -> None:
+    def add(self, w: Sublayer, made: Tensor, sums: Tensor) -> None:
         assert self.stream is not None
+        if self.stream_counts:
+            self.note(w.output, torch.maximum(made, sums))
+        if w.post_norm:
+            out = self.norm(w.post_norm)
+            made = out.gain.abs() * out.radius * (1 + self.a.unit)
         self.stream = (self.stream + made) * (1 + self.a.unit)
         if self.stream_counts:
-            self.note(output, torch.maximum(made, sums))
-            self.note(site, self.stream)
+            self.note(w.add, self.stream)
 
     def norm(self, path: str) -> _Normalised:
-        """What a norm of the stream gives."""
+        """What a norm gives."""
         gain, shift = self.weight(f"{path}.weight"), self.weight(f"{path}.bias")
         assert gain is not None
         if self.finds_radii:
@@ -297,8 +309,12 @@ class _Walk:
         """Note every head's products with their partial sums, the scores with their position bias, and what a mask must
         add at least."""
         a, heads, other = self.a, self.layout.heads(w), self.memory if w.memory else source
-        sites = [f"{w.at}:{what}" for what in ("scores", "add", "masked")]
+        sites = [f"{w.at}:scores", w.joining, f"{w.at}:masked"]
         if not self.wants(*sites):
+            return
+        if w.rotary:
+            for site, bound in zip(sites, self.turned_scores(w), strict=True):
+                self.note(site, bound)
             return
         assert other is not None
         query, key = self.linear(w.query, source), self.linear(w.key, other)
@@ -333,6 +349,19 @@ class _Walk:
         for site, bound in zip(sites, (sums + off, biased, span + MASK_ROUNDING + reach), strict=True):
             self.note(site, bound)
 
+    def turned_scores(self, w: Attention) -> tuple[Tensor, ...]:
+        """Bounds of the scores of normalised and turned queries and keys, which all heads have in common: of products
+        and partial sums, with the mask, and of what that must add at least."""
+        a, scale = self.a, self.layout.score_scale(w)
+        query, key = self.norm(w.query_norm), self.norm(w.key_norm)
+        pairs = [source.gain.abs().view(2, -1).amax(0) for source in (query, key)]
+        exact = query.radius * key.radius * (pairs[0] * pairs[1]).amax()[None]
+        # A norm's rounding and a rotation's three, on either side.
+        off = (2 * (1 + 3 * math.sqrt(2)) * a.unit + a.gamma(len(query.gain)) + 2 * a.unit) * exact
+        reach = (26 + math.log2(a.max_length)) * math.log(2)
+        span = (2 * exact + 5 * off) * scale + MASK_ROUNDING + reach
+        return exact + off, (exact + off) * scale, span
+
     # -- what joins the stream ----------------------------------------------------------------------------------------
 
     def attention_output(self, w: Attention, source: _Normalised) -> tuple[Tensor, Tensor]:
@@ -342,14 +371,18 @@ class _Walk:
         values = self.linear(w.value, other)
         weight, bias = self.weight(f"{w.output}.weight"), self.weight(f"{w.output}.bias")
         assert weight is not None
-        v = values.matrix.view(heads, -1, values.matrix.shape[1])
+        group = weight.shape[1] // len(values.norms)
         o = weight.view(len(weight), heads, -1).transpose(0, 1)
-        most, centre = values.partial.view(heads, -1), values.centre.view(heads, -1)
+        # Several heads may read the same values.
+        v, most, centre = (
+            x.unflatten(0, (heads // group, -1)).repeat_interleave(group, 0)
+            for x in (values.matrix, values.partial, values.centre)
+        )
         squares = ((o @ (v @ v.mT)) * o).sum(2)
         made = (values.radius * squares.clamp(min=SMALL).sqrt() + (o @ centre[..., None])[..., 0].abs()).sum(0)
         balance = balanced(lengths(o.mT), most)
         longest = values.radius * spectral_norms(v * balance[..., None]) + lengths(centre * balance)
-        sums = torch.minimum(weight.abs() @ values.partial, (lengths(o / balance[:, None]) * longest[:, None]).sum(0))
+        sums = torch.minimum(weight.abs() @ most.flatten(), (lengths(o / balance[:, None]) * longest[:, None]).sum(0))
         error = self.linear_error(source.gain.numel()) + a.gamma(a.max_length) + a.gamma(weight.shape[1]) + 4 * a.unit
         added = torch.zeros_like(made) if bias is None else bias.abs()
         sums = sums * a.attention_sum + added
@@ -391,6 +424,11 @@ def rows(x: Tensor) -> Tensor:
 def columns(x: Tensor) -> Tensor:
     """Return a matrix's columns as rows."""
     return x.t()
+
+
+def all_of(x: Tensor) -> Tensor:
+    """Return a vector as one row."""
+    return x.view(1, -1)
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:

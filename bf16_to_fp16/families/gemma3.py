@@ -237,6 +237,7 @@ GEMMA3 = Family(
     centred_norm=False,
     norm_site="to#2",
     norm_rounds_once=True,
+    made_in_fp32=True,
     dropout={"attention": "attention_dropout"},
     free_keys=(
         "cache_implementation",

@@ -56,6 +56,13 @@ def loading_class(name: str) -> str:
     return "AutoModelForSeq2SeqLM" if stock is None or stock.decodes else "AutoModelForCausalLM"
 
 
+def half_call(name: str) -> str:
+    """Return what makes every weight of the stock class of this name fp16 once it is loaded in fp16: ``.half()``, or
+    nothing where that would round what stock code makes in fp32."""
+    family = next((family for family in FAMILIES if name in names_of(family)), None)
+    return "" if family is not None and family.made_in_fp32 else ".half()"
+
+
 def class_of(config: Mapping[str, object]) -> StockClass:
     """Return the stock class that a config names first.
 

@@ -249,8 +249,11 @@ def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
 
 
 def effective(tensor: ResolvedTensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what stock code computes with where a file holds ``weight``: fp32 where it adds an offset."""
-    return weight.float() + tensor.offset if tensor.offset else weight
+    """Return what stock code computes with where a file holds ``weight``: fp32 where it adds an offset, fp64 from
+    fp64."""
+    if not tensor.offset:
+        return weight
+    return (weight if weight.dtype == torch.float64 else weight.float()) + tensor.offset
 
 
 def unscaled(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:

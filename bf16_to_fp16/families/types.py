@@ -166,6 +166,17 @@ class Attention:
     kv_heads: str = ""
     scale: str = ""
 
+    @property
+    def scaling(self) -> tuple[str, str]:
+        """The sites at which scores are multiplied by a number, or queries and keys by its root; rotary positions take
+        four products and two sums before."""
+        return (f"{self.at}:mul#5", f"{self.at}:mul#6") if self.rotary else (f"{self.at}:mul", f"{self.at}:mul#2")
+
+    @property
+    def joining(self) -> str:
+        """The site at which bias and mask join the scores."""
+        return f"{self.at}:add#3" if self.rotary else f"{self.at}:add"
+
 
 @dataclass(frozen=True)
 class FeedForward:
@@ -427,6 +438,9 @@ class Family:
     "" (never)."""
     norm_rounds_once: bool = False
     """Whether an RMSNorm is rounded after its gain alone, and not before it as well."""
+    made_in_fp32: bool = False
+    """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
+    ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ..bounds.arithmetic import Bound
 from ..bounds.certificate import Certificate, bound
 from ..bounds.differentiable import DifferentiableBounds
+from ..families.resolve import effective
 from ..families.types import Attention, Layout
 from ..numerics import FP16_MAX
 from .penalty import Observation
@@ -171,7 +172,8 @@ class BoundConstraint:
 
     def certificate(self) -> Certificate:
         """Return the certificate of the weights as they are, rounded to fp16, before what rescaling may still do."""
-        return bound(self.layout, lambda name: self._named[name].detach().cpu().half())
+        tensors = self.layout.tensors
+        return bound(self.layout, lambda name: effective(tensors[name], self._named[name].detach().cpu().half()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit."""
@@ -198,7 +200,7 @@ def groups_of(layout: Layout) -> dict[str, str]:
         for w in stack.sublayers:
             found |= {w.output: stack.ends.at, w.add: stack.ends.at}
             if isinstance(w, Attention):
-                found |= {f"{w.at}:{what}": w.at for what in ("scores", "add", "masked")}
+                found |= dict.fromkeys((f"{w.at}:scores", w.joining, f"{w.at}:masked"), w.at)
     return found
 
 

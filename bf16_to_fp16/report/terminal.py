@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.folder import MODULES
-from ..families.known import loading_class, named
+from ..families.known import half_call, loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
@@ -220,10 +220,12 @@ def load_line(out: Path) -> str:
         architecture = json.loads((out / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError):
         architecture = ""
+    half = half_call(architecture)
     if (out / MODULES).is_file():
-        return f'load: SentenceTransformer("{out}").half()'
+        options = "" if half else ', model_kwargs={"dtype": torch.float16}'
+        return f'load: SentenceTransformer("{out}"{options}){half}'
     kind = loading_class(architecture)
-    return f'load: {kind}.from_pretrained("{out}", dtype=torch.float16).half()'
+    return f'load: {kind}.from_pretrained("{out}", dtype=torch.float16){half}'
 
 
 def print_title(title: str) -> None:

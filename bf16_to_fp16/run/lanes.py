@@ -13,6 +13,7 @@ the others, and its weights stay from the second visit on; so it costs the memor
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -327,4 +328,6 @@ class Walk:
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    return type(module) is nn.Embedding
+    # A table of positions may be an embedding too, and asked for a shape instead of ids.
+    takes = list(inspect.signature(type(module).forward).parameters)[1:]
+    return isinstance(module, nn.Embedding) and takes in (["input"], ["input_ids"])

@@ -75,14 +75,30 @@ def any_config(folder: Path) -> Any:
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
     """Return the stock model in ``folder`` as ``from_pretrained(dtype=dtype)`` loads it, in eval mode on the CPU.
 
-    With ``half`` every parameter is then cast to fp16 (stock keeps T5's ``wo`` in fp32). Nothing is fetched and
-    no remote code runs. Raises ``UserError`` where files cannot be read or a tensor is missing (stock fills it
+    With ``half`` every weight is then cast to fp16, as ``all_half`` does it. Nothing is fetched and no remote code
+    runs. Raises ``UserError`` where files cannot be read or a tensor is missing (stock fills it
     at random).
     """
     config = load_config(folder).to_dict()
     model, missing = from_files(folder, stock_class(config), dtype, attention)
     check_complete(folder, config, missing)
-    return model.half().eval() if half else model.eval()
+    return all_half(model).eval() if half else model.eval()
+
+
+def all_half(model: Any) -> Any:
+    """Cast every parameter and every buffer that files hold to fp16 in place, and return the model.
+
+    Stock code keeps T5's ``wo`` in fp32. What it makes itself stays as it is: rotary frequencies in fp16 are another
+    function, which ``.half()`` alone would make of it.
+    """
+    made = {
+        id(module): {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        for module in model.modules()
+    }
+    model.half()
+    for module in model.modules():
+        module._buffers.update(made[id(module)])
+    return model
 
 
 def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> tuple[Any, list[str]]:
@@ -128,7 +144,7 @@ def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False,
     check_complete(folder, config.to_dict(), info["missing_keys"])
     model.config.name_or_path = str(folder)
     fill_in(model, checkpoint)
-    return model.half().eval() if half else model.eval()
+    return all_half(model).eval() if half else model.eval()
 
 
 def set_attention(model: Any, implementation: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.differentiable import DifferentiableBounds
+from bf16_to_fp16.families.resolve import effective
 from bf16_to_fp16.families.types import Layout
 
 
@@ -30,7 +31,7 @@ def is_stream(site: str, layout: Layout) -> bool:
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_every_bound_is_the_certificates_but_for_what_refines_the_stream(kind: str) -> None:
     layout, named, bounds = live(tiny.build(kind, 1))
-    certificate = bound(layout, lambda name: named[name].detach())
+    certificate = bound(layout, lambda name: effective(layout.tensors[name], named[name].detach()))
     measured = bounds.measure()
     for site, values in measured.items():
         proven = certificate.at(site)

@@ -24,10 +24,20 @@ PACKAGE = Path(__file__).parents[2] / "bf16_to_fp16"
 ROLES = {"encoder", "decoder", "model", "weight", "bias"}
 """Parts of paths that every family shares, and that the package speaks of itself."""
 
-COMMON = {"act", "block", "dropout", "k", "layer", "layers", "o", "q", "shared", "v"}
+COMMON = {"act", "block", "dropout", "k", "layer", "layers", "norm", "o", "q", "shared", "v"}
 """Words of English or of mathematics as well: they give a family away inside a path only."""
 
-OF_TRANSFORMERS = {"dropout", "id2label", "max_position_embeddings", "num_labels", "tie_word_embeddings", "vocab_size"}
+OF_TRANSFORMERS = {
+    "dropout",
+    "hidden_size",
+    "id2label",
+    "initializer_range",
+    "max_position_embeddings",
+    "num_hidden_layers",
+    "num_labels",
+    "tie_word_embeddings",
+    "vocab_size",
+}
 """Config keys that mean the same in every family."""
 
 OPERATIONS = {"layer_norm"}
