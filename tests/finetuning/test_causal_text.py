@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from support import causal
+from support import causal, tiny
+from support.learner import recipe_tree
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, open_corpus
 from bf16_to_fp16.finetuning.distillation import Teacher, arguments, counted_positions, task_loss
 from bf16_to_fp16.finetuning.evaluation import prompts
-from bf16_to_fp16.finetuning.recipe import Data
+from bf16_to_fp16.finetuning.recipe import Data, parse_recipe
+from bf16_to_fp16.finetuning.run import finetune
 from bf16_to_fp16.run.probe import IGNORED_LABEL
 
 TEXTS = ["a short one", "b", "a text that is much longer than the most tokens that are taken"]
@@ -80,6 +82,26 @@ def test_the_teacher_is_no_way_from_itself_where_tokens_are_predicted(tmp_path: 
     same, other = (float(teacher.divergence(out, batch)) for teacher in teachers)
     assert teachers[0].chooses and same == pytest.approx(0.0, abs=1e-4) and other > 0.1
     assert len(teachers[0].outputs(batch)) == int(batch.attention_mask.sum() - len(TEXTS))
+
+
+def test_a_causal_model_is_finetuned_on_answers_and_keeps_its_class(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("gemma3", 3, vocab_size=259, num_hidden_layers=2), tmp_path / "source")
+    causal.tokenizer().save_pretrained(source)
+    rows = [{"input": f"line {i} ", "target": f"of {i} numbers"} for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu"}
+    tree["evaluation"] = {"every": 100, "generate": True, "max_new_tokens": 4}
+    tree["data"] = {"path": str(tmp_path / "data.jsonl"), "input_length": 16, "target_length": 16, "batch_size": 4}
+    tree["schedule"] = {**tree["schedule"], "steps": 8, "learning_rate": 0.01}
+    tree["quality"] = {"max_kl": None, "max_loss_rise": None}
+    assert finetune(parse_recipe(tree)) is not None
+    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+    run = report["finetune"]
+    first, last = run["evaluations"]
+    assert run["data"]["objective"] == "pairs" and last["held_out_loss"] < first["held_out_loss"]
+    assert first["held_out_divergence"] < 0.1 < last["held_out_divergence"]  # it begins as the original
+    assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
 
 
 @pytest.mark.parametrize("objective", ["span-corruption", "gap-sentences"])
