@@ -1,10 +1,10 @@
-"""Trains one of the two demo checkpoints: ``python recipes/train_demo.py recipes/train-demo-t5.yaml OUT``.
+"""Trains one of the demo checkpoints: ``python recipes/train_demo.py recipes/train-demo-t5.yaml OUT``.
 
-A small byte-level seq2seq model, trained in bf16 (autocast over fp32 master weights, stored as bf16) on real English
-text. It starts from an initialisation whose residual stream, a few output channels of late layers and a few neurons are
-large, because those are what published bf16 checkpoints carry past 65504 and what minutes on a CPU do not grow by
-themselves. Pre-norm makes the function nearly blind to these scales, so the model learns like any other. Every factor
-is in the recipe; none is a power of two.
+A small byte-level model, trained in bf16 (autocast over fp32 master weights, stored as bf16) on real English text: a
+T5 or a Pegasus that fills gaps, or a Gemma 3 that goes on with a text. It starts from an initialisation in which the
+residual stream, a few output channels of late layers and a few neurons are large, because those are what published bf16
+checkpoints carry past 65504 and what minutes on a CPU do not grow by themselves. Pre-norm makes the function nearly
+blind to these scales, so the model learns like any other. Every factor is in the recipe; none is a power of two.
 
 Adam's step is multiplied, element by element, by the scale of the initialisation. That is Adam on an ordinary
 initialisation with the factors as constants outside it, and it lets large weights move as far, relative to their size,
@@ -29,11 +29,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import yaml
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     PegasusConfig,
     PegasusForConditionalGeneration,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -41,7 +45,7 @@ from transformers import (
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE / "data" / "python-topics.txt.gz"
 HELD_OUT = HERE.parent / "bf16_to_fp16" / "demo_data" / "held_out.txt"
-PAD, EOS, BYTE0, BYTES, VOCABULARY = 0, 1, 3, 256, 384
+PAD, EOS, BOS, BYTE0, BYTES, VOCABULARY = 0, 1, 2, 3, 256, 384
 Recipe = dict[str, Any]
 
 
@@ -64,7 +68,11 @@ def spans(window: bytes, recipe: Recipe, rng: torch.Generator) -> tuple[list[int
 
 
 def batch(windows: list[bytes], recipe: Recipe, rng: torch.Generator) -> dict[str, Tensor]:
-    """Return ``input_ids`` and ``labels``, both (batch, length), for windows of equal length."""
+    """Return ``input_ids`` and ``labels``, both (batch, length), for windows of equal length: gaps and what is missing,
+    or, of a causal model, a text from its start token on and what each position should give."""
+    if recipe["family"] == "gemma3":
+        ids = torch.tensor([[BOS, *(byte + BYTE0 for byte in window)] for window in windows])
+        return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
     pairs = [spans(window, recipe, rng) for window in windows]
     return {"input_ids": torch.tensor([s for s, _ in pairs]), "labels": torch.tensor([t for _, t in pairs])}
 
@@ -94,6 +102,8 @@ def build(recipe: Recipe) -> tuple[PreTrainedModel, dict[str, Tensor]]:
         model = T5ForConditionalGeneration(T5Config(**recipe["config"]))
         # transformers 5 ties the head in memory whatever the config says.
         model.lm_head.weight = torch.nn.Parameter(torch.empty(VOCABULARY, recipe["config"]["d_model"]))
+    elif recipe["family"] == "gemma3":
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**recipe["config"]))
     else:
         model = PegasusForConditionalGeneration(PegasusConfig(**recipe["config"]))
     scales = {}
@@ -114,7 +124,7 @@ def build(recipe: Recipe) -> tuple[PreTrainedModel, dict[str, Tensor]]:
 
 def standard_deviation(name: str, weight: Tensor, recipe: Recipe) -> float:
     """Return the ordinary initialisation's scale: 1/√fan_in for matrices, a step size for vectors (0 or 1 at first)."""
-    if name.endswith("shared.weight"):
+    if name.endswith(("shared.weight", "embed_tokens.weight")):
         return float(recipe["embedding_std"])
     if name.endswith(".q.weight"):  # T5 has no 1/√d_kv in its scores
         return float((weight.shape[1] * recipe["config"]["d_kv"]) ** -0.5)
@@ -146,14 +156,15 @@ def enlarge(model: PreTrainedModel, scales: dict[str, Tensor], rule: Recipe) -> 
 def align(model: PreTrainedModel, scales: dict[str, Tensor], rule: Recipe) -> None:
     """Set ``[rows, columns]`` of the rule's tensors to ``values`` (one, or one per column) times their scale, in place.
 
-    ``keep`` is the share of the random weight that stays beside it. A vector has no columns. This is what makes the
-    chosen neurons fire, and with one sign, from the first step on.
+    ``keep`` is the share of the random weight that stays beside it. A vector has no columns, and is set whole without
+    rows. This is what makes the chosen neurons fire, and with one sign, from the first step on.
     """
     for name, weight in model.named_parameters():
         if matches(name, rule):
             values = torch.tensor(rule["values"])
             if weight.dim() == 1:
-                weight[rule["rows"]] = values * scales[name][rule["rows"]]
+                where = rule.get("rows", slice(None))
+                weight[where] = values * scales[name][where]
             else:
                 rows = torch.tensor(rule.get("rows", list(range(weight.shape[0]))))
                 where = (rows[:, None], torch.tensor(rule["columns"])[None, :])
@@ -197,25 +208,29 @@ class ScaledAdam:
         return norm
 
 
+def logits_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the logits at the labels' positions, computed under bf16 autocast; a decoder's input are the labels."""
+    given = inputs if model.config.is_encoder_decoder else {"input_ids": inputs["input_ids"]}
+    with torch.autocast("cpu", torch.bfloat16):
+        logits: Tensor = model(**given, use_cache=False).logits
+    return logits.float().flatten(0, 1)
+
+
 def loss_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     """Return the mean cross-entropy per target token in nats, computed under bf16 autocast."""
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(**inputs, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), inputs["labels"].flatten())
+    return torch.nn.functional.cross_entropy(logits_of(model, inputs), inputs["labels"].flatten())
 
 
 @torch.no_grad()
 def bits_per_byte(model: PreTrainedModel, recipe: Recipe) -> float:
-    """Return the cross-entropy of the held-out gaps' bytes (no sentinels, no end) in bits per byte, under autocast."""
+    """Return the cross-entropy of the held-out bytes (no sentinels, no end), of gaps or of all, in bits per byte, under
+    autocast."""
     total, count = 0.0, 0
     for inputs in held_out_batches(recipe):
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(**inputs, use_cache=False).logits
         labels = inputs["labels"]
         labels = labels.masked_fill((labels < BYTE0) | (labels >= BYTE0 + BYTES), -100)
-        total += float(
-            torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-        )
+        logits = logits_of(model, inputs)
+        total += float(torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum"))
         count += int((labels != -100).sum())
     return total / count / math.log(2)
 
@@ -265,7 +280,7 @@ def save(model: PreTrainedModel, recipe: Recipe, out: Path) -> None:
     """Write config.json, model.safetensors (every tensor bf16), generation_config.json and the tokenizer's files."""
     out.mkdir(parents=True, exist_ok=True)
     tied = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
-    if recipe["family"] == "pegasus":
+    if recipe["family"] != "t5":
         tied.append("lm_head.weight")
     state = model.state_dict()
     tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in state.items() if not name.endswith(tuple(tied))}
@@ -278,10 +293,29 @@ def save(model: PreTrainedModel, recipe: Recipe, out: Path) -> None:
     (out / "model.safetensors").chmod(0o644)
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     model.generation_config.save_pretrained(out)
+    if recipe["family"] == "gemma3":
+        byte_tokenizer(recipe["model_max_length"]).save_pretrained(out)
+        return
     # ByT5Tokenizer needs no more, while what transformers 5 saves for it does not load in transformers 4.
     tokenizer = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125, "model_max_length": recipe["model_max_length"]}
     tokenizer |= {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     (out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n", encoding="utf-8")
+
+
+def byte_tokenizer(longest: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes that begins a text with ``<bos>``, as Gemma's does; ByT5's would end a prompt."""
+    special = {"<pad>": PAD, "<eos>": EOS, "<bos>": BOS}
+    # The letters that byte-level tokenizers use for bytes: printable ones for themselves, others from 256 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(BYTES) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(BYTES + k) for k, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(special | {letters[byte]: byte + BYTE0 for byte in range(BYTES)}, []))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", BOS)])
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **names)
 
 
 def main() -> None:

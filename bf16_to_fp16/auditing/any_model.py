@@ -6,7 +6,6 @@ conversion, a choice of ids by the weights, and a walk over the files; each regi
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from copy import copy
@@ -22,25 +21,20 @@ from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
 from ..run import probe
 from ..run.probe import Batch
-from ..run.stock import all_half, any_config, attentions_of, from_files
+from ..run.stock import all_half, any_config, attentions_of, described, from_files
 from .regimes import DTYPES, RegimeResult, SiteResult, audit_each, audit_model, beside_fp32, check_names
-
-# Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
-_OF_ROWS = "ForSequenceClassification"
 
 
 @dataclass(frozen=True)
 class AnyModel:
     """A checkpoint whose class belongs to no family: its folder, the name of the class, the configuration with which
-    inputs are made, the attentions that the class has, whether it can generate, and whether it reads its result where a
-    row has its one end token."""
+    inputs are made, the attentions that the class has, and whether it can generate."""
 
     folder: Path
     name: str
     config: Any
     attention: tuple[str, ...]
     generates: bool
-    ends: bool = False
 
     def load(self, dtype: torch.dtype, *, half: bool = False) -> Any:
         """Return the model in eval mode on the CPU; ``half``: every weight cast to fp16.
@@ -68,13 +62,13 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
     names = architectures({"architectures": config.architectures})
     if not names:
         raise UserError(f'{folder}/config.json names no class; add "architectures" with the name of one')
-    found = getattr(transformers, names[0], None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+    stock = described(names[0])
+    if stock is None:
         raise UserError(
             f"{folder}/config.json: {names[0]} is no model of transformers {transformers.__version__}, and code of a"
             " checkpoint is not run; install the version that has it"
         )
-    kind: Any = found
+    kind: Any = getattr(transformers, names[0])
     if kind.main_input_name != "input_ids":
         raise UserError(f"{names[0]} takes {kind.main_input_name}, and the audit runs token ids; give a model of text")
     text = config.get_text_config()
@@ -82,15 +76,11 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
         raise UserError(f"{folder}/config.json: no vocab_size, and the audit runs token ids; give a model of text")
     inputs = copy(text)
     inputs.architectures = names[:1]
-    # A classifier of whole rows gives its decoder what the encoder has.
-    decodes = "decoder_input_ids" in inspect.signature(kind.forward).parameters
-    inputs.is_encoder_decoder = decodes and not names[0].endswith(_OF_ROWS)
     kept = attentions_of(names[0], attention, progress)
     # A decoder beside an encoder needs to be told with what to begin.
     starts = [getattr(text, key, None) for key in ("decoder_start_token_id", "bos_token_id")]
-    begins = not decodes or any(start is not None for start in starts)
-    ends = decodes and not inputs.is_encoder_decoder
-    return AnyModel(folder, names[0], inputs, kept, begins and kind.can_generate(), ends)
+    begins = not stock.decodes or any(start is not None for start in starts)
+    return AnyModel(folder, names[0], inputs, kept, begins and stock.is_language_model)
 
 
 def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
@@ -102,12 +92,7 @@ def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = Fa
     made = probe.batches(model.config, None, None, seed=seed, sweep=sweep)
     if data is not None:
         made += probe.batches(model.config, model.folder, data, seed=seed)
-    forwards = [replace(batch, head=True) for batch in made if not batch.generate]
-    if model.ends:
-        forwards = [probe.ended(batch, model.config.eos_token_id) for batch in forwards]
-    if not model.generates:
-        return forwards
-    return [*forwards, probe.generation(forwards[0])]
+    return [replace(batch, head=True) for batch in made if model.generates or not batch.generate]
 
 
 def audit_any(

@@ -72,7 +72,7 @@ class Reference:
 
 def compared(batches: Sequence[Batch]) -> list[Batch]:
     """Return the batches on which models are compared: those that neither generate nor lack the head."""
-    return [b for b in batches if not b.generate and (b.decoder_input_ids is None or b.head)]
+    return [b for b in batches if b.head and not b.generate]
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:

@@ -482,7 +482,9 @@ def _step(model: nn.Module, batch: Batch, regime: str, train_mode: bool) -> int:
     if not train_mode or batch.generate:
         output = _forward(model, batch, regime)
     else:
-        labelled = batch.head and batch.decoder_input_ids is not None and probe.predicts_tokens(model.config)
+        labelled = batch.head and probe.predicts_tokens(probe.config_of(model))
+        # A causal model has nothing to predict behind a token that stands alone.
+        labelled = labelled and bool((batch.labels() != probe.IGNORED_LABEL).any())
         with _autocast(model, regime):
             output = probe.run_batch(model, batch, labels=labelled)
         if output is not None:

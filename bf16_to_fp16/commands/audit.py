@@ -103,7 +103,7 @@ def audit(
                 seed=seed,
             ),
         )
-    observed = observation(checkpoint, asked, results, inputs)
+    observed = observation(checkpoint, asked, results, inputs, generates=layout.stock.is_language_model)
     proven: dict[str, Any] = {}
     if converted or attack_steps is not None:
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
@@ -137,14 +137,20 @@ class Asked:
 
 
 def observation(
-    checkpoint: Checkpoint, asked: Asked, results: Mapping[str, RegimeResult], inputs: Sequence[Batch]
+    checkpoint: Checkpoint,
+    asked: Asked,
+    results: Mapping[str, RegimeResult],
+    inputs: Sequence[Batch],
+    *,
+    generates: bool,
 ) -> dict[str, Any]:
-    """Return what every audit reports: what was run, on what, and what it showed."""
+    """Return what every audit reports: what was run, on what, and what it showed; generates: whether the class can."""
+    described = probe.describe_batches(inputs, seed=asked.seed, data=asked.data, generates=generates)
     return {
         "source": Source.of(checkpoint),
         "train_mode": asked.train_mode,
         "attention": list(asked.attention),
-        "inputs": Inputs.model_validate(probe.describe_batches(inputs, seed=asked.seed, data=asked.data)),
+        "inputs": Inputs.model_validate(described),
         "regimes": regimes_of(results),
     }
 
@@ -169,7 +175,8 @@ def audited_without_family(checkpoint: Checkpoint, asked: Asked, on: Device, pro
                 seed=asked.seed,
             ),
         )
-    observed = observation(checkpoint, replace(asked, attention=model.attention), results, inputs)
+    asked = replace(asked, attention=model.attention)
+    observed = observation(checkpoint, asked, results, inputs, generates=model.generates)
     said = verdict(results)
     return Report(
         schema=SCHEMA,

@@ -146,7 +146,12 @@ def convert_by(
         nbytes = sum(math.prod(w.shape) * w.dtype.itemsize for w in writes(decided.layout, decided.plan))
         seconds = WHOLE * (time.monotonic() - begun) if decided.ranges else None
         return Conversion(dump(summary), None, decided.planned, decided.plan, nbytes, seconds)
-    inputs = probe.describe_batches(opened.inputs, seed=options.seed, data=options.data) if options.run_model else None
+    generates = decided.layout.stock.is_language_model
+    inputs = (
+        probe.describe_batches(opened.inputs, seed=options.seed, data=options.data, generates=generates)
+        if options.run_model
+        else None
+    )
     with staged(place.out, force=place.force) as work:
         rewritten = rewrite(opened, decided, work, options, progress)
         measured = measure(opened, decided, work, options, progress)

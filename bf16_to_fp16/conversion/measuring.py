@@ -164,6 +164,6 @@ def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch
     """Return how far the written fp16 model, whose outputs are given, and the original in bf16 are from the original
     in fp32."""
     reference = reference_of(original, inputs)
-    probabilities = inputs[0].decoder_input_ids is not None
+    probabilities = resolve(original).gives_probabilities
     found = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
     return FidelityEntry.model_validate(found.to_json())

@@ -6,7 +6,7 @@ Read from the declaration itself: the first block of each stack under the stock 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .types import Attention, Family, FeedForward, Stack
@@ -78,10 +78,18 @@ def last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def stack_of(path: str) -> str | None:
-    """Return the stack, "encoder" or "decoder", that a module or one of its sites belongs to, None for a head."""
+def stack_of(path: str) -> str:
+    """Return the stack, "encoder" or "decoder", that a module or one of its sites belongs to; "model" where it is in
+    neither: a head, or the only stack of a model."""
     found = _STACK.search(path)
-    return found[1] if found else None
+    return found[1] if found else "model"
+
+
+def stacks_of(paths: Iterable[str]) -> list[str]:
+    """Return the stacks of the model whose modules or sites these are, in order: "encoder" and "decoder" as far as
+    there are any, else "model"."""
+    found = {stack_of(path) for path in paths}
+    return [name for name in ("encoder", "decoder") if name in found] or ["model"]
 
 
 def block_of(path: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .types import Layout, ResolvedStack, Sublayer
+from .types import Attention, Layout, ResolvedStack, Sublayer
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,13 @@ def walk(layout: Layout) -> Iterator[Reader]:
             yield Reader(sublayer.norm, site, sublayer, stack)
             site = sublayer.add
         yield Reader(stack.ends.norm, site, None, stack)
+
+
+def norms_inside(sublayer: Sublayer | None) -> list[str]:
+    """Return the norms of a sublayer that read something else than the stream."""
+    if sublayer is None:
+        return []
+    found = [sublayer.post_norm]
+    if isinstance(sublayer, Attention):
+        found += [sublayer.query_norm, sublayer.key_norm]
+    return [norm for norm in found if norm]

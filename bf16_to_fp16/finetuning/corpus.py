@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,8 +55,10 @@ _TRAINING, _HELD_OUT, _SPLIT, _ORDER = range(4)
 class TrainingBatch:
     """One forward pass of one process: int64 ids and 0/1 mask of shape [rows, length], labels with −100 as padding.
 
-    ``examples``: (epoch, row in the data) of every example, for the log of a bad batch. It is empty for a batch whose
-    labels are all −100, which only keeps processes in step. ``labels`` is None for a model that predicts no tokens.
+    ``labels``: what each position of the logits should predict, of which a decoder's inputs are made; None for a model
+    that predicts no tokens. ``causal``: whether each position predicts the next of ``input_ids``. ``examples``: (epoch,
+    row in the data) of every example, for the log of a bad batch. It is empty for a batch whose labels are all −100,
+    which only keeps processes in step.
     ``targets``: the texts that generation should give, where the data have them. ``row_wise``: whether the model gives
     one output for a row.
     """
@@ -67,10 +69,13 @@ class TrainingBatch:
     examples: tuple[tuple[int, int], ...]
     targets: tuple[str, ...] | None = None
     row_wise: bool = False
+    causal: bool = False
 
     def inputs(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return the arguments of a stock model, on ``device``."""
-        tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
+        """Return the arguments of a stock model, on ``device``; it compares what a position of a causal model gives
+        with the label of the next."""
+        labels = self.labels.roll(1, dims=1) if self.labels is not None and self.causal else self.labels
+        tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": labels}
         return {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -279,13 +284,16 @@ class Corpus:
         self.held_out_source: _Source = self.source
         if data.held_out_path is not None:
             self.held_out_source = _TableRows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
-        self.predicts = probe.predicts_tokens(config)
+        self.predicts, self.causal = probe.predicts_tokens(config), probe.is_causal(config)
         stock = probe.class_in(config)
         self.reads_end_token = stock is not None and stock.reads_end_token
         self.objective = self._objective()
         longest = probe.longest_sequence(config)
-        self.input_length = min(data.input_length, longest)
         self.target_length = min(data.target_length, longest)
+        if self.causal and self.objective == "pairs":  # both are in one row
+            self.target_length = min(self.target_length, max(1, longest // 2))
+            longest -= self.target_length
+        self.input_length = min(data.input_length, longest)
         self.mean_span = data.mean_span_length or (BYTE_SPAN if self.conventions.bytes else SUBWORD_SPAN)
         self.window = self.input_length - 1
         if self.objective == "span-corruption":
@@ -295,23 +303,29 @@ class Corpus:
             )
         # Text may spell a special token; taken for one it would break the target. Bytes are text, whatever they mean.
         named = [k for k in self.conventions.sentinels if not (self.conventions.bytes and k <= BYTE_SENTINEL)]
-        self._reserved = {self.conventions.pad, self.conventions.end, self.conventions.mask, *named}
+        self._reserved = {*named, *(getattr(self.conventions, name) for name in ("pad", "start", "end", "mask"))}
 
     def _objective(self) -> Objective:
         asked, path = self.data.objective, self.data.path
         paired = all(source.columns[1] is not None for source in (self.source, self.held_out_source))
         if not self.predicts:
-            if asked in ("span-corruption", "gap-sentences"):
+            if asked not in ("auto", "none"):
                 raise UserError(
                     f"objective {asked} needs a model that predicts tokens, and this one does not; use auto"
                 )
             return "text"
+        if self.causal and asked in ("span-corruption", "gap-sentences"):
+            raise UserError(f"objective {asked} needs a decoder beside an encoder, and this model has none; use auto")
+        if not self.causal and asked == "next-token":
+            raise UserError("objective next-token needs a model that goes on with its input; use auto")
         if asked == "none" or (asked == "auto" and paired):
             if not paired:
                 raise UserError(
                     f"{path}: objective none needs targets; name target_column, or let plain text have objective auto"
                 )
             return "pairs"
+        if self.causal:
+            return "next-token"
         if asked == "auto":
             asked = "gap-sentences" if self.conventions.mask is not None else "span-corruption"
         if asked == "gap-sentences":
@@ -339,30 +353,41 @@ class Corpus:
         return ids
 
     def example(self, row: int, content: Row, epoch: int, *, held_out: bool = False) -> tuple[list[int], list[int]]:
-        """Return the (input, target) ids of a row in an epoch; the target is empty where no tokens are predicted."""
+        """Return the (input, target) ids of a row in an epoch; the target is empty where no tokens are predicted.
+
+        That of a causal model follows the input.
+        """
         text, target = content
         if self.objective == "pairs":
             if target is None:
                 raise UserError(f"{self.data.path}: row {row} has no target; give every row one, or an objective")
-            return self._cut(text, self.input_length), self._cut(target, self.target_length)
+            if not self.causal:
+                return self._cut(text, self.input_length), self._cut(target, self.target_length)
+            answer = self._cut(target, self.target_length - 1, add_special_tokens=False)
+            prompt = probe.without_end(torch.tensor(self._cut(text, self.input_length)), self.tokenizer)
+            return prompt.tolist(), [*answer, self.conventions.end]
         rng = np.random.default_rng([self.seed, _HELD_OUT if held_out else _TRAINING, epoch, row])
         if len(text) > (most := self.window * _CHARACTERS):
             first = _first(len(text), most, rng)
             text = text[first : first + most]
         if self.objective == "gap-sentences":
             return self._gaps(text, rng)
-        tokens = self.tokens(text)
+        tokens, end = self.tokens(text), self.conventions.end
+        if self.objective == "next-token":
+            tokens = [*tokens, end]
         first = _first(len(tokens), self.window, rng)
         tokens = tokens[first : first + self.window]
-        end = self.conventions.end
+        if self.objective == "next-token":
+            whole = tokens if self.conventions.start is None else [self.conventions.start, *tokens]
+            return whole[:1], whole[1:]
         if self.objective == "text":
             return [*tokens, end], []
         spans = noise_spans(len(tokens), self.data.noise_density, self.mean_span, rng)
         return span_corruption(tokens, spans, self.conventions.sentinels, end)
 
-    def _cut(self, text: str, length: int) -> list[int]:
+    def _cut(self, text: str, length: int, **options: Any) -> list[int]:
         # No token is longer than this, so that the cut text has the same first ids.
-        ids = self.tokenizer(text[: 64 * length], truncation=True, max_length=length)["input_ids"]
+        ids = self.tokenizer(text[: 64 * length], truncation=True, max_length=length, **options)["input_ids"]
         return self._checked(list(ids))
 
     def _gaps(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
@@ -398,13 +423,15 @@ class Corpus:
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         """Return the batch of (epoch, row, content) of at least one example."""
         made = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
+        if self.causal:
+            made = [in_one_row(source, target) for source, target in made]
         ids, mask = probe.stack([torch.tensor(source) for source, _ in made], self.conventions.pad)
         labels = None
         if self.predicts:
             labels, _ = probe.stack([torch.tensor(target) for _, target in made], probe.IGNORED_LABEL)
         targets = tuple(target or "" for _, _, (_, target) in rows) if self.objective == "pairs" else None
         examples = tuple((epoch, row) for epoch, row, _ in rows)
-        return TrainingBatch(ids, mask, labels, examples, targets, row_wise=self.reads_end_token)
+        return TrainingBatch(ids, mask, labels, examples, targets, row_wise=self.reads_end_token, causal=self.causal)
 
     def training_batches(self, rank: int = 0, world: int = 1) -> TrainingBatches:
         """Return the endless training batches of one of ``world`` processes, from the beginning."""
@@ -438,7 +465,7 @@ class Corpus:
                 continue
             filler = self.batch(found[first : first + 1], held_out=True)
             labels = None if filler.labels is None else torch.full_like(filler.labels, probe.IGNORED_LABEL)
-            made.append(TrainingBatch(filler.input_ids, filler.attention_mask, labels, ()))
+            made.append(replace(filler, labels=labels, examples=(), targets=None, row_wise=False))
         return made
 
     def describe(self) -> dict[str, Any]:
@@ -459,6 +486,13 @@ class Corpus:
         if self.objective == "gap-sentences":
             described["gap_ratio"], described["mask"] = self.data.gap_ratio, self.conventions.mask
         return described
+
+
+def in_one_row(source: Sequence[int], target: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the ids of an input and of the target behind it, and what each of them should predict: the target from the
+    input's last token on, and nothing before and behind it."""
+    nothing = [probe.IGNORED_LABEL]
+    return [*source, *target], [*nothing * (len(source) - 1), *target, *nothing]
 
 
 def _first(length: int, most: int, rng: np.random.Generator) -> int:

@@ -92,14 +92,15 @@ def counted_values(out: Any, batch: TrainingBatch) -> Tensor:
 def arguments(model: Any, batch: TrainingBatch, device: torch.device) -> dict[str, Any]:
     """Return what to call a stock model with: the decoder's inputs are the labels, shifted as the model does it."""
     given: dict[str, Any] = {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
-    if batch.labels is not None:
+    decodes = takes_decoder_ids(model.config)
+    if decodes and batch.labels is not None:
         labels = batch.labels.to(device)
         given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
-        # A cache is of no use for a whole target, and changes the order of sums.
-        given["use_cache"] = False
-    elif takes_decoder_ids(model.config):
+    elif decodes:
         given["decoder_input_ids"] = model._shift_right(given["input_ids"])
         given["decoder_attention_mask"] = given["attention_mask"]
+    if decodes or batch.causal:
+        # A cache is of no use for a whole target, and changes the order of sums.
         given["use_cache"] = False
     return given
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..run.probe import stack
 from .corpus import Corpus, TrainingBatch
 from .distillation import Teacher, arguments, counted_positions, kl_divergence, task_loss
 from .mixed_precision import MixedPrecision
@@ -71,18 +72,32 @@ class Evaluator:
         for batch in held:
             if batch.targets is None:
                 return []
+            ids, mask = batch.input_ids, batch.attention_mask
+            if batch.causal:
+                ids, mask = prompts(batch, self.corpus.conventions.pad)
             with mixed_precision.forward():
                 made = self.processes.accelerator.unwrap_model(self.model).generate(
-                    input_ids=batch.input_ids.to(device),
-                    attention_mask=batch.attention_mask.to(device),
+                    input_ids=ids.to(device),
+                    attention_mask=mask.to(device),
                     max_new_tokens=settings.max_new_tokens,
                     num_beams=settings.beams,
                     do_sample=False,
                     synced_gpus=self.processes.sharded,
                 )
+            # What goes on with its input gives that as well.
+            made = made[:, ids.shape[1] :] if batch.causal else made
             texts = self.corpus.tokenizer.batch_decode(made, skip_special_tokens=True)
             pairs += zip(texts[: len(batch.examples)], batch.targets, strict=False)
         return [(made, wanted) for made, wanted in self.processes.gather(pairs)]
+
+
+def prompts(batch: TrainingBatch, padding: int) -> tuple[Tensor, Tensor]:
+    """Return the ids and 0/1 mask of a causal model's inputs without their targets, filled up with ``padding`` on the
+    left, where what is generated does not follow."""
+    firsts = counted_positions(batch).int().argmax(1).tolist()
+    rows = [ids[: first + 1].flip(0) for ids, first in zip(batch.input_ids, firsts, strict=True)]
+    ids, mask = stack(rows, padding)
+    return ids.flip(1), mask.flip(1)
 
 
 def scores(texts: Sequence[tuple[str, str]]) -> dict[str, float]:

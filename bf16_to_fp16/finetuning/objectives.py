@@ -1,8 +1,8 @@
-"""What the families were pretrained on, made from plain text: span corruption, and gap sentences.
+"""What the families were pretrained on, made from plain text: span corruption, gap sentences, and the next token.
 
 Span corruption (Raffel et al. 2020, §3.1.4): 15% of the tokens, in spans of 3, become sentinels, and the target lists
 them. Gap sentences (Zhang et al. 2020, PEGASUS): the sentences that share most words with the rest are masked, and the
-target is those sentences.
+target is those sentences. The next token of a causal language model: the target is the text behind its first token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import UserError
 
-Objective = Literal["pairs", "span-corruption", "gap-sentences", "text"]
+Objective = Literal["pairs", "span-corruption", "gap-sentences", "next-token", "text"]
 """What an example is made of; ``text`` has an input alone, for an encoder."""
 
 
@@ -157,14 +157,16 @@ def gap_sentences(
 
 @dataclass(frozen=True)
 class Conventions:
-    """The ids that denoising needs: ``sentinels`` in the order of their use (none for Pegasus), ``mask`` of a sentence
-    (None but for Pegasus), ``pad``, ``end``, and whether tokens are bytes."""
+    """The ids that objectives need: ``sentinels`` in the order of their use (none for Pegasus), ``mask`` of a sentence
+    (None but for Pegasus), ``pad``, ``end``, whether tokens are bytes, and ``start``, with which the tokenizer begins a
+    text, None for nothing."""
 
     sentinels: tuple[int, ...]
     mask: int | None
     pad: int
     end: int
     bytes: bool
+    start: int | None = None
 
 
 def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = None) -> Conventions:
@@ -194,4 +196,6 @@ def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = No
         raise UserError("the tokenizer has no end-of-sequence token, which targets need; use the original's tokenizer")
     pad = tokenizer.pad_token_id
     sentinels = tuple(sentinel for sentinel in found[:SENTINELS] if 0 <= sentinel < vocabulary)
-    return Conventions(sentinels, mask, 0 if pad is None else int(pad), int(tokenizer.eos_token_id), of_bytes)
+    first, bos = tokenizer("a")["input_ids"][:1], getattr(tokenizer, "bos_token_id", None)
+    start = bos if first == [bos] else None
+    return Conventions(sentinels, mask, 0 if pad is None else int(pad), int(tokenizer.eos_token_id), of_bytes, start)

@@ -71,7 +71,7 @@ class Data(Section):
     )
     streaming: bool = Field(default=False, description="read while training instead of first")
     shuffle_buffer: Positive = Field(default=4096, description="examples shuffled together where data stream")
-    objective: Literal["auto", "span-corruption", "gap-sentences", "none"] = Field(
+    objective: Literal["auto", "span-corruption", "gap-sentences", "next-token", "none"] = Field(
         default="auto",
         description="what plain text is turned into; auto: targets where there are any, else the model's own",
     )

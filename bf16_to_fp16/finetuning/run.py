@@ -466,7 +466,7 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     if recipe.penalty.form != "none" and recipe.penalty.probe:
         made = probe_batches(student.config, None, None, seed=recipe.seed)
-        given += [probe_arguments(batch, device) for batch in made if not batch.generate]
+        given += [probe_arguments(student, batch, device) for batch in made if not batch.generate]
     student.to(device).eval()
     first = precisions[0]
     if len(precisions) > 1:

@@ -30,7 +30,7 @@ from ..families.types import Layout
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
-from ..run.probe import Batch, random_rows, rows_of, values_of
+from ..run.probe import Batch, is_causal, random_rows, rows_of, values_of
 from ..run.probe import batches as probe_batches
 from ..wording import counted
 from .bound_constraint import BoundConstraint
@@ -429,7 +429,8 @@ class Trainer:
             return None
         # A wrapped model's forwards are for all processes: one for which no row is left repeats the last.
         first = min(index * world + self.processes.rank, count - 1)
-        out = self.model(**probe_arguments(whole.rows(slice(first, None, self.passes * world)), self.device))
+        part = whole.rows(slice(first, None, self.passes * world))
+        out = self.model(**probe_arguments(self.stock, part, self.device))
         if not self.processes.sharded:
             return None
         anchor: Tensor = _Anchor.apply(values_of(out))
@@ -709,12 +710,13 @@ class _Anchor(torch.autograd.Function):
         return torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
 
 
-def probe_arguments(batch: Batch, device: torch.device) -> dict[str, Any]:
+def probe_arguments(model: Any, batch: Batch, device: torch.device) -> dict[str, Any]:
     """Return what to call a stock model with for a batch of the probe."""
     given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     if batch.decoder_input_ids is not None:
         given["decoder_input_ids"] = batch.decoder_input_ids
         given["decoder_attention_mask"] = batch.decoder_attention_mask
+    if batch.decoder_input_ids is not None or is_causal(model.config):
         given["use_cache"] = False
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..families.types import Attention, FeedForward, Layout, Sublayer
-from ..families.walk import walk
+from ..families.types import Attention, FeedForward, Layout
+from ..families.walk import norms_inside, walk
 
 
 @contextmanager
@@ -85,16 +85,6 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def norms_inside(sublayer: Sublayer | None) -> list[str]:
-    """Return the norms of a sublayer that read something else than the stream."""
-    if sublayer is None:
-        return []
-    found = [sublayer.post_norm]
-    if isinstance(sublayer, Attention):
-        found += [sublayer.query_norm, sublayer.key_norm]
-    return [norm for norm in found if norm]
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

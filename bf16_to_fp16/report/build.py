@@ -178,9 +178,9 @@ def bits_lost(planned: Planned, layout: Layout) -> float:
 def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned | None) -> list[schema.UnprovenEntry]:
     """Return the sites whose bound passes its limit, the worst first, each with the reason and the remedy."""
     fallbacks = {f.signal: f for f in planned.fallbacks} if planned else {}
-    of_module = {
-        point.module: signal.name for signal in layout.signals.values() for point in signal.seen
-    }  # fmt: skip
+    # A site is what its module gives.
+    points = [(point, signal.name) for signal in layout.signals.values() for point in signal.seen]
+    of_module = {point.module: name for point, name in points if point.side == "output"}
     rows = []
     for site in sorted(certificate.sites, key=lambda s: s.headroom_bits):
         if site.holds:

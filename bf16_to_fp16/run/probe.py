@@ -1,10 +1,12 @@
 """The token batches on which a model is observed.
 
 Two sources. Without data, a built-in probe needs no tokenizer and looks where activations differ: random ids, the
-longest sequence, one repeated token, padded rows of mixed lengths, rows of a few tokens, where nothing is averaged, on
-each side the ids that ``choice`` finds in the weights (of a small vocabulary every id, as on request of a large one),
-and a ``generate`` with cache and beams.
+longest sequence, one that is longer than a sliding window, one repeated token, padded rows of mixed lengths, rows of a
+few tokens, where nothing is averaged, on each side the ids that ``choice`` finds in the weights (of a small vocabulary
+every id, as on request of a large one), and a ``generate`` with cache and beams.
 With data (JSONL, CSV, Parquet, text, or a dataset of the Hub) the checkpoint's own tokenizer makes the batches.
+A causal language model has one side, on which rows begin with its start token and are padded on the left as well, as
+people do who generate from several at once; a text and its target are one row.
 Everything is seeded, so that two audits of one checkpoint see the same tokens.
 """
 
@@ -32,6 +34,7 @@ from ..families.resolve import resolve
 from ..families.types import NOT_A_CHOICE, Layout, StockClass, TensorSource
 from ..progress import Progress
 from . import choice, memory
+from .stock import described
 from .texts import texts
 
 IGNORED_LABEL = -100
@@ -53,6 +56,15 @@ GENERATION_SHARE = 1 / 4
 
 _SHORT, _SHORT_DECODER = 8, 4
 """Tokens of the longest of the short rows, and in the decoder, where each costs the vocabulary's logits."""
+
+
+_BEYOND_WINDOW, _LONGEST_WINDOW = 16, 2048
+"""Tokens by which a row is longer than a sliding window, so that its first ones are no longer seen, and the longest
+window for which there is such a row: scores cost its square."""
+
+
+_GENERATED = 4
+"""Tokens that a generation makes."""
 
 
 RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, GENERATE, DATA = BATCH_KINDS = (
@@ -77,7 +89,7 @@ class Batch:
     """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length].
 
     The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out (a vocabulary
-    of 250,000 swept with them would cost its square); ``generate`` asks for beam search from the encoder's ids
+    of 250,000 swept with them would cost its square); ``generate`` asks for beam search from ``input_ids``
     instead of a forward. ``kind`` is one of ``BATCH_KINDS``, "given" for a batch that was made elsewhere. ``chosen``:
     the ids that were chosen, by reason, at the first batch of them.
     """
@@ -99,12 +111,13 @@ class Batch:
         return replace(self, **{name: x[chosen] for name, x in found.items() if x is not None})
 
     def labels(self) -> Tensor:
-        """Return what each decoder position should predict, int64 of the decoder's shape: the next id, or -100."""
-        if self.decoder_input_ids is None or self.decoder_attention_mask is None:
-            raise ValueError("a batch without a decoder's ids has no labels")
-        labels = torch.full_like(self.decoder_input_ids, IGNORED_LABEL)
-        following = self.decoder_input_ids[:, 1:]
-        labels[:, :-1] = following.masked_fill(self.decoder_attention_mask[:, 1:] == 0, IGNORED_LABEL)
+        """Return what each position should predict, of the decoder where there is one: the next id, or -100 where that
+        or the position itself is padding; int64 of the ids' shape."""
+        ids, mask = self.decoder_input_ids, self.decoder_attention_mask
+        if ids is None or mask is None:
+            ids, mask = self.input_ids, self.attention_mask
+        labels = torch.full_like(ids, IGNORED_LABEL)
+        labels[:, :-1] = ids[:, 1:].masked_fill(mask[:, 1:] * mask[:, :-1] == 0, IGNORED_LABEL)
         return labels
 
 
@@ -184,12 +197,6 @@ def generation_bytes(layout: Layout) -> int:
     return 6 * sum(math.prod(t.shape) for name, t in layout.tensors.items() if name.startswith(at) or name in heads)
 
 
-def left_out(inputs: Sequence[Batch]) -> list[str]:
-    """Return the kinds of batches that a probe has and these inputs lack: ``generate``, where memory is short."""
-    decodes = any(batch.decoder_input_ids is not None for batch in inputs)
-    return [GENERATE] if decodes and not any(batch.generate for batch in inputs) else []
-
-
 def audit_batches(
     config: Any,
     folder: Path,
@@ -232,18 +239,19 @@ def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder
     """
     each = [list(_rows(batch)) for batch in inputs if not batch.generate]
     turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
-    count = max(4, min(16, _PROBE_LOGITS // (int(config.vocab_size) * decoder_length)))
+    positions = length if is_causal(config) else decoder_length
+    count = max(4, min(16, _PROBE_LOGITS // (int(config.vocab_size) * positions)))
     encoder, decoder = zip(*turns[:count], strict=True)
     ids, mask = stack([row[:length] for row in encoder], _pad(config))
     if not takes_decoder_ids(config):
-        return _readable(config, _repeated(config, Batch("rows of every kind", ids, mask, head=False)))
+        return _readable(config, _repeated(config, Batch("rows of every kind", ids, mask)))
     decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], _pad(config))
     decoder_ids[:, 0] = _start(config)
     return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
 
 
 def _rows(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of a batch without padding, for the encoder and for the decoder; of an encoder alone twice the same."""
+    """The rows of a batch without padding, for the encoder and for the decoder; of one stack alone twice the same."""
     decoder, decoder_mask = batch.decoder_input_ids, batch.decoder_attention_mask
     if decoder is None or decoder_mask is None:
         decoder, decoder_mask = batch.input_ids, batch.attention_mask
@@ -272,14 +280,16 @@ def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, 
     return by_reason if fits else None
 
 
-def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
+def describe_batches(
+    inputs: Sequence[Batch], *, seed: int, data: str | None = None, generates: bool = False
+) -> dict[str, Any]:
     """Return the report's ``inputs``, from which the same can be run again and be told from anything else.
 
     ``batches``: in their order, each run of one kind as one entry: kind, number of batches, rows of them all, and the
     longest encoder and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the
     name of a dataset of the Hub, and how many rows of it were drawn; None without data. ``chosen``: ids by the reason
-    that each was chosen for, empty where every id is run. ``left_out``: kinds that did not run, as ``left_out`` says.
-    ``sha256``: of all ids and masks.
+    that each was chosen for, empty where every id is run. ``left_out``: ``generate`` of a model that ``generates``
+    where no batch does, as memory was short. ``sha256``: of all ids and masks.
     """
     digest = hashlib.sha256()
     entries: list[dict[str, Any]] = []
@@ -311,7 +321,7 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
         "data": None if data is None else {"name": shown, "rows": drawn},
         "batches": entries,
         "chosen": {reason: list(ids) for batch in inputs for reason, ids in batch.chosen.items()},
-        "left_out": left_out(inputs),
+        "left_out": [GENERATE] if generates and not any(batch.generate for batch in inputs) else [],
         "sha256": digest.hexdigest(),
     }
 
@@ -346,13 +356,20 @@ def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
             attention_mask=mask,
             num_beams=2,
             do_sample=False,
-            max_new_tokens=4,
-            min_new_tokens=4,
+            max_new_tokens=_GENERATED,
+            min_new_tokens=_GENERATED,
             use_cache=_cacheable(stock.config),
         )
         return None
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
-        return stock(input_ids=ids, attention_mask=mask)
+        if not is_causal(config_of(stock)):
+            return stock(input_ids=ids, attention_mask=mask)
+        if not batch.head:
+            stock.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+            return None
+        # Stock code compares what a position gives with the label of the next.
+        shifted = {"labels": batch.labels().roll(1, dims=1).to(device)} if labels else {}
+        return stock(input_ids=ids, attention_mask=mask, use_cache=False, **shifted)
     decoder_mask = batch.decoder_attention_mask.to(device)
     decoder: dict[str, Tensor | bool] = {"use_cache": False}
     if not bool(decoder_mask.all()):
@@ -385,9 +402,10 @@ def _cacheable(config: Any) -> bool:
 
 
 def class_in(config: Any) -> StockClass | None:
-    """Return the stock class that a transformers configuration names, None for one of no family."""
+    """Return the stock class that a transformers configuration names, as its family declares it, else as it describes
+    itself; None where it names none."""
     names = getattr(config, "architectures", None) or ()
-    return next((found for name in names if (found := class_named(name)) is not None), None)
+    return next((found for look in (class_named, described) for name in names if (found := look(name))), None)
 
 
 def config_of(model: Any) -> Any:
@@ -405,20 +423,25 @@ def takes_decoder_ids(config: Any) -> bool:
     still true.
     """
     stock = class_in(config)
-    return bool(config.is_encoder_decoder) and (stock is None or stock.takes_decoder_ids)
+    return bool(config.is_encoder_decoder) if stock is None else stock.takes_decoder_ids
 
 
 def predicts_tokens(config: Any) -> bool:
-    """Return whether a model takes a decoder's ids and gives logits of the next, so that it has a loss of its own."""
+    """Return whether a model gives logits of the next token, so that it has a loss of its own and can generate."""
     stock = class_in(config)
-    return takes_decoder_ids(config) and (stock is None or stock.is_language_model)
+    return takes_decoder_ids(config) if stock is None else stock.is_language_model
+
+
+def is_causal(config: Any) -> bool:
+    """Return whether a model predicts the next token of the very ids that it is given, with no decoder beside it."""
+    return predicts_tokens(config) and not takes_decoder_ids(config)
 
 
 def gives_probabilities(config: Any) -> bool:
     """Return whether a model's logits are of a choice among several tokens or labels, one for a position or a row."""
     stock = class_in(config)
     if stock is None or stock.is_language_model:
-        return takes_decoder_ids(config)
+        return predicts_tokens(config)
     choices = config.num_labels > 1 and config.problem_type not in NOT_A_CHOICE
     return stock.gives == ("logits",) and choices
 
@@ -477,9 +500,32 @@ def _pad(config: Any) -> int:
 def _special(config: Any) -> list[int]:
     """The ids with a meaning of their own: those that the config names, and the last, the first of T5's sentinels."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "decoder_start_token_id")
-    found = [getattr(config, name, None) for name in names]
-    last = int(config.vocab_size) - 1
-    return sorted({last, *(i for i in found if isinstance(i, int) and 0 <= i <= last)})
+    return sorted({int(config.vocab_size) - 1, *(i for name in names for i in _named(config, name))})
+
+
+def _named(config: Any, name: str) -> list[int]:
+    """The ids of the vocabulary that a config gives under a name: none, one, or several ends of a text."""
+    found = getattr(config, name, None)
+    several = found if isinstance(found, list) else [found]
+    return [i for i in several if isinstance(i, int) and 0 <= i < int(config.vocab_size)]
+
+
+def _end(config: Any) -> list[int]:
+    """The end token, where the config names one of the vocabulary."""
+    return _named(config, "eos_token_id")[:1]
+
+
+def _first(config: Any) -> list[int]:
+    """The token with which a causal language model's texts begin, where the config names one."""
+    return _named(config, "bos_token_id")[:1] if is_causal(config) else []
+
+
+def _begun(config: Any, ids: Tensor) -> Tensor:
+    """Ids [..., length] whose first is the token with which texts begin, where there is one."""
+    if first := _first(config):
+        ids = ids.clone()
+        ids[..., 0] = first[0]
+    return ids
 
 
 def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str, Sequence[int]] | None) -> list[Batch]:
@@ -491,7 +537,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 
     def batch(kind: str, description: str, encoder: Tensor, decoder: Tensor) -> Batch:
         if not decodes:
-            return Batch(description, encoder, torch.ones_like(encoder), head=False, kind=kind)
+            return Batch(description, encoder, torch.ones_like(encoder), kind=kind)
         started = decoder.clone()
         started[:, 0] = _start(config)
         return Batch(
@@ -505,11 +551,16 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 
     repeated = ids(2, 1).repeat(1, min(64, length))
     made = [
-        batch(RANDOM, "random ids", ids(4, 64), ids(4, 32)),
-        batch(LONG, f"one sequence of {length} tokens", ids(1, length), ids(1, min(length, 128))),
+        batch(RANDOM, "random ids", _begun(config, ids(4, 64)), ids(4, 32)),
+        batch(LONG, f"one sequence of {length} tokens", _begun(config, ids(1, length)), ids(1, min(length, 128))),
         batch(REPEATED, "one token repeated", repeated, repeated[:, :32]),
-        _padded(config, [ids(1, n)[0] for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
+        _padded(config, [_begun(config, ids(1, n)[0]) for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
     ]
+    if is_causal(config):
+        made.append(_padded_left(config, made[-1]))
+    if past := _past_window(config, length):
+        row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
+        made.append(Batch(f"one sequence of {past} tokens", row, torch.ones_like(row), kind=LONG))
     made += _short(config, min(length, _SHORT), generator)
     if sweep or is_small(config):
         made += _sweep(config, vocabulary, min(length, 128))
@@ -519,9 +570,16 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
     if not predicts_tokens(config):
         return made
     made = _within_budget(made, vocabulary)
-    if decodes:
-        made.append(generation(next(batch for batch in made if batch.kind == PADDED)))
-    return made
+    return [*made, generation(config, next(batch for batch in made if batch.kind == PADDED))]
+
+
+def _past_window(config: Any, length: int) -> int | None:
+    """How long a row must be for its first tokens to be beyond a sliding window, None where one of ``length`` tokens is
+    or none can be."""
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or takes_decoder_ids(config):
+        return None
+    return past if (past := window + _BEYOND_WINDOW) <= longest_sequence(config) else None
 
 
 def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
@@ -530,7 +588,7 @@ def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
     result: list[Batch] = []
     unseen = {RANDOM, SHORT}
     for batch in made:
-        positions = 0 if batch.decoder_input_ids is None else batch.decoder_input_ids.numel()
+        positions = (batch.input_ids if batch.decoder_input_ids is None else batch.decoder_input_ids).numel()
         kept = batch.head and (positions <= left or batch.kind in unseen)
         left -= positions if kept else 0
         unseen.discard(batch.kind)
@@ -542,63 +600,68 @@ def random_rows(
     config: Any, *, seed: int, rows: int = 16, longest: int = 64, longest_decoder: int = 16, left: bool = False
 ) -> Batch:
     """Return rows of random ids whose lengths are log-uniform from 1 to ``longest``, in the decoder from 1 to
-    ``longest_decoder``: half of them before the end token, one in four with a special token among them.
+    ``longest_decoder``: half of them before the end token, or behind the one with which texts begin, and one in four
+    with a special token among them.
 
     left: the encoder's are filled up on the left.
     """
     generator, vocabulary = torch.Generator().manual_seed(seed), int(config.vocab_size)
-    most, end, special = longest_sequence(config), _end(config), _special(config)
+    most, special = longest_sequence(config), _special(config)
 
-    def drawn(longest: int, *, ends: bool) -> Tensor:
+    def drawn(longest: int, *, framed: bool) -> Tensor:
         share = float(torch.rand((), generator=generator))
         length = math.floor(min(longest, most) ** share * (1 + 1e-9))
         ids = torch.randint(0, vocabulary, (length,), generator=generator)
         place, chance, which = (int(torch.randint(0, n, (), generator=generator)) for n in (length, 4, len(special)))
         if chance == 0:
             ids[place] = special[which]
-        return torch.tensor([*ids[: most - len(end)].tolist(), *end]) if ends else ids
+        return torch.tensor(_framed(config, ids.tolist(), most)) if framed else ids
 
-    encoder = [drawn(longest, ends=row % 2 == 1) for row in range(rows)]
-    decoder = [drawn(longest_decoder, ends=False) for _ in range(rows)]
+    encoder = [drawn(longest, framed=row % 2 == 1) for row in range(rows)]
+    decoder = [drawn(longest_decoder, framed=False) for _ in range(rows)]
     right = _padded(config, encoder, decoder, "random ids of all lengths", RANDOM)
     if spare_padding(config.to_dict()):
         return _readable(config, _repeated(config, right))
-    return _readable(config, _padded_left(config, right, encoder) if left else right)
+    return _readable(config, _padded_left(config, right) if left else right)
+
+
+def _framed(config: Any, ids: list[int], most: int) -> list[int]:
+    """Ids with what stands at the edge of a text, the token with which it begins, else its end, and of them at most so
+    many from there on."""
+    first = _first(config)
+    return [*first, *ids][:most] if first else [*ids, *_end(config)][-most:]
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
     """Return given ids of the encoder and the decoder (start token included) as one batch, filled up on the right."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], _pad(config))
     if not takes_decoder_ids(config):
-        return _readable(config, _repeated(config, Batch(description, ids, mask, head=False)))
+        return _readable(config, _repeated(config, Batch(description, ids, mask)))
     decoder = stack([torch.tensor(row) for _, row in rows], _pad(config))
     return _repeated(config, Batch(description, ids, mask, *decoder))
 
 
-def _end(config: Any) -> list[int]:
-    """The end token, where the config names one of the vocabulary."""
-    end = getattr(config, "eos_token_id", None)
-    return [end] if isinstance(end, int) and 0 <= end < int(config.vocab_size) else []
-
-
-def _padded_left(config: Any, right: Batch, encoder: Sequence[Tensor]) -> Batch:
-    """A batch with the encoder's rows, which are given without padding, filled up on the left."""
+def _padded_left(config: Any, right: Batch) -> Batch:
+    """A batch with its encoder's rows, or its only ones, filled up on the left."""
     ids = torch.full_like(right.input_ids, _pad(config))
-    for filled, row in zip(ids, encoder, strict=True):
-        filled[-len(row) :] = row
-    name = f"{right.description}, padded on the left"
-    return replace(right, description=name, input_ids=ids, attention_mask=right.attention_mask.flip(1))
+    mask = right.attention_mask.flip(1)
+    ids[mask.bool()] = right.input_ids[right.attention_mask.bool()]
+    return replace(right, description=f"{right.description}, padded on the left", input_ids=ids, attention_mask=mask)
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Rows of one token to ``longest``, with and without end token, and every special token alone and before the end:
-    filled up on the right, then the same rows filled up on the left; the decoder's, which are shorter, on the right."""
-    vocabulary, end = int(config.vocab_size), _end(config)
+    """Rows of one token to ``longest``, and every special token alone, as they are and with what stands at the edge of
+    a text: filled up on the right, then the same rows filled up on the left; the decoder's, which are shorter, on the
+    right."""
+    vocabulary = int(config.vocab_size)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
-    rows = [row for ids in [*drawn, *([i] for i in _special(config))] for row in ([ids, ids + end] if end else [ids])]
-    encoder = [torch.tensor(row[-longest:]) for row in rows]
+    rows: list[list[int]] = []
+    for ids in [*drawn, *([i] for i in _special(config))]:
+        framed = _framed(config, ids, longest)
+        rows += [ids] if framed == ids else [ids, framed]
+    encoder = [torch.tensor(row) for row in rows]
     right = _padded(config, encoder, [row[-_SHORT_DECODER:] for row in reversed(encoder)], "short rows", SHORT)
-    return [right, _padded_left(config, right, encoder)]
+    return [right, _padded_left(config, right)]
 
 
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
@@ -615,11 +678,8 @@ def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) ->
             mask = torch.ones_like(rows)
             name = f"chosen ids in rows of {rows.shape[1]}"
             reasons = by_reason if not made else {}
-            made.append(
-                Batch(name, rows, mask, rows.flip(1), mask, kind=CHOSEN, chosen=reasons)
-                if decodes
-                else Batch(name, rows, mask, head=False, kind=CHOSEN, chosen=reasons)
-            )
+            decoder, decoder_mask = (rows.flip(1), mask) if decodes else (None, None)
+            made.append(Batch(name, rows, mask, decoder, decoder_mask, kind=CHOSEN, chosen=reasons))
     return made
 
 
@@ -637,19 +697,20 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
             if not len(part):
                 continue
             encoder = part.view(-1, min(columns, len(part)))
-            other = vocabulary - 1 - encoder
             mask = torch.ones_like(encoder)
+            decoder, decoder_mask = (vocabulary - 1 - encoder, mask) if decodes else (None, None)
             name = f"vocabulary {int(part[0])} to {int(part[-1])}"
-            made.append(
-                Batch(name, encoder, mask, other, mask, kind=SWEEP)
-                if decodes
-                else Batch(name, encoder, mask, head=False, kind=SWEEP)
-            )
+            made.append(Batch(name, encoder, mask, decoder, decoder_mask, kind=SWEEP))
     return made
 
 
-def generation(batch: Batch) -> Batch:
-    """Return the first two rows of a batch, from which beam search makes a few tokens."""
+def generation(config: Any, batch: Batch) -> Batch:
+    """Return the first two rows of a batch, from which beam search makes a few tokens; a causal model goes on from the
+    ends of its rows, which are therefore filled up on the left and leave it positions."""
+    if is_causal(config):
+        kept = slice(-max(1, longest_sequence(config) - _GENERATED), None)
+        batch = _padded_left(config, batch)
+        batch = replace(batch, input_ids=batch.input_ids[:, kept], attention_mask=batch.attention_mask[:, kept])
     ids, mask = batch.input_ids[:2], batch.attention_mask[:2]
     return Batch("generate with cache and beams", ids, mask, generate=True, kind=GENERATE)
 
@@ -674,7 +735,7 @@ def _padded(
 ) -> Batch:
     ids, mask = stack(encoder, _pad(config))
     if not takes_decoder_ids(config):
-        return Batch(description, ids, mask, head=False, kind=kind)
+        return Batch(description, ids, mask, kind=kind)
     start = torch.tensor([_start(config)])
     shifted = [torch.cat([start, row[:-1]]) for row in decoder]
     return Batch(description, ids, mask, *stack(shifted, _pad(config)), kind=kind)
@@ -685,11 +746,11 @@ def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, l
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")
     tokenizer = load_tokenizer(source)
-    vocabulary = int(config.vocab_size)
+    vocabulary, causal = int(config.vocab_size), is_causal(config)
     generator = torch.Generator().manual_seed(seed)
 
-    def encode(text: str) -> Tensor:
-        tokens = tokenizer(text, truncation=True, max_length=length)["input_ids"]
+    def encode(text: str, **options: Any) -> Tensor:
+        tokens = tokenizer(text, truncation=True, max_length=length, **options)["input_ids"]
         ids = torch.tensor(tokens or [_pad(config)], dtype=torch.int64)
         if int(ids.max()) >= vocabulary:
             raise UserError(
@@ -698,13 +759,17 @@ def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, l
             )
         return ids
 
-    pairs = [
-        (
-            encode(text),
-            torch.randint(0, vocabulary, (min(32, length),), generator=generator) if target is None else encode(target),
-        )
-        for text, target in chosen
-    ]
+    def pair(text: str, target: str | None) -> tuple[Tensor, Tensor]:
+        encoder = encode(text)
+        if not causal and target is not None:
+            return encoder, encode(target)
+        if not causal:
+            return encoder, torch.randint(0, vocabulary, (min(32, length),), generator=generator)
+        if target is not None:
+            encoder = torch.cat([without_end(encoder, tokenizer), encode(target, add_special_tokens=False)])[:length]
+        return encoder, encoder
+
+    pairs = [pair(text, target) for text, target in chosen]
     pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])))
     longest = max(len(target) for _, target in pairs)
     rows = max(1, min(8, _LOGIT_BUDGET // (longest * vocabulary)))
@@ -719,8 +784,13 @@ def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, l
         for i in range(0, len(pairs), rows)
     ]
     if predicts_tokens(config):
-        made.append(generation(made[0]))
+        made.append(generation(config, made[0]))
     return made
+
+
+def without_end(ids: Tensor, tokenizer: Any) -> Tensor:
+    """Return the ids of a text that goes on: without the end token that some tokenizers set behind every text."""
+    return ids[:-1] if len(ids) > 1 and int(ids[-1]) == tokenizer.eos_token_id else ids
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,34 @@ from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
 from ..families.known import family_of, may_be_absent, stock_class
-from ..families.types import Layout
+from ..families.types import Layout, Part, StockClass
 from ..progress import Progress
+
+# Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
+_OF_ROWS = "ForSequenceClassification"
+
+
+@cache
+def described(name: str) -> StockClass | None:
+    """Return a class of transformers that need not belong to a family as far as it describes itself; None where there
+    is no model of this name.
+
+    It is a language model if it can generate. What the fields of its output are called is not known.
+    """
+    import transformers
+
+    kind: Any = getattr(transformers, name, None)
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model:
+        return None
+    decodes, of_rows = "decoder_input_ids" in inspect.signature(kind.forward).parameters, name.endswith(_OF_ROWS)
+    return StockClass(
+        (name,),
+        decodes=decodes,
+        takes_decoder_ids=decodes and not of_rows,
+        end=None if kind.can_generate() else Part(),
+        reads_end_token=decodes and of_rows,
+    )
 
 
 def load_config(folder: Path) -> Any:

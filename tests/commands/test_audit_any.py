@@ -19,13 +19,13 @@ from bf16_to_fp16.progress import Progress
 SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 24, "intermediate_size": 32}
 
 
-def gemma(folder: Path, factor: float) -> Path:
-    """Save a Gemma 3 whose last post-norm adds ``factor`` times what it did to the stream."""
+def glm4(folder: Path, factor: float) -> Path:
+    """Save a GLM-4 whose last post-norm adds ``factor`` times what it did to the stream."""
     torch.manual_seed(0)
-    config = transformers.Gemma3TextConfig(**SMALL, num_key_value_heads=1, head_dim=12, sliding_window=16)
-    model = transformers.Gemma3ForCausalLM(config)
+    ids = {"pad_token_id": 0, "eos_token_id": [1, 2]}
+    model = transformers.Glm4ForCausalLM(transformers.Glm4Config(**SMALL, **ids, num_key_value_heads=1, head_dim=12))
     with torch.no_grad():
-        model.model.layers[1].post_feedforward_layernorm.weight.fill_(factor)
+        model.model.layers[1].post_mlp_layernorm.weight.fill_(factor)
     model.bfloat16().save_pretrained(folder)
     return folder
 
@@ -39,13 +39,13 @@ def bart(folder: Path) -> Path:
     return folder
 
 
-def test_a_decoder_that_overflows_is_named_where_it_does_in_every_regime_with_its_true_size(tmp_path: Path) -> None:
-    report = audit(gemma(tmp_path / "m", 100_000.0))
-    assert (report["verdict"], report["proof"], report["family"]) == ("unsafe", "observed", "Gemma3ForCausalLM")
+def test_a_decoder_that_overflows_is_named_where_it_does_with_its_true_size(tmp_path: Path) -> None:
+    report = audit(glm4(tmp_path / "m", 100_000.0))
+    assert (report["verdict"], report["proof"], report["family"]) == ("unsafe", "observed", "Glm4ForCausalLM")
     assert report.get("certificate") is None
     site = "model.layers.1:add#2"
     found = {entry["signal"]: entry for entry in report["unsafe"]}
-    assert set(found[site]["regimes"]) == {"stock", "amp", "half"} and "convert" not in found[site]["remedy"]
+    assert set(found[site]["regimes"]) == {"stock", "half"} and "convert" not in found[site]["remedy"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
     model.set_attn_implementation("eager")
     with SiteObserver(model) as observer, torch.no_grad():
@@ -192,3 +192,11 @@ def test_a_model_whose_outputs_have_names_of_their_own_is_audited_by_the_first(t
     model.save_pretrained(tmp_path / "m")
     report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
     assert report["verdict"] == "unsafe" and report["regimes"]["half"]["nonfinite_logits"] > 0
+
+
+def test_nothing_is_left_out_for_a_class_that_cannot_generate(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.T5Model(transformers.T5Config(vocab_size=97, d_model=24, d_kv=12, d_ff=32, num_layers=1))
+    model.save_pretrained(tmp_path / "m")
+    report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
+    assert report["inputs"]["left_out"] == [] and not any(b["kind"] == "generate" for b in report["inputs"]["batches"])

@@ -49,7 +49,8 @@ from bf16_to_fp16.run.probe import Batch, batches, run_batch
 from bf16_to_fp16.run.stock import load
 
 HEADS = ("t5-states", "t5-classifier", "mt5-classifier", "t5-token-classifier", "t5-spans")
-KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "umt5-encoder", *HEADS)
+GEMMA = ("gemma3", "gemma3-untied", "embeddinggemma")
+KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "umt5-encoder", *HEADS, *GEMMA)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -121,8 +122,10 @@ def test_fp16_is_at_least_32_times_closer_than_bf16(converted: tuple[Path, Conve
 
 
 def test_nearly_every_weight_is_carried_over_exactly(converted: tuple[Path, Conversion]) -> None:
-    _, result = converted
-    assert result.report["weights"]["lossless_fraction"] >= 0.999
+    source, result = converted
+    # Gains that are stored less 1 cannot all be, and in so small a model they are many.
+    rounded = any(name in source.parent.name for name in GEMMA)
+    assert result.report["weights"]["lossless_fraction"] >= (0.99 if rounded else 0.999)
     assert result.report["weights"]["nonfinite"] == 0
 
 
@@ -185,7 +188,7 @@ def test_the_config_is_edited_and_not_rewritten(converted: tuple[Path, Conversio
     before = json.loads((source / "config.json").read_text())
     after = json.loads((result.out / "config.json").read_text())
     changed = {k for k in before | after if before.get(k) != after.get(k)}
-    assert changed <= {"layer_norm_epsilon", "dtype", "torch_dtype"}
+    assert changed <= {"layer_norm_epsilon", "rms_norm_eps", "dtype", "torch_dtype"}
     if "layer_norm_epsilon" in after:
         assert after["layer_norm_epsilon"] == 1e-6 * 4.0**result.plan.residual_exponent
 

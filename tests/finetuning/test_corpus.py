@@ -822,6 +822,8 @@ def test_objectives_that_a_checkpoint_does_not_allow_are_refused(
         opened("pegasus", objective="span-corruption")
     with pytest.raises(UserError, match="no <mask_1> for a sentence; use span-corruption"):
         opened("t5", objective="gap-sentences")
+    with pytest.raises(UserError, match="next-token needs a model that goes on with its input"):
+        opened("t5", objective="next-token")
     with pytest.raises(UserError, match="objective none needs targets; name target_column"):
         opened("t5", objective="none")
     folder, config = checkpoints["t5"]

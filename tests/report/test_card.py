@@ -188,11 +188,12 @@ def test_markdown_shows_text_as_it_is() -> None:
     assert span("plain") == "`plain`" and span("a``b") == "``` a``b ```"
 
 
-@pytest.mark.parametrize("kind", ["gated", "t5-encoder", "pegasus"])
+@pytest.mark.parametrize("kind", ["gated", "t5-encoder", "pegasus", "gemma3", "embeddinggemma"])
 def test_the_usage_runs(tmp_path: Path, kind: str) -> None:
     model = tiny.build(kind)
     folder = tiny.save(model, tmp_path / "out", torch.float16)
-    report = fakes.conversion() | {"family": "pegasus" if kind == "pegasus" else "t5"}
+    family = {"pegasus": "pegasus", "gemma3": "gemma3", "embeddinggemma": "gemma3"}.get(kind, "t5")
+    report = fakes.conversion() | {"family": family}
     report["source"]["carried_over"] = []
     source = checkpoint(tmp_path, architectures=[type(model).__name__])
     write_card(folder / "README.md", source, report)
@@ -201,7 +202,9 @@ def test_the_usage_runs(tmp_path: Path, kind: str) -> None:
     scope: dict[str, Any] = {}
     exec(code[1].replace("path/to/this/folder", str(folder)), scope)
     assert {p.dtype for p in scope["model"].parameters()} == {torch.float16}
-    assert scope["last_hidden_state" if kind == "t5-encoder" else "tokens"].shape[0] == 1
+    states = kind in ("t5-encoder", "embeddinggemma")
+    assert scope["last_hidden_state" if states else "tokens"].shape[0] == 1
+    assert ("AutoModelForCausalLM" in code[1]) == (kind == "gemma3")
 
 
 def test_the_usage_brings_the_tokenizer_where_there_is_one(tmp_path: Path) -> None:
@@ -287,12 +290,14 @@ def test_fidelity_is_given_as_eval_results(tmp_path: Path) -> None:
         ("T5EncoderModel", "feature-extraction"),
         ("T5Model", "feature-extraction"),
         ("PegasusForConditionalGeneration", "text2text-generation"),
+        ("Gemma3ForCausalLM", "text-generation"),
+        ("Gemma3TextModel", "feature-extraction"),
     ],
 )
 def test_the_figures_stand_under_what_the_class_does(name: str, task: str) -> None:
     results = cards.eval_results(read(Report, fakes.conversion()), class_named(name), None)
     assert {result.task_type for result in results} == {task}
-    assert any("token" in str(result.metric_name) for result in results) is (task == "text2text-generation")
+    assert any("token" in str(result.metric_name) for result in results) is task.endswith("-generation")
 
 
 def test_no_figure_is_given_where_none_was_measured(tmp_path: Path) -> None:

@@ -365,7 +365,7 @@ def test_without_the_memory_of_a_decoder_nothing_is_generated_and_the_inputs_say
 ) -> None:
     monkeypatch.setattr("bf16_to_fp16.run.memory.available", lambda: memory)
     made = audit_batches(config_of("t5"), source, None)
-    listed = describe_batches(made, seed=0)
+    listed = describe_batches(made, seed=0, generates=True)
     assert listed["left_out"] == left_out
     assert ("generate" in [entry["kind"] for entry in listed["batches"]]) == (not left_out)
 

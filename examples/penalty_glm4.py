@@ -1,23 +1,23 @@
-"""The activation-magnitude penalty on a model of a family that the package cannot convert: Gemma 3.
+"""The activation-magnitude penalty on a model of a family that the package cannot convert: GLM-4.
 
-    python examples/penalty_gemma.py
+    python examples/penalty_glm4.py
 
-A small Gemma 3 with random weights whose residual stream overflows fp16, as the published ones do, is trained until
-every activation fits. Its stream is what `bf16-to-fp16 audit` names first.
+A small GLM-4 with random weights, whose residual stream overflows fp16, is trained until every activation fits. Its
+stream is what `bf16-to-fp16 audit` names first.
 """
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Glm4Config, Glm4ForCausalLM
 
 from bf16_to_fp16 import ActivationPenalty
 
 STEPS, HEADROOM_BITS = 100, 1.0
 
 
-def overflowing() -> Gemma3ForCausalLM:
+def overflowing() -> Glm4ForCausalLM:
     """Return a model whose last feed-forward adds about 400,000 to the stream: its post-norm's gain is that large."""
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
+    config = Glm4Config(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=128,
@@ -25,19 +25,20 @@ def overflowing() -> Gemma3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=1,
         head_dim=16,
-        sliding_window=16,
+        pad_token_id=0,
+        eos_token_id=1,
         attn_implementation="eager",
     )
-    model = Gemma3ForCausalLM(config)
+    model = Glm4ForCausalLM(config)
     with torch.no_grad():
-        model.model.layers[-1].post_feedforward_layernorm.weight.fill_(100_000.0)
+        model.model.layers[-1].post_mlp_layernorm.weight.fill_(100_000.0)
     return model
 
 
 def main() -> None:
     """Train on a repeated pattern and print the tightest site."""
     model = overflowing().train()
-    large = model.model.layers[-1].post_feedforward_layernorm.weight
+    large = model.model.layers[-1].post_mlp_layernorm.weight
     others = [p for p in model.parameters() if p is not large]
     # A gain of 100,000 needs steps of its size.
     optimizer = torch.optim.AdamW([{"params": [large], "lr": 5e3}, {"params": others, "lr": 1e-3}], weight_decay=0.0)

@@ -1,0 +1,110 @@
+"""A causal language model is trained on the next token of texts, or of what follows a prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import causal, tiny
+from support.learner import recipe_tree
+
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.corpus import Corpus, open_corpus
+from bf16_to_fp16.finetuning.distillation import Teacher, arguments, counted_positions, task_loss
+from bf16_to_fp16.finetuning.evaluation import prompts
+from bf16_to_fp16.finetuning.recipe import Data, parse_recipe
+from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.run.probe import IGNORED_LABEL
+
+TEXTS = ["a short one", "b", "a text that is much longer than the most tokens that are taken"]
+SKIP = IGNORED_LABEL
+
+
+def opened(folder: Path, rows: list[dict[str, str]], **data: Any) -> tuple[Corpus, Any]:
+    causal.tokenizer().save_pretrained(folder)
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    model = causal.make("gemma3", vocab_size=259)
+    settings = {"input_length": 16, "held_out": 0.0, "batch_size": len(rows), "group_by_length": False} | data
+    return open_corpus(Data(path=str(folder / "data.jsonl"), **settings), folder, model.config), model
+
+
+def test_each_position_of_a_text_predicts_the_next_and_the_last_its_end(tmp_path: Path) -> None:
+    corpus, model = opened(tmp_path, [{"text": text} for text in TEXTS])
+    assert corpus.objective == "next-token"
+    batch = next(corpus.training_batches())
+    assert batch.causal and batch.labels is not None and batch.input_ids.shape == (3, 16)
+    seen = set()
+    for ids, mask, labels in zip(batch.input_ids, batch.attention_mask, batch.labels, strict=True):
+        row = ids[mask == 1].tolist()
+        assert labels.tolist() == [*row[1:], *[SKIP] * (17 - len(row))]
+        assert row[0] == 2
+        seen.add(corpus.tokenizer.decode(row[1:]))
+    assert {f"{text}<eos>" for text in TEXTS[:2]} <= seen and any(len(text) == 15 and text in TEXTS[2] for text in seen)
+    # Stock code moves its labels itself.
+    with torch.no_grad():
+        stock = model(**batch.inputs()).loss
+        own = task_loss(model(**arguments(model, batch, torch.device("cpu"))).logits, batch.labels)
+    assert float(own) / int(counted_positions(batch).sum()) == pytest.approx(float(stock), rel=1e-5)
+
+
+def test_of_a_pair_the_target_counts_and_follows_its_prompt(tmp_path: Path) -> None:
+    rows = [{"input": "ab", "target": "cde"}, {"input": "abcdef", "target": "g" * 40}]
+    corpus, model = opened(tmp_path, rows, target_length=4)
+    assert corpus.objective == "pairs"
+    batch = next(corpus.training_batches())
+    assert batch.labels is not None and batch.targets is not None
+    order = [batch.targets.index(row["target"]) for row in rows]
+    short, long = (batch.labels[i].tolist() for i in order)
+    c = corpus.tokenizer("c")["input_ids"][-1]
+    g = corpus.tokenizer("g")["input_ids"][-1]
+    assert short == [SKIP, SKIP, c, c + 1, c + 2, 1, *[SKIP] * 5] and long == [*[SKIP] * 6, g, g, g, 1, SKIP]
+    ids, mask = prompts(batch, 0)
+    assert mask[order[0]].tolist() == [0, 0, 0, 0, 1, 1, 1] and ids[order[0]].tolist()[4:] == [2, c - 2, c - 1]
+    assert corpus.tokenizer.decode(ids[order[1]]) == "<bos>abcdef"
+    # A prompt and its target share the positions that there are.
+    model.config.max_position_embeddings = 12
+    narrow = open_corpus(Data(path=str(tmp_path / "data.jsonl"), held_out=0.0), tmp_path, model.config)
+    assert (narrow.input_length, narrow.target_length) == (6, 6)
+    assert next(narrow.training_batches()).input_ids.shape[1] == 12
+
+
+def test_the_teacher_is_no_way_from_itself_where_tokens_are_predicted(tmp_path: Path) -> None:
+    corpus, model = opened(tmp_path, [{"text": text} for text in TEXTS])
+    batch = next(corpus.training_batches())
+    teachers = [
+        Teacher(m, torch.device("cpu"), temperature=1.0) for m in (model, causal.make("gemma3", 1, vocab_size=259))
+    ]
+    with torch.no_grad():
+        out = model(**arguments(model, batch, torch.device("cpu")))
+    same, other = (float(teacher.divergence(out, batch)) for teacher in teachers)
+    assert teachers[0].chooses and same == pytest.approx(0.0, abs=1e-4) and other > 0.1
+    assert len(teachers[0].outputs(batch)) == int(batch.attention_mask.sum() - len(TEXTS))
+
+
+def test_a_causal_model_is_finetuned_on_answers_and_keeps_its_class(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("gemma3", 3, vocab_size=259, num_hidden_layers=2), tmp_path / "source")
+    causal.tokenizer().save_pretrained(source)
+    rows = [{"input": f"line {i} ", "target": f"of {i} numbers"} for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu"}
+    tree["evaluation"] = {"every": 100, "generate": True, "max_new_tokens": 4}
+    tree["data"] = {"path": str(tmp_path / "data.jsonl"), "input_length": 16, "target_length": 16, "batch_size": 4}
+    tree["schedule"] = {**tree["schedule"], "steps": 8, "learning_rate": 0.01}
+    tree["quality"] = {"max_kl": None, "max_loss_rise": None}
+    assert finetune(parse_recipe(tree)) is not None
+    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+    run = report["finetune"]
+    first, last = run["evaluations"]
+    assert run["data"]["objective"] == "pairs" and last["held_out_loss"] < first["held_out_loss"]
+    assert first["held_out_divergence"] < 0.1 < last["held_out_divergence"]  # it begins as the original
+    assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+
+
+@pytest.mark.parametrize("objective", ["span-corruption", "gap-sentences"])
+def test_an_objective_of_a_decoder_is_refused_in_one_line(objective: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs a decoder beside an encoder, and this model has none; use auto"):
+        opened(tmp_path, [{"text": "a"}], objective=objective)
