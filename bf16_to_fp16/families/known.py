@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from ..errors import UserError
 from .longt5 import LONGT5
@@ -100,6 +101,12 @@ def spare_padding(config: Mapping[str, object]) -> float:
     if w is None:
         return 0
     return int(str(full[w.block])) if w.block else math.inf
+
+
+def padding_entry(config: Mapping[str, object]) -> dict[str, Any]:
+    """Return what a report says of ``spare_padding``, nothing where any padding will do."""
+    spare = spare_padding(config)
+    return {"padding": None if spare == math.inf else int(spare)} if spare else {}
 
 
 def roles_of(family: Family | None) -> Roles:
