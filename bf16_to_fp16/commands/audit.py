@@ -115,7 +115,7 @@ def audit(
         proof="certified" if proven and proven["certificate"].holds else "observed",
         family=layout.family.name,
         target=BOUNDED_FOR if proven else None,
-        **padding_entry(layout.config),
+        padding=padding_entry(layout.config),
         **observed,
         unsafe=[*unsafe_sites(observed["regimes"], converted=converted), *found],
         next="" if safe else going_on_from(shown_in_a_command(source), observed["regimes"], converted, subfolder),

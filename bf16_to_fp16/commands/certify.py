@@ -83,7 +83,7 @@ def certify(
         family=layout.family.name,
         source=Source.of(checkpoint).model_copy(update={"adapter": None if adapter is None else own_name(adapter)}),
         target=target,
-        **padding_entry(layout.config),
+        padding=padding_entry(layout.config),
         tiers=tiers_of(layout, tiers, {}),
         certificate=described,
         uncertified=over_limits(described, converted=converted),

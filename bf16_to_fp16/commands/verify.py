@@ -173,7 +173,7 @@ def verify(
             target=claim.target,
             certificate=None if totals is None else CertificateEntry.model_validate(totals),
             tiers=found.tiers,
-            **found.padding,
+            padding=found.padding,
             regimes=regimes_of(found.regimes),
             environment=Environment.model_validate(on.environment()),
         )
@@ -209,7 +209,7 @@ class Findings:
     certificate: Certificate | None = None
     tiers: dict[str, TierEntry] = field(default_factory=dict)
     regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
-    padding: dict[str, Any] = field(default_factory=dict)
+    padding: int | None = 0
 
     def add(self, check: str, problems: list[Problem]) -> None:
         """Note how a check ended."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from ..errors import UserError
 from .longt5 import LONGT5
@@ -103,10 +102,10 @@ def spare_padding(config: Mapping[str, object]) -> float:
     return int(str(full[w.block])) if w.block else math.inf
 
 
-def padding_entry(config: Mapping[str, object]) -> dict[str, Any]:
-    """Return what a report says of ``spare_padding``, nothing where any padding will do."""
+def padding_entry(config: Mapping[str, object]) -> int | None:
+    """Return what a report says of ``spare_padding``: None where no row may be padded."""
     spare = spare_padding(config)
-    return {"padding": None if spare == math.inf else int(spare)} if spare else {}
+    return None if spare == math.inf else int(spare)
 
 
 def roles_of(family: Family | None) -> Roles:

@@ -84,7 +84,7 @@ def build(
         tiers=tiers_of(layout, measured.tiers, {} if broken else regimes),
         source=source_of(checkpoint, layout, plan, rewritten),
         output=schema.Output(files=[schema.FileEntry(**entry) for entry in (*map(asdict, written.files), *others)]),
-        **padding_entry(layout.config),
+        padding=padding_entry(layout.config),
         inputs=None if inputs is None else schema.Inputs.model_validate(inputs),
         regimes=described,
         certificate=schema.CertificateEntry.model_validate(certificate.to_json(seen) | {"cost_bits": cost}),

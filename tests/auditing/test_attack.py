@@ -72,7 +72,8 @@ def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str) -> None:
         assert found.worst <= found.covered <= top, found
     # The mask's own add runs in the encoder and in the attention to it.
     attentions = [w for w in layout.topology if isinstance(w, Attention)]
-    adds = {f"{w.at}:add#2" if w.bias or (w.memory and not w.scaled) else f"{w.at}:add" for w in attentions}
+    again = {w.at: (w.bias and not w.radius) or (w.memory and not w.scaled) for w in attentions}
+    adds = {f"{at}:add#2" if second else f"{at}:add" for at, second in again.items()}
     assert any("encoder." in f.name for f in result.found if f.name in adds)
 
 
