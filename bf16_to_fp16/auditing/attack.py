@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..families.known import spare_padding
 from ..families.types import Layout
 from ..families.walk import walk
 from ..numerics import FP16_MAX, headroom_bits
@@ -322,17 +323,20 @@ class _Subject:
             best, word = torch.where(better, found.values, best), torch.where(better, found.indices + start, word)
         return best, word
 
-    def measure(self, model: nn.Module, inputs: Sequence[tuple[_Inputs, bool]]) -> dict[str, float]:
+    def measure(self, model: Any, inputs: Sequence[tuple[_Inputs, bool]]) -> dict[str, float]:
         """Return the largest |x| of every operation on all inputs; each is ids (True) or embeddings.
 
-        The first row of each comes again with its last position masked, so that the mask's own operations run.
+        The first row of each comes again with its last position masked, or as many as fp16 asks for, so that the mask's
+        own operations run.
         """
+        spare = spare_padding(model.config.to_dict()) or 1
+        last = int(spare) if spare < self.length else 0
         observer = SiteObserver(model)
         with torch.no_grad(), observer:
             for x, tokens in inputs:
                 again = joined([x, x.rows(slice(0, 1))])
                 mask = torch.ones(again.encoder.shape[:2], dtype=torch.int64, device=x.encoder.device)
-                mask[-1, 1:][-1:] = 0
+                mask[-1, 1:][mask.shape[1] - 1 - last :] = 0
                 self.run_ids(again, model, mask) if tokens else self.run(again, model, mask)
         # What has no limit in fp16 is benign; masks are not an input's doing.
         half = next(model.parameters()).dtype == torch.float16

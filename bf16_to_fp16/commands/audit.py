@@ -25,7 +25,7 @@ from ..conversion.planning import checkpoint_batches
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.known import is_known
+from ..families.known import is_known, padding_entry
 from ..families.types import Layout
 from ..progress import Progress
 from ..quiet import quiet
@@ -115,6 +115,7 @@ def audit(
         proof="certified" if proven and proven["certificate"].holds else "observed",
         family=layout.family.name,
         target=BOUNDED_FOR if proven else None,
+        padding=padding_entry(layout.config),
         **observed,
         unsafe=[*unsafe_sites(observed["regimes"], converted=converted), *found],
         next="" if safe else going_on_from(shown_in_a_command(source), observed["regimes"], converted, subfolder),

@@ -18,6 +18,7 @@ from ..conversion.options import shown_in_a_command
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..families.known import padding_entry
 from ..families.types import Layout, TensorReader
 from ..progress import Progress
 from ..quiet import quiet
@@ -82,6 +83,7 @@ def certify(
         family=layout.family.name,
         source=Source.of(checkpoint).model_copy(update={"adapter": None if adapter is None else own_name(adapter)}),
         target=target,
+        padding=padding_entry(layout.config),
         tiers=tiers_of(layout, tiers, {}),
         certificate=described,
         uncertified=over_limits(described, converted=converted),

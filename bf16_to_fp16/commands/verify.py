@@ -35,6 +35,7 @@ from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..families.known import padding_entry
 from ..families.resolve import resolve
 from ..families.types import Layout
 from ..progress import Progress
@@ -172,6 +173,7 @@ def verify(
             target=claim.target,
             certificate=None if totals is None else CertificateEntry.model_validate(totals),
             tiers=found.tiers,
+            padding=found.padding,
             regimes=regimes_of(found.regimes),
             environment=Environment.model_validate(on.environment()),
         )
@@ -207,6 +209,7 @@ class Findings:
     certificate: Certificate | None = None
     tiers: dict[str, TierEntry] = field(default_factory=dict)
     regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
+    padding: int | None = 0
 
     def add(self, check: str, problems: list[Problem]) -> None:
         """Note how a check ended."""
@@ -228,6 +231,7 @@ def examine(
     again."""
     claim, checkpoint = subject.claim, open_checkpoint(subject.place)
     layout, plan = agreed_layout(checkpoint), subject.plan()
+    found.padding = padding_entry(layout.config)
     if subject.packed is not None:
         found.add("files", check_tensors(subject.place, checkpoint, subject.packed))
     found.add("plan", check_plan(checkpoint, layout, plan, subject.source))

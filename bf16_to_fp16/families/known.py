@@ -141,6 +141,12 @@ def spare_padding(config: Mapping[str, object]) -> float:
     return int(str(full[w.block])) if w.block else math.inf
 
 
+def padding_entry(config: Mapping[str, object]) -> int | None:
+    """Return what a report says of ``spare_padding``: None where no row may be padded."""
+    spare = spare_padding(config)
+    return None if spare == math.inf else int(spare)
+
+
 def roles_of(family: Family | None) -> Roles:
     """Return what the modules of a family are called by their roles; of an unknown family nothing."""
     return Roles() if family is None else roles(family)

@@ -47,5 +47,5 @@ def norms_inside(sublayer: Sublayer | None) -> list[str]:
         return []
     found = [sublayer.post_norm]
     if isinstance(sublayer, Attention):
-        found += [sublayer.query_norm, sublayer.key_norm]
+        found += [sublayer.block_norm, sublayer.query_norm, sublayer.key_norm]
     return [norm for norm in found if norm]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..errors import UserError
+from ..families.known import spare_padding
 from ..run import probe
 from ..run.texts import PlainRows, open_texts, plain_errors
 from .objectives import (
@@ -284,6 +287,8 @@ class Corpus:
         self.held_out_source: _Source = self.source
         if data.held_out_path is not None:
             self.held_out_source = _TableRows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
+        spare = spare_padding(config.to_dict())
+        self.spare = int(spare) if spare < math.inf else 0
         self.predicts, self.causal = probe.predicts_tokens(config), probe.is_causal(config)
         stock = probe.class_in(config)
         self.reads_end_token = stock is not None and stock.reads_end_token
@@ -426,6 +431,9 @@ class Corpus:
         if self.causal:
             made = [in_one_row(source, target) for source, target in made]
         ids, mask = probe.stack([torch.tensor(source) for source, _ in made], self.conventions.pad)
+        if self.spare:
+            ids = functional.pad(ids, (0, self.spare), value=self.conventions.pad)
+            mask = functional.pad(mask, (0, self.spare))
         labels = None
         if self.predicts:
             labels, _ = probe.stack([torch.tensor(target) for _, target in made], probe.IGNORED_LABEL)

@@ -9,6 +9,7 @@ separated and eps scaled, and a continued run begins from the same bits.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from ..conversion.planning import Opened, checkpoint_batches, decide
 from ..devices import Device, find_device
 from ..environment import how_to_install
 from ..errors import UserError
-from ..families.known import class_of, stock_class
+from ..families.known import class_of, spare_padding, stock_class
 from ..families.resolve import resolve
 from ..observe.observer import SiteObserver
 from ..progress import Progress
@@ -175,7 +176,12 @@ def train(
 
     place: the device, by default the recipe's. Raises UserError as ``finetune`` does.
     """
-    agreed_layout(checkpoint)
+    layout = agreed_layout(checkpoint)
+    if "fp16" in recipe.precision and spare_padding(layout.config) == math.inf:
+        raise UserError(
+            f"{checkpoint.name}: stock {layout.family.title} with this attention makes NaN of padding, and of the"
+            " gradient where rows do not fill its blocks, in fp16; set precision: fp32"
+        )
     folder = run_folder(recipe)
     check_run_folder(folder, recipe)
     tokenizer = tokenizer_beside(checkpoint, recipe.subfolder)

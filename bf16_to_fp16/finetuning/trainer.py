@@ -30,7 +30,7 @@ from ..families.types import Layout
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
-from ..run.probe import Batch, is_causal, random_rows, rows_of, values_of
+from ..run.probe import Batch, is_causal, random_rows, rows_of, spared, values_of
 from ..run.probe import batches as probe_batches
 from ..wording import counted
 from .bound_constraint import BoundConstraint
@@ -437,7 +437,10 @@ class Trainer:
         return anchor
 
     def _beyond_the_data(self) -> Batch:
-        """The step's batch of the built-in probe, or of the inputs that a search found."""
+        """The step's batch of the built-in probe, or of the inputs that a search found, padded as fp16 asks for."""
+        return spared(self.stock.config, self._drawn())
+
+    def _drawn(self) -> Batch:
         config, step, hard = self.stock.config, self.position.step, self.position.hard
         seed = self.recipe.seed + 1 + step
         if hard and step % 2:

@@ -7,7 +7,7 @@ do, where observer and tap look at every operation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..families.types import Attention, FeedForward, Layout
 from ..families.walk import norms_inside, walk
+from .tap import Tap
 
 
 @contextmanager
@@ -22,20 +23,41 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     """Yield a dictionary that each forward fills with differentiable values of the sites that can overflow, by the
     audit's names: linears, scores, context, gated products, the residual stream before each norm, norms' outputs.
 
-    Scores are recomputed from queries and keys, [rows, heads, queries, keys]; everything else has the channels last.
+    Scores are recomputed from queries and keys, [rows, heads, queries, keys], where every query meets every key, else
+    taken as they are, [rows, ..., keys]; everything else has the channels last.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}  # without what a sequence too short for any sum leaves empty
+    local = [w.at for w in layout.topology if isinstance(w, Attention) and w.radius]
+    near = {f"{at}:{what}" for at in local for what in ("scores", "context")}
+    tap = Tap(model, found.__setitem__, only=near.__contains__)
+    tap.without_gradients = True
     handles = []
 
     def output(name: str) -> Any:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
-            found[name] = result[0] if isinstance(result, tuple) else result
+            made = result[0] if isinstance(result, tuple) else result
+            if made.numel():
+                found[name] = made
 
         return hook
 
     def entering(name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            found[name] = args[0]
+            if args[0].numel():
+                found[name] = args[0]
+
+        return hook
+
+    def further(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> None:
+            found[name] = torch.cat([found[name], result], 1) if name in found else result
+
+        return hook
+
+    def forgetting(*names: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            for name in names:
+                found.pop(name, None)
 
         return hook
 
@@ -67,11 +89,19 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
         for norm in norms_inside(w):
             watch(norm, after=f"{norm}:{site}")
         if isinstance(w, Attention):
-            watch(w.value, after=w.value)
             watch(w.query, after=w.query)
-            watch(w.key, after=w.key)
-            watch(w.output, before=f"{w.at}:context", after=w.output)
-            watch(w.at, also=scores(w))
+            if w.block:  # keys and values of positions, then of sums
+                watch(w.value, also=further(w.value))
+                watch(w.key, also=further(w.key))
+                watch(w.block_norm, before=f"{w.at}:sum")
+                handles.append(model.get_submodule(w.at).register_forward_pre_hook(forgetting(w.value, w.key)))
+            else:
+                watch(w.value, after=w.value)
+                watch(w.key, after=w.key)
+            # Of local attention the tap sees both products, with the positions that fill up the last block.
+            watch(w.output, before="" if w.radius else f"{w.at}:context", after=w.output)
+            if not w.radius:
+                watch(w.at, also=scores(w))
         elif isinstance(w, FeedForward):
             watch(w.linear, after=w.linear)
             if w.gate:
@@ -81,7 +111,8 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     for linear in layout.head.linears if layout.head is not None else ():
         watch(linear.at, after=linear.at)
     try:
-        yield found
+        with tap if near else nullcontext():
+            yield found
     finally:
         for handle in handles:
             handle.remove()

@@ -21,6 +21,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
 from ..environment import SCHEMA
+from ..families.known import padding_entry
 from ..families.types import RESIDUAL, Layout
 from ..numerics import NORM_FLOOR
 from ..ranges import ModuleRange
@@ -83,6 +84,7 @@ def build(
         tiers=tiers_of(layout, measured.tiers, {} if broken else regimes),
         source=source_of(checkpoint, layout, plan, rewritten),
         output=schema.Output(files=[schema.FileEntry(**entry) for entry in (*map(asdict, written.files), *others)]),
+        padding=padding_entry(layout.config),
         inputs=None if inputs is None else schema.Inputs.model_validate(inputs),
         regimes=described,
         certificate=schema.CertificateEntry.model_validate(certificate.to_json(seen) | {"cost_bits": cost}),

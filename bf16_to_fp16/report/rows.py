@@ -137,6 +137,27 @@ def found_by(report: Report) -> str:
     return "the inputs that were run, in pure fp16" if half else ""
 
 
+def padding_claim(padding: int | None) -> str:
+    """Return for which padding a claim holds, as the end of "every input"; empty for any. padding: as in a report."""
+    if padding == 0:
+        return ""
+    if padding is None:
+        return " without padding"
+    return f" (padded on the right by at least {counted(padding, 'position')}, or not at all)"
+
+
+def padding_advice(report: Report) -> str:
+    """Return what stock code does to padded rows in fp16 whatever the weights, and what to do; empty where nothing."""
+    if report.padding == 0:
+        return ""
+    title = "the stock class" if (family := named(report.family)) is None else f"stock {family.title}"
+    which, remedy = "a padded row is", "run rows of one length together"
+    if report.padding is not None:
+        which = f"a row with some padding, but fewer than {counted(report.padding, 'position')} of it, can be"
+        remedy = f"pad all rows on the right to {report.padding} more than the longest has, or run those of one length"
+    return f"{which} NaN in fp16 in {title}, whatever the weights, since its masks are −inf there; {remedy}"
+
+
 def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
     """Return what the bounds hold for, and what they say nothing about with the option that would cover it or "".
 
@@ -150,7 +171,8 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
     sums = counted(certificate.splits, "partial sum")
     covers = [
         "every operation of the forward pass, in pure fp16, under AMP and as stock code loads it",
-        f"every input of up to {positions}: any tokens, and embeddings anywhere in the hull of the table",
+        f"every input of up to {positions}{padding_claim(report.padding)}: any tokens, and embeddings anywhere in the"
+        " hull of the table",
         f"kernels that accumulate in fp32 in any order, or in up to {sums} rounded to fp16 and added in fp16",
     ]
     leaves = [
@@ -163,6 +185,8 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
         ("other weights than those in the files: adapters, quantisation", ""),
         ("precision: it says that nothing overflows, not that nothing is lost", ""),
     ]
+    if advice := padding_advice(report):
+        leaves.append((advice, ""))
     if squares:
         covers.append("norms that compute in fp16, squares of the residual stream included")
     else:
@@ -190,12 +214,17 @@ def standing(report: Report) -> str:
 
 
 def verdict_sentence(report: Report) -> str:
-    """Return the verdict in one sentence, with what it rests on."""
+    """Return the verdict in one sentence, with what it rests on, and a second on padding where it depends on that."""
+    advice = padding_advice(report)
+    return f"{_verdict(report)} {advice[:1].upper()}{advice[1:]}." if advice else _verdict(report)
+
+
+def _verdict(report: Report) -> str:
     regimes, broken = report.regimes, report.broken_regimes
     if report.safe or report.short:
         beginning = "Safe in fp16"
         if report.proven:
-            beginning += " for every input, by bounds from the weights"
+            beginning += f" for every input{padding_claim(report.padding)}, by bounds from the weights"
         elif report.short and regimes:
             beginning += " on what was run"
         if report.short:
@@ -263,7 +292,8 @@ def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
     rows = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            how = {"certified": "holds for every input", "observed": "holds on what was run", None: "not shown"}
+            proven = f"holds for every input{padding_claim(report.padding)}"
+            how = {"certified": proven, "observed": "holds on what was run", None: "not shown"}
             said = how[entry.proof] + (f": {entry.reason}" if entry.reason else "")
             rows.append((tier.name, tier.words, said, ", ".join(entry.runtimes)))
     return rows

@@ -515,6 +515,10 @@ class Report(ReportObject):
     source: Source = Source()
     output: Output = Output()
     train_mode: Flag = False
+    padding: Count | None = Field(
+        default=0,
+        description="positions of padding that a padded row of the encoder needs at least in fp16; null: none may be",
+    )
     attention: list[str] = []
     inputs: Inputs | None = None
     regimes: dict[str, RegimeEntry] = {}
@@ -575,14 +579,15 @@ class Verification(ReportObject):
     """What ``verify`` found: how each check ended, every problem, and what was computed again.
 
     ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed; ``target``:
-    for which it is. ``tiers``: as the files give them, none where they failed. ``as_reported``: the report is true, and
-    says itself that the checkpoint is unsafe.
+    for which it is. ``tiers``: as the files give them, none where they failed. ``padding``: as in a report.
+    ``as_reported``: the report is true, and says itself that the checkpoint is unsafe.
     """
 
     version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
     verdict: Literal["safe", "unsafe"]
     verified: Flag
     as_reported: Flag = False
+    padding: Count | None = 0
     source: Source
     report: Claim
     checks: dict[str, str]
