@@ -20,7 +20,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ..families.known import FAMILIES, named, roles_of
-from ..families.roles import block_of, last, stack_of
+from ..families.roles import STACKS, block_of, last, stack_in, stack_of
 from ..numerics import FP16_MAX
 from ..wording import bits, bound_magnitude, infinite, known, magnitude, power
 from .schema import BoundEntry, CertificateEntry, FinetuneEntry, SignalEntry, SiteEntry
@@ -92,7 +92,7 @@ class Picture:
 
 def pictures(signals: Sequence[SignalEntry], family: str | None) -> list[Picture]:
     """Return a picture of each stack that has signals: max |x| before and after on a log2 axis against 65504."""
-    stacks = {name: points(signals, name, family) for name in ("encoder", "decoder")}
+    stacks = {name: points(signals, name, family) for name in STACKS}
     values = [v for ps in stacks.values() for p in ps for v in (p.before, p.after)]
     if not values:
         return []
@@ -101,7 +101,7 @@ def pictures(signals: Sequence[SignalEntry], family: str | None) -> list[Picture
     made = []
     for name, ps in stacks.items():
         if ps:
-            words = before_after_in_words(ps, name) + beyond_in_words(ps, name, signals)
+            words = before_after_in_words(ps, name) + beyond_in_words(ps, name, signals, family)
             made.append(Picture(name, draw_before_after(ps, name, low, high, words), words))
     return made
 
@@ -114,7 +114,9 @@ def points(signals: Sequence[SignalEntry], stack: str, family: str | None) -> li
     place on a log axis and are left out.
     """
     outputs = roles_of(named(family)).feed_forward_outputs
-    found = [s for s in signals if stack_of(s.module) == stack or (s.kind, stack) == ("logits", "decoder")]
+    found = [
+        s for s in signals if stack_in(s.module, named(family)) == stack or (s.kind, stack) == ("logits", STACKS[-1])
+    ]
     place: dict[tuple[str, str], tuple[int, int]] = {}
     sublayers: Counter[int] = Counter()
     for s in found:
@@ -160,9 +162,9 @@ def before_after_in_words(found: Iterable[Point], stack: str) -> str:
     return f"{stack}: the largest value is {magnitude(before)} before and {magnitude(after)} after; the limit is 65,504"
 
 
-def beyond_in_words(found: Iterable[Point], stack: str, signals: Sequence[SignalEntry]) -> str:
+def beyond_in_words(found: Iterable[Point], stack: str, signals: Sequence[SignalEntry], family: str | None) -> str:
     """Return which signal of a stack was larger than all that are drawn; empty where none was."""
-    others = [s for s in signals if stack_of(s.module) == stack and known(s.before) is not None]
+    others = [s for s in signals if stack_in(s.module, named(family)) == stack and known(s.before) is not None]
     most = max(others, key=lambda s: s.before, default=None)
     if most is None or most.before <= max(p.before for p in found):
         return ""
@@ -362,7 +364,7 @@ def series_of(site: BoundEntry, gated: bool, feed_forwards: Sequence[str]) -> Se
 
 def bracket_pictures(certificate: CertificateEntry, family: str | None) -> list[Picture]:
     """Return a picture of each stack that the certificate bounds: per block and kind of signal a bracket."""
-    stacks = {name: brackets(certificate.sites, name, family) for name in ("encoder", "decoder")}
+    stacks = {name: brackets(certificate.sites, name, family) for name in STACKS}
     values = [v for bs in stacks.values() for b in bs for v in (b.found, b.bound, b.partial) if v and known(v)]
     if not values:
         return []
