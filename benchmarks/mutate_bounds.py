@@ -32,12 +32,21 @@ from support import contract, tiny
 from support.adversary import adverse_inputs, cancelling, observe, scaled
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.attention import attention_output, gathered, masked_span, score_bounds
+from bf16_to_fp16.bounds.attention import (
+    attention_output,
+    gathered,
+    masked_span,
+    score_bounds,
+    summed_scores,
+    turned,
+    turned_score_bounds,
+)
 from bf16_to_fp16.bounds.certificate import _Walk
 from bf16_to_fp16.bounds.feed_forward import GatedNeurons, PlainNeurons, output_bound
 from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, layer_normalised, lengthened, rms_normalised
 from bf16_to_fp16.bounds.spectral import Spectra
 from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.resolve import effective
 
 TESTS = Path(__file__).parents[1] / "tests"
 
@@ -69,7 +78,7 @@ Seen = dict[str, float]
 def cases() -> list[tuple[Any, Arithmetic, Seen]]:
     """Return models, arithmetics and what an adversary makes of every site: fp16 and, in exact arithmetic, fp32."""
     made = []
-    for kind in ("t5", "gated", "gelu", "umt5", "pegasus"):
+    for kind in ("t5", "gated", "gelu", "umt5", "pegasus", "gemma3"):
         for seed, factor in ((1, 1.0), (2, 0.02)):
             half = tiny.build(kind, seed, factor=factor).half()
             half = scaled(half, seed, 12) if seed == 2 else half
@@ -118,6 +127,9 @@ QUICK = (
     "test_layer_norms_of_nearly_constant_inputs_stay_under_their_bound",
     "test_partial_sums_of_any_split_stay_under_their_bound",
     "test_a_rows_own_eigenvalue_is_tighter_and_still_sound",
+    "test_turned_queries_and_keys_need_the_allowance_of_their_roundings",
+    "test_a_norm_behind_a_sublayer_says_what_it_adds",
+    "test_an_embedding_that_scales_itself_rounds_twice",
     "test_a_carried_eigenvalue_is_above_that_of_weights_changed_in_the_worst_direction",
 )
 """Tests of the certificate, which a mutant meets first."""
@@ -127,9 +139,11 @@ SLOW = (
     "test_dropout_multiplies_the_bounds_in_train_mode",
     "test_no_model_input_passes_a_bound_and_every_audited_site_has_one[t5]",
     "test_no_model_input_passes_a_bound_and_every_audited_site_has_one[pegasus]",
+    "test_no_model_input_passes_a_bound_and_every_audited_site_has_one[gemma3]",
     "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[t5]",
     "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[gated]",
     "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[pegasus]",
+    "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[gemma3]",
 )
 """Tests that only mutants meet which neither a quick test nor a model has shown."""
 
@@ -149,9 +163,22 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("positions not added to the embedding", W.begin, "self.rounded(amax + extra)", "self.rounded(amax)"),
     ("the embedding's √d left out", W.begin, "amax * math.sqrt(width)), square", "amax), square"),
     ("a head left out of the scores", score_bounds, "for h in range(heads)", "for h in range(heads - 1)"),
-    ("the position bias left out of the scores", W.score, "self.rounded(scaled + offset)", "self.rounded(scaled)"),
+    ("the position bias left out of the scores", W.scored, "self.rounded(scaled + offset)", "self.rounded(scaled)"),
     ("the span between two keys halved", score_bounds, "2 * crossed", "crossed"),
     ("the position bias left out of the span", masked_span, "(high - low)", "0"),
+    ("the embedding's own √d left out", W.begin, "self.rounded(amax * root)", "self.rounded(amax)"),
+    ("an offset left out of gains", effective, ") + tensor.offset", ")"),
+    ("a norm behind a sublayer a tenth smaller", W.project, "Projection(out.bound,", "Projection(0.9 * out.bound,"),
+    ("its length without its largest gain", W.project, "largest(out.gain.abs())", "float(out.gain.abs().min())"),
+    ("turned scores a tenth smaller", turned_score_bounds, "whole = query", "whole = 0.9 * query"),
+    (
+        "half of a turned pair left out",
+        turned,
+        "source.gain.abs().view(2, -1).amax(0)",
+        "source.gain.abs().view(2, -1)[0]",
+    ),
+    ("the span between two turned keys halved", turned_score_bounds, "2 * whole * every", "whole * every"),
+    ("several heads' values taken for the first's", attention_output, "(h // group, h)", "(0, h)"),
     ("the context a tenth smaller", gathered, "a.summed(values.bound *", "a.summed(0.9 * values.bound *"),
     (
         "a head left out of the attention's output",
@@ -212,6 +239,11 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the splits of a sum left out", A.gamma, "+ self.splits * UNIT", ""),
     ("the length of a sum in fp32 left out", A.gamma, "(3 * terms + 12) * UNIT32 +", ""),
     ("one of a norm's two roundings left out", rms_normalised, "2 * a.unit + a.unit**2", "a.unit"),
+    ("the one rounding of a norm left out", rms_normalised, "a.unit * (1 + 2.0**-9)", "0.0"),
+    ("the rounding of the embedding's own √d left out", W.begin, "math.sqrt(width) * (1 + a.unit)", "math.sqrt(width)"),
+    ("the roundings of a rotation left out", turned, "(1 + relative) + tiny", "1.0"),
+    ("the roundings of two rotations left out of scores", turned, "1 + math.sqrt(2) * relative", "1.0"),
+    ("subnormals left out of turned scores", turned_score_bounds, "(whole + off) * every", "whole * every"),
     ("subnormals left out of a norm", rms_normalised, "a.tiny * (gain.abs() * (1 + a.unit) + 1)", "0 * gain"),
     ("fp32's deviations left out of a LayerNorm", lengthened, "norm_units(width)", "0"),
     ("the roundings of what attention gathers left out", A.summed, "return values *", "return values + 0 * values *"),
@@ -263,11 +295,11 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "torch.full_like(gain, 2 * a.tiny)",
         "torch.zeros_like(gain)",
     ),
-    ("the bare norm's rounding left out", W.norm, "made.radius * (1 + UNIT)", "made.radius"),
+    ("the bare norm's rounding left out", W.normalised, "made.radius * (1 + UNIT)", "made.radius"),
     (
         "the sum's rounding left out of scores",
-        score_bounds,
-        "rounding = a.gamma(size) * partial",
+        summed_scores,
+        "rounding = a.gamma(terms.shape[1]) * partial",
         "rounding = 0 * partial",
     ),
     ("the sum's rounding left out of the context", gathered, "* total * (1 + gamma))", "* total)"),
@@ -299,10 +331,10 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ),
     ("a plain activation's rounding left out", P.__init__, "else 2 * a.unit", "else 0.0"),
     ("subnormals left out of a row of attention weights", A.attention_sum.fget, "+ self.max_length * TINY", ""),
-    ("all errors of scores left out", score_bounds, "exact * COMPUTED + error + rounding", "exact * COMPUTED"),
+    ("all errors of scores left out", summed_scores, "exact * COMPUTED + error + rounding", "exact * COMPUTED"),
     (
         "the errors of queries and keys left out",
-        score_bounds,
+        summed_scores,
         "exact * COMPUTED + error + rounding",
         "exact * COMPUTED + rounding",
     ),
@@ -318,6 +350,8 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("a carried eigenvalue without its scale", Spectra.carried, "root = scale *", "root ="),
     # Too large.
     ("a linear's row bound a tenth larger", bound_linear, "norms = source.radius *", "norms = 1.1 * source.radius *"),
+    ("a norm behind a sublayer a tenth larger", W.project, "Projection(out.bound,", "Projection(1.1 * out.bound,"),
+    ("turned scores a tenth larger", turned_score_bounds, "whole = query", "whole = 1.1 * query"),
     ("scores a tenth larger", score_bounds, "exact[h] = crossed", "exact[h] = 1.1 * crossed"),
     ("the attention's output a tenth larger", attention_output, "exact += total *", "exact += 1.1 * total *"),
     ("the context a tenth larger", gathered, "a.summed(values.bound *", "a.summed(1.1 * values.bound *"),

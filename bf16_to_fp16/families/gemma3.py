@@ -25,6 +25,7 @@ from .types import (
     OutputScale,
     Part,
     Signal,
+    Spread,
     Stack,
     StackEnds,
     StockAttributes,
@@ -49,13 +50,27 @@ def gain(norm: str, size: str = "model") -> Tensor:
     return Tensor(f"{norm}.weight", (size,), (None,), offset=1.0)
 
 
+def shared_values(config: Mapping[str, object]) -> Spread:
+    """Return how the heads of queries share those of values; raise UserError where they cannot."""
+    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    heads, kv_heads, size = numbers = [config[key] for key in keys]
+    for key, number in zip(keys, numbers, strict=True):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise UserError(f"config.json: {key!r} is {number!r}, not a number; take it from the original checkpoint")
+    assert isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(size, int)
+    if heads % kv_heads or size % 2:
+        raise UserError(
+            f"config.json: {heads} heads of {size} channels cannot share {kv_heads} heads of keys and values, and turn"
+            " channels in pairs; take the keys from the original checkpoint"
+        )
+    return kv_heads, heads // kv_heads, size
+
+
 def attention(at: str, config: Mapping[str, object]) -> Part:
     """Return the records of a layer's attention."""
     norm, m, after = f"{at}.input_layernorm", f"{at}.self_attn", f"{at}.post_attention_layernorm"
     value = f"{m}.value"
-    heads, kv_heads, size = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    assert isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(size, int)
-    group = (kv_heads, heads // kv_heads, size)
+    group = shared_values(config)
     return Part(
         signals=(
             Signal(

@@ -6,13 +6,13 @@ Read from the declaration itself: the first block of each stack under the stock 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .types import Attention, Family, FeedForward, Stack
 
 STACKS = ("encoder", "decoder")
-"""What the stacks of a family are called, in order."""
+"""What the stacks of a family are called, in order; the only one of a family as the last."""
 
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?=[.:])")
@@ -26,8 +26,8 @@ class Roles:
     """The last parts of module paths by role.
 
     ``attentions``: the modules that form scores. ``insides``: activation functions and position biases, whose outputs
-    are no signals of their own. ``norms``: for "encoder" and "decoder" what each norm of a block reads for, in order:
-    self-attention, feed-forward.
+    are no signals of their own. ``norms``: for each of ``STACKS`` that there is what each norm of a block reads for, in
+    order: self-attention, feed-forward.
     """
 
     attentions: frozenset[str] = frozenset()
@@ -39,7 +39,7 @@ class Roles:
 
 def roles(family: Family) -> Roles:
     """Return a family's roles."""
-    stacks = dict(zip(STACKS, family.stacks, strict=False))
+    stacks = dict(zip(STACKS[-len(family.stacks) :], family.stacks, strict=True))
     blocks = {name: sublayers(stack, family.defaults) for name, stack in stacks.items()}
     configs = (family.defaults, *({**family.defaults, **variant} for variant in family.variants))
     every = [w for stack in stacks.values() for config in configs for w in sublayers(stack, config)]
@@ -62,15 +62,17 @@ def sublayers(stack: Stack, config: Mapping[str, object]) -> list[Attention | Fe
 
 
 def readers(block: Sequence[Attention | FeedForward]) -> Iterator[str]:
-    """Yield in words what the norm of each sublayer of a block reads for."""
+    """Yield in words what each norm of a block reads for, and what reads something else than the stream."""
     crosses = any(isinstance(w, Attention) and w.memory for w in block)
     for w in block:
-        if isinstance(w, FeedForward):
-            yield "feed-forward"
-        elif crosses:
-            yield "cross-attention" if w.memory else "self-attention"
-        else:
-            yield "attention"
+        name = "feed-forward"
+        if isinstance(w, Attention):
+            name = "attention" if not crosses else "cross-attention" if w.memory else "self-attention"
+        yield name
+        if isinstance(w, Attention) and w.query_norm:
+            yield from ("queries", "keys")
+        if w.post_norm:
+            yield f"behind {name}"
 
 
 def last(path: str) -> str:
@@ -78,18 +80,16 @@ def last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def stack_of(path: str) -> str:
-    """Return the stack, "encoder" or "decoder", that a module or one of its sites belongs to; "model" where it is in
-    neither: a head, or the only stack of a model."""
+def stack_of(path: str) -> str | None:
+    """Return the stack, "encoder" or "decoder", that a module or one of its sites belongs to, None for a head."""
     found = _STACK.search(path)
-    return found[1] if found else "model"
+    return found[1] if found else None
 
 
-def stacks_of(paths: Iterable[str]) -> list[str]:
-    """Return the stacks of the model whose modules or sites these are, in order: "encoder" and "decoder" as far as
-    there are any, else "model"."""
-    found = {stack_of(path) for path in paths}
-    return [name for name in ("encoder", "decoder") if name in found] or ["model"]
+def stack_in(path: str, family: Family | None) -> str | None:
+    """Return the same of a family, whose only stack may have no name of its own in paths."""
+    only = STACKS[-1] if family is not None and family.decoder is None else None
+    return stack_of(path) or only
 
 
 def block_of(path: str) -> int | None:

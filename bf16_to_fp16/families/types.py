@@ -596,14 +596,7 @@ class Layout:
 
     def kv_heads(self, attention: Attention) -> int:
         """Return the number of heads of an attention's keys and values."""
-        heads = self.heads(attention)
-        found = number_of(self.family, self.config, attention.kv_heads or attention.heads, "a number of heads")
-        if heads % found:
-            raise UserError(
-                f"config.json: {attention.heads!r} is {heads}, not a multiple of {attention.kv_heads!r}, {found};"
-                " take them from the original checkpoint"
-            )
-        return found
+        return number_of(self.family, self.config, attention.kv_heads or attention.heads, "a number of heads")
 
     def score_scale(self, attention: Attention) -> float:
         """Return what an attention multiplies its scores with."""

@@ -22,6 +22,7 @@ from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
 from ..environment import SCHEMA
 from ..families.known import padding_entry
+from ..families.spread import spread_out
 from ..families.types import RESIDUAL, Layout
 from ..numerics import NORM_FLOOR
 from ..ranges import ModuleRange
@@ -299,13 +300,14 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
             module = ranges.get(point.module)
             if module is not None:
                 amax = (module.input if point.side == "input" else module.output).amax.double()
+                seen = spread_out(exponent, point.spread) if exponent.dim() else exponent
                 rows.append(
                     schema.SignalEntry(
                         module=point.module,
                         side=point.side,
                         kind=str(signal.kind),
                         before=float(amax.amax()),
-                        after=float((amax * 2.0 ** (point.sign * exponent)).amax()),
+                        after=float((amax * 2.0 ** (point.sign * seen)).amax()),
                     )
                 )
     fixed = {path: ("scores", seen.scores.largest) for path, seen in ranges.items() if seen.scores is not None}

@@ -20,7 +20,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ..families.known import FAMILIES, named, roles_of
-from ..families.roles import block_of, last, stack_of, stacks_of
+from ..families.roles import STACKS, block_of, last, stack_in, stack_of
 from ..numerics import FP16_MAX
 from ..wording import bits, bound_magnitude, infinite, known, magnitude, power
 from .schema import BoundEntry, CertificateEntry, FinetuneEntry, SignalEntry, SiteEntry
@@ -92,7 +92,7 @@ class Picture:
 
 def pictures(signals: Sequence[SignalEntry], family: str | None) -> list[Picture]:
     """Return a picture of each stack that has signals: max |x| before and after on a log2 axis against 65504."""
-    stacks = {name: points(signals, name, family) for name in stacks_of(s.module for s in signals)}
+    stacks = {name: points(signals, name, family) for name in STACKS}
     values = [v for ps in stacks.values() for p in ps for v in (p.before, p.after)]
     if not values:
         return []
@@ -101,7 +101,7 @@ def pictures(signals: Sequence[SignalEntry], family: str | None) -> list[Picture
     made = []
     for name, ps in stacks.items():
         if ps:
-            words = before_after_in_words(ps, name) + beyond_in_words(ps, name, signals)
+            words = before_after_in_words(ps, name) + beyond_in_words(ps, name, signals, family)
             made.append(Picture(name, draw_before_after(ps, name, low, high, words), words))
     return made
 
@@ -114,8 +114,9 @@ def points(signals: Sequence[SignalEntry], stack: str, family: str | None) -> li
     place on a log axis and are left out.
     """
     outputs = roles_of(named(family)).feed_forward_outputs
-    last_stack = stacks_of(s.module for s in signals)[-1]
-    found = [s for s in signals if stack_of(s.module) == stack or (s.kind, stack) == ("logits", last_stack)]
+    found = [
+        s for s in signals if stack_in(s.module, named(family)) == stack or (s.kind, stack) == ("logits", STACKS[-1])
+    ]
     place: dict[tuple[str, str], tuple[int, int]] = {}
     sublayers: Counter[int] = Counter()
     for s in found:
@@ -161,9 +162,9 @@ def before_after_in_words(found: Iterable[Point], stack: str) -> str:
     return f"{stack}: the largest value is {magnitude(before)} before and {magnitude(after)} after; the limit is 65,504"
 
 
-def beyond_in_words(found: Iterable[Point], stack: str, signals: Sequence[SignalEntry]) -> str:
+def beyond_in_words(found: Iterable[Point], stack: str, signals: Sequence[SignalEntry], family: str | None) -> str:
     """Return which signal of a stack was larger than all that are drawn; empty where none was."""
-    others = [s for s in signals if stack_of(s.module) == stack and known(s.before) is not None]
+    others = [s for s in signals if stack_in(s.module, named(family)) == stack and known(s.before) is not None]
     most = max(others, key=lambda s: s.before, default=None)
     if most is None or most.before <= max(p.before for p in found):
         return ""
@@ -277,7 +278,7 @@ def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
             series = BLOCKS[3]
         if series is None or block is None or site.limit is None or site.benign or not known(site.reached):
             continue
-        blocks = largest.setdefault(stack_of(path), {}).setdefault(series, {})
+        blocks = largest.setdefault(stack_of(path) or "model", {}).setdefault(series, {})
         if block not in blocks or site.reached > blocks[block].reached:
             blocks[block] = site
     values = [s.reached for of in largest.values() for blocks in of.values() for s in blocks.values() if s.reached > 0]
@@ -331,9 +332,10 @@ def brackets(sites: Sequence[BoundEntry], stack: str, family: str | None) -> lis
     outputs = roles_of(named(family)).feed_forward_outputs
     gated = any(site.kind == "product" for site in sites)
     merged: dict[tuple[Series, int | None], Bracket] = {}
-    for site in of_stack(sites, stack):
-        series, place = series_of(site, gated, outputs), block_of(site.name)
-        if series is None or (place is None) != (site.kind == "logits"):
+    for site in sites:
+        series = series_of(site, gated, outputs)
+        within, place = stack_of(site.name), block_of(site.name)
+        if series is None or (within or "decoder") != stack or (place is None) != (site.kind == "logits"):
             continue
         found = site.observed
         found = None if found is None else math.inf if infinite(found) or found > site.limit else found
@@ -345,12 +347,6 @@ def brackets(sites: Sequence[BoundEntry], stack: str, family: str | None) -> lis
             series, place, max(known_found, default=None), max(old.bound, fresh.bound), max(old.partial, fresh.partial)
         )
     return list(merged.values())
-
-
-def of_stack(sites: Sequence[BoundEntry], stack: str) -> list[BoundEntry]:
-    """Return the sites of a stack, of the last those of the head as well."""
-    stacks = stacks_of(site.name for site in sites)
-    return [s for s in sites if (found if (found := stack_of(s.name)) in stacks else stacks[-1]) == stack]
 
 
 def series_of(site: BoundEntry, gated: bool, feed_forwards: Sequence[str]) -> Series | None:
@@ -368,7 +364,7 @@ def series_of(site: BoundEntry, gated: bool, feed_forwards: Sequence[str]) -> Se
 
 def bracket_pictures(certificate: CertificateEntry, family: str | None) -> list[Picture]:
     """Return a picture of each stack that the certificate bounds: per block and kind of signal a bracket."""
-    stacks = {n: brackets(certificate.sites, n, family) for n in stacks_of(s.name for s in certificate.sites)}
+    stacks = {name: brackets(certificate.sites, name, family) for name in STACKS}
     values = [v for bs in stacks.values() for b in bs for v in (b.found, b.bound, b.partial) if v and known(v)]
     if not values:
         return []
@@ -393,7 +389,7 @@ def bracket_in_words(found: Sequence[Bracket], stack: str) -> str:
 
 def undrawn_in_words(found: Sequence[Bracket], stack: str, sites: Sequence[BoundEntry]) -> str:
     """Return which bound of a stack is larger than all that are drawn; empty where none is."""
-    most = max(of_stack(sites, stack), key=lambda s: s.bound)
+    most = max((s for s in sites if (stack_of(s.name) or "decoder") == stack), key=lambda s: s.bound)
     if not most.bound > max(b.bound for b in found):
         return ""
     return f"; not drawn: {most.kind}, up to {bound_magnitude(most.bound)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..bounds.tiers import TIERS
 from ..families.known import named, roles_of
-from ..families.roles import block_of, stack_of, stacks_of
+from ..families.roles import STACKS, block_of, stack_in
 from ..wording import (
     below_limit,
     counted,
@@ -318,10 +318,10 @@ def kept_bits_tables(report: Report) -> list[KeptBits]:
     """Return the precision of each stack, in the order of the model; empty where the report has none."""
     result = []
     declared = roles_of(named(report.family)).norms
-    for stack in stacks_of(row.module for row in report.precision):
+    for stack in STACKS:
         blocks: dict[str, list[float]] = {}
         for row in report.precision:
-            if stack_of(row.module) == stack:
+            if stack_in(row.module, named(report.family)) == stack:
                 block = block_of(row.module)
                 blocks.setdefault("end" if block is None else str(block), []).append(row.bits)
         if not blocks:

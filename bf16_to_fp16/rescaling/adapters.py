@@ -107,7 +107,9 @@ def on_tensor(
             total = total + along(exponents[axis], position, values.dim())
     if part.magnitude:
         total = total + uniform(name, tensor.name, exponents[0 if part.axes == (1,) else 1])
-    return multiplied(name, values, total, factor * correction_of(tensor, plan) if part.made else 1.0)
+    # A whole tensor has the offset in it, what is added to one has not.
+    offset = tensor.offset if not part.suffix else 0.0
+    return multiplied(name, values, total, factor * correction_of(tensor, plan) if part.made else 1.0, offset)
 
 
 def part_of(name: str) -> tuple[str, Part | None]:
@@ -154,10 +156,12 @@ def uniform(name: str, target: str, exponent: int | Tensor) -> int:
     return first
 
 
-def multiplied(name: str, values: Tensor, exponents: Tensor, factor: float) -> Scaled:
-    """Return ``values`` times 2^exponents and a factor, in their dtype if that holds every bit, else in fp32."""
+def multiplied(name: str, values: Tensor, exponents: Tensor, factor: float, offset: float = 0.0) -> Scaled:
+    """Return ``values``, or their sum with ``offset``, times 2^exponents and a factor, in their dtype if that holds
+    every bit, else in fp32."""
     double = values.double()
-    wanted = torch.ldexp(double, exponents.double()) * factor
+    wanted = torch.ldexp(double + offset if offset else double, exponents.double()) * factor
+    wanted = wanted - offset if offset else wanted  # taking off 0 would turn a -0
     found = wanted.to(values.dtype)
     same = bool((found.double() == wanted).all())
     widened = not same and values.dtype != torch.float32

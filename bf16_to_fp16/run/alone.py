@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..families.resolve import unscaled
+from ..families.spread import shared, spread_out
 from ..families.types import Attention, FeedForward, Layout, ResolvedStack, Sublayer, TensorSource, config_value
 
 
@@ -60,7 +61,8 @@ class Weights:
     def embedded(self, stack: ResolvedStack, rows: Tensor) -> Tensor:
         """Return what a stack begins with for tokens at its first position."""
         scale = stack.ends.scale
-        if scale and config_value(self.layout.family, self.layout.config, scale):
+        switched = bool(scale and config_value(self.layout.family, self.layout.config, scale))
+        if switched or stack.ends.scales_itself:
             rows = rows * math.sqrt(self.width)
         positions = self.read(stack.ends.positions)
         return rows if positions is None else rows + positions[0]
@@ -69,6 +71,16 @@ class Weights:
         """Return rows that read a norm's output, [rows, width], as rows that read its input divided by its length."""
         rows = rows * self.matrix(norm)
         return rows - rows.mean(1, keepdim=True) if self.layout.family.centred_norm else rows
+
+    def gathered(self, sublayer: Attention, values: Tensor) -> Tensor:
+        """Return what the heads of an attention gather of the values of the one token there is."""
+        heads = self.layout.kv_heads(sublayer)
+        spread = (heads, self.layout.heads(sublayer) // heads, values.shape[1] // heads)
+        return spread_out(values.t(), spread).t()
+
+    def joined(self, sublayer: Sublayer, made: Tensor) -> Tensor:
+        """Return what joins the stream of what a sublayer gives."""
+        return self.norm(sublayer.post_norm, made) if sublayer.post_norm else made
 
     def activated(self, sublayer: FeedForward, x: Tensor) -> Tensor:
         """Return what the activation of a feed-forward makes of its input."""
@@ -105,15 +117,16 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
                 read = memory if sublayer.memory else normed
                 made = [weights.linear(sublayer.query, normed)]
                 made += [weights.linear(module, read) for module in (sublayer.key, sublayer.value)]
+                entering = weights.gathered(sublayer, made[-1])
             elif sublayer.gate:
                 made = [weights.linear(module, normed) for module in (sublayer.gate, sublayer.linear)]
-                made.append(weights.activated(sublayer, made[0]) * made[1])
+                made.append(entering := weights.activated(sublayer, made[0]) * made[1])
             else:
                 made = [weights.linear(sublayer.linear, normed)]
-                made.append(weights.activated(sublayer, made[0]))
-            made.append(weights.linear(sublayer.output, made[-1]))
+                made.append(entering := weights.activated(sublayer, made[0]))
+            made.append(weights.linear(sublayer.output, entering))
             yield Step(stack, sublayer.norm, sublayer, stream, [normed, *made])
-            stream = stream + made[-1]
+            stream = stream + weights.joined(sublayer, made[-1])
         memory = weights.norm(stack.ends.norm, stream)
         yield Step(stack, stack.ends.norm, None, stream, [memory])
 
@@ -134,10 +147,13 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
     """Return the mean slopes over these ids alone."""
     found = Slopes()
     for step in forward(weights, ids):
-        stream, sublayer = step.stream, step.sublayer
-        if weights.layout.family.centred_norm:
-            stream = stream - stream.mean(1, keepdim=True)
-        found.norms[step.norm] = float((stream.square().mean(1) + weights.layout.eps).rsqrt().mean())
+        sublayer, reads = step.sublayer, {step.norm: step.stream}
+        if sublayer is not None and sublayer.post_norm:
+            reads[sublayer.post_norm] = step.made[-1]
+        for norm, stream in reads.items():
+            if weights.layout.family.centred_norm:
+                stream = stream - stream.mean(1, keepdim=True)
+            found.norms[norm] = float((stream.square().mean(1) + weights.layout.eps).rsqrt().mean())
         if isinstance(sublayer, FeedForward):
             with torch.enable_grad():
                 x = step.made[1].detach().requires_grad_()
@@ -159,13 +175,22 @@ def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> d
             # The decoder's rows go on through what it reads of the encoder.
             rows = weights.before(stack.ends.norm, memory) * typical.norms[stack.ends.norm]
         for sublayer in reversed(stack.sublayers):
-            back = rows @ weights.matrix(sublayer.output)
+            back = rows
+            if sublayer.post_norm:
+                back = weights.before(sublayer.post_norm, back) * typical.norms[sublayer.post_norm]
+            back = back @ weights.matrix(sublayer.output)
             if isinstance(sublayer, FeedForward):
                 modules = [module for module in (sublayer.gate, sublayer.linear) if module]
                 pairs = zip(typical.neurons[sublayer.at], modules, strict=True)
                 back = sum(((back * slope) @ weights.matrix(module) for slope, module in pairs), torch.zeros(()))
             else:
-                back = back @ weights.matrix(sublayer.value)
+                heads = weights.layout.kv_heads(sublayer)
+                spread = (
+                    heads,
+                    weights.layout.heads(sublayer) // heads,
+                    back.shape[1] // weights.layout.heads(sublayer),
+                )
+                back = shared(back.t(), spread).sum(1).t() @ weights.matrix(sublayer.value)
             if isinstance(sublayer, Attention) and sublayer.memory:
                 memory = memory + back
             else:

@@ -26,6 +26,7 @@ from bf16_to_fp16 import UserError
 from bf16_to_fp16.auditing.regimes import ATTENTIONS, audit_model
 from bf16_to_fp16.bounds import factored, spectral
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, UNIT32, Arithmetic, norm_units
+from bf16_to_fp16.bounds.attention import turned, turned_score_bounds
 from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
 from bf16_to_fp16.bounds.factored import Tall, chunks
 from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, GatedNeurons, PlainNeurons, output_bound
@@ -1031,6 +1032,62 @@ def test_scores_that_cancel_need_their_roundings() -> None:
         next(s.bound for s in certified(half, arithmetic)[1].sites if s.name == site) for arithmetic in arithmetics
     )
     assert exact * (1 + 2 * UNIT) ** 20 < seen <= whole < split
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20])
+def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: float) -> None:
+    """One pair of channels, in every direction and turned by every angle, in fp16 as stock code computes it."""
+    source = rms_normalised(torch.full((2,), scale, dtype=torch.float64), Arithmetic(), once=True)
+    made = turned(source, Arithmetic())
+    ways = torch.linspace(0, 2 * math.pi, 1201, dtype=torch.float64)[:, None]
+    left, right = (scale * math.sqrt(2) * ways.cos()).half(), (scale * math.sqrt(2) * ways.sin()).half()
+    angles = torch.linspace(0, 2 * math.pi, 997)[None]
+    cos, sin = angles.cos().half(), angles.sin().half()
+    x, y = (left * cos + -right * sin).double(), (right * cos + left * sin).double()
+    before = scale * (1 + source.relative) * source.radius + math.sqrt(2) * float(source.absolute[0])
+    assert before < float(torch.maximum(x.abs(), y.abs()).max()) <= float(made.bound[0])
+    assert before < float(torch.hypot(x, y).max()) <= float(made.gain[0]) * made.radius + float(made.absolute[0])
+    # Against a key so large that what a subnormal query gains by its roundings counts.
+    key = turned(rms_normalised(torch.full((2,), 256.0, dtype=torch.float64), Arithmetic(), once=True), Arithmetic())
+    scores = turned_score_bounds(made, key, 1, Arithmetic(splits=0), 1.0)
+    most = float(torch.hypot(x, y).max()) * 256 * math.sqrt(2)
+    assert most <= float(scores.product[0]) and 2 * most <= float(scores.span[0])
+    if scale == 1:
+        assert most > 0.99 * float(scores.product[0])
+    else:
+        assert most > float(made.gain[0] * key.gain[0]) * 2 * (1 + 2 * UNIT) ** 2 + 4 * TINY
+
+
+def test_a_norm_behind_a_sublayer_says_what_it_adds() -> None:
+    """Whatever the sublayer makes, each channel gets its gain times √d, and all together the largest gain's."""
+    model = tiny.build("gemma3")
+    _, certificate = certified(model, Arithmetic(exact=True))
+    layer = model.model.layers[0]
+    root, table = math.sqrt(model.config.hidden_size), model.model.embed_tokens.weight.double()
+    gain = (1 + layer.post_attention_layernorm.weight.double()).abs()
+    stream = table.abs().amax(0) * root + gain * root
+    assert certificate.at("model.layers.0:add") == pytest.approx(float(stream.max()), rel=1e-4)
+    entering = certificate.ranges["model.layers.0.pre_feedforward_layernorm"].norm
+    length = float(table.norm(dim=1).max() + gain.max()) * root
+    assert length < float(stream.norm())
+    assert entering is not None and entering.norm_max == pytest.approx(length, rel=1e-4)
+
+
+def test_an_embedding_that_scales_itself_rounds_twice() -> None:
+    """√12 in fp16 is larger than √12, and so may be the product with it."""
+    model = tiny.build("gemma3", hidden_size=12, num_attention_heads=2).half()
+    table = model.model.embed_tokens
+    with torch.no_grad():
+        table.weight.copy_(torch.linspace(1, 2, 97).half()[:, None].expand(-1, 12))
+        made = table(torch.arange(97)).double()
+        once = (table.weight.double() * math.sqrt(12)).half().double()
+    assert bool((made > once).any())
+    worst = int((made / table.weight.double()).amax(1).argmax())
+    with torch.no_grad():
+        table.weight.copy_(table.weight[worst].clone().expand_as(table.weight))
+    limit = certified(model)[1].at("model.embed_tokens:mul")
+    assert limit is not None and float(made[worst].max()) <= limit
+    assert float(made[worst].max()) > float(table.weight.double().max()) * math.sqrt(12) * (1 + UNIT) * (1 + 2.0**-18)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from support.contract import layout_of
 
 from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
-from bf16_to_fp16.families.roles import stacks_of
+from bf16_to_fp16.families.roles import STACKS
 from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
@@ -453,18 +453,18 @@ def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
     ) and labels[1].startswith("decoder: the largest value found is 30,000")
 
 
-def test_the_only_stack_of_a_model_has_its_brackets_and_its_head() -> None:
+def test_the_only_stack_of_a_family_has_its_brackets_and_its_head() -> None:
     sites = [
         bound("model.layers.1:add", "residual", 8.0, 4.0),
         bound("model.layers.1.self_attn.o_proj", "output", 5.0, 4.0),
         bound("lm_head", "logits", 9.0, 4.0),
     ]
-    made = [read(BoundEntry, site) for site in sites]
-    found = {b.series.css: (b.block, b.bound) for b in pictures.brackets(made, "model", "any")}
-    assert found == {"stream": (1, 8.0), "attention": (1, 5.0), "scores": (None, 9.0)}
-    assert stacks_of(site.name for site in made) == ["model"]
-    both = ["encoder.block.0:add", "decoder.block.0:add", "lm_head"]
-    assert (stacks_of(both), stacks_of(both[:1]), stacks_of(both[::2])) == (["encoder", "decoder"], *[["encoder"]] * 2)
+    drawn = [b for stack in STACKS for b in brackets(sites, stack, "gemma3")]
+    assert {b.series.css: (b.block, b.bound) for b in drawn} == {
+        "stream": (1, 8.0),
+        "attention": (1, 5.0),
+        "scores": (None, 9.0),
+    }
 
 
 def test_pegasus_and_ungated_models_have_their_brackets() -> None:

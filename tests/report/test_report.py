@@ -21,10 +21,13 @@ from bf16_to_fp16 import UserError, audit, certify, check, convert, convert_pipe
 from bf16_to_fp16.auditing.regimes import RegimeResult, SiteResult
 from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Attention
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome
-from bf16_to_fp16.report.build import descended
+from bf16_to_fp16.ranges import ChannelRange, ModuleRange
+from bf16_to_fp16.report.build import descended, signals_of
 from bf16_to_fp16.report.remedies import going_on
 from bf16_to_fp16.report.schema import (
     REPORT,
@@ -45,6 +48,8 @@ from bf16_to_fp16.report.schema import (
     read,
     read_report,
 )
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.probe import batches, describe_batches
 from bf16_to_fp16.run.runtimes.known import RUNTIMES
 
@@ -107,6 +112,19 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "regime": RegimeEntry.model_validate(regime.to_json()),
         "inputs": Inputs.model_validate(describe_batches(batches(model.config, None, None), seed=0, data="texts.txt")),
     }
+
+
+def test_a_value_that_several_heads_read_is_reported_as_each_of_them_has_it() -> None:
+    layout = resolve(ModelTensors(tiny.build("gemma3")))
+    path, signal = next((w.output, f"{w.at}.value") for w in layout.topology if isinstance(w, Attention))
+    channels, heads = layout.signals[signal].size, layout.tensors[f"{path}.weight"].shape[1]
+    assert heads == 2 * channels
+    amax = torch.zeros(heads)
+    amax[-1], amax[0] = 8.0, 4.0
+    ranges = {path: ModuleRange(ChannelRange(amax, amax, 1), ChannelRange(torch.ones(1), torch.ones(1), 1))}
+    plan = Plan(family="gemma3", exponents={signal: [0] * (channels - 1) + [-3]})
+    (row,) = [r for r in signals_of(layout, plan, ranges) if r.side == "input"]
+    assert (row.module, row.before, row.after) == (path, 8.0, 4.0)
 
 
 def parts_of(part: ReportObject) -> Iterator[ReportObject]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.contract import layout_of
 
 from bf16_to_fp16 import cli
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
@@ -54,11 +55,12 @@ def largest(model: Any, inputs: Sequence[Batch]) -> dict[str, float]:
     return {site.name: site.amax for site in observer.sites() if site.calls}
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder", "gemma3"])
 def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
     model = model_of(kind)
     found = ids_of(model)
-    alone_in = [f"largest alone in the {stack}" for stack in ("encoder", "decoder")[: 1 + (kind != "t5-encoder")]]
+    stacks = len(layout_of(model).stacks())
+    alone_in = [f"largest alone in the {stack}" for stack in ("encoder", "decoder")[:stacks]]
     reasons = ["special", "largest norm", "smallest norm", "outlier channels", *alone_in]
     assert list(found)[: len(reasons)] == reasons
     ids = [i for reason in found.values() for i in reason]
@@ -68,7 +70,7 @@ def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
     assert VOCABULARY - 1 in found["special"] and all(found.values())
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder", "gemma3"])
 def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> None:
     model = model_of(kind)
     source = ModelTensors(model)
@@ -79,14 +81,14 @@ def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> No
         module.register_forward_hook(lambda module, args, output, at=step.norm: seen.__setitem__(at, output[:, 0]))
     ids = torch.tensor([[LONG], [HIGH]])
     mask = torch.ones_like(ids)
-    decoder, decoder_mask = (None, None) if kind == "t5-encoder" else (ids, mask)
+    decoder, decoder_mask = (ids, mask) if len(layout_of(model).stacks()) > 1 else (None, None)
     with torch.no_grad():
         run_batch(model, Batch("", ids, mask, decoder, decoder_mask, head=False))
     for step in steps:
         assert torch.allclose(step.made[0], seen[step.norm], rtol=1e-3, atol=1e-4), step.norm
 
 
-@pytest.mark.parametrize("kind", ["gated", "pegasus"])
+@pytest.mark.parametrize("kind", ["gated", "pegasus", "gemma3"])
 @pytest.mark.parametrize("crossed", [1.0, 100.0])
 def test_a_direction_pulled_back_predicts_what_a_token_does_layers_later(kind: str, crossed: float) -> None:
     model = model_of(kind)

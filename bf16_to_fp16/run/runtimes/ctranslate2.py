@@ -69,7 +69,10 @@ def convert(folder: Path, layout: Layout, out: str) -> None:
 def run(folder: Path, layout: Layout, batch: Batch) -> Outcome:
     """Convert, score the decoder's ids, and return their log-probabilities, [rows, longest]."""
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
-        raise UserError(f"{folder}: CTranslate2 has no encoder of this family by itself; choose another --runtime")
+        raise UserError(
+            f"{folder}: CTranslate2 has no encoder of this family by itself, nor causal models here;"
+            " choose another --runtime"
+        )
     import ctranslate2
 
     sources = words(batch.input_ids, batch.attention_mask)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...families.types import Layout
-from ..probe import Batch, values_of
+from ..probe import Batch, config_of, is_causal, values_of
 from ..stock import load
 
 FP16 = "float16"
@@ -93,11 +93,12 @@ class Outputs(nn.Module):
         """Wrap a model in eval mode."""
         super().__init__()
         self.model = model
+        self.options = {"use_cache": False} if is_causal(config_of(model)) else {}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
         """Return [rows, length, channels]."""
         if decoder_input_ids is None:
-            return values_of(self.model(input_ids=input_ids, attention_mask=attention_mask))
+            return values_of(self.model(input_ids=input_ids, attention_mask=attention_mask, **self.options))
         return values_of(
             self.model(
                 input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids, use_cache=False

@@ -1,0 +1,102 @@
+"""What Gemma 3 has and no other family: gains that are stored less 1, and configs that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import tiny
+
+from bf16_to_fp16 import UserError, convert
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.families.resolve import check_norms, resolve
+from bf16_to_fp16.rescaling.apply import scale
+from bf16_to_fp16.rescaling.rounding_loss import offset_loss_table
+from bf16_to_fp16.rescaling.weights import ModelTensors
+
+
+def every_bf16() -> torch.Tensor:
+    """Return every bf16 number over -1 and up to 1, in fp32."""
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    return values[values.isfinite() & (values > -1) & (values <= 1)]
+
+
+@pytest.mark.parametrize("r", [-1, -4, -7])
+def test_fp32_holds_a_scaled_gain_less_1_where_it_is_said_to(r: int) -> None:
+    weight = every_bf16()
+    moved = weight.clone()
+    scale(moved, torch.full(moved.shape, r, dtype=torch.int32), 1.0)
+    same = 1 + moved == (1 + weight) * 2.0**r
+    assert bool(same[(weight == 0) | (weight.abs() >= 2.0 ** (-17 - r))].all())
+    below = weight.abs() < 2.0 ** (-17 - r)
+    assert not bool(same[below & (weight.abs() >= 2.0 ** (-18 - r))].all())
+
+
+def test_the_cost_of_an_exponent_is_the_rounding_of_the_gain_less_1() -> None:
+    gains = 1 + torch.tensor([0.0, 0.5, -0.75, 0.00390625, 59.5, -0.998046875, 20000.0]).double()
+    table = offset_loss_table(gains, 1.0)
+    for e in (-12, -5, -4, 0, 3):
+        stored = (gains * 2.0**e - 1).half().double()
+        off = ((stored + 1) * 2.0**-e - gains).square()
+        lossy, error = (x[:, 0] for x in table.at(torch.tensor([e])))
+        assert torch.equal(lossy.bool(), off > 0)
+        assert torch.allclose(error.double(), torch.minimum(off, gains.square()), rtol=1e-6)
+
+
+def test_what_is_written_of_a_gain_is_rounded_once_and_its_dead_channels_are_seen(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("embeddinggemma"), tmp_path / "source")
+    result = convert(source, tmp_path / "out", run_model=False)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    factor, moved = 2.0**result.plan.residual_exponent, 0
+    for name, weight in before.items():
+        if name.endswith("norm.weight"):
+            behind = ".post_" in name
+            wanted = ((1 + weight.double()) * (factor if behind else 1) - 1).float().half()
+            assert torch.equal(after[name], wanted), name
+            moved += behind
+    assert moved == 2 * 3
+    drift = result.plan.drift
+    assert result.plan.residual_exponent < 0 and drift is not None and 0 < drift.relative_error < 1e-3
+    with torch.no_grad():
+        model = tiny.build("gemma3")
+        model.model.layers[0].input_layernorm.weight.fill_(-1)
+    checkpoint = open_checkpoint(tiny.save(model, tmp_path / "dead"))
+    with pytest.raises(UserError, match=r"input_layernorm\.weight is -1 throughout"):
+        check_norms(checkpoint, resolve(checkpoint))
+
+
+def test_a_tied_head_whose_norm_cannot_be_larger_is_separated(tmp_path: Path) -> None:
+    model = tiny.build("gemma3")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(2047)
+        model.model.embed_tokens.weight.mul_(2.0**-8)
+    source = tiny.save(model, tmp_path / "source")
+    result = convert(source, tmp_path / "out", run_model=False)
+    assert result.plan.untied_head and result.plan.residual_exponent < 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert torch.equal(after["lm_head.weight"], before["model.embed_tokens.weight"].half())
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"].half())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0), ("attention_bias", True)]
+)
+def test_a_config_with_a_part_that_no_record_states_is_refused(key: str, value: object) -> None:
+    source = ModelTensors(tiny.build("gemma3"))
+    source.config[key] = value
+    with pytest.raises(UserError, match=f"{key}' is {value}"):
+        resolve(source)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_key_value_heads", 3), ("num_attention_heads", "4"), ("head_dim", 5), ("head_dim", 0)]
+)
+def test_heads_that_stock_code_cannot_share_or_turn_are_refused(key: str, value: object) -> None:
+    source = ModelTensors(tiny.build("gemma3"))
+    source.config[key] = value
+    with pytest.raises(UserError, match=r"config\.json: "):
+        resolve(source)

@@ -1,0 +1,52 @@
+"""Axes whose elements share channels: which element has which channel, and back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from bf16_to_fp16.families.spread import channels_along, shared, spread_out
+from bf16_to_fp16.families.types import Spread
+
+HEADS, GROUP, SIZE = 2, 3, 4
+
+
+def channel(element: int, kind: str) -> int:
+    """Return the channel of an element, head by head and pair by pair."""
+    head, inside = divmod(element, SIZE)
+    if kind == "values":  # of which each is read by several heads of queries
+        return head // GROUP * SIZE + inside
+    pair = inside % (SIZE // 2) if kind == "halves" else inside // 2
+    return head * (SIZE // 2) + pair
+
+
+@pytest.mark.parametrize(
+    ("kind", "spread"),
+    [
+        ("values", (HEADS, GROUP, SIZE)),
+        ("halves", (HEADS, 2, SIZE // 2)),
+        ("neighbours", (HEADS, 1, SIZE // 2, 2)),
+    ],
+)
+def test_every_element_has_its_channel(kind: str, spread: Spread) -> None:
+    elements = torch.arange(math.prod(spread))
+    wanted = torch.tensor([channel(int(i), kind) for i in elements])
+    channels = channels_along(len(elements), spread)
+    assert channels == len(wanted.unique())
+    assert torch.equal(spread_out(torch.arange(channels), spread), wanted)
+    table = torch.stack([elements, elements * 10], 1)
+    assert torch.equal(spread_out(table[:channels], spread), table[wanted])
+    found = shared(table, spread)
+    assert found.shape == (channels, len(elements) // channels, 2)
+    for number, rows in enumerate(found):
+        assert torch.equal(rows, table[wanted == number])
+
+
+def test_without_a_spread_each_element_is_a_channel() -> None:
+    x = torch.arange(5)
+    assert channels_along(5, ()) == 5
+    assert torch.equal(spread_out(x, ()), x) and torch.equal(shared(x, ()), x[:, None])
+    with pytest.raises(AssertionError, match="5 elements"):
+        channels_along(5, (2, 3, 4))
