@@ -77,14 +77,17 @@ def interpreter(shared: Path, owner: int) -> Path:
 
 def import_all() -> None:
     """Import what programs here use, all that this package is made of included."""
+    import transformers
+
     import bf16_to_fp16
     from bf16_to_fp16.families.known import FAMILIES
 
     for module in pkgutil.walk_packages(bf16_to_fp16.__path__, "bf16_to_fp16."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    models = (f"transformers.models.{f.model_type}.modeling_{f.model_type}" for f in FAMILIES)
-    for name in (*models, *IMPORTED):
+    for family in FAMILIES:
+        getattr(transformers, family.classes[0].names[0])  # imports its module
+    for name in IMPORTED:
         importlib.import_module(name)
 
 
