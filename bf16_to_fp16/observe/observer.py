@@ -190,13 +190,17 @@ class SiteObserver(TorchDispatchMode):
         """Return the sites in the order of their modules."""
         return [site for sites in self._sites.values() for site in sites.values()]
 
-    def largest(self) -> dict[str, dict[str, float]]:
-        """Return the largest |x| by module path and operation, of an operation that runs several times over all."""
+    def from_scores_on(self) -> dict[str, dict[str, float]]:
+        """Return the largest |x| by module path and operation of what attentions do from their scores on, of an
+        operation that runs several times over all."""
         found: dict[str, dict[str, float]] = {}
         for path, sites in self._sites.items():
-            amax = found[path] = {}
-            for (name, *_), site in sites.items():
-                amax[name] = max(amax.get(name, 0.0), site.amax)
+            amax: dict[str, float] = {}
+            for (name, *_), site in sites.items():  # in the order in which they first ran
+                if name == "scores" or amax:
+                    amax[name] = max(amax.get(name, 0.0), site.amax)
+            if amax:
+                found[path] = amax
         return found
 
     def __torch_dispatch__(

@@ -286,6 +286,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         tokenizer=bool(TOKENIZER_FILES & set(report.source.carried_over)),
         half="half" not in report.broken_regimes,
         kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
+        made_in_fp32=family is not None and family.made_in_fp32,
     )
 
 

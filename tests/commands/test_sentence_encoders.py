@@ -23,10 +23,16 @@ IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def sentence_encoder(
-    folder: Path, weight: Tensor, *, modes: tuple[str, ...] = ("mean_tokens",), pickled: bool = False, **config: Any
+    folder: Path,
+    weight: Tensor,
+    *,
+    modes: tuple[str, ...] = ("mean_tokens",),
+    pickled: bool = False,
+    kind: str = "t5-encoder",
+    **config: Any,
 ) -> Path:
-    """Save a T5 encoder with pooling, a linear and a normalisation behind it, as sentence-transformers does."""
-    tiny.save(tiny.build("t5-encoder"), folder)
+    """Save an encoder with pooling, a linear and a normalisation behind it, as sentence-transformers does."""
+    tiny.save(tiny.build(kind), folder)
     names = ("", "1_Pooling", "2_Dense", "3_Normalize")
     kinds = ("Transformer", "Pooling", "Dense", "Normalize")
     listing = [
@@ -69,6 +75,22 @@ def with_another_dense(folder: Path, weight: Tensor, place: int = 3, **config: A
     save_file({"linear.weight": weight}, folder / "4_Dense" / "model.safetensors")
     entry = {"path": "4_Dense", "type": "sentence_transformers.models.Dense"}
     return listed(folder, lambda modules: modules.insert(place, entry))
+
+
+def test_an_embedding_gemma_is_converted_with_both_of_its_linears(tmp_path: Path) -> None:
+    """768 channels, to 3072 and back: here 24, 60 and 24."""
+    source = sentence_encoder(tmp_path / "source", drawn(60, scale=0.1), kind="embeddinggemma")
+    with_another_dense(source, drawn(WIDTH, 60, scale=0.1))
+    result = convert(source, tmp_path / "out", run_model=False)
+    assert result.safe and {"2_Dense.linear", "4_Dense.linear"} <= bounds(dict(result.report)).keys()
+    # ``.half()`` would round the frequencies of its positions.
+    assert load_line(tmp_path / "out") == (
+        f'load: SentenceTransformer("{tmp_path / "out"}", model_kwargs={{"dtype": torch.float16}})'
+    )
+    written = load_file(tmp_path / "out" / "4_Dense" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.float16}
+    undo(tmp_path / "out", tmp_path / "back")
+    assert certify(tmp_path / "back")["certificate"]["holds"] is False
 
 
 def bounds(report: dict[str, Any]) -> dict[str, float]:

@@ -86,7 +86,7 @@ def import_all() -> None:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     for family in FAMILIES:
-        getattr(transformers, family.classes[0].names[0])
+        getattr(transformers, family.classes[0].names[0])  # imports its module
     for name in IMPORTED:
         importlib.import_module(name)
 
