@@ -48,19 +48,6 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
         return hook
 
-    def further(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, result: Tensor) -> None:
-            found[name] = torch.cat([found[name], result], 1) if name in found else result
-
-        return hook
-
-    def forgetting(*names: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            for name in names:
-                found.pop(name, None)
-
-        return hook
-
     def scores(topology: Attention, heads: int) -> Any:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
             q, k = (found[p].unflatten(-1, (heads, -1)).transpose(1, 2) for p in (topology.query, topology.key))
@@ -83,10 +70,10 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
         if isinstance(w, Attention):
             watch(w.query, after=w.query)
             if w.block:  # keys and values of positions, then of sums
-                watch(w.value, also=further(w.value))
-                watch(w.key, also=further(w.key))
+                watch(w.value, also=_further(found, w.value))
+                watch(w.key, also=_further(found, w.key))
                 watch(w.block_norm, before=f"{w.at}:sum", after=f"{w.block_norm}:{layout.family.norm_site}")
-                handles.append(model.get_submodule(w.at).register_forward_pre_hook(forgetting(w.value, w.key)))
+                handles.append(model.get_submodule(w.at).register_forward_pre_hook(_forgetting(found, w.value, w.key)))
             else:
                 watch(w.value, after=w.value)
                 watch(w.key, after=w.key)
@@ -108,3 +95,22 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _further(found: dict[str, Tensor], name: str) -> Any:
+    """A hook of what a module gives when it runs for more positions of one forward."""
+
+    def hook(module: nn.Module, args: Any, result: Tensor) -> None:
+        found[name] = torch.cat([found[name], result], 1) if name in found else result
+
+    return hook
+
+
+def _forgetting(found: dict[str, Tensor], *names: str) -> Any:
+    """A hook before a module that forgets what was found in an earlier forward."""
+
+    def hook(module: nn.Module, args: Any) -> None:
+        for name in names:
+            found.pop(name, None)
+
+    return hook
