@@ -43,7 +43,15 @@ from bf16_to_fp16.bounds.attention import (
 )
 from bf16_to_fp16.bounds.certificate import _Walk
 from bf16_to_fp16.bounds.feed_forward import GatedNeurons, PlainNeurons, output_bound
-from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, layer_normalised, lengthened, rms_normalised
+from bf16_to_fp16.bounds.linear import (
+    NormOutput,
+    block_sums,
+    bound_linear,
+    either,
+    layer_normalised,
+    lengthened,
+    rms_normalised,
+)
 from bf16_to_fp16.bounds.spectral import Spectra
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.resolve import effective
@@ -131,6 +139,11 @@ QUICK = (
     "test_a_norm_behind_a_sublayer_says_what_it_adds",
     "test_an_embedding_that_scales_itself_rounds_twice",
     "test_a_carried_eigenvalue_is_above_that_of_weights_changed_in_the_worst_direction",
+    "test_a_sum_over_a_block_and_what_is_left_of_a_row_reaches_its_bound",
+    "test_keys_and_values_of_sums_reach_their_bounds",
+    "test_the_position_bias_of_sums_is_in_the_bound_of_the_scores",
+    "test_the_roundings_of_a_sum_need_their_allowance",
+    "test_the_length_of_sums_is_no_longer_than_their_components_allow",
 )
 """Tests of the certificate, which a mutant meets first."""
 
@@ -223,7 +236,18 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("dropout left out of the stream", W.add, "self.rounded(branch / keep)", "self.rounded(branch)"),
     ("dropout left out of gated neurons", G.__init__, "self.size = scale / keep", "self.size = scale"),
     ("dropout left out of plain neurons", P.__init__, "self.size = made.norms / keep", "self.size = made.norms"),
+    ("what is left of a row left out of the last sum", W.summed, "2 * size - 1", "size"),
+    ("a sum a tenth smaller", block_sums, "source.bound * terms", "0.9 * source.bound * terms"),
+    ("the length of a sum a tenth smaller", block_sums, "longest * terms *", "0.9 * longest * terms *"),
+    (
+        "the norm of sums left out of keys and values",
+        either,
+        "torch.maximum(one.gain.abs(), other.gain.abs())",
+        "one.gain",
+    ),
+    ("the position bias of sums left out of the scores", W.score, "(w.bias, w.block_bias)", "(w.bias,)"),
     # Too small: what arithmetic adds.
+    ("the roundings of a sum left out", block_sums, "a.summed(source.bound * terms * grown)", "source.bound * terms"),
     (
         "all roundings of a linear left out",
         bound_linear,

@@ -35,9 +35,9 @@ NAMED = ("scale_decoder_outputs", "tie_word_embeddings")
 """Keys of which docs/certificate.md says what 4.57 makes of them beside a head of its own."""
 
 VOCABULARY = 384  # that of the byte tokenizer, which needs no file of its own
-UNTIED = ["gated", "mt5", "umt5"]
+UNTIED = ["gated", "mt5", "umt5", "longt5", "longt5-local"]
 SCORED = ["t5", "gated", "mt5", "pegasus"]
-SAME_IN_BOTH = ["t5", "gated", "mt5", "pegasus", "t5-encoder"]
+SAME_IN_BOTH = ["t5", "gated", "mt5", "pegasus", "t5-encoder", "longt5-tied"]
 # CTranslate2 has one number of heads for both stacks of a Pegasus.
 CHANGES = {"pegasus": {"decoder_attention_heads": 3}}
 
@@ -125,6 +125,16 @@ def test_a_folder_that_states_its_tying_computes_the_same_in_both_versions(
     for outcome in (flagged_in_5[name], flagged_in_4[name]):
         assert outcome.missing == outcome.unexpected == ()
     assert relative_error(flagged_in_4[name].output, flagged_in_5[name].output) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["longt5", "longt5-local"])
+def test_a_converted_longt5_computes_the_same_in_both_versions_though_4_calls_its_embeddings_missing(
+    name: str, flagged: dict[str, Path], tmp_path: Path, warm_python: Path, compat_python: Path
+) -> None:
+    convert(flagged[name], tmp_path / "out", run_model=False)
+    (five,), (four,) = (compute_logits([tmp_path / "out"], python) for python in (warm_python, compat_python))
+    assert four.missing == ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight") and four.unexpected == ()
+    assert relative_error(four.output, five.output) <= 1e-6
 
 
 @pytest.mark.parametrize("name", UNTIED)

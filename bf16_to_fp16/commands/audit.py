@@ -63,9 +63,8 @@ def audit(
     Its many parameters are the command's options, as keywords. data: text to run on besides the built-in probe.
     train_mode: with dropout and the backward pass under a loss scale. attention: implementations, of ``ATTENTIONS`` and
     "scaled". attack_steps: gradient steps of a search for every site's worst input, reported beside the certificate's
-    bounds. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps.
-    config: the config.json of one file of weights, else inferred. Raises
-    ``UserError`` for a source, data or device that cannot be used.
+    bounds. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps. config: the
+    config.json of one file of weights, else inferred. Raises ``UserError`` for what cannot be used.
     """
     progress = progress or Progress(quiet=True)
     if attack_steps is not None and attack_steps < 1:

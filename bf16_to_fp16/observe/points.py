@@ -48,19 +48,6 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
         return hook
 
-    def further(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> None:
-            found[name] = torch.cat([found[name], result], 1) if name in found else result
-
-        return hook
-
-    def forgetting(*names: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            for name in names:
-                found.pop(name, None)
-
-        return hook
-
     def scores(topology: Attention) -> Any:
         heads = {topology.query: layout.heads(topology), topology.key: layout.kv_heads(topology)}
 
@@ -91,10 +78,10 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
         if isinstance(w, Attention):
             watch(w.query, after=w.query)
             if w.block:  # keys and values of positions, then of sums
-                watch(w.value, also=further(w.value))
-                watch(w.key, also=further(w.key))
+                watch(w.value, also=_further(found, w.value))
+                watch(w.key, also=_further(found, w.key))
                 watch(w.block_norm, before=f"{w.at}:sum")
-                handles.append(model.get_submodule(w.at).register_forward_pre_hook(forgetting(w.value, w.key)))
+                handles.append(model.get_submodule(w.at).register_forward_pre_hook(_forgetting(found, w.value, w.key)))
             else:
                 watch(w.value, after=w.value)
                 watch(w.key, after=w.key)
@@ -124,3 +111,22 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, -1)
     turned: Tensor = x * cos.unsqueeze(1) + torch.cat((-right, left), -1) * sin.unsqueeze(1)
     return turned
+
+
+def _further(found: dict[str, Tensor], name: str) -> Any:
+    """A hook of what a module gives when it runs for more positions of one forward."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> None:
+        found[name] = torch.cat([found[name], result], 1) if name in found else result
+
+    return hook
+
+
+def _forgetting(found: dict[str, Tensor], *names: str) -> Any:
+    """A hook before a module that forgets what was found in an earlier forward."""
+
+    def hook(module: nn.Module, args: Any) -> None:
+        for name in names:
+            found.pop(name, None)
+
+    return hook

@@ -170,8 +170,10 @@ def _bearable(config: Any, batch: Batch) -> list[Batch]:
 
 
 def spared(config: Any, batch: Batch) -> Batch:
-    """Return the batch with as much padding as stock code asks for in fp16; a backward pass needs it in every batch,
-    since what fills up a last block must see something as well."""
+    """Return the batch with as much padding as stock code asks for in fp16.
+
+    A backward pass needs it in every batch, since what fills up a last block must see something as well.
+    """
     spare = spare_padding(config.to_dict())
     return _filled(batch, int(spare), _pad(config)) if 0 < spare < math.inf else batch
 

@@ -124,20 +124,32 @@ def test_a_model_of_sound_is_refused_by_its_name(tmp_path: Path) -> None:
 
 
 def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "attention_window": [4]}
-    config = transformers.LEDConfig(vocab_size=97, d_model=24, max_encoder_position_embeddings=1024, **shape, **heads)
-    model = transformers.LEDForConditionalGeneration(config)
+    config = transformers.PegasusXConfig(
+        vocab_size=97,
+        d_model=24,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        block_size=8,
+        num_global_tokens=4,
+    )
+    model = transformers.PegasusXForConditionalGeneration(config)
     with torch.no_grad():
-        model.led.encoder.layers[0].fc2.weight.fill_(1e5)
+        model.model.encoder.layers[0].fc1.bias.fill_(1e5)
     model.save_pretrained(tmp_path / "m")
     assert cli.main(["audit", str(tmp_path / "m"), "--regime", "half", "--json", str(tmp_path / "r.json")]) == 1
     said = capsys.readouterr()
     assert "has no sdpa attention: eager only" in said.err
-    assert "no certificate: LEDForConditionalGeneration is none of the classes" in said.out
+    assert "no certificate: PegasusXForConditionalGeneration is none of the classes" in said.out
     assert "next: stay with bf16" in said.out and "convert it" not in said.out
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["attention"] == ["eager"]
+    assert report["regimes"]["half"]["nonfinite"]
+    with pytest.raises(UserError, match="has no sdpa attention; give --attention eager"):
+        audit(tmp_path / "m", attention=("sdpa",))
 
 
 @pytest.mark.parametrize(

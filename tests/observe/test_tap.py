@@ -25,6 +25,8 @@ NOT_HANDED_OVER = (
     "constant",
     "embed_positions",  # fixed: it runs without gradients
     ":to",
+    ":repeat",
+    ":constant_pad_nd",
     ":weight",  # a copy of one, made by autocast
     ":clone",
     ":cat",
@@ -62,7 +64,7 @@ def tapped(model: nn.Module, batch: Any, forward: Any = None) -> dict[str, float
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder", "longt5", "longt5-local"])
 def test_names_and_largest_values_are_the_audit_s(kind: str, autocast: torch.dtype | None, train: bool) -> None:
     model = built(kind, train)
     batch = padded(model)
@@ -136,7 +138,7 @@ def gradients(kind: str, *, checkpointing: bool, backward_inside: bool, reentran
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 @pytest.mark.parametrize("backward_inside", [True, False])
-@pytest.mark.parametrize("kind", ["t5", "gated", "pegasus", "t5-encoder"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "pegasus", "t5-encoder", "longt5"])
 def test_checkpointing_leaves_calls_and_gradients_bit_equal(kind: str, backward_inside: bool) -> None:
     plain_calls, plain = gradients(kind, checkpointing=False, backward_inside=True)
     calls, kept = gradients(kind, checkpointing=True, backward_inside=backward_inside)

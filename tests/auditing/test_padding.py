@@ -1,0 +1,86 @@
+"""What LongT5 bears of padding in fp16 under its stock masks of −1e10, and that audits and reports keep to it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+
+from bf16_to_fp16 import convert
+from bf16_to_fp16.families.known import spare_padding
+from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.observe.sites import MASK_REASON
+from bf16_to_fp16.run.probe import batches
+
+REAL, LONGEST = 6, 13
+
+
+def logits_are_finite(model: Any, length: int, *, half: bool) -> bool:
+    """Return whether fp16, or fp16 autocast, gives numbers for a row of ``REAL`` ids padded to a length."""
+    ids = torch.full((2, length), 5)
+    mask = torch.ones_like(ids)
+    mask[1, REAL:] = 0
+    served = copy.deepcopy(model).half() if half else model
+    with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=not half):
+        out = served(input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :3])
+    assert bool(out.logits[0].isfinite().all())  # padding harms its own row alone
+    return bool(out.logits[1].isfinite().all())
+
+
+@pytest.mark.parametrize("half", [True, False], ids=["half", "amp"])
+@pytest.mark.parametrize("kind", ["longt5", "longt5-local"])
+def test_a_row_is_finite_in_fp16_with_no_padding_or_as_much_as_is_said(kind: str, half: bool) -> None:
+    model = tiny.build(kind, 0, factor=1.0)
+    spare = spare_padding(model.config.to_dict())
+    assert spare == (4 if kind == "longt5" else math.inf)
+    finite = [logits_are_finite(model, length, half=half) for length in range(REAL, LONGEST)]
+    assert all(found for padding, found in enumerate(finite) if padding >= spare)
+    # To the position: where it fills fewer whole blocks than there are.
+    assert finite == [n == REAL or (kind == "longt5" and n // 4 > REAL // 4) for n in range(REAL, LONGEST)]
+
+
+def test_nan_of_what_fills_up_the_last_block_is_by_design_and_that_of_padding_is_not() -> None:
+    model = tiny.build("longt5-local", 0, factor=1.0).half()
+    ids = torch.full((1, 7), 5)  # blocks have 3 positions
+    for padded in (0, 1):
+        mask = (torch.arange(7) < 7 - padded).long()[None]
+        with torch.no_grad(), SiteObserver(model) as observer:
+            model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids)
+        behind = [s for s in observer.sites() if s.name.endswith("LocalSelfAttention:context")]
+        assert len(behind) == 3
+        for site in behind:
+            assert bool(site.nonfinite) == bool(padded)
+            assert padded or (site.reason == MASK_REASON and site.benign)
+        assert bool(sum(site.nonfinite for site in observer.sites())) == bool(padded)
+
+
+@pytest.mark.parametrize("kind", ["longt5", "longt5-local"])
+def test_the_probe_pads_no_row_by_less(kind: str) -> None:
+    config = copy.copy(tiny.build(kind, 0).config)
+    config.architectures = ["LongT5ForConditionalGeneration"]
+    spare, made = spare_padding(config.to_dict()), batches(config, None, None)
+    for batch in made:
+        padding = (batch.attention_mask == 0).sum(1)
+        assert all(n == 0 or n >= spare for n in padding.tolist())
+    lengths = {n for batch in made for n in batch.attention_mask.sum(1).tolist()}
+    assert {1, 2, 7, 20, 48} <= lengths
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("longt5", "padded on the right by at least 4"), ("longt5-local", "without padding")]
+)
+def test_verdict_card_and_page_say_for_which_padding_they_stand(kind: str, said: str, tmp_path: Path) -> None:
+    source = tiny.save(tiny.build(kind, 0, num_layers=1, num_decoder_layers=1), tmp_path / "source")
+    result = convert(source, tmp_path / "out")
+    assert result.safe and result.report["padding"] == (4 if kind == "longt5" else None)
+    for name in ("README.md", "fp16_report.html"):
+        text = " ".join((tmp_path / "out" / name).read_text(encoding="utf-8").split())
+        assert said in text and "NaN in fp16 in stock LongT5, whatever the weights" in text
+    assert {run["attention"] for regime in result.report["regimes"].values() for run in regime["runs"]} == {"eager"}
+    fidelity = result.report["fidelity"]
+    assert fidelity["kl_fp16"] <= fidelity["kl_bf16"] / 32
