@@ -245,7 +245,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "torch.maximum(one.gain.abs(), other.gain.abs())",
         "one.gain",
     ),
-    ("the position bias of sums left out of the scores", W.score, "(w.bias, w.block_bias)", "(w.bias,)"),
+    ("the position bias of sums left out of the scores", W.scored, "(w.bias, w.block_bias)", "(w.bias,)"),
     # Too small: what arithmetic adds.
     ("the roundings of a sum left out", block_sums, "a.summed(source.bound * terms * grown)", "source.bound * terms"),
     (
@@ -280,11 +280,11 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     (
         "the length of rows left out",
         A.attention_sum.fget,
-        "(self.max_length + 8) * UNIT32) + self.max_length * TINY",
-        "UNIT32)",
+        "(self.max_length + 8) * unit) + self.max_length * TINY",
+        "unit)",
     ),
     ("the rounding of attention weights left out", A.attention_sum.fget, "(1 + UNIT) *", "1.0 *"),
-    ("what fp32 loses of a row left out", A.attention_sum.fget, "(self.max_length + 8) * UNIT32", "UNIT32"),
+    ("what fp32 loses of a row left out", A.attention_sum.fget, "(self.max_length + 8) * unit", "unit"),
     (
         "a factor's rounding left out of a norm",
         N.scaled,

@@ -20,6 +20,7 @@ sys.path.insert(0, "benchmarks")
 import certified
 import finetune
 import long_run
+import mutate_bounds
 import peers
 import rates
 import rounding
@@ -159,3 +160,9 @@ def test_the_late_pegasus_is_small_early_and_past_fp16_late_and_computes_nearly_
             logits.append(model(input_ids=ids, decoder_input_ids=ids[:, :32]).logits.log_softmax(-1))
     assert max(largest[4:6]) < 5 and largest[7] > 5e6
     assert float((logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()) < 0.5
+
+
+def test_every_mutant_of_the_bounds_is_made_of_text_that_is_there() -> None:
+    for _, function, old, new in mutate_bounds.MUTANTS:
+        with mutate_bounds.rewritten(function, old, new):  # raises LookupError where it is not
+            pass
