@@ -48,18 +48,6 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
         return hook
 
-    def scores(topology: Attention) -> Any:
-        heads = {topology.query: layout.heads(topology), topology.key: layout.kv_heads(topology)}
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            q, k = (found[path].unflatten(-1, (number, -1)).transpose(1, 2) for path, number in heads.items())
-            if topology.rotary:
-                q, k = (found[f"{path}:{site}"] for path in (topology.query_norm, topology.key_norm))
-                q, k = (rotated(x, *kwargs["position_embeddings"]) for x in (q, k))
-            found[f"{topology.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
-
-        return hook
-
     def watch(path: str, *, before: str = "", after: str = "", also: Any = None) -> None:
         module = model.get_submodule(path)
         if before:
@@ -88,7 +76,7 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
             # Of local attention the tap sees both products, with the positions that fill up the last block.
             watch(w.output, before="" if w.radius else f"{w.at}:context", after=w.output)
             if not w.radius:
-                watch(w.at, also=scores(w))
+                watch(w.at, also=_scores(found, layout, w))
         elif isinstance(w, FeedForward):
             watch(w.linear, after=w.linear)
             if w.gate:
@@ -111,6 +99,20 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, -1)
     turned: Tensor = x * cos.unsqueeze(1) + torch.cat((-right, left), -1) * sin.unsqueeze(1)
     return turned
+
+
+def _scores(found: dict[str, Tensor], layout: Layout, w: Attention) -> Any:
+    """A hook that makes an attention's scores again of the queries and keys that were found."""
+    heads = {w.query: layout.heads(w), w.key: layout.kv_heads(w)}
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        q, k = (found[path].unflatten(-1, (number, -1)).transpose(1, 2) for path, number in heads.items())
+        if w.rotary:
+            q, k = (found[f"{path}:{layout.family.norm_site}"] for path in (w.query_norm, w.key_norm))
+            q, k = (rotated(x, *kwargs["position_embeddings"]) for x in (q, k))
+        found[f"{w.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
+
+    return hook
 
 
 def _further(found: dict[str, Tensor], name: str) -> Any:
