@@ -155,13 +155,18 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
     return found if isinstance(found, Tensor) else None
 
 
-def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
+def scores_of_mask(args: tuple[Any, ...], finite: bool | None = None) -> Tensor | None:
     """Return what a mask is added to, where it is one that fp16 holds: of the least finite number of its dtype, as
-    transformers makes them. Any other is −inf in fp16 and hides every score, so that None is returned."""
+    transformers makes them. Any other is −inf in fp16 and hides every score, so that None is returned.
+
+    finite: what is known of the mask already; to look at it makes a device wait.
+    """
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):
         return None
+    if finite is not None:
+        origin.finite = finite
     if origin.finite is None:
         origin.finite = bool((mask == torch.finfo(mask.dtype).min).any())
     return other if origin.finite else None

@@ -30,7 +30,6 @@ from .origins import (
     only_constants,
     origin_of,
     scores_of_mask,
-    sees_nothing,
     set_origin,
 )
 
@@ -203,6 +202,7 @@ class Tap:
         self._mode = _TapMode(self)
         self._names: dict[str, dict[tuple[str, int], str | None]] = {}
         self._functions: dict[Any, _Function] = {}
+        self._finite_masks: set[str] = set()
         self._stack: list[_Call] = []
         self._call: _Call | None = None
         self._handing_over = False
@@ -369,10 +369,13 @@ class Tap:
 
     def _see_masked(self, call: _Call, function: _Function, args: tuple[Any, ...], masked: Tensor) -> None:
         """Hand over what the mask that is added to scores must add at least."""
-        scores = None if function.inplace else scores_of_mask(args)
+        # A module's mask is of one kind, so that it is looked at in the first forward and not in every one.
+        known = True if call.path in self._finite_masks else None
+        scores = None if function.inplace else scores_of_mask(args, known)
         if scores is None:
             call.hidden = masked
             return
+        self._finite_masks.add(call.path)
         full = self._wanted(call, "masked", 1)
         if full is not None:
             self._hand_over(full, scores, partial(masked_span, masked=masked))
@@ -444,7 +447,8 @@ def _unmasked(out: Tensor, masked: Tensor) -> Tensor:
 
 
 def _seen(out: Tensor, hidden: Tensor) -> Tensor:
-    return out.masked_fill(out.isnan(), 0.0) if sees_nothing(hidden) else out
+    # Asking whether a row sees nothing would make a device wait.
+    return out.masked_fill(out.isnan() & hidden.all(-1).any().to(out.device), 0.0)
 
 
 def _product_of(call: _Call, args: tuple[Any, ...]) -> str:

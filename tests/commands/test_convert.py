@@ -118,7 +118,9 @@ def test_fp16_is_at_least_32_times_closer_than_bf16(converted: tuple[Path, Conve
     close = result.report["fidelity"]
     # Of two or three labels one row can decide the mean: from seed to seed it is 12 to 320 times.
     labels = any(name in source.parent.name for name in HEADS)
-    assert close["kl_fp16"] <= close["kl_bf16"] / (8 if labels else 32)
+    # Of random models with outliers in the gains behind sublayers it is 30 to 70 times.
+    outliers = any(name in source.parent.name for name in GEMMA)
+    assert close["kl_fp16"] <= close["kl_bf16"] / (8 if labels else 24 if outliers else 32)
 
 
 def test_nearly_every_weight_is_carried_over_exactly(converted: tuple[Path, Conversion]) -> None:

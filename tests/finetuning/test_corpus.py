@@ -103,7 +103,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
         tokenizer = make()
         tokenizer.save_pretrained(folder)
         config = SimpleNamespace(
-            vocab_size=len(tokenizer), is_encoder_decoder=True, architectures=["ForConditionalGeneration"]
+            vocab_size=len(tokenizer), is_encoder_decoder=True, architectures=["ForConditionalGeneration"], to_dict=dict
         )
         made[kind] = (folder, config)
     return made
@@ -888,7 +888,9 @@ from bf16_to_fp16.finetuning.corpus import open_corpus
 from bf16_to_fp16.finetuning.recipe import Data
 
 folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
-config = SimpleNamespace(vocab_size=384, is_encoder_decoder=True, architectures=["ForConditionalGeneration"])
+config = SimpleNamespace(
+    vocab_size=384, is_encoder_decoder=True, architectures=["ForConditionalGeneration"], to_dict=dict
+)
 try:
     corpus = open_corpus(Data.model_validate(given), folder, config, seed=3)
 except UserError as error:
