@@ -241,7 +241,10 @@ class _Subject:
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
         self.generator = torch.Generator().manual_seed(seed)
-        self.table = model.get_input_embeddings().weight.detach()
+        embedding, ends = model.get_input_embeddings(), layout.stacks()[0].ends
+        self.table = embedding.weight.detach()
+        if ends.scales_itself:  # which it does with ids alone
+            self.table = self.table * layout.embedding_scale(ends)
         stack = model.get_encoder() if hasattr(model, "get_encoder") else model
         # Pegasus's encoder scales embeddings that it looks up, but not those that it is given; its decoder both.
         self.encoder_scale = float(getattr(stack, "embed_scale", 1.0))

@@ -307,15 +307,16 @@ class _Walk(_Findings):
     # -- a stack ----------------------------------------------------------------------------------------------------
 
     def begin(self, ends: StackEnds) -> None:
-        """Start the residual stream from the embedding: per channel its largest entry over the vocabulary."""
-        family, config, a = self.layout.family, self.layout.config, self.arithmetic
-        amax, square, length = self.table(family.embedding)
+        """Start the residual stream from the embedding: per channel its largest entry over the vocabulary; from what a
+        norm makes of it where one comes between."""
+        a = self.arithmetic
+        amax, square, length = self.table(self.layout.family.embedding)
         self.note(f"{ends.embedding}:embedding", "embedding", amax)
-        width = amax.numel()
-        if ends.scale and config_value(family, config, ends.scale):
-            amax, square = self.rounded(amax * math.sqrt(width)), square * width
-            length = a.rounded_length(length * math.sqrt(width), width)
-            self.note(f"{ends.at}:mul", "embedding", amax)
+        width, scale = amax.numel(), self.layout.embedding_scale(ends)
+        if scale != 1.0:
+            amax, square = self.rounded(amax * scale), square * scale**2
+            length = a.rounded_length(length * scale, width)
+            self.note(f"{ends.embedding if ends.scales_itself else ends.at}:mul", "embedding", amax)
         self.outputs[ends.embedding] = (amax, square)
         if ends.positions:
             extra, extra_square, extra_length = self.table(ends.positions)
@@ -324,7 +325,11 @@ class _Walk(_Findings):
             self.outputs[path] = (extra, extra_square)
             amax, square = self.rounded(amax + extra), square + extra_square
             length = a.rounded_length(length + extra_length, width)
-            self.note(f"{ends.at}:add", "residual", amax)
+            self.note(f"{ends.at}:add", "embedding" if ends.first_norm else "residual", amax)
+        if ends.first_norm:
+            # What it reads is not scaled with the stream.
+            made, square = self.normalised(ends.first_norm, (amax, square, length), 1.0)
+            amax, length = made.bound, made.length
         keep = self.kept("stream")
         if keep != 1.0:
             amax, length = self.rounded(amax / keep), a.rounded_length(length / keep, width)
@@ -365,6 +370,16 @@ class _Walk(_Findings):
 
     def norm(self, path: str) -> tuple[NormOutput, Tensor]:
         """Return what a norm of the residual stream gives, and the mean square of its components."""
+        stream = (self.stream, self.stream_square, self.stream_norm)
+        return self.normalised(path, stream, 2.0 ** (self.arithmetic.planned or 0))
+
+    def normalised(self, path: str, read: tuple[Tensor, Tensor, float], factor: float) -> tuple[NormOutput, Tensor]:
+        """Return what a norm gives, and the mean square of its components.
+
+        read: bounds and mean squares of the components that it reads, and a bound of their length. factor: what they
+        are still to be multiplied with.
+        """
+        amax, squares, length = read
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
         assert gain is not None
         width, a = gain.numel(), self.arithmetic
@@ -372,26 +387,26 @@ class _Walk(_Findings):
         shift = None if shift is None else shift.double()
         if self.layout.family.centred_norm:
             # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
-            mean = min(float(self.stream.mean()) * 2.0 ** (a.planned or 0), FP16_MAX)
+            mean = min(float(amax.mean()) * factor, FP16_MAX)
             made = layer_normalised(gain, shift, mean, self.layout.eps, a)
             self.note(f"{path}:layer_norm", "norm", made.bound)
-            self.note(f"{path}:layer_norm.1", "statistic", self.rounded(self.stream.mean()))
+            self.note(f"{path}:layer_norm.1", "statistic", self.rounded(amax.mean()))
             self.note(f"{path}:layer_norm.2", "statistic", self.layout.eps**-0.5 * (1 + 2 * UNIT))
         else:
             made = rms_normalised(gain, a)
             self.note(f"{path}:to#2", "normalised", made.radius * (1 + UNIT))
             self.note(f"{path}:mul#2", "norm", made.bound)
         square = gain.square() if shift is None else gain.square() + shift.square()
-        self.inputs[path] = (self.stream, self.stream_square)
+        self.inputs[path] = (amax, squares)
         self.outputs[path] = (made.bound, square)
-        variance = float(self.stream_square.mean()) if width else 0.0
-        length = min(float(self.stream.norm()), self.stream_norm)
+        variance = float(squares.mean()) if width else 0.0
+        length = min(float(amax.norm()), length)
         self.norms[path] = NormRange(length, torch.tensor([[variance, 1.0]], dtype=torch.float64))
         if self.squares:
             # A centred norm sums the components as well.
             most = max(length**2, math.sqrt(width) * length if self.layout.family.centred_norm else 0.0)
             self.note(f"{path} (sum of squares)", "squares", most * growth(width) + width * TINY)
-        self.inner[f"{path}:input"] = largest(self.stream)
+        self.inner[f"{path}:input"] = largest(amax)
         return made, square
 
     def linear(self, path: str, kind: str, source: NormOutput, square: Tensor) -> tuple[LinearBound, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import UserError
+from .mbart import MBART
 from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
@@ -16,7 +17,7 @@ from .t5 import T5
 from .types import Family, StockClass, family_inside
 from .umt5 import UMT5
 
-FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS)
+FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, PEGASUS, MBART)
 """Every supported family."""
 
 

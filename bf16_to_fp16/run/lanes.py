@@ -16,6 +16,7 @@ import copy
 import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -327,4 +328,5 @@ class Walk:
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    return type(module) is nn.Embedding
+    """Whether it takes ids and nothing else; an embedding of positions also takes how many have gone before."""
+    return isinstance(module, nn.Embedding) and len(signature(module.forward).parameters) == 1

