@@ -387,11 +387,11 @@ class _Walk(_Findings):
         shift = None if shift is None else shift.double()
         if self.layout.family.centred_norm:
             # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
-            mean = min(float(amax.mean()) * factor, FP16_MAX)
-            made = layer_normalised(gain, shift, mean, self.layout.eps, a)
+            mean, eps = min(float(amax.mean()) * factor, FP16_MAX), self.layout.eps_of(path)
+            made = layer_normalised(gain, shift, mean, eps, a)
             self.note(f"{path}:layer_norm", "norm", made.bound)
             self.note(f"{path}:layer_norm.1", "statistic", self.rounded(amax.mean()))
-            self.note(f"{path}:layer_norm.2", "statistic", self.layout.eps**-0.5 * (1 + 2 * UNIT))
+            self.note(f"{path}:layer_norm.2", "statistic", eps**-0.5 * (1 + 2 * UNIT))
         else:
             made = rms_normalised(gain, a)
             self.note(f"{path}:to#2", "normalised", made.radius * (1 + UNIT))

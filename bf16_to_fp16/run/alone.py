@@ -51,7 +51,7 @@ class Weights:
 
     def norm(self, module: str, x: Tensor) -> Tensor:
         """Return what a norm gives."""
-        gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps
+        gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps_of(module)
         if self.layout.family.centred_norm:
             return functional.layer_norm(x, gain.shape, gain, shift, eps)
         return functional.rms_norm(x, gain.shape, gain, eps)
@@ -138,7 +138,7 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
         stream, sublayer = step.stream, step.sublayer
         if weights.layout.family.centred_norm:
             stream = stream - stream.mean(1, keepdim=True)
-        found.norms[step.norm] = float((stream.square().mean(1) + weights.layout.eps).rsqrt().mean())
+        found.norms[step.norm] = float((stream.square().mean(1) + weights.layout.eps_of(step.norm)).rsqrt().mean())
         if isinstance(sublayer, FeedForward):
             with torch.enable_grad():
                 x = step.made[1].detach().requires_grad_()
