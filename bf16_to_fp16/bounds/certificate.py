@@ -371,7 +371,8 @@ class _Walk(_Findings):
     def norm(self, path: str) -> tuple[NormOutput, Tensor]:
         """Return what a norm of the residual stream gives, and the mean square of its components."""
         stream = (self.stream, self.stream_square, self.stream_norm)
-        return self.normalised(path, stream, 2.0 ** (self.arithmetic.planned or 0))
+        planned = self.arithmetic.planned or {}
+        return self.normalised(path, stream, 2.0 ** planned.get(self.layout.streams_read[path], 0))
 
     def normalised(self, path: str, read: tuple[Tensor, Tensor, float], factor: float) -> tuple[NormOutput, Tensor]:
         """Return what a norm gives, and the mean square of its components.

@@ -26,7 +26,7 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import Certificate, bound
 from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Kind, Layout
+from bf16_to_fp16.families.types import RESIDUAL, Kind, Layout
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
@@ -91,7 +91,7 @@ def outputs(model: Any) -> tuple[torch.Tensor, ...]:
 
 
 def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:
-    """Return a plan that moves every channel of the given kinds by −3 to 3, and the residual stream by −4."""
+    """Return a plan that moves every channel of the given kinds by −3 to 3, and residual streams by −4."""
     generator = torch.Generator().manual_seed(seed)
     exponents: dict[str, int | list[int]] = {
         name: torch.randint(-3, 4, (signal.size,), generator=generator).tolist()
@@ -99,6 +99,7 @@ def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:
         if signal.kind in kinds and signal.kind is not Kind.RESIDUAL
     }
     r = -4 if Kind.RESIDUAL in kinds else 0
+    exponents |= {name: r for name in layout.streams if name != RESIDUAL and r}
     return Plan(family=layout.family.name, residual_exponent=r, exponents=exponents)
 
 
