@@ -1,4 +1,4 @@
-"""The demonstration: two small checkpoints, really trained in bf16, that break in fp16 until they are converted.
+"""The demonstration: three small checkpoints, really trained in bf16, that break in fp16 until they are converted.
 
 They ship with the package, so this needs neither a network nor arguments. How they were trained, and what was
 enlarged to make them overflow the way published checkpoints do, is in ``recipes/``.
@@ -19,7 +19,7 @@ from .progress import Progress
 from .report import terminal
 from .report.schema import Report, read
 
-CHECKPOINTS = ("t5-gated-bytes", "pegasus-bytes")
+CHECKPOINTS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")
 
 
 TEXT = "held_out.txt"

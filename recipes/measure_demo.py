@@ -16,20 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from train_demo import HELD_OUT, batch
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 LIMIT = 65504.0
-BLOCKS = ("T5Block", "PegasusEncoderLayer", "PegasusDecoderLayer")
-SHOWN = ("layer_norm", ".wo", ".wo input", ".fc2", ".fc2 input", "lm_head")
+BLOCKS = ("T5Block", "PegasusEncoderLayer", "PegasusDecoderLayer", "Gemma3DecoderLayer")
+SHOWN = ("layer_norm", "layernorm", ".norm", ".wo", ".wo input", ".fc2", ".fc2 input", ".down_proj input", "lm_head")
+POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 WRITERS = (".o", ".wo", ".out_proj", ".fc2")
+BEFORE = {"fc2": "fc1", "wo": "wi_1", "down_proj": "up_proj"}
 GAPS = {"spans": 3, "span_length": 18}
 
 
-def held_out() -> list[dict[str, Tensor]]:
-    """Return 96 held-out windows of 180 bytes with three gaps each, in batches of 16."""
+def held_out(family: str) -> list[dict[str, Tensor]]:
+    """Return 96 held-out windows of 180 bytes in batches of 16: with three gaps each, or as they are."""
     rng = torch.Generator().manual_seed(1)
     windows = [line.encode()[:180] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[:96]]
-    return [batch(windows[i : i + 16], GAPS, rng) for i in range(0, len(windows), 16)]
+    made = [batch(windows[i : i + 16], GAPS | {"family": family}, rng) for i in range(0, len(windows), 16)]
+    return made if family != "gemma3" else [{"input_ids": each["input_ids"]} for each in made]
 
 
 @torch.no_grad()
@@ -82,17 +85,23 @@ def rescaled(model: PreTrainedModel, r: int, exponents: dict[str, Tensor]) -> Pr
         if name in exponents:
             factor = torch.exp2(-exponents[name])
             parent, leaf = name.rsplit(".", 1)
-            before: Any = moved.get_submodule(f"{parent}.{'fc1' if leaf == 'fc2' else 'wi_1'}")
+            before: Any = moved.get_submodule(f"{parent}.{BEFORE[leaf]}")
             before.weight *= factor[:, None]
             module.weight /= factor
             if before.bias is not None:
                 before.bias *= factor
-        if name.endswith((*WRITERS, "embed_positions", "shared")):
+        if name.endswith((*WRITERS, "embed_positions", "shared", "model.embed_tokens")):
             module.weight *= s
             if getattr(module, "bias", None) is not None:
                 module.bias *= s
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon *= s * s
+        if name.endswith(POST_NORMS):  # what is stored is the gain less 1
+            module.weight.copy_((1 + module.weight) * s - 1)
+        elif name.endswith(("input_layernorm", "pre_feedforward_layernorm", "model.norm")):
+            module.eps *= s * s
+        if name == "model.norm":  # Gemma's head is its embedding
+            module.weight.copy_((1 + module.weight) / s - 1)
         if name == "model.decoder.layer_norm":  # Pegasus's head is its embedding
             module.weight /= s
             module.bias /= s
@@ -111,6 +120,7 @@ def print_signals(signals: Signals) -> None:
     for name, top in signals.channels.items():
         if name.endswith(SHOWN) or is_residual(name):
             label = name.replace(".DenseReluDense", "").replace(".wo input", ".product").replace(".fc2 input", ".relu")
+            label = label.replace(".down_proj input", ".product")
             rms = math.sqrt(sum(signals.rms[name]) / len(signals.rms[name]))
             past = f"{int((top > LIMIT).sum())} of {len(top)}"
             print(f"{label:52} {float(top.max()):9.4g} {rms:9.4g} {float(top.median()):14.4g}  {past}")
@@ -121,7 +131,9 @@ def print_signals(signals: Signals) -> None:
         (".wi_0",),
         (".wi_1",),
         (".fc1",),
-        WRITERS[::2],
+        (".up_proj",),
+        (".gate_proj",),
+        (*WRITERS[::2], ".o_proj"),
     ):
         if signals.amax(*endings):
             print(f"largest {' or '.join(endings):15} {signals.amax(*endings):9.4g}")
@@ -130,18 +142,23 @@ def print_signals(signals: Signals) -> None:
 def main(folder: str) -> None:
     """Print the signals, the divergences and the share of small weights."""
     torch.set_num_threads(1)
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
-    batches = held_out()
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    batches = held_out(config.model_type.removesuffix("_text"))
     reference = logits(model, batches)
     watched = copy.deepcopy(model)
     signals = Signals(watched)
     logits(watched, batches)
     print_signals(signals)
 
-    peak = max(float(t.max()) for n, t in signals.channels.items() if n.endswith(WRITERS) or is_residual(n))
+    written = (*WRITERS, *POST_NORMS)
+    peak = max(float(t.max()) for n, t in signals.channels.items() if n.endswith(written) or is_residual(n))
     r = max(0, math.ceil(math.log2(peak / (LIMIT / 2))))
     products = {
-        n.removesuffix(" input"): t for n, t in signals.channels.items() if n.endswith((".wo input", ".fc2 input"))
+        n.removesuffix(" input"): t
+        for n, t in signals.channels.items()
+        if n.endswith(tuple(f".{leaf} input" for leaf in BEFORE))
     }
     moved = rescaled(model, r, {n: (t / 2048).clamp_min(1).log2().ceil() for n, t in products.items()})
     drift = logits(moved, batches)
@@ -150,7 +167,7 @@ def main(folder: str) -> None:
     stored = divergence(reference, logits(copy.deepcopy(model).half(), batches))
     print(f"KL to fp32: bf16 {bf16:.3g}; fp16 as stored {stored:.3g}")
     print(f"rescaled by 2^-{r}: fp16 {fp16:.3g} = bf16's / {bf16 / fp16:.1f}; fp32 {divergence(reference, drift):.3g}")
-    for ending in ("shared.weight", ".o.weight", ".wo.weight", "out_proj.weight", "fc2.weight"):
+    for ending in ("shared.weight", ".o.weight", ".wo.weight", "out_proj.weight", "fc2.weight", "embed_tokens.weight"):
         some = [weight.float().abs().flatten() for name, weight in model.named_parameters() if name.endswith(ending)]
         if some:
             share = float((torch.cat(some) * 2.0**-4 < 2.0**-17).float().mean())

@@ -295,6 +295,10 @@ def save(model: PreTrainedModel, recipe: Recipe, out: Path) -> None:
     model.generation_config.save_pretrained(out)
     if recipe["family"] == "gemma3":
         byte_tokenizer(recipe["model_max_length"]).save_pretrained(out)
+        written = json.loads((out / "tokenizer_config.json").read_text(encoding="utf-8"))
+        # transformers 4 does not know the name that transformers 5 writes for the same class.
+        written["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (out / "tokenizer_config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         return
     # ByT5Tokenizer needs no more, while what transformers 5 saves for it does not load in transformers 4.
     tokenizer = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125, "model_max_length": recipe["model_max_length"]}

@@ -16,9 +16,12 @@ from bf16_to_fp16 import convert
 
 ENCODERS = ("t5-encoder", "mt5-encoder", "umt5-encoder")
 HEADS = ("t5-states", "t5-classifier", "t5-token-classifier", "umt5-spans")
-KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", *ENCODERS, *HEADS)
+LONG = ("longt5", "longt5-local", "longt5-encoder")
+CAUSAL = ("gemma3", "gemma3-untied", "embeddinggemma")
+KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", *ENCODERS, *HEADS, *LONG, *CAUSAL)
 SCORED = ("gated",)
-DEMOS = ("t5-gated-bytes", "pegasus-bytes")
+DEMOS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")
+DRIFTING = ("pegasus", "pegasus-bytes", "gemma3-bytes", *CAUSAL)
 VOCABULARY = 384
 NEAR = 1e-5
 """Largest difference allowed, as a share of the version's own largest logit on the source."""
@@ -38,9 +41,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     for name in DEMOS:
         made[name] = Path(str(files("bf16_to_fp16") / "demo_data" / name)), root / f"{name}-fp16"
     for name, (source, out) in made.items():
-        # Running the models would take most of this file's time. It measures Pegasus's drift; and no other test does
-        # it with an mT5 encoder's conversion.
-        assert convert(source, out, run_model="pegasus" in name or name == "mt5-encoder").safe
+        # Running the models would take most of this file's time. It measures drift; and no other test does it with an
+        # mT5 encoder's conversion.
+        assert convert(source, out, run_model=name in DRIFTING or name == "mt5-encoder").safe
     return made
 
 
@@ -53,9 +56,11 @@ def test_logits_are_the_versions_own_on_the_source(
     outcomes = compute_logits(folders, python)
     for name, source, out in zip(pairs, outcomes[::2], outcomes[1::2], strict=True):
         assert source.version.startswith(f"{version}."), name
-        assert out.missing == () and out.unexpected == (), name
-        # Pegasus's stock eps cannot be scaled with the stream; its drift is reported and bounded elsewhere.
-        allowed = NEAR if "pegasus" not in name else 2 * drift_of(pairs[name][1]) + NEAR
+        # 4.57 counts LongT5's copies of the embedding as missing before it makes them, of the source too.
+        assert out.missing == (source.missing if "longt5" in name and version == "4" else ()), name
+        assert out.unexpected == (), name
+        # Of Pegasus's fixed eps and of gains that round, the drift is reported and bounded elsewhere.
+        allowed = NEAR + 2 * drift_of(pairs[name][1])
         assert relative_error(out.output, source.output) <= allowed, name
 
 
@@ -98,7 +103,9 @@ def test_stock_fp16_loading_gives_finite_logits_in_both_versions(
         stock = compute_logits([pairs[name][1] for name in names], python, "float16")
         for name, fp32, fp16 in zip(names, reference, stock, strict=True):
             scale = math.sqrt(tiny.T5_SHAPE["d_model"]) if name == "umt5" and python == compat_python else 1.0
-            assert relative_error(fp16.output, fp32.output * scale) <= 0.1, name
+            # Of LongT5's local attention stock fp16 bears no padding, and only the first row has none.
+            rows = slice(1) if name == "longt5-local" else slice(None)
+            assert relative_error(fp16.output[rows], fp32.output[rows] * scale) <= 0.1, name
 
 
 def test_every_tensor_of_a_demo_is_fp16_and_under_4_mb(pairs: Pairs) -> None:

@@ -10,6 +10,7 @@ transformers). The package under test is not imported.
 """
 
 import argparse
+import inspect
 import json
 from pathlib import Path
 
@@ -31,12 +32,11 @@ def main() -> None:
 
 def compute(folder: Path, inputs: Path, out: Path, dtype: torch.dtype) -> None:
     """Load one folder as its config names it, run it once and save what came out."""
-    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
-    language_model = "Classification" not in architectures[0] and not architectures[0].endswith(("Model", "Answering"))
-    loader = getattr(transformers, "AutoModelForSeq2SeqLM" if language_model else architectures[0])
-    model, loading = loader.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model, loading = getattr(transformers, name).from_pretrained(folder, dtype=dtype, output_loading_info=True)
     arrays = {name: torch.from_numpy(array) for name, array in np.load(inputs).items()}
-    if not language_model and architectures[0] != "T5Model":
+    takes = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    if not takes or name.endswith(("Classification", "Answering")):  # which make their own
         arrays.pop("decoder_input_ids", None)
     with torch.no_grad():
         result = model.eval()(**arrays)
