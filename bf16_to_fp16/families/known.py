@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ..errors import UserError
 from .gemma3 import GEMMA3
 from .longt5 import LONGT5
+from .mbart import MBART
 from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
@@ -19,7 +20,7 @@ from .t5 import T5
 from .types import Attention, Family, StockClass, config_value, family_inside
 from .umt5 import UMT5
 
-FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, GEMMA3)
+FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, MBART, GEMMA3)
 """Every supported family."""
 
 

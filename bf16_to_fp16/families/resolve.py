@@ -183,7 +183,8 @@ def resolve_tensor(
     checkpoint: TensorSource, family: Family, record: Tensor, source: str, gain: float
 ) -> ResolvedTensor | None:
     """Check one declared tensor against the checkpoint; None where it may be absent and is."""
-    shape = tuple(axis_size(family, checkpoint.config, name) for name in record.shape)
+    rows, *columns = (axis_size(family, checkpoint.config, name) for name in record.shape)
+    shape = (rows + record.ahead, *columns)
     info = checkpoint.tensors.get(source)
     if info is None:
         if record.generate is not None:
@@ -208,7 +209,7 @@ def resolve_tensor(
             f"{checkpoint.source}: tensor {source} has shape {list(info.shape)} but config.json asks for {list(shape)};"
             " use the config.json that belongs to these weights"
         )
-    return ResolvedTensor(record.name, source, shape, record.axes, None, gain, record.offset)
+    return ResolvedTensor(record.name, source, shape, record.axes, None, gain, record.offset, record.ahead)
 
 
 def merge_signals(

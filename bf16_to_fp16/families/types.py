@@ -119,7 +119,8 @@ class Tensor:
 
     ``absent``: why it may be missing from a file, or "" where it must be there. ``generate``: makes its unscaled
     values from its shape where stock code would. ``offset``: what stock code adds to it, in fp32, before anything else:
-    exponents are of the sum, and what is stored is the sum less the offset, rounded.
+    exponents are of the sum, and what is stored is the sum less the offset, rounded. ``ahead``: rows of a table of
+    positions before the first one's.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Tensor:
     absent: str = ""
     generate: Callable[[int, int], torch.Tensor] | None = None
     offset: float = 0.0
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,10 @@ class StackEnds:
     ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" where there is
     none. ``scale``: config key of the switch that multiplies the embedding by √d, "" for never. ``norm``: the final
     one. ``dropouts``: after the embedding, after the final norm. ``scales_itself``: the embedding's own module
-    multiplies by √d, rounded to the dtype of its weight.
+    multiplies by √d, where ``scale`` is "" always and by √d rounded to the dtype of its weight.
+
+    ``first_norm``: the norm of the embedding with its positions, whose output is what the residual stream begins with,
+    "" where there is none. What it reads carries no factor, so that its eps stays: the family must have no ``eps_key``.
     """
 
     at: str
@@ -226,10 +231,11 @@ class StackEnds:
     norm: str
     dropouts: tuple[str, ...] = ()
     scales_itself: bool = False
+    first_norm: str = ""
 
     @property
-    def stream(self) -> str:
-        """The site at which the residual stream begins, as the audit names it."""
+    def embedded(self) -> str:
+        """The site that gives the embedding with all that joins it, as the audit names it."""
         if self.positions:
             return f"{self.at}:add"
         return f"{self.embedding}:{'mul' if self.scales_itself else 'embedding'}"
@@ -508,7 +514,7 @@ class ResolvedTensor:
     signal that each axis carries.
 
     ``gain``: a factor on top of the exponents, other than 1 only for a head separated with its d^-1/2 folded in.
-    ``offset`` as in ``Tensor``.
+    ``offset``, ``ahead`` as in ``Tensor``.
     """
 
     name: str
@@ -518,6 +524,7 @@ class ResolvedTensor:
     generate: Callable[[int, int], torch.Tensor] | None = None
     gain: float = 1.0
     offset: float = 0.0
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -616,6 +623,15 @@ class Layout:
     def summed(self, attention: Attention) -> int:
         """Return of how many positions an attention makes one sum, apart from what is left over at the end."""
         return number_of(self.family, self.config, attention.block, "a number of positions")
+
+    def embedding_scale(self, ends: StackEnds) -> float:
+        """Return what stock code multiplies a stack's embedding with: √d, or 1 for nothing."""
+        switch = config_value(self.family, self.config, ends.scale) if ends.scale else ends.scales_itself
+        return math.sqrt(self.tensors[self.family.embedding].shape[1]) if switch else 1.0
+
+    def stream(self, ends: StackEnds) -> str:
+        """Return the site at which a stack's residual stream begins, as the audit names it."""
+        return f"{ends.first_norm}:{self.family.norm_site}" if ends.first_norm else ends.embedded
 
     @property
     def norms(self) -> tuple[str, ...]:

@@ -1,0 +1,91 @@
+"""mBART and mBART-50: Pegasus with learned positions, and a norm between the embedding and each stack's stream.
+
+That norm takes out whatever factor its input had, so the residual stream begins with its gain and bias; the embedding,
+the positions and a head that is the embedding carry none. Its eps, which no config holds, does not drift: what it reads
+is never scaled. The embedding multiplies itself by √d with ``scale_embedding``, and its table of positions has two rows
+before the first one's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import pegasus
+from .pegasus import BODY, LOGITS, LOGITS_BIAS, PEGASUS, states
+from .types import (
+    RESIDUAL,
+    Head,
+    HeadLinear,
+    Kind,
+    Part,
+    Signal,
+    StackEnds,
+    StockClass,
+    Tensor,
+    input_of,
+    multiplied_by,
+    output_of,
+)
+
+
+def stack_ends(at: str) -> Part:
+    """Return the records of both ends of a stack, without the embedding's tensor."""
+    norm, positions = f"{at}.layernorm_embedding", f"{at}.embed_positions"
+    return Part(
+        signals=(
+            Signal(f"{at}.embedding", Kind.FIXED, "model", (output_of(f"{at}.embed_tokens"), output_of(positions))),
+            Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(norm), input_of(f"{at}.layer_norm"))),
+        ),
+        tensors=(
+            Tensor(f"{positions}.weight", ("positions", "model"), (None, None), ahead=2),
+            Tensor(f"{norm}.weight", ("model",), (multiplied_by(RESIDUAL),)),
+            Tensor(f"{norm}.bias", ("model",), (multiplied_by(RESIDUAL),)),
+        ),
+        topology=StackEnds(
+            at=at,
+            embedding=f"{at}.embed_tokens",
+            positions=f"{positions}.weight",
+            scale="scale_embedding",
+            norm=f"{at}.layer_norm",
+            scales_itself=True,
+            first_norm=norm,
+        ),
+    )
+
+
+ENCODER_ENDS = stack_ends("encoder")
+
+
+FINAL_STATES = states(pegasus.FINAL_NORM)
+
+
+MBART = replace(
+    PEGASUS,
+    name="mbart",
+    title="mBART, mBART-50",
+    model_type="mbart",
+    classes=(
+        StockClass(("MBartForConditionalGeneration",), decodes=True, takes_decoder_ids=True, end=None, body=BODY),
+        StockClass(
+            ("MBartModel",),
+            decodes=True,
+            takes_decoder_ids=True,
+            end=states("decoder.layer_norm"),
+            gives=("last_hidden_state",),
+        ),
+    ),
+    encoder_ends=replace(
+        ENCODER_ENDS, tensors=(Tensor("shared.weight", ("vocab", "model"), (None, None)), *ENCODER_ENDS.tensors)
+    ),
+    decoder_ends=stack_ends("decoder"),
+    tied_head=Part(
+        signals=(*FINAL_STATES.signals, LOGITS),
+        tensors=(*FINAL_STATES.tensors, LOGITS_BIAS),
+        topology=Head("lm_head", (HeadLinear("lm_head", f"{BODY}.shared.weight"),)),
+    ),
+    initialisation=replace(
+        PEGASUS.initialisation,
+        title="mBART",
+        modules={name: rule for name, rule in PEGASUS.initialisation.modules.items() if rule is not None},
+    ),
+)
