@@ -409,11 +409,11 @@ class _Walk(_Findings):
             # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
             # What the norm of an embedding reads is not scaled with the stream.
             factor = 2.0 ** (a.planned or 0) if path in self.layout.norms else 1.0
-            mean = min(float(entering.mean()) * factor, FP16_MAX)
-            made = layer_normalised(gain, shift, mean, self.layout.eps, a)
+            mean, eps = min(float(entering.mean()) * factor, FP16_MAX), self.layout.eps_of(path)
+            made = layer_normalised(gain, shift, mean, eps, a)
             self.note(f"{path}:layer_norm", "norm", made.bound)
             self.note(f"{path}:layer_norm.1", "statistic", self.rounded(entering.mean()))
-            self.note(f"{path}:layer_norm.2", "statistic", self.layout.eps**-0.5 * (1 + 2 * UNIT))
+            self.note(f"{path}:layer_norm.2", "statistic", eps**-0.5 * (1 + 2 * UNIT))
         else:
             made = rms_normalised(gain, a, once=self.layout.family.norm_rounds_once)
             if not self.layout.family.norm_rounds_once:

@@ -253,7 +253,7 @@ class _Walk:
             self.radii[path] = math.sqrt(gain.numel())
             if self.centred:
                 assert amax is not None
-                longer = lengthened(min(float(amax.mean()), FP16_MAX), self.layout.eps, gain.numel())
+                longer = lengthened(min(float(amax.mean()), FP16_MAX), self.layout.eps_of(path), gain.numel())
                 self.radii[path] *= longer * (1 + NORM_ERROR)
         return _Normalised(gain, shift, self.radii[path])
 

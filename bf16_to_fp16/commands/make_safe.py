@@ -196,10 +196,10 @@ def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> T
 
 
 def layout_under(layout: Layout, plan: Plan) -> Layout:
-    """Return the layout of a model in memory after ``plan``, whose norms all have the scaled eps."""
+    """Return the layout of a model in memory after ``plan``, whose norms of the residual stream have the scaled eps."""
     eps, family = layout.eps * 4.0**plan.residual_exponent, layout.family
     if family.eps_key is None:
-        return replace(layout, family=replace(family, eps=eps))
+        return replace(layout, eps_in_memory=eps)
     return replace(layout, config={**layout.config, family.eps_key: eps})
 
 

@@ -570,6 +570,8 @@ class Layout:
     head_scale: float
     topology: tuple[Topology, ...] = ()
     """Encoder ends, its sublayers in order, then the same of the decoder, and the head."""
+    eps_in_memory: float | None = None
+    """What a model in memory has for eps in place of the family's, where no config could say so."""
 
     @property
     def head(self) -> Head | None:
@@ -639,6 +641,10 @@ class Layout:
         joins it, and sums of a norm's output that carries it on."""
         return tuple(s.module for s in self.signals[RESIDUAL].seen if s.side == "input")
 
+    def eps_of(self, norm: str) -> float:
+        """Return the eps of the norm at a path; where it does not read the residual stream, the family's."""
+        return self.eps if norm in self.norms else self.family.eps
+
     @property
     def gates(self) -> frozenset[str]:
         """Module paths of the linears whose activation multiplies another's output."""
@@ -646,13 +652,13 @@ class Layout:
 
     @property
     def eps(self) -> float:
-        """The norms' eps as the stock class uses it.
+        """The eps of the norms that read the residual stream, as the stock class uses it.
 
         Raises UserError where the config's is not a positive number.
         """
         key = self.family.eps_key
         if key is None:
-            return self.family.eps
+            return self.family.eps if self.eps_in_memory is None else self.eps_in_memory
         found = self.config.get(key, self.family.eps)
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
             raise UserError(f"config.json: {key!r} is {found!r}, not a small positive number such as 1e-06")

@@ -287,7 +287,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
             same(w.embedding if w.scales_itself else w.at, names.embedding_scale, layout.embedding_scale(w))
     first = tuple(w.first_norm for w in layout.topology if isinstance(w, StackEnds) and w.first_norm)
     for path in (*layout.norms, *first):
-        same(path, eps_attribute(model.get_submodule(path)), layout.eps)
+        same(path, eps_attribute(model.get_submodule(path)), layout.eps_of(path))
 
 
 def functions(module: nn.Module) -> dict[str, object]:

@@ -52,7 +52,7 @@ class Weights:
 
     def norm(self, module: str, x: Tensor) -> Tensor:
         """Return what a norm gives."""
-        gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps
+        gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps_of(module)
         if self.layout.family.centred_norm:
             return functional.layer_norm(x, gain.shape, gain, shift, eps)
         return functional.rms_norm(x, gain.shape, gain, eps)
@@ -153,7 +153,7 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
         for norm, stream in reads.items():
             if weights.layout.family.centred_norm:
                 stream = stream - stream.mean(1, keepdim=True)
-            found.norms[norm] = float((stream.square().mean(1) + weights.layout.eps).rsqrt().mean())
+            found.norms[norm] = float((stream.square().mean(1) + weights.layout.eps_of(norm)).rsqrt().mean())
         if isinstance(sublayer, FeedForward):
             with torch.enable_grad():
                 x = step.made[1].detach().requires_grad_()
