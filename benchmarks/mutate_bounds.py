@@ -179,7 +179,12 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("a stream behind a norm begins a tenth too small", W.begin, "made.bound, made", "0.9 * made.bound, made"),
     ("a stream behind a norm begins a tenth too short", W.begin, ", made.length", ", 0.9 * made.length"),
     ("the shift left out of a norm's length", N.length.fget, "float(self.shift.norm())", "0.0"),
-    ("a first norm's input scaled with the stream", W.normalised, "if path in self.layout.norms else 1.0", ""),
+    (
+        "a first norm's input scaled with the stream",
+        W.normalised,
+        "planned.get(self.layout.streams_read.get(path, ''), 0)",
+        "min(planned.values(), default=0)",
+    ),
     ("a head left out of the scores", score_bounds, "for h in range(heads)", "for h in range(heads - 1)"),
     ("the position bias left out of the scores", W.scored, "self.rounded(scaled + offset)", "self.rounded(scaled)"),
     ("the span between two keys halved", score_bounds, "2 * crossed", "crossed"),

@@ -404,11 +404,11 @@ class _Walk(_Findings):
         assert gain is not None
         width, a = gain.numel(), self.arithmetic
         gain = gain.double()
-        shift = None if shift is None else shift.double()
+        shift, planned = None if shift is None else shift.double(), a.planned or {}
         if self.layout.family.centred_norm:
             # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
-            # What the norm of an embedding reads is not scaled with the stream.
-            factor = 2.0 ** (a.planned or 0) if path in self.layout.norms else 1.0
+            # What the norm of an embedding reads is scaled with no stream.
+            factor = 2.0 ** planned.get(self.layout.streams_read.get(path, ""), 0)
             mean, eps = min(float(entering.mean()) * factor, FP16_MAX), self.layout.eps_of(path)
             made = layer_normalised(gain, shift, mean, eps, a)
             self.note(f"{path}:layer_norm", "norm", made.bound)

@@ -169,7 +169,8 @@ def make_fp16_safe(
         made = described(proof, plan, target, layout.eps)
         if made.changed:
             apply(model, layout, plan)
-            set_eps(model, layout, planned.eps)
+            if layout.family.eps_key is not None:
+                set_eps(model, layout, planned.eps)
     model.__dict__[MARK] = made
     return made
 
@@ -197,10 +198,11 @@ def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> T
 
 def layout_under(layout: Layout, plan: Plan) -> Layout:
     """Return the layout of a model in memory after ``plan``, whose norms of the residual stream have the scaled eps."""
-    eps, family = layout.eps * 4.0**plan.residual_exponent, layout.family
-    if family.eps_key is None:
+    if layout.family.eps_key is None:
+        read = layout.streams_read.items()
+        eps = {path: layout.eps * 4.0 ** plan.stream_exponent(stream) for path, stream in read}
         return replace(layout, eps_in_memory=eps)
-    return replace(layout, config={**layout.config, family.eps_key: eps})
+    return replace(layout, config={**layout.config, layout.family.eps_key: layout.eps * 4.0**plan.residual_exponent})
 
 
 def set_eps(model: Any, layout: Layout, eps: float) -> None:

@@ -1,24 +1,27 @@
 """mBART and mBART-50: Pegasus with learned positions, and a norm between the embedding and each stack's stream.
 
 That norm takes out whatever factor its input had, so the residual stream begins with its gain and bias; the embedding,
-the positions and a head that is the embedding carry none. Its eps, which no config holds, does not drift: what it reads
-is never scaled. The embedding multiplies itself by √d with ``scale_embedding``, and its table of positions has two rows
-before the first one's.
+the positions and a head that is the embedding carry none, and each stack's stream has an exponent of its own. The
+norm's eps, which no config holds, does not drift: what it reads is never scaled. The embedding multiplies itself by √d
+with ``scale_embedding``, and its table of positions has two rows before the first one's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from . import pegasus
 from .pegasus import BODY, LOGITS, LOGITS_BIAS, PEGASUS, states
 from .types import (
     RESIDUAL,
+    Axis,
     Head,
     HeadLinear,
     Kind,
     Part,
     Signal,
+    Stack,
     StackEnds,
     StockClass,
     Tensor,
@@ -53,6 +56,28 @@ def stack_ends(at: str) -> Part:
     )
 
 
+DECODER_RESIDUAL = "decoder.residual"
+"""Name of the decoder's residual signal: nothing ties it to the encoder's, whose output is fixed."""
+
+
+def of_decoder(part: Part) -> Part:
+    """Return a part of the decoder with its own residual signal."""
+
+    def axis(of: Axis | None) -> Axis | None:
+        return of if of is None or of.signal != RESIDUAL else replace(of, signal=DECODER_RESIDUAL)
+
+    return Part(
+        tuple(replace(s, name=DECODER_RESIDUAL) if s.name == RESIDUAL else s for s in part.signals),
+        tuple(replace(t, axes=tuple(map(axis, t.axes))) for t in part.tensors),
+        part.topology,
+    )
+
+
+def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of decoder layer ``i``."""
+    return [of_decoder(part) for part in pegasus.decoder_block(config, i)]
+
+
 ENCODER_ENDS = stack_ends("encoder")
 
 
@@ -77,7 +102,8 @@ MBART = replace(
     encoder_ends=replace(
         ENCODER_ENDS, tensors=(Tensor("shared.weight", ("vocab", "model"), (None, None)), *ENCODER_ENDS.tensors)
     ),
-    decoder_ends=stack_ends("decoder"),
+    decoder=Stack("decoder_layers", decoder_block),
+    decoder_ends=of_decoder(stack_ends("decoder")),
     tied_head=Part(
         signals=(*FINAL_STATES.signals, LOGITS),
         tensors=(*FINAL_STATES.tensors, LOGITS_BIAS),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -28,7 +28,8 @@ class Kind(StrEnum):
     """What a signal is, which decides how its exponent may be chosen."""
 
     RESIDUAL = "residual"
-    """The residual stream: one exponent for the whole model, since stock configs have one norm eps."""
+    """A residual stream: one exponent for the whole model where its stacks share an embedding or the config's one eps,
+    else one for each stack."""
     NORM = "norm"
     """Output of one norm, per channel."""
     VALUE = "value"
@@ -42,7 +43,7 @@ class Kind(StrEnum):
 
 
 RESIDUAL = "residual"
-"""Name of the one residual signal."""
+"""Name of the residual signal, of the encoder's where stacks have one each."""
 
 
 Sign = Literal[1, -1]
@@ -570,8 +571,8 @@ class Layout:
     head_scale: float
     topology: tuple[Topology, ...] = ()
     """Encoder ends, its sublayers in order, then the same of the decoder, and the head."""
-    eps_in_memory: float | None = None
-    """What a model in memory has for eps in place of the family's, where no config could say so."""
+    eps_in_memory: Mapping[str, float] = field(default_factory=dict)
+    """Norms of a model in memory whose eps is another than stock code's and no config could say so, with that eps."""
 
     @property
     def head(self) -> Head | None:
@@ -636,14 +637,24 @@ class Layout:
         return f"{ends.first_norm}:{self.family.norm_site}" if ends.first_norm else ends.embedded
 
     @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the residual signals: one, or one for each stack."""
+        return tuple(name for name, signal in self.signals.items() if signal.kind is Kind.RESIDUAL)
+
+    @property
+    def streams_read(self) -> Mapping[str, str]:
+        """Module paths of the norms that read a residual stream, in order, each with the signal's name."""
+        return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
+
+    @property
     def norms(self) -> tuple[str, ...]:
-        """Module paths of the norms that read what carries the residual exponent, in order: the residual stream, what
-        joins it, and sums of a norm's output that carries it on."""
-        return tuple(s.module for s in self.signals[RESIDUAL].seen if s.side == "input")
+        """Module paths of the norms that read what carries a residual exponent, in order: a residual stream, what joins
+        it, and sums of a norm's output that carries it on."""
+        return tuple(self.streams_read)
 
     def eps_of(self, norm: str) -> float:
-        """Return the eps of the norm at a path; where it does not read the residual stream, the family's."""
-        return self.eps if norm in self.norms else self.family.eps
+        """Return the eps of the norm at a path."""
+        return self.eps_in_memory.get(norm, self.eps)
 
     @property
     def gates(self) -> frozenset[str]:
@@ -652,13 +663,13 @@ class Layout:
 
     @property
     def eps(self) -> float:
-        """The eps of the norms that read the residual stream, as the stock class uses it.
+        """The norms' eps as the stock class uses it.
 
         Raises UserError where the config's is not a positive number.
         """
         key = self.family.eps_key
         if key is None:
-            return self.family.eps if self.eps_in_memory is None else self.eps_in_memory
+            return self.family.eps
         found = self.config.get(key, self.family.eps)
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
             raise UserError(f"config.json: {key!r} is {found!r}, not a small positive number such as 1e-06")
@@ -710,14 +721,14 @@ def inside(part: Part, body: str) -> Part:
 
     def topology(of: Topology) -> Topology:
         moved: dict[str, object] = {}
-        for field in fields(of):
-            value = getattr(of, field.name)
-            if field.name == "at":  # a stack may be the whole body
-                moved[field.name] = path(value) or body
-            elif isinstance(value, str) and field.name not in _OF_CONFIG:
-                moved[field.name] = path(value)
-            elif field.name == "dropouts":
-                moved[field.name] = tuple(path(each) for each in value)
+        for each in fields(of):
+            value = getattr(of, each.name)
+            if each.name == "at":  # a stack may be the whole body
+                moved[each.name] = path(value) or body
+            elif isinstance(value, str) and each.name not in _OF_CONFIG:
+                moved[each.name] = path(value)
+            elif each.name == "dropouts":
+                moved[each.name] = tuple(map(path, value))
         return replace(of, **moved)  # type: ignore[arg-type]
 
     return Part(

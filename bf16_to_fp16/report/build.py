@@ -209,11 +209,11 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
     fp16 has 11. A channel that falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square.
     """
     rows = []
-    for path in layout.norms:
+    for path, stream in layout.streams_read.items():
         module = ranges.get(path)
         if module is None:
             continue
-        square = module.input.mean_square.double() * 4.0**plan.residual_exponent
+        square = module.input.mean_square.double() * 4.0 ** plan.stream_exponent(stream)
         noise = STEP_NOISE * square.numel() / max(float(square.sum()), 1e-300)
         rows.append(schema.PrecisionEntry(module=path, bits=11 - 0.5 * math.log2(1 + noise / ONE_ROUNDING)))
     return rows

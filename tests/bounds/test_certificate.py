@@ -675,7 +675,7 @@ def test_a_stream_that_begins_behind_a_norm_begins_at_what_the_norm_can_give() -
     reader = certificate.ranges["model.encoder.layers.0.self_attn_layer_norm"].norm
     assert reader is not None and length <= reader.norm_max < 1.05 * length
     # A plan that scales the stream does not scale what that norm reads.
-    _, planned = certified(model, Arithmetic(planned=-12))
+    _, planned = certified(model, Arithmetic(planned=dict.fromkeys(layout.streams, -12)))
     first = layout.stream(layout.stacks()[0].ends)
     assert planned.at(first) == pytest.approx(bounds[first].bound, rel=2.0**-14)
 

@@ -83,11 +83,13 @@ def test_in_memory_the_norm_of_an_embedding_keeps_its_eps() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
     layout, certificate = certified(model)
     after = bound(layout_under(layout, safe.plan), model.state_dict().__getitem__)
-    for at in (stack.ends.at for stack in layout.stacks()):
+    exponents = [safe.plan.stream_exponent(stream) for stream in layout.streams]
+    assert len(exponents) == 2
+    for at, exponent in zip((stack.ends.at for stack in layout.stacks()), exponents, strict=True):
         statistic = f"{at}.layernorm_embedding:layer_norm.2"
         assert after.at(statistic) == certificate.at(statistic) == pytest.approx(1e-5**-0.5, rel=1e-3)
         norm = f"{at}.layer_norm"
-        assert model.get_submodule(norm).eps == 1e-5 * 4.0**safe.plan.residual_exponent
+        assert model.get_submodule(norm).eps == 1e-5 * 4.0**exponent
         assert after.at(f"{norm}:layer_norm.2") == pytest.approx(model.get_submodule(norm).eps ** -0.5, rel=1e-3)
 
 
