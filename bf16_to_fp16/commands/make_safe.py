@@ -63,13 +63,14 @@ class MadeSafe:
 
     def __str__(self) -> str:
         """Return what was done, and what is proven of it."""
-        r, signals = self.plan.residual_exponent, len(self.plan.exponents)
+        exponents = self.plan.residual_exponents
+        streams, signals = " and ".join(f"2^{r}" for r in exponents), len(self.plan.exponents) - len(exponents) + 1
         if self.again:
             done = "made safe before; nothing was done"
         elif not self.changed:
             done = "nothing to rescale; the weights are as they were"
         else:
-            done = f"rescaled in memory: the residual stream by 2^{r}, channels of {signals} other signals"
+            done = f"rescaled in memory: the residual stream by {streams}, channels of {signals} other signals"
         at = f"{self.headroom_bits:.2f} bits at {self.tightest}"
         over = (
             f"is {-self.headroom_bits:.2f} bits over its limit" if math.isfinite(self.headroom_bits) else "is infinite"

@@ -20,7 +20,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.resolve import check_norms, resolve
-from ..families.types import RESIDUAL, Layout, TensorSource
+from ..families.types import Layout, TensorSource
 from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
@@ -265,7 +265,7 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
     def plan_at(
         layout: Layout,
         possible: Mapping[str, ModuleRange] | None,
-        exponent: int | None = None,
+        held: Mapping[str, int] | None = None,
         advance: Advance | None = None,
     ) -> Planned:
         weights = source_weights(checkpoint, layout)
@@ -281,7 +281,7 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
             target=options.target,
             margin_bits=options.margin_bits,
             bounds=possible,
-            residual_exponent=exponent,
+            held=held,
             proof_worth=PROOF_FIRST if options.prove else PROOF_WORTH,
             advance=advance,
         )
@@ -295,9 +295,10 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
             with progress.step(f"Planning the exponents for {options.target}{head}{again}") as advance:
                 planned = plan_at(layout, possible, advance=advance)
             if acceptable is not None and layout.family.eps_key is None:
-                stream = next((f for f in planned.fallbacks if f.signal == RESIDUAL), None)
-                if stream is not None and stream.exponent is not None:
-                    trial = plan_at(layout, possible, stream.exponent)
+                streams = [f for f in planned.fallbacks if f.signal in layout.streams]
+                held = {f.signal: f.exponent for f in streams if f.exponent is not None}
+                if held:
+                    trial = plan_at(layout, possible, held)
                     # A corrected gain is no longer carried over exactly, so the plain plan goes first.
                     plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
                     planned = next((t for t in (plain, trial) if acceptable(layout, t.plan)), planned)
@@ -330,8 +331,8 @@ def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress
     divergence stays under 1/128 of bf16's: half of what fp16's own rounding may take."""
 
     def of(layout: Layout, plan: Plan) -> bool:
-        corrected = " with corrected gains" if plan.gain_correction else ""
-        with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}{corrected}") as advance:
+        tried = powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
+        with progress.step(f"Trying the drift of eps with {tried}") as advance:
             drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs, advance)
             found = fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
         return found.kl_bf16 is not None and found.kl_fp16 <= found.kl_bf16 * ACCEPTABLE_DRIFT

@@ -24,6 +24,7 @@ from ..environment import SCHEMA
 from ..families.known import padding_entry
 from ..families.spread import spread_out
 from ..families.types import RESIDUAL, Layout
+from ..families.walk import walk
 from ..numerics import NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
@@ -184,11 +185,14 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
     # A site is what its module gives.
     points = [(point, signal.name) for signal in layout.signals.values() for point in signal.seen]
     of_module = {point.module: name for point, name in points if point.side == "output"}
+    streams = {reader.site: layout.streams_read[reader.norm] for reader in walk(layout)}
+    streams |= {f"{norm} (sum of squares)": stream for norm, stream in layout.streams_read.items()}
     rows = []
     for site in sorted(certificate.sites, key=lambda s: s.headroom_bits):
         if site.holds:
             continue
-        name = RESIDUAL if site.kind in ("residual", "squares") else of_module.get(site.name.partition(":")[0], "")
+        name = of_module.get(site.name.partition(":")[0], "")
+        name = streams.get(site.name, RESIDUAL) if site.kind in ("residual", "squares") else name
         reason, remedy = why_unproven(site.kind, fallbacks.get(name))
         rows.append(
             schema.UnprovenEntry(

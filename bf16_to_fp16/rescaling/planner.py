@@ -149,7 +149,7 @@ def make_plan(
     target: str = "half",
     margin_bits: float = MARGIN_BITS,
     bounds: Mapping[str, ModuleRange] | None = None,
-    residual_exponent: int | None = None,
+    held: Mapping[str, int] | None = None,
     proof_worth: float = PROOF_WORTH,
     advance: Advance | None = None,
 ) -> Planned:
@@ -160,13 +160,13 @@ def make_plan(
     (also ‖h‖₂² of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and
     gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: what they can reach on
     any input, held under the limits as well where that costs no more than ``proof_worth`` for each place.
-    residual_exponent: the only one to consider, where it has been decided. advance: called with the axes of tensors
-    that have been looked at, which takes most of the time, and their number. So many parameters, since a plan depends
-    on what each step before it found.
+    held: exponents of residual streams that have been decided. advance: called with the axes of tensors that have been
+    looked at, which takes most of the time, and their number. So many parameters, since a plan depends on what each
+    step before it found.
     """
     search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth)
     search.advance = advance
-    return search.run(None if residual_exponent is None else [residual_exponent])
+    return search.run(held or {})
 
 
 @dataclass(frozen=True)
@@ -489,18 +489,15 @@ class _Costs:
 class _PlanSearch(_Costs):
     """One search: it decides exponent by exponent, each by what it costs beside those decided before."""
 
-    def run(self, candidates: list[int] | None = None) -> Planned:
+    def run(self, held: Mapping[str, int]) -> Planned:
         """Decide each residual stream with its channels, whose costs add up, move gains where needed, and collect what
-        cannot be held.
-
-        candidates: the exponents to consider for the first stream.
-        """
+        cannot be held; held: as in ``make_plan``."""
         streams, corrections, drift = self.layout.streams, dict[str, float](), 0.0
         by_exponent: dict[int, float] = {}
         others = least_free = 0.0
         for self.stream in streams:
             first = self.stream == streams[0]
-            totals = self.decide_stream(candidates if first else None)
+            totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
             r = self.decided[self.stream]
             corrections |= self.gain_corrections(r)
             drift += self.drift(r, corrected=True) + (self.rounded_gains(r) if r else 0.0)
@@ -547,10 +544,10 @@ class _PlanSearch(_Costs):
             max(0.0, by_exponent[r] - price - least_free),
         )
 
-    def decide_stream(self, candidates: list[int] | None) -> dict[int, tuple[float, float, bool]]:
+    def decide_stream(self, candidates: list[int]) -> dict[int, tuple[float, float, bool]]:
         """Enumerate the present stream's exponent, choose it and its channels'; return ``total_cost`` of each that was
         tried."""
-        self.tried = candidates or self.candidates()
+        self.tried = candidates
         totals = {r: self.total_cost(r) for r in self.tried}
         by_exponent = {r: cost for r, (cost, *_) in totals.items()}
         least = min((cost for cost in by_exponent.values() if math.isfinite(cost)), default=math.inf)

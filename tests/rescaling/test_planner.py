@@ -214,6 +214,9 @@ def test_stacks_that_nothing_ties_have_an_exponent_each() -> None:
     search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
     search.stream = decoder
     assert search.total_cost(plan.residual_exponent)[0] > 100 * search.total_cost(0)[0]
+    held = make_plan(layout, source_weights(source, layout), ranges, held={decoder: -5}).plan
+    assert held.residual_exponents == [plan.stream_exponent(encoder), -5] and held.drift is not None
+    assert held.drift.relative_error > plan.drift.relative_error
 
 
 def test_a_config_with_an_eps_has_no_drift() -> None:
