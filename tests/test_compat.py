@@ -37,7 +37,7 @@ NAMED = ("scale_decoder_outputs", "tie_word_embeddings")
 VOCABULARY = 384  # that of the byte tokenizer, which needs no file of its own
 UNTIED = ["gated", "mt5", "umt5", "longt5", "longt5-local"]
 SCORED = ["t5", "gated", "mt5", "pegasus"]
-SAME_IN_BOTH = ["t5", "gated", "mt5", "pegasus", "t5-encoder", "longt5-tied"]
+SAME_IN_BOTH = ["t5", "gated", "mt5", "pegasus", "mbart", "t5-encoder", "longt5-tied"]
 # CTranslate2 has one number of heads for both stacks of a Pegasus.
 CHANGES = {"pegasus": {"decoder_attention_heads": 3}}
 
@@ -251,7 +251,7 @@ def is_taken(case: config_edits.Original, edit: dict[str, object]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["t5", "mt5", "pegasus"])
+@pytest.mark.parametrize("kind", ["t5", "mt5", "pegasus", "mbart"])
 def test_what_is_taken_is_the_same_model_in_both_versions_or_none_in_4(
     kind: str, tmp_path: Path, warm_python: Path, compat_python: Path
 ) -> None:

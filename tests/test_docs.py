@@ -23,7 +23,7 @@ import click
 import pytest
 import yaml
 
-from bf16_to_fp16 import UserError, cli
+from bf16_to_fp16 import cli
 from bf16_to_fp16.finetuning.recipe import keys
 from bf16_to_fp16.survey.checkpoints import checked
 
@@ -383,7 +383,7 @@ def test_the_family_of_the_page_keeps_the_contract(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(known, "FAMILIES", (*known.FAMILIES, names["BLENDERBOT"]))
 
     def blenderbot(**changes: Any) -> Any:
-        shape = tiny.PEGASUS_SHAPE | {"scale_embedding": False} | changes
+        shape = tiny.PEGASUS_SHAPE | changes
         return transformers.BlenderbotForConditionalGeneration(transformers.BlenderbotConfig(**shape))
 
     (code,) = [code for code in blocks(ROOT / "docs" / "families.md", "python") if "BLENDERBOT = Entry(" in code]
@@ -395,9 +395,8 @@ def test_the_family_of_the_page_keeps_the_contract(monkeypatch: pytest.MonkeyPat
     contract.check_couplings(tiny.build("blenderbot"), 1)
     assert not contract.certified(tiny.build("blenderbot"))[1].holds  # as the contract wants it before a conversion
     layout, certificate = contract.certified(tiny.build("blenderbot", factor=1.0))
-    assert certificate.holds and layout.family is names["BLENDERBOT"]
-    with pytest.raises(UserError, match="scale_embedding"):
-        tiny.build("blenderbot", scale_embedding=True)
+    assert certificate.holds and layout.family.name == "blenderbot"
+    assert any(site.name == "model.encoder.embed_tokens:mul" for site in certificate.sites)
 
 
 def test_the_recipe_keys_shown_are_keys() -> None:

@@ -242,12 +242,13 @@ class _Subject:
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
         self.generator = torch.Generator().manual_seed(seed)
-        embedding = model.get_input_embeddings()
-        self.table = embedding.weight.detach()
+        ends = layout.stacks()[0].ends
+        scale = layout.embedding_scale(ends)
         # Embeddings that are given are not scaled by who looks them up: the table, or the stack (Pegasus's encoder; its
         # decoder scales both).
-        first = model.get_submodule(layout.stacks()[0].ends.at)
-        self.encoder_scale = float(getattr(embedding, "embed_scale", getattr(first, "embed_scale", 1.0)))
+        table = model.get_input_embeddings().weight.detach()
+        self.table = table * scale if ends.scales_itself else table
+        self.encoder_scale = 1.0 if ends.scales_itself else scale
         self.narrow = {f"{reader.norm}:{INVERSE_SIGMA}": reader.site for reader in walk(layout)}
         """Goals that are 1/σ of a norm's input, with the site that the norm reads."""
 

@@ -7,7 +7,7 @@ Numerical Algorithms, 2.1); everything else follows from how many roundings an o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,8 +94,8 @@ class Arithmetic:
     as ``norm_units`` says (not by E[x²] − E[x]²); sequences have at most ``max_length`` positions, of which each row of
     attention sees at least one. ``train``: dropout at the config's rates multiplies by 1/(1−p); neither the loss nor
     the backward pass is covered.
-    ``planned``: leaves subnormals out and takes the residual stream as multiplied by 2 to this power, for weights that
-    are still to be scaled by it. ``exact``: real arithmetic without any rounding.
+    ``planned``: leaves subnormals out and takes each residual stream as multiplied by 2 to its power, 0 where it has
+    none, for weights that are still to be scaled by it. ``exact``: real arithmetic without any rounding.
 
     ``norms16``: norms square, sum and divide in fp16 instead, on streams whose mean square stays over ``NORM_FLOOR``.
     ``sums16``: every sum is made in fp16 instead, term by term in any order, or in blocks.
@@ -104,7 +104,7 @@ class Arithmetic:
     max_length: int = MAX_LENGTH
     splits: int = SPLITS
     train: bool = False
-    planned: int | None = None
+    planned: Mapping[str, int] | None = None
     exact: bool = False
     norms16: bool = False
     sums16: bool = False

@@ -328,21 +328,20 @@ class _Walk(_Findings):
     # -- a stack ----------------------------------------------------------------------------------------------------
 
     def begin(self, ends: StackEnds) -> None:
-        """Start the residual stream from the embedding: per channel its largest entry over the vocabulary."""
-        family, config, a = self.layout.family, self.layout.config, self.arithmetic
-        amax, square, length = self.table(family.embedding)
+        """Start the residual stream from the embedding: per channel its largest entry over the vocabulary; from what a
+        norm makes of it where one comes between."""
+        a = self.arithmetic
+        amax, square, length = self.table(self.layout.family.embedding)
         self.note(f"{ends.embedding}:embedding", "embedding", amax)
-        width = amax.numel()
-        if ends.scale and config_value(family, config, ends.scale):
-            amax, square = self.rounded(amax * math.sqrt(width)), square * width
-            length = a.rounded_length(length * math.sqrt(width), width)
-            self.note(f"{ends.at}:mul", "embedding", amax)
-        elif ends.scales_itself:
-            root = math.sqrt(width) * (1 + a.unit)
-            amax, square = self.rounded(amax * root), square * width
-            length = a.rounded_length(length * root, width)
-            self.note(f"{ends.embedding}:mul", "embedding", amax)
-            self.inner[f"{ends.embedding}:to"] = root
+        width, scale = amax.numel(), self.layout.embedding_scale(ends)
+        if scale != 1.0:
+            square = square * scale**2
+            if ends.scales_itself and not ends.scale:
+                scale *= 1 + a.unit
+                self.inner[f"{ends.embedding}:to"] = scale
+            amax = self.rounded(amax * scale)
+            length = a.rounded_length(length * scale, width)
+            self.note(f"{ends.embedding if ends.scales_itself else ends.at}:mul", "embedding", amax)
         self.outputs[ends.embedding] = (amax, square)
         if ends.positions:
             extra, extra_square, extra_length = self.table(ends.positions)
@@ -351,7 +350,10 @@ class _Walk(_Findings):
             self.outputs[path] = (extra, extra_square)
             amax, square = self.rounded(amax + extra), square + extra_square
             length = a.rounded_length(length + extra_length, width)
-            self.note(f"{ends.at}:add", "residual", amax)
+            self.note(f"{ends.at}:add", "embedding" if ends.first_norm else "residual", amax)
+        if ends.first_norm:
+            made, square = self.normalised(ends.first_norm, amax, square, min(float(amax.norm()), length))
+            amax, length = made.bound, made.length
         keep = self.kept("stream")
         if keep != 1.0:
             amax, length = self.rounded(amax / keep), a.rounded_length(length / keep, width)
@@ -402,14 +404,16 @@ class _Walk(_Findings):
         assert gain is not None
         width, a = gain.numel(), self.arithmetic
         gain = gain.double()
-        shift = None if shift is None else shift.double()
+        shift, planned = None if shift is None else shift.double(), a.planned or {}
         if self.layout.family.centred_norm:
             # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
-            mean = min(float(entering.mean()) * 2.0 ** (a.planned or 0), FP16_MAX)
-            made = layer_normalised(gain, shift, mean, self.layout.eps, a)
+            # What the norm of an embedding reads is scaled with no stream.
+            factor = 2.0 ** planned.get(self.layout.streams_read.get(path, ""), 0)
+            mean, eps = min(float(entering.mean()) * factor, FP16_MAX), self.layout.eps_of(path)
+            made = layer_normalised(gain, shift, mean, eps, a)
             self.note(f"{path}:layer_norm", "norm", made.bound)
             self.note(f"{path}:layer_norm.1", "statistic", self.rounded(entering.mean()))
-            self.note(f"{path}:layer_norm.2", "statistic", self.layout.eps**-0.5 * (1 + 2 * UNIT))
+            self.note(f"{path}:layer_norm.2", "statistic", eps**-0.5 * (1 + 2 * UNIT))
         else:
             made = rms_normalised(gain, a, once=self.layout.family.norm_rounds_once)
             if not self.layout.family.norm_rounds_once:
@@ -448,9 +452,7 @@ class _Walk(_Findings):
         if w.post_norm:
             length = min(made.length, float(made.bound.norm()))
             out, expected = self.normalised(w.post_norm, made.bound, expected, length)
-            # ‖gain∘n‖₂ ≤ max|gain|·‖n‖₂.
-            length = largest(out.gain.abs()) * out.radius * (1 + out.relative) + float(out.absolute.norm())
-            made = Projection(out.bound, out.bound, length * COMPUTED)
+            made = Projection(out.bound, out.bound, out.length)
         self.add(w, made, expected)
 
     # -- sublayers --------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from ..families.types import (
     StackEnds,
     Sublayer,
     TensorReader,
-    config_value,
 )
 from ..families.walk import walk
 from ..numerics import FP16_MAX
@@ -62,6 +61,12 @@ class _Normalised:
     gain: Tensor
     shift: Tensor | None
     radius: float
+
+    @property
+    def largest(self) -> Tensor:
+        """Bound of each component."""
+        most = self.gain.abs() * self.radius
+        return most if self.shift is None else most + self.shift.abs()
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,8 @@ class DifferentiableBounds:
         for stack in layout.stacks():
             starts = (layout.family.embedding, stack.ends.positions)
             stream: list[Owner] = [(name, columns) for name in starts if name in layout.tensors]
+            if stack.ends.first_norm:
+                stream = linear(stack.ends.first_norm, rows)
             for w in stack.sublayers:
                 if isinstance(w, Attention):
                     own = scores(w)
@@ -192,9 +199,7 @@ class _Walk:
         if stack.is_encoder:
             self.memory = source
         if norm in self.fixed:
-            largest = source.gain.abs() * source.radius
-            largest = largest if source.shift is None else largest + source.shift.abs()
-            self.note(f"{norm}:{self.layout.family.norm_site}", largest * (1 + 4 * self.a.unit))
+            self.note(f"{norm}:{self.layout.family.norm_site}", source.largest * (1 + 4 * self.a.unit))
         if stack.is_last and self.layout.head is not None:
             self.head(self.layout.head, source)
 
@@ -220,11 +225,10 @@ class _Walk:
         """What the stream begins with, by channel."""
         table = self.weight(self.layout.family.embedding)
         assert table is not None
-        amax = table.abs().amax(0)
-        if ends.scales_itself or (ends.scale and config_value(self.layout.family, self.layout.config, ends.scale)):
-            amax = amax * math.sqrt(amax.numel())
+        amax = table.abs().amax(0) * self.layout.embedding_scale(ends)
         positions = self.weight(ends.positions) if ends.positions else None
-        return amax if positions is None else amax + positions.abs().amax(0)
+        amax = amax if positions is None else amax + positions.abs().amax(0)
+        return self.normalised(ends.first_norm, amax).largest if ends.first_norm else amax
 
     def add(self, w: Sublayer, made: Tensor, sums: Tensor) -> None:
         assert self.stream is not None
@@ -238,14 +242,18 @@ class _Walk:
             self.note(w.add, self.stream)
 
     def norm(self, path: str) -> _Normalised:
-        """What a norm gives."""
+        """What a norm gives, of the stream where it is a LayerNorm."""
+        return self.normalised(path, self.stream)
+
+    def normalised(self, path: str, amax: Tensor | None) -> _Normalised:
+        """What a norm gives; amax: of the components that it reads, needed where radii are found of LayerNorms."""
         gain, shift = self.weight(f"{path}.weight"), self.weight(f"{path}.bias")
         assert gain is not None
         if self.finds_radii:
             self.radii[path] = math.sqrt(gain.numel())
             if self.centred:
-                assert self.stream is not None
-                longer = lengthened(min(float(self.stream.mean()), FP16_MAX), self.layout.eps, gain.numel())
+                assert amax is not None
+                longer = lengthened(min(float(amax.mean()), FP16_MAX), self.layout.eps_of(path), gain.numel())
                 self.radii[path] *= longer * (1 + NORM_ERROR)
         return _Normalised(gain, shift, self.radii[path])
 

@@ -57,6 +57,16 @@ class NormOutput:
         """Bound of each component: fp64 [d]."""
         return (self.exact * (1 + self.relative) + self.absolute) * COMPUTED
 
+    @property
+    def length(self) -> float:
+        """Bound of its ‖·‖₂: the longest that ‖n‖₂ ≤ radius lets gain∘n be, with the shift, and the error's length.
+
+        |gain·n| as a vector is no longer than max|gain|·radius, so neither is the error that is relative to it.
+        """
+        longest = float(self.gain.abs().max()) * self.radius
+        longest += 0.0 if self.shift is None else float(self.shift.norm())
+        return (longest * (1 + self.relative) + float(self.absolute.norm())) * COMPUTED
+
 
 def either(one: NormOutput, other: NormOutput) -> NormOutput:
     """Return what covers the outputs of two norms without shift: gain∘n is larger∘n' with |n'| at most |n| in every

@@ -63,13 +63,14 @@ class MadeSafe:
 
     def __str__(self) -> str:
         """Return what was done, and what is proven of it."""
-        r, signals = self.plan.residual_exponent, len(self.plan.exponents)
+        exponents = self.plan.residual_exponents
+        streams, signals = " and ".join(f"2^{r}" for r in exponents), len(self.plan.exponents) - len(exponents) + 1
         if self.again:
             done = "made safe before; nothing was done"
         elif not self.changed:
             done = "nothing to rescale; the weights are as they were"
         else:
-            done = f"rescaled in memory: the residual stream by 2^{r}, channels of {signals} other signals"
+            done = f"rescaled in memory: the residual stream by {streams}, channels of {signals} other signals"
         at = f"{self.headroom_bits:.2f} bits at {self.tightest}"
         over = (
             f"is {-self.headroom_bits:.2f} bits over its limit" if math.isfinite(self.headroom_bits) else "is infinite"
@@ -169,7 +170,8 @@ def make_fp16_safe(
         made = described(proof, plan, target, layout.eps)
         if made.changed:
             apply(model, layout, plan)
-            set_eps(model, layout, planned.eps)
+            if layout.family.eps_key is not None:
+                set_eps(model, layout, planned.eps)
     model.__dict__[MARK] = made
     return made
 
@@ -196,11 +198,12 @@ def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> T
 
 
 def layout_under(layout: Layout, plan: Plan) -> Layout:
-    """Return the layout of a model in memory after ``plan``, whose norms all have the scaled eps."""
-    eps, family = layout.eps * 4.0**plan.residual_exponent, layout.family
-    if family.eps_key is None:
-        return replace(layout, family=replace(family, eps=eps))
-    return replace(layout, config={**layout.config, family.eps_key: eps})
+    """Return the layout of a model in memory after ``plan``, whose norms of the residual stream have the scaled eps."""
+    if layout.family.eps_key is None:
+        read = layout.streams_read.items()
+        eps = {path: layout.eps * 4.0 ** plan.stream_exponent(stream) for path, stream in read}
+        return replace(layout, eps_in_memory=eps)
+    return replace(layout, config={**layout.config, layout.family.eps_key: layout.eps * 4.0**plan.residual_exponent})
 
 
 def set_eps(model: Any, layout: Layout, eps: float) -> None:

@@ -74,7 +74,7 @@ def observed_plan(
     *,
     target: str,
     margin_bits: float,
-    bounds: Callable[[Layout, int], Mapping[str, ModuleRange]] | None = None,
+    bounds: Callable[[Layout, Mapping[str, int]], Mapping[str, ModuleRange]] | None = None,
 ) -> Plan:
     """Return the best plan for what a model in memory shows, and where ``bounds`` are given for what any input can
     reach; in memory the eps of every norm can be scaled, so that nothing drifts or is corrected."""
@@ -83,7 +83,7 @@ def observed_plan(
         inputs = batches(config, None, None, chosen=chosen_ids(config, source, layout))
     with full_precision(), evaluating(model):
         ranges = observe_ranges(model, inputs)
-    possible = None if bounds is None else bounds(layout, 0)
+    possible = None if bounds is None else bounds(layout, {})
     weights = source_weights(source, layout)
     planned = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=possible)
     return planned.plan.model_copy(update={"gain_correction": {}, "drift": None})

@@ -20,7 +20,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.resolve import check_norms, resolve
-from ..families.types import RESIDUAL, Layout, TensorSource
+from ..families.types import Layout, TensorSource
 from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
@@ -102,7 +102,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 
         bounds = bound_source(checkpoint, target, options.max_length, progress, opened.spectra)
         with products_on(device, "certificate"):
-            begin = -RESIDUAL_RANGE if weaker is None else weaker.plan.residual_exponent
+            begin = None if weaker is None else stream_exponents(weaker.layout, weaker.plan)
             grounds = Grounds(ranges, bounds, acceptable, worth, begin)
             return found(*best_plan(opened, grounds, replace(options, target=target), progress))
 
@@ -119,12 +119,23 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     return best
 
 
+def stream_exponents(layout: Layout, plan: Plan) -> dict[str, int]:
+    """Return a plan's exponents of the residual streams."""
+    return {stream: plan.stream_exponent(stream) for stream in layout.streams}
+
+
+def powers(exponents: Mapping[str, int]) -> str:
+    """Return in words what residual streams are multiplied with."""
+    streams = "the stream" if len(exponents) == 1 else "the streams"
+    return f"{streams} at {' and '.join(f'2^{e}' for e in exponents.values())}"
+
+
 def costs_little(one: Decided, other: Decided) -> bool:
     """Return whether a plan for a stricter tier holds what the other does, at no more predicted error than a proof of
     the residual stream is worth."""
     assert one.planned is not None and other.planned is not None  # neither is replayed
-    stream = len(one.layout.signals[RESIDUAL].seen)
-    seen = squares_of(one.layout, norms_of(one.ranges), one.plan.residual_exponent)
+    stream = sum(len(one.layout.signals[name].seen) for name in one.layout.streams)
+    seen = squares_of(one.layout, norms_of(one.ranges), one.plan)
     return (
         one.planned.cost <= other.planned.cost + PROOF_WORTH * stream
         and {v.signal for v in one.planned.violations} <= {v.signal for v in other.planned.violations}
@@ -151,7 +162,7 @@ def checkpoint_batches(
     return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress)
 
 
-Bounds = Callable[[Layout, int], Mapping[str, ModuleRange]]
+Bounds = Callable[[Layout, Mapping[str, int]], Mapping[str, ModuleRange]]
 """Gives the bounds of a layout, which depend on whether its head is tied, for a residual exponent."""
 
 
@@ -162,15 +173,15 @@ class Grounds:
     ranges: what was observed; None plans from the bounds alone, which need no margin. acceptable: runs a plan whose
     drift was predicted to cost too much and says whether it may be taken, since the prediction weighs every norm alike.
     worth: whether a plan may still be the one that is chosen, where bounds that are made for it can only be larger.
-    begin: the residual exponent that the first bounds are made for, where they depend on it; a plan for a stricter tier
-    that is chosen comes to the weaker one's as a rule, and to no larger one.
+    begin: the exponents of the residual streams that the first bounds are made for, where they depend on them, None for
+    the least; a plan for a stricter tier that is chosen comes to the weaker one's as a rule, and to no larger one.
     """
 
     ranges: Mapping[str, ModuleRange] | None
     bounds: Bounds | None = None
     acceptable: Callable[[Layout, Plan], bool] | None = None
     worth: Callable[[Layout, Planned], bool] = lambda *_: True
-    begin: int = -RESIDUAL_RANGE
+    begin: Mapping[str, int] | None = None
 
 
 def bound_source(
@@ -181,10 +192,10 @@ def bound_source(
     spectra: where the eigenvalues that it computes are kept.
     """
 
-    def of(layout: Layout, residual_exponent: int) -> Mapping[str, ModuleRange]:
-        again = "" if residual_exponent == -RESIDUAL_RANGE else f", with the stream at 2^{residual_exponent}"
+    def of(layout: Layout, exponents: Mapping[str, int]) -> Mapping[str, ModuleRange]:
+        again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {powers(exponents)}"
         with progress.step(f"Bounding every site of the source for {target}{again}") as advance:
-            arithmetic = Arithmetic(max_length, planned=residual_exponent)
+            arithmetic = Arithmetic(max_length, planned=exponents)
             weights = source_weights(checkpoint, layout)
             found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
         return found.ranges
@@ -254,7 +265,7 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
     def plan_at(
         layout: Layout,
         possible: Mapping[str, ModuleRange] | None,
-        exponent: int | None = None,
+        held: Mapping[str, int] | None = None,
         advance: Advance | None = None,
     ) -> Planned:
         weights = source_weights(checkpoint, layout)
@@ -270,34 +281,37 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
             target=options.target,
             margin_bits=options.margin_bits,
             bounds=possible,
-            residual_exponent=exponent,
+            held=held,
             proof_worth=PROOF_FIRST if options.prove else PROOF_WORTH,
             advance=advance,
         )
 
     def plan_for(layout: Layout) -> Planned:
-        exponent = grounds.begin
+        exponents = grounds.begin or dict.fromkeys(layout.streams, -RESIDUAL_RANGE)
         head = ", with a head apart from the embedding" if layout.tied is False and opened.layout.tied else ""
         again = ""
         while True:
-            possible = bounds(layout, exponent) if bounds is not None else None
+            possible = bounds(layout, exponents) if bounds is not None else None
             with progress.step(f"Planning the exponents for {options.target}{head}{again}") as advance:
                 planned = plan_at(layout, possible, advance=advance)
             if acceptable is not None and layout.family.eps_key is None:
-                stream = next((f for f in planned.fallbacks if f.signal == RESIDUAL), None)
-                if stream is not None and stream.exponent is not None:
-                    trial = plan_at(layout, possible, stream.exponent)
+                streams = [f for f in planned.fallbacks if f.signal in layout.streams]
+                held = {f.signal: f.exponent for f in streams if f.exponent is not None}
+                if held:
+                    trial = plan_at(layout, possible, held)
                     # A corrected gain is no longer carried over exactly, so the plain plan goes first.
                     plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
                     planned = next((t for t in (plain, trial) if acceptable(layout, t.plan)), planned)
-            chosen = planned.plan.residual_exponent
+            chosen = stream_exponents(layout, planned.plan)
             # LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponent they were made
             # for or a smaller one. Each round starts from the last one's plan, until that covers itself.
-            if bounds is None or not layout.family.centred_norm or chosen <= exponent:
+            covered = all(chosen[stream] <= exponents[stream] for stream in chosen)
+            if bounds is None or not layout.family.centred_norm or covered:
                 return planned
             if not grounds.worth(layout, planned):
                 return planned
-            exponent, again = chosen, f", with the stream at 2^{chosen} at most"
+            exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
+            again = f", with {powers(exponents)} at most"
 
     def missing(planned: Planned) -> tuple[float, int]:
         """Limits that do not hold: by how many bits what is run passes them, and where a proof is given up that was
@@ -317,8 +331,8 @@ def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress
     divergence stays under 1/128 of bf16's: half of what fp16's own rounding may take."""
 
     def of(layout: Layout, plan: Plan) -> bool:
-        corrected = " with corrected gains" if plan.gain_correction else ""
-        with progress.step(f"Trying the drift of eps at 2^{plan.residual_exponent}{corrected}") as advance:
+        tried = powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
+        with progress.step(f"Trying the drift of eps with {tried}") as advance:
             drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs, advance)
             found = fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
         return found.kl_bf16 is not None and found.kl_fp16 <= found.kl_bf16 * ACCEPTABLE_DRIFT
@@ -350,8 +364,8 @@ def drifted_outputs(
     walk = Walk(checkpoint)
     lanes = add_outputs(walk, inputs, torch.float32, change=corrected)
     for lane in lanes if layout.family.eps_key is None else ():
-        for path in layout.norms:
+        for path, stream in layout.streams_read.items():
             norm: Any = lane.model.get_submodule(path)
-            setattr(norm, eps_attribute(norm), layout.eps * 4.0**-plan.residual_exponent)
+            setattr(norm, eps_attribute(norm), layout.eps * 4.0 ** -plan.stream_exponent(stream))
     walk.run(advance)
     return [lane.result for lane in lanes]

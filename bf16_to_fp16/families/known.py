@@ -12,14 +12,15 @@ from collections.abc import Mapping
 from ..errors import UserError
 from .gemma3 import GEMMA3
 from .longt5 import LONGT5
+from .mbart import MBART
 from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
 from .t5 import T5
-from .types import Attention, Family, StockClass, config_value
+from .types import Attention, Family, StockClass, config_value, family_inside
 from .umt5 import UMT5
 
-FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, GEMMA3)
+FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, MBART, GEMMA3)
 """Every supported family."""
 
 
@@ -104,6 +105,14 @@ def class_of(config: Mapping[str, object]) -> StockClass:
         choices = " or ".join(f'["{stock.names[0]}"]' for stock in family.classes)
         raise UserError(f'config.json names no class; add "architectures": {choices}')
     return next(stock for stock in family.classes if names[0] in stock.names)
+
+
+def placed_family(config: Mapping[str, object]) -> Family:
+    """Return the family of a config with its stacks where the class that the config names has them.
+
+    Raises UserError as ``class_of`` does.
+    """
+    return family_inside(family_of(config), class_of(config).body)
 
 
 def is_known(config: Mapping[str, object]) -> bool:

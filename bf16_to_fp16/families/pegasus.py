@@ -83,7 +83,7 @@ def attention(at: str, module: str, norm: str, size: str = "model", *, memory: b
             output=f"{m}.out_proj",
             memory=memory,
             bias="",
-            heads=f"{at.split('.')[1]}_attention_heads",
+            heads=f"{at.split('.')[0]}_attention_heads",
             scaled=True,
             add=f"{at}:add#2" if memory else f"{at}:add",
         ),
@@ -124,13 +124,13 @@ def feed_forward(at: str, ff: str, config: Mapping[str, object]) -> Part:
 
 def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of encoder layer ``i``."""
-    at = f"model.encoder.layers.{i}"
+    at = f"encoder.layers.{i}"
     return (attention(at, "self_attn", "self_attn_layer_norm"), feed_forward(at, "encoder_ff", config))
 
 
 def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of decoder layer ``i``."""
-    at = f"model.decoder.layers.{i}"
+    at = f"decoder.layers.{i}"
     return (
         attention(at, "self_attn", "self_attn_layer_norm"),
         attention(at, "encoder_attn", "encoder_attn_layer_norm", memory=True),
@@ -138,9 +138,8 @@ def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     )
 
 
-def residual_and_positions(stack: str) -> tuple[Signal, Tensor]:
+def residual_and_positions(at: str) -> tuple[Signal, Tensor]:
     """Return what the embedding and final norm of a stack show of the residual stream, and its positions."""
-    at = f"model.{stack}"
     seen = (output_of(f"{at}.embed_tokens"), output_of(f"{at}.embed_positions"), input_of(f"{at}.layer_norm"))
     return (
         Signal(RESIDUAL, Kind.RESIDUAL, "model", seen),
@@ -154,9 +153,8 @@ def residual_and_positions(stack: str) -> tuple[Signal, Tensor]:
     )
 
 
-def stack_ends(stack: str) -> StackEnds:
+def stack_ends(at: str) -> StackEnds:
     """Return how a stack begins and ends."""
-    at = f"model.{stack}"
     return StackEnds(
         at=at,
         embedding=f"{at}.embed_tokens",
@@ -172,7 +170,19 @@ ENCODER_RESIDUAL, ENCODER_POSITIONS = residual_and_positions("encoder")
 DECODER_RESIDUAL, DECODER_POSITIONS = residual_and_positions("decoder")
 
 
-FINAL_NORM = "model.decoder.layer_norm"
+BODY = "model"
+"""Where the stacks stand in a model with a head."""
+
+
+def states(norm: str) -> Part:
+    """Return a final norm whose output users read, so that nothing may move it."""
+    return Part(
+        signals=(Signal(f"{norm.partition('.')[0]}.output", Kind.FIXED, "model", (output_of(norm),)),),
+        tensors=(Tensor(f"{norm}.weight", ("model",), (None,)), Tensor(f"{norm}.bias", ("model",), (None,))),
+    )
+
+
+FINAL_NORM = f"{BODY}.decoder.layer_norm"
 
 
 LOGITS = Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))
@@ -181,11 +191,36 @@ LOGITS = Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))
 LOGITS_BIAS = Tensor("final_logits_bias", ("one", "vocab"), (None, None), absent="stock code takes zeros")
 
 
+TIED_HEAD = Part(
+    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(FINAL_NORM, -1),)), LOGITS),
+    tensors=(
+        Tensor(f"{FINAL_NORM}.weight", ("model",), (divided_by(RESIDUAL),)),
+        Tensor(f"{FINAL_NORM}.bias", ("model",), (divided_by(RESIDUAL),)),
+        LOGITS_BIAS,
+    ),
+    topology=Head("lm_head", (HeadLinear("lm_head", f"{BODY}.shared.weight"),)),
+)
+
+
+UNTIED_HEAD = Part(
+    signals=(Signal(FINAL_NORM, Kind.NORM, "model", (output_of(FINAL_NORM),)), LOGITS),
+    tensors=(
+        Tensor(f"{FINAL_NORM}.weight", ("model",), (multiplied_by(FINAL_NORM),)),
+        Tensor(f"{FINAL_NORM}.bias", ("model",), (multiplied_by(FINAL_NORM),)),
+        Tensor("lm_head.weight", ("vocab", "model"), (None, divided_by(FINAL_NORM))),
+        LOGITS_BIAS,
+    ),
+    topology=Head("lm_head", (HeadLinear("lm_head", "lm_head.weight"),)),
+)
+
+
 PEGASUS = Family(
     name="pegasus",
     title="Pegasus",
     model_type="pegasus",
-    classes=(StockClass(("PegasusForConditionalGeneration",), decodes=True, takes_decoder_ids=True, end=None),),
+    classes=(
+        StockClass(("PegasusForConditionalGeneration",), decodes=True, takes_decoder_ids=True, end=None, body=BODY),
+    ),
     sizes={
         "vocab": ("vocab_size",),
         "model": ("d_model",),
@@ -209,39 +244,16 @@ PEGASUS = Family(
     decoder=Stack("decoder_layers", decoder_block),
     encoder_ends=Part(
         signals=(ENCODER_RESIDUAL,),
-        tensors=(Tensor("model.shared.weight", ("vocab", "model"), (None, multiplied_by(RESIDUAL))), ENCODER_POSITIONS),
+        tensors=(Tensor("shared.weight", ("vocab", "model"), (None, multiplied_by(RESIDUAL))), ENCODER_POSITIONS),
         topology=stack_ends("encoder"),
     ),
-    encoder_output=Part(
-        signals=(Signal("encoder.output", Kind.FIXED, "model", (output_of("model.encoder.layer_norm"),)),),
-        tensors=(
-            Tensor("model.encoder.layer_norm.weight", ("model",), (None,)),
-            Tensor("model.encoder.layer_norm.bias", ("model",), (None,)),
-        ),
-    ),
+    encoder_output=states("encoder.layer_norm"),
     decoder_ends=Part(signals=(DECODER_RESIDUAL,), tensors=(DECODER_POSITIONS,), topology=stack_ends("decoder")),
-    tied_head=Part(
-        signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(FINAL_NORM, -1),)), LOGITS),
-        tensors=(
-            Tensor(f"{FINAL_NORM}.weight", ("model",), (divided_by(RESIDUAL),)),
-            Tensor(f"{FINAL_NORM}.bias", ("model",), (divided_by(RESIDUAL),)),
-            LOGITS_BIAS,
-        ),
-        topology=Head("lm_head", (HeadLinear("lm_head", "model.shared.weight"),)),
-    ),
-    untied_head=Part(
-        signals=(Signal(FINAL_NORM, Kind.NORM, "model", (output_of(FINAL_NORM),)), LOGITS),
-        tensors=(
-            Tensor(f"{FINAL_NORM}.weight", ("model",), (multiplied_by(FINAL_NORM),)),
-            Tensor(f"{FINAL_NORM}.bias", ("model",), (multiplied_by(FINAL_NORM),)),
-            Tensor("lm_head.weight", ("vocab", "model"), (None, divided_by(FINAL_NORM))),
-            LOGITS_BIAS,
-        ),
-        topology=Head("lm_head", (HeadLinear("lm_head", "lm_head.weight"),)),
-    ),
-    embedding="model.shared.weight",
+    tied_head=TIED_HEAD,
+    untied_head=UNTIED_HEAD,
+    embedding="shared.weight",
     head="lm_head.weight",
-    copies=("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"),
+    copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     ignorable=(),
     logits_bias="final_logits_bias",
     output_scale=OutputScale.NEVER,

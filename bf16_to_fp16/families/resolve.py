@@ -15,7 +15,7 @@ import torch
 from ..checkpoint.formats import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from .known import class_of, family_of
+from .known import class_of, placed_family
 from .spread import channels_along
 from .types import (
     RESIDUAL,
@@ -32,7 +32,6 @@ from .types import (
     TensorSource,
     axis_size,
     config_value,
-    family_inside,
 )
 
 ROWS_AT_A_TIME = 4096
@@ -50,8 +49,7 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     """
     config, names = checkpoint.config, set(checkpoint.tensors)
     try:
-        stock = class_of(config)
-        family = family_inside(family_of(config), stock.body)
+        stock, family = class_of(config), placed_family(config)
     except UserError as error:
         raise UserError(f"{checkpoint.source}/{error}") from None
     embedding = next((n for n in (family.embedding, *family.copies) if n in names), None)
@@ -185,7 +183,8 @@ def resolve_tensor(
     checkpoint: TensorSource, family: Family, record: Tensor, source: str, gain: float
 ) -> ResolvedTensor | None:
     """Check one declared tensor against the checkpoint; None where it may be absent and is."""
-    shape = tuple(axis_size(family, checkpoint.config, name) for name in record.shape)
+    rows, *columns = (axis_size(family, checkpoint.config, name) for name in record.shape)
+    shape = (rows + record.ahead, *columns)
     info = checkpoint.tensors.get(source)
     if info is None:
         if record.generate is not None:
@@ -210,7 +209,7 @@ def resolve_tensor(
             f"{checkpoint.source}: tensor {source} has shape {list(info.shape)} but config.json asks for {list(shape)};"
             " use the config.json that belongs to these weights"
         )
-    return ResolvedTensor(record.name, source, shape, record.axes, None, gain, record.offset)
+    return ResolvedTensor(record.name, source, shape, record.axes, None, gain, record.offset, record.ahead)
 
 
 def merge_signals(

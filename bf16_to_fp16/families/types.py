@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -28,7 +28,8 @@ class Kind(StrEnum):
     """What a signal is, which decides how its exponent may be chosen."""
 
     RESIDUAL = "residual"
-    """The residual stream: one exponent for the whole model, since stock configs have one norm eps."""
+    """A residual stream: one exponent for the whole model where its stacks share an embedding or the config's one eps,
+    else one for each stack."""
     NORM = "norm"
     """Output of one norm, per channel."""
     VALUE = "value"
@@ -42,7 +43,7 @@ class Kind(StrEnum):
 
 
 RESIDUAL = "residual"
-"""Name of the one residual signal."""
+"""Name of the residual signal, of the encoder's where stacks have one each."""
 
 
 Sign = Literal[1, -1]
@@ -119,7 +120,8 @@ class Tensor:
 
     ``absent``: why it may be missing from a file, or "" where it must be there. ``generate``: makes its unscaled
     values from its shape where stock code would. ``offset``: what stock code adds to it, in fp32, before anything else:
-    exponents are of the sum, and what is stored is the sum less the offset, rounded.
+    exponents are of the sum, and what is stored is the sum less the offset, rounded. ``ahead``: rows of a table of
+    positions before the first one's.
     """
 
     name: str
@@ -128,6 +130,7 @@ class Tensor:
     absent: str = ""
     generate: Callable[[int, int], torch.Tensor] | None = None
     offset: float = 0.0
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,10 @@ class StackEnds:
     ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" where there is
     none. ``scale``: config key of the switch that multiplies the embedding by √d, "" for never. ``norm``: the final
     one. ``dropouts``: after the embedding, after the final norm. ``scales_itself``: the embedding's own module
-    multiplies by √d, rounded to the dtype of its weight.
+    multiplies by √d, where ``scale`` is "" always and by √d rounded to the dtype of its weight.
+
+    ``first_norm``: the norm of the embedding with its positions, whose output is what the residual stream begins with,
+    "" where there is none. What it reads carries no factor, so that its eps stays: the family must have no ``eps_key``.
     """
 
     at: str
@@ -226,10 +232,11 @@ class StackEnds:
     norm: str
     dropouts: tuple[str, ...] = ()
     scales_itself: bool = False
+    first_norm: str = ""
 
     @property
-    def stream(self) -> str:
-        """The site at which the residual stream begins, as the audit names it."""
+    def embedded(self) -> str:
+        """The site that gives the embedding with all that joins it, as the audit names it."""
         if self.positions:
             return f"{self.at}:add"
         return f"{self.embedding}:{'mul' if self.scales_itself else 'embedding'}"
@@ -508,7 +515,7 @@ class ResolvedTensor:
     signal that each axis carries.
 
     ``gain``: a factor on top of the exponents, other than 1 only for a head separated with its d^-1/2 folded in.
-    ``offset`` as in ``Tensor``.
+    ``offset``, ``ahead`` as in ``Tensor``.
     """
 
     name: str
@@ -518,6 +525,7 @@ class ResolvedTensor:
     generate: Callable[[int, int], torch.Tensor] | None = None
     gain: float = 1.0
     offset: float = 0.0
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -563,6 +571,8 @@ class Layout:
     head_scale: float
     topology: tuple[Topology, ...] = ()
     """Encoder ends, its sublayers in order, then the same of the decoder, and the head."""
+    eps_in_memory: Mapping[str, float] = field(default_factory=dict)
+    """Norms of a model in memory whose eps is another than stock code's and no config could say so, with that eps."""
 
     @property
     def head(self) -> Head | None:
@@ -617,11 +627,34 @@ class Layout:
         """Return of how many positions an attention makes one sum, apart from what is left over at the end."""
         return number_of(self.family, self.config, attention.block, "a number of positions")
 
+    def embedding_scale(self, ends: StackEnds) -> float:
+        """Return what stock code multiplies a stack's embedding with: √d, or 1 for nothing."""
+        switch = config_value(self.family, self.config, ends.scale) if ends.scale else ends.scales_itself
+        return math.sqrt(self.tensors[self.family.embedding].shape[1]) if switch else 1.0
+
+    def stream(self, ends: StackEnds) -> str:
+        """Return the site at which a stack's residual stream begins, as the audit names it."""
+        return f"{ends.first_norm}:{self.family.norm_site}" if ends.first_norm else ends.embedded
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the residual signals: one, or one for each stack."""
+        return tuple(name for name, signal in self.signals.items() if signal.kind is Kind.RESIDUAL)
+
+    @property
+    def streams_read(self) -> Mapping[str, str]:
+        """Module paths of the norms that read a residual stream, in order, each with the signal's name."""
+        return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
+
     @property
     def norms(self) -> tuple[str, ...]:
-        """Module paths of the norms that read what carries the residual exponent, in order: the residual stream, what
-        joins it, and sums of a norm's output that carries it on."""
-        return tuple(s.module for s in self.signals[RESIDUAL].seen if s.side == "input")
+        """Module paths of the norms that read what carries a residual exponent, in order: a residual stream, what joins
+        it, and sums of a norm's output that carries it on."""
+        return tuple(self.streams_read)
+
+    def eps_of(self, norm: str) -> float:
+        """Return the eps of the norm at a path."""
+        return self.eps_in_memory.get(norm, self.eps)
 
     @property
     def gates(self) -> frozenset[str]:
@@ -688,14 +721,14 @@ def inside(part: Part, body: str) -> Part:
 
     def topology(of: Topology) -> Topology:
         moved: dict[str, object] = {}
-        for field in fields(of):
-            value = getattr(of, field.name)
-            if field.name == "at":  # a stack may be the whole body
-                moved[field.name] = path(value) or body
-            elif isinstance(value, str) and field.name not in _OF_CONFIG:
-                moved[field.name] = path(value)
-            elif field.name == "dropouts":
-                moved[field.name] = tuple(path(each) for each in value)
+        for each in fields(of):
+            value = getattr(of, each.name)
+            if each.name == "at":  # a stack may be the whole body
+                moved[each.name] = path(value) or body
+            elif isinstance(value, str) and each.name not in _OF_CONFIG:
+                moved[each.name] = path(value)
+            elif each.name == "dropouts":
+                moved[each.name] = tuple(map(path, value))
         return replace(of, **moved)  # type: ignore[arg-type]
 
     return Part(

@@ -18,27 +18,24 @@ class Reader:
 
     ``norm``: its module path. ``site``: where the stream that it reads was made, as the audit names it. ``sublayer``:
     what reads the norm's output, None for the final norm of a stack. ``stack``: the one that both are in.
+    ``is_first``: whether it reads what its stack begins with, to which no sublayer has added.
     """
 
     norm: str
     site: str
     sublayer: Sublayer | None
     stack: ResolvedStack
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it reads what its stack begins with, to which no sublayer has added."""
-        return self.site == self.stack.ends.stream
+    is_first: bool
 
 
 def walk(layout: Layout) -> Iterator[Reader]:
     """Yield every norm that reads the residual stream, in the order in which they run, the encoder's first."""
     for stack in layout.stacks():
-        site = stack.ends.stream
+        first = site = layout.stream(stack.ends)
         for sublayer in stack.sublayers:
-            yield Reader(sublayer.norm, site, sublayer, stack)
+            yield Reader(sublayer.norm, site, sublayer, stack, site == first)
             site = sublayer.add
-        yield Reader(stack.ends.norm, site, None, stack)
+        yield Reader(stack.ends.norm, site, None, stack, site == first)
 
 
 def norms_inside(sublayer: Sublayer | None) -> list[str]:

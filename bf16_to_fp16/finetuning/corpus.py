@@ -31,9 +31,13 @@ from ..run.texts import PlainRows, open_texts, plain_errors
 from .objectives import (
     BYTE_SENTINEL,
     BYTE_SPAN,
+    DENOISING_DENSITY,
+    DENOISING_SPAN,
+    DENSITY,
     SUBWORD_SPAN,
     Objective,
     conventions,
+    denoising,
     gap_sentences,
     noise_spans,
     span_corruption,
@@ -299,16 +303,21 @@ class Corpus:
             self.target_length = min(self.target_length, max(1, longest // 2))
             longest -= self.target_length
         self.input_length = min(data.input_length, longest)
-        self.mean_span = data.mean_span_length or (BYTE_SPAN if self.conventions.bytes else SUBWORD_SPAN)
+        whole = self.objective == "denoising"
+        self.density = data.noise_density or (DENOISING_DENSITY if whole else DENSITY)
+        span = DENOISING_SPAN if whole else BYTE_SPAN if self.conventions.bytes else SUBWORD_SPAN
+        self.mean_span = data.mean_span_length or span
         self.window = self.input_length - 1
+        frame = (*self.conventions.before, *self.conventions.after) if whole else ()
+        if whole:
+            self.window = max(1, min(self.input_length, self.target_length) - len(frame))
         if self.objective == "span-corruption":
             count = len(self.conventions.sentinels)
-            self.window = window_length(
-                self.input_length, self.target_length, data.noise_density, self.mean_span, count
-            )
+            self.window = window_length(self.input_length, self.target_length, self.density, self.mean_span, count)
         # Text may spell a special token; taken for one it would break the target. Bytes are text, whatever they mean.
         named = [k for k in self.conventions.sentinels if not (self.conventions.bytes and k <= BYTE_SENTINEL)]
-        self._reserved = {*named, *(getattr(self.conventions, name) for name in ("pad", "start", "end", "mask"))}
+        names = ("pad", "start", "end", "mask", "span_mask")
+        self._reserved = {*named, *frame, *(getattr(self.conventions, name) for name in names)}
 
     def _objective(self) -> Objective:
         asked, path = self.data.objective, self.data.path
@@ -319,7 +328,7 @@ class Corpus:
                     f"objective {asked} needs a model that predicts tokens, and this one does not; use auto"
                 )
             return "text"
-        if self.causal and asked in ("span-corruption", "gap-sentences"):
+        if self.causal and asked in ("span-corruption", "gap-sentences", "denoising"):
             raise UserError(f"objective {asked} needs a decoder beside an encoder, and this model has none; use auto")
         if not self.causal and asked == "next-token":
             raise UserError("objective next-token needs a model that goes on with its input; use auto")
@@ -332,11 +341,16 @@ class Corpus:
         if self.causal:
             return "next-token"
         if asked == "auto":
-            asked = "gap-sentences" if self.conventions.mask is not None else "span-corruption"
+            asked = "denoising" if self.conventions.span_mask is not None else "span-corruption"
+            asked = "gap-sentences" if self.conventions.mask is not None else asked
         if asked == "gap-sentences":
             if self.conventions.mask is None:
                 raise UserError(f"{self.folder}: the tokenizer has no <mask_1> for a sentence; use span-corruption")
             return "gap-sentences"
+        if asked == "denoising":
+            if self.conventions.span_mask is None:
+                raise UserError(f"{self.folder}: the tokenizer has no mask for any span; let the objective be auto")
+            return "denoising"
         if not self.conventions.sentinels:
             raise UserError(
                 f"{self.folder}: the tokenizer has no sentinels for span corruption;"
@@ -377,6 +391,8 @@ class Corpus:
             text = text[first : first + most]
         if self.objective == "gap-sentences":
             return self._gaps(text, rng)
+        if self.objective == "denoising":
+            return self._denoised(text, rng)
         tokens, end = self.tokens(text), self.conventions.end
         if self.objective == "next-token":
             tokens = [*tokens, end]
@@ -387,13 +403,27 @@ class Corpus:
             return whole[:1], whole[1:]
         if self.objective == "text":
             return [*tokens, end], []
-        spans = noise_spans(len(tokens), self.data.noise_density, self.mean_span, rng)
+        spans = noise_spans(len(tokens), self.density, self.mean_span, rng)
         return span_corruption(tokens, spans, self.conventions.sentinels, end)
 
     def _cut(self, text: str, length: int, **options: Any) -> list[int]:
         # No token is longer than this, so that the cut text has the same first ids.
         ids = self.tokenizer(text[: 64 * length], truncation=True, max_length=length, **options)["input_ids"]
         return self._checked(list(ids))
+
+    def _denoised(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+        sentences = [self.tokens(sentence) for sentence in split_sentences(text)]
+        first = _first(sum(map(len, sentences)), self.window, rng)
+        pieces, place = [], 0
+        for ids in sentences:
+            pieces.append(ids[max(0, first - place) : max(0, first + self.window - place)])
+            place += len(ids)
+        mask = self.conventions.span_mask
+        if mask is None:
+            raise ValueError("denoising needs a mask")
+        made = denoising(pieces, density=self.density, mean_span=self.mean_span, mask=mask, rng=rng)
+        source, target = ([*self.conventions.before, *ids, *self.conventions.after] for ids in made)
+        return source, target
 
     def _gaps(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
         limit = min(self.window, self.target_length - 1)
@@ -488,8 +518,9 @@ class Corpus:
         }
         if self.data.held_out_path is not None:
             described["held_out"] = self.held_out_source.describe()["held_out"]
+        if self.objective in ("span-corruption", "denoising"):
+            described["noise_density"], described["mean_span_length"] = self.density, self.mean_span
         if self.objective == "span-corruption":
-            described["noise_density"], described["mean_span_length"] = self.data.noise_density, self.mean_span
             described["first_sentinel"] = self.conventions.sentinels[0]
         if self.objective == "gap-sentences":
             described["gap_ratio"], described["mask"] = self.data.gap_ratio, self.conventions.mask

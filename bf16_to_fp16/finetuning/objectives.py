@@ -1,8 +1,10 @@
-"""What the families were pretrained on, made from plain text: span corruption, gap sentences, and the next token.
+"""What the families were pretrained on, made from plain text: span corruption, gap sentences, denoising, next tokens.
 
 Span corruption (Raffel et al. 2020, §3.1.4): 15% of the tokens, in spans of 3, become sentinels, and the target lists
 them. Gap sentences (Zhang et al. 2020, PEGASUS): the sentences that share most words with the rest are masked, and the
-target is those sentences. The next token of a causal language model: the target is the text behind its first token.
+target is those sentences. Denoising (Liu et al. 2020, mBART): the sentences change places, 35% of the tokens, in spans
+of 3.5 on average, become one mask for each span, and the target is the text as it was. The next token of a causal
+language model: the target is the text behind its first token.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 
 from ..errors import UserError
 
-Objective = Literal["pairs", "span-corruption", "gap-sentences", "next-token", "text"]
+Objective = Literal["pairs", "span-corruption", "gap-sentences", "denoising", "next-token", "text"]
 """What an example is made of; ``text`` has an input alone, for an encoder."""
 
 
@@ -33,6 +35,14 @@ from 248 to 255."""
 
 SUBWORD_SPAN, BYTE_SPAN = 3.0, 20.0
 """Mean length of a span where tokens are subwords (T5) and where they are bytes (ByT5)."""
+
+
+DENSITY = 0.15
+"""Share of the tokens that are noise (T5)."""
+
+
+DENOISING_DENSITY, DENOISING_SPAN = 0.35, 3.5
+"""The same, and the mean length of a span, where a text is denoised as a whole (mBART)."""
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
@@ -72,6 +82,20 @@ def span_corruption(
         target += [sentinel, *tokens[start:stop]]
         place = stop
     return [*source, *tokens[place:], end], [*target, end]
+
+
+def denoising(
+    sentences: Sequence[Sequence[int]], *, density: float, mean_span: float, mask: int, rng: np.random.Generator
+) -> tuple[list[int], list[int]]:
+    """Return (input, target) ids: the sentences in random order with a ``mask`` for each span of noise, and as they
+    were."""
+    shuffled = [token for k in rng.permutation(len(sentences)) for token in sentences[k]]
+    source: list[int] = []
+    place = 0
+    for start, stop in noise_spans(len(shuffled), density, mean_span, rng):
+        source += [*shuffled[place:start], mask]
+        place = stop
+    return [*source, *shuffled[place:]], list(itertools.chain.from_iterable(sentences))
 
 
 def window_length(input_length: int, target_length: int, density: float, mean_span: float, sentinels: int) -> int:
@@ -159,7 +183,11 @@ def gap_sentences(
 class Conventions:
     """The ids that objectives need: ``sentinels`` in the order of their use (none for Pegasus), ``mask`` of a sentence
     (None but for Pegasus), ``pad``, ``end``, whether tokens are bytes, and ``start``, with which the tokenizer begins a
-    text, None for nothing."""
+    text, None for nothing.
+
+    ``span_mask``: of any span, None for a tokenizer with a mask of sentences or sentinels. ``before``, ``after``: what
+    the tokenizer puts around a text, mBART's language among it.
+    """
 
     sentinels: tuple[int, ...]
     mask: int | None
@@ -167,6 +195,9 @@ class Conventions:
     end: int
     bytes: bool
     start: int | None = None
+    span_mask: int | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
 
 def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = None) -> Conventions:
@@ -196,6 +227,17 @@ def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = No
         raise UserError("the tokenizer has no end-of-sequence token, which targets need; use the original's tokenizer")
     pad = tokenizer.pad_token_id
     sentinels = tuple(sentinel for sentinel in found[:SENTINELS] if 0 <= sentinel < vocabulary)
-    first, bos = tokenizer("a")["input_ids"][:1], getattr(tokenizer, "bos_token_id", None)
-    start = bos if first == [bos] else None
-    return Conventions(sentinels, mask, 0 if pad is None else int(pad), int(tokenizer.eos_token_id), of_bytes, start)
+    pad, end = 0 if pad is None else int(pad), int(tokenizer.eos_token_id)
+    before, after = around(tokenizer)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    start = bos if before[:1] == (bos,) else None
+    span_mask = None if sentinels or mask is not None else tokenizer.mask_token_id
+    span_mask = span_mask if span_mask is None or span_mask < vocabulary else None
+    return Conventions(sentinels, mask, pad, end, of_bytes, start, span_mask, before, after)
+
+
+def around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that ``tokenizer`` puts before and after those of a text."""
+    text, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    start = next((k for k in range(len(whole)) if whole[k : k + len(text)] == text), 0)
+    return tuple(whole[:start]), tuple(whole[start + len(text) :])

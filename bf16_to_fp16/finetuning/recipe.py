@@ -71,15 +71,15 @@ class Data(Section):
     )
     streaming: bool = Field(default=False, description="read while training instead of first")
     shuffle_buffer: Positive = Field(default=4096, description="examples shuffled together where data stream")
-    objective: Literal["auto", "span-corruption", "gap-sentences", "next-token", "none"] = Field(
+    objective: Literal["auto", "span-corruption", "gap-sentences", "denoising", "next-token", "none"] = Field(
         default="auto",
         description="what plain text is turned into; auto: targets where there are any, else the model's own",
     )
-    noise_density: float = Field(
-        default=0.15, gt=0, lt=1, description="share of the tokens that span corruption takes out"
+    noise_density: float | None = Field(
+        default=None, gt=0, lt=1, description="share of the tokens taken out in spans; default 0.15, denoising 0.35"
     )
     mean_span_length: float | None = Field(
-        default=None, ge=1, description="tokens; default 3, and 20 where tokens are bytes"
+        default=None, ge=1, description="tokens; default 3, denoising 3.5, and 20 where tokens are bytes"
     )
     first_sentinel: NonNegative | None = Field(
         default=None, description="id of the first sentinel, from which the others count down; default: the tokenizer's"

@@ -209,7 +209,8 @@ class _Meter:
         y = output[0] if isinstance(output, tuple) else output
         # No operation of the model's: the observer, which is active, need not look.
         with torch._C._DisableTorchDispatch():
-            if isinstance(x, Tensor) and x.is_floating_point():
+            # An embedding of positions may be given embeddings, of which it takes the shape alone.
+            if isinstance(x, Tensor) and x.is_floating_point() and not isinstance(module, nn.Embedding):
                 self.input.add(self.totals.of(x))
                 if self.norm is not None:
                     self.norm.add(x)

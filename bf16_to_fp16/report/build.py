@@ -24,6 +24,7 @@ from ..environment import SCHEMA
 from ..families.known import padding_entry
 from ..families.spread import spread_out
 from ..families.types import RESIDUAL, Layout
+from ..families.walk import walk
 from ..numerics import NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
@@ -184,11 +185,14 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
     # A site is what its module gives.
     points = [(point, signal.name) for signal in layout.signals.values() for point in signal.seen]
     of_module = {point.module: name for point, name in points if point.side == "output"}
+    streams = {reader.site: layout.streams_read[reader.norm] for reader in walk(layout)}
+    streams |= {f"{norm} (sum of squares)": stream for norm, stream in layout.streams_read.items()}
     rows = []
     for site in sorted(certificate.sites, key=lambda s: s.headroom_bits):
         if site.holds:
             continue
-        name = RESIDUAL if site.kind in ("residual", "squares") else of_module.get(site.name.partition(":")[0], "")
+        name = of_module.get(site.name.partition(":")[0], "")
+        name = streams.get(site.name, RESIDUAL) if site.kind in ("residual", "squares") else name
         reason, remedy = why_unproven(site.kind, fallbacks.get(name))
         rows.append(
             schema.UnprovenEntry(
@@ -209,11 +213,11 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
     fp16 has 11. A channel that falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square.
     """
     rows = []
-    for path in layout.norms:
+    for path, stream in layout.streams_read.items():
         module = ranges.get(path)
         if module is None:
             continue
-        square = module.input.mean_square.double() * 4.0**plan.residual_exponent
+        square = module.input.mean_square.double() * 4.0 ** plan.stream_exponent(stream)
         noise = STEP_NOISE * square.numel() / max(float(square.sum()), 1e-300)
         rows.append(schema.PrecisionEntry(module=path, bits=11 - 0.5 * math.log2(1 + noise / ONE_ROUNDING)))
     return rows

@@ -427,13 +427,13 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
     plan = report.plan
     if plan is None:
         return []
-    r = plan.residual_exponent
-    rows = [("residual stream", f"times {power(r)}" if r else "not moved")]
+    moved = (f"times {power(r)}" if r else "not moved" for r in plan.residual_exponents)
+    rows = [("residual stream", ", ".join(moved))]
     # Of a finetune they begin with the config of what was trained, rescaled once already, not with the original's.
     whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"
     for key, sides in report.source.config_changes.items():
         rows.append((f"{whose}: {key}", f"{sides.get('before', 'absent')} → {sides.get('after', 'absent')}"))
-    if plan.eps is None and r:
+    if plan.eps is None and any(plan.residual_exponents):
         rows.append(("norm eps", "fixed in stock code, so it drifts (below)"))
     if plan.untied_head:
         rows.append(("head", "separated from the embedding, whose limit stood in the way"))

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..checkpoint.folder import MODULES
 from ..families.known import half_call, loading_class, named
+from ..families.types import RESIDUAL
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
@@ -495,7 +496,7 @@ def figure_table(report: Report) -> Table:
         table.add_row("significant bits kept by the residual stream", f"{kept} of 11" + at_norm(kept, worst.module))
     if plan is None:
         return table
-    table.add_row("residual stream scaled by", f"2^{plan.residual_exponent}")
+    table.add_row("residual stream scaled by", " and ".join(f"2^{e}" for e in plan.residual_exponents))
     if moved := moved_channels(plan):
         table.add_row("channels moved", ", ".join(moved))
     if plan.untied_head:
@@ -528,6 +529,8 @@ def moved_channels(plan: Plan) -> list[str]:
     counts: dict[str, int] = {}
     for name, exponent in plan.exponents.items():
         kind = name.rsplit(".", 1)[-1].replace("_", "/")
+        if kind == RESIDUAL:
+            continue
         kind = kind if kind in ("value", "neuron", "query/key") else "norm gain"
         counts[kind] = counts.get(kind, 0) + (sum(e != 0 for e in exponent) if isinstance(exponent, list) else 1)
     return [f"{count:,} {kind}" for kind, count in counts.items()]

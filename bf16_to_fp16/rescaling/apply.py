@@ -53,10 +53,10 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
             done.add(id(parameter))
             scale(parameter, exponents_of(tensor, plan).full(tensor.shape), tensor.offset)
             parameter.mul_(correction_of(tensor, plan))
-    for path in layout.norms:
+    for path, stream in layout.streams_read.items():
         norm = model.get_submodule(path)
         attribute = eps_attribute(norm)
-        setattr(norm, attribute, getattr(norm, attribute) * 4.0**plan.residual_exponent)
+        setattr(norm, attribute, getattr(norm, attribute) * 4.0 ** plan.stream_exponent(stream))
     return model
 
 

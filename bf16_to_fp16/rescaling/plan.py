@@ -45,9 +45,10 @@ class Drift(BaseModel):
 class Plan(BaseModel):
     """Powers of two for every signal of a layout.
 
-    ``exponents``: per signal one integer for all channels or a list with one per channel; signals at 0 are left
-    out. ``gain_correction``: factor on a norm's weight, not a power of two, that takes out the mean of the eps
-    drift. ``eps``: what the config must say, None where it cannot.
+    ``residual_exponent``: of the residual stream, of the encoder's where stacks have one each. ``exponents``: per other
+    signal one integer for all channels or a list with one per channel; those of channels at 0 are left out.
+    ``gain_correction``: factor on a norm's weight, not a power of two, that takes out the mean of the eps drift.
+    ``eps``: what the config must say, None where it cannot.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,6 +76,18 @@ class Plan(BaseModel):
     def exponent(self, signal: str) -> int | list[int]:
         """Return the exponent(s) of a signal, 0 where the plan does not move it."""
         return self.residual_exponent if signal == RESIDUAL else self.exponents.get(signal, 0)
+
+    @property
+    def residual_exponents(self) -> list[int]:
+        """The exponents of all residual streams, those of later stacks with one of their own behind the first."""
+        others = (e for name, e in self.exponents.items() if name.endswith(f".{RESIDUAL}") and isinstance(e, int))
+        return [self.residual_exponent, *others]
+
+    def stream_exponent(self, signal: str) -> int:
+        """Return the exponent of a residual signal."""
+        exponent = self.exponent(signal)
+        assert isinstance(exponent, int)
+        return exponent
 
 
 @dataclass(frozen=True)
@@ -145,7 +158,8 @@ def check_plan_fits(layout: Layout, plan: Plan) -> None:
         )
     for signal, exponent in plan.exponents.items():
         known = layout.signals.get(signal)
-        if known is None or known.kind in (Kind.FIXED, Kind.RESIDUAL):
+        whole = isinstance(exponent, list) and known is not None and known.kind is Kind.RESIDUAL
+        if known is None or known.kind is Kind.FIXED or signal == RESIDUAL or whole:
             raise UserError(
                 f"the plan moves {signal!r}, which this checkpoint does not have; use the plan of this checkpoint"
             )

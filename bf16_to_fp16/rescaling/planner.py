@@ -149,7 +149,7 @@ def make_plan(
     target: str = "half",
     margin_bits: float = MARGIN_BITS,
     bounds: Mapping[str, ModuleRange] | None = None,
-    residual_exponent: int | None = None,
+    held: Mapping[str, int] | None = None,
     proof_worth: float = PROOF_WORTH,
     advance: Advance | None = None,
 ) -> Planned:
@@ -160,13 +160,13 @@ def make_plan(
     (also ‖h‖₂² of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and
     gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: what they can reach on
     any input, held under the limits as well where that costs no more than ``proof_worth`` for each place.
-    residual_exponent: the only one to consider, where it has been decided. advance: called with the axes of tensors
-    that have been looked at, which takes most of the time, and their number. So many parameters, since a plan depends
-    on what each step before it found.
+    held: exponents of residual streams that have been decided. advance: called with the axes of tensors that have been
+    looked at, which takes most of the time, and their number. So many parameters, since a plan depends on what each
+    step before it found.
     """
     search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth)
     search.advance = advance
-    return search.run(None if residual_exponent is None else [residual_exponent])
+    return search.run(held or {})
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,8 @@ class _Costs:
         self.energies: dict[tuple[str, int], torch.Tensor] = {}
         self.solved: dict[str, dict[int, Solution]] = {}
         self.tried: list[int] = []
+        self.stream = RESIDUAL
+        self.decided: dict[str, int] = {}
         self.advance: Advance | None = None
         self.looked_at: set[tuple[str, int]] = set()
         self.chosen: dict[str, torch.Tensor] = {}
@@ -273,7 +275,18 @@ class _Costs:
 
     def offset(self, tensor: ResolvedTensor, axis: int, r: int) -> int:
         """Return the residual exponent's part in a tensor's exponent on the axes other than ``axis``."""
-        return sum(c.sign * r for place, c in enumerate(tensor.axes) if c and c.signal == RESIDUAL and place != axis)
+        others = (c for place, c in enumerate(tensor.axes) if c and place != axis)
+        return sum(c.sign * r for c in others if self.layout.signals[c.signal].kind is Kind.RESIDUAL)
+
+    def stream_of(self, signal: ResolvedSignal) -> str:
+        """Return the residual stream whose exponent scales a signal's weights too; the first one where none does."""
+        carried = {c.signal for tensor, *_ in self.touched[signal.name] for c in tensor.axes if c}
+        return next((stream for stream in self.layout.streams if stream in carried), self.layout.streams[0])
+
+    def of_stream(self) -> list[ResolvedSignal]:
+        """Return the signals whose best exponents depend on the present stream's."""
+        movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
+        return [s for s in movable if self.stream_of(s) == self.stream]
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
         """Return each channel's share in what the signal contributes: float64 [channels], sum 1.
@@ -367,7 +380,7 @@ class _Costs:
     def residual_cost(self, r: int) -> float:
         """Return what depends on r alone: the stream's own limits and noise, the weights that only it scales, the
         eps drift."""
-        signal, at = self.layout.signals[RESIDUAL], torch.tensor([r])
+        signal, at = self.layout.signals[self.stream], torch.tensor([r])
         cost = RESTRAINT * abs(r)
         for point in signal.seen:
             observed = self.seen(point)
@@ -381,8 +394,8 @@ class _Costs:
                 cost += float((share[:, None] * signal_noise(observed.mean_square, torch.tensor([e]))).sum())
                 length = self.stream_norm(self.ranges, point.module) * 2.0**e
                 cost += EXCESS * float(excess_bits(length, self.norm_limit(self.margin_bits)))
-        for tensor, axis, sign in self.touched[RESIDUAL]:
-            if all(c is None or c.signal == RESIDUAL for c in tensor.axes):
+        for tensor, axis, sign in self.touched[self.stream]:
+            if all(c is None or c.signal == self.stream for c in tensor.axes):
                 table = self.table(tensor, axis).total()
                 cost += float(self.weight_cost(table, sign * at, torch.ones(1, 1)).sum())
         return cost + self.drift(r, corrected=True)
@@ -390,7 +403,7 @@ class _Costs:
     def residual_excess(self, r: int) -> float:
         """Return by how many bits the stream's bounds pass their limits at r, summed over its sites."""
         total = 0.0
-        for point in self.layout.signals[RESIDUAL].seen:
+        for point in self.layout.signals[self.stream].seen:
             possible = self.possible(point)
             if possible is None or self.bounds is None:
                 continue
@@ -404,13 +417,12 @@ class _Costs:
     def total_cost(self, r: int) -> tuple[float, float, bool]:
         """Return the cost of a residual exponent with every channel solved, with and without the bounds, and whether
         the stream is held for every input."""
-        movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
-        solved = [self.best(s, r) for s in movable]
+        solved = [self.best(s, r) for s in self.of_stream()]
         stream = self.residual_cost(r)
         cost, free = stream + sum(s.cost for s in solved), stream + sum(s.free for s in solved)
         if self.residual_excess(r) == 0:
             return cost, free, True
-        return cost + self.proof_worth * len(self.layout.signals[RESIDUAL].seen), free, False
+        return cost + self.proof_worth * len(self.layout.signals[self.stream].seen), free, False
 
     def norm_limit(self, margin_bits: float) -> torch.Tensor:
         """Return the limit on ‖h‖₂ of the stream, infinite unless norms square it in fp16."""
@@ -423,15 +435,15 @@ class _Costs:
         return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
 
     def drift(self, r: int, *, corrected: bool) -> float:
-        """Return the sum over the norms of the mean squared relative change that an unscaled eps makes, 0 where eps is
-        in the config.
+        """Return the sum over the stream's norms of the mean squared relative change that an unscaled eps makes, 0
+        where eps is in the config.
 
         A token of variance v changes by √((v + eps) / (v + eps·4^-r)) − 1; a gain correction takes out the mean.
         """
         if self.layout.family.eps_key is not None or r == 0:
             return 0.0
         total = 0.0
-        for path in self.layout.norms:
+        for path in self.norms():
             kept, shares = self.kept(path, r)
             gain = self.gain_correction(path, r) if corrected else 1.0
             total += float((shares * (gain * kept - 1).square()).sum())
@@ -441,17 +453,15 @@ class _Costs:
         """Return the sum over the norms whose stored gains only r moves of the squared relative error of rounding
         them."""
         total = 0.0
-        for tensor, axis, sign in self.touched[RESIDUAL]:
+        for tensor, axis, sign in self.touched[self.stream]:
             if tensor.offset:
                 table = self.table(tensor, axis).total()
                 total += float(table.at(torch.tensor([sign * r]))[1].double().sum() / table.energy.sum())
         return total
 
-    def drift_of(self, r: int) -> Drift | None:
-        """Return what an exponent changes the function by, None where it does not."""
-        total = self.drift(r, corrected=True) + (self.rounded_gains(r) if r else 0.0)
-        unscaled = self.layout.family.eps_key is None and r != 0
-        return Drift(relative_error=math.sqrt(total / len(self.layout.norms))) if total or unscaled else None
+    def norms(self) -> list[str]:
+        """Return the norms that read the present stream."""
+        return [path for path, stream in self.layout.streams_read.items() if stream == self.stream]
 
     def kept(self, path: str, r: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what an unscaled eps leaves of a norm's output, and the share of tokens of which it leaves that."""
@@ -469,43 +479,49 @@ class _Costs:
         return factor if abs(factor - 1) > math.sqrt(ROUNDING) else 1.0
 
     def gain_corrections(self, r: int) -> dict[str, float]:
-        """Return the factor for each norm weight whose typical drift is more than one fp16 rounding."""
+        """Return the factor for each norm weight of the stream whose typical drift is more than one fp16 rounding."""
         if self.layout.family.eps_key is not None or r == 0:
             return {}
-        factors = {f"{path}.weight": self.gain_correction(path, r) for path in self.layout.norms}
+        factors = {f"{path}.weight": self.gain_correction(path, r) for path in self.norms()}
         return {name: factor for name, factor in factors.items() if factor != 1.0}
 
 
 class _PlanSearch(_Costs):
     """One search: it decides exponent by exponent, each by what it costs beside those decided before."""
 
-    def run(self, candidates: list[int] | None = None) -> Planned:
-        """Enumerate r, solve the channels, move gains where needed, and collect what cannot be held."""
-        movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
-        steady = [s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY]
-        self.tried = candidates or self.candidates()
-        totals = {r: self.total_cost(r) for r in self.tried}
-        by_exponent = {r: cost for r, (cost, *_) in totals.items()}
-        least = min((cost for cost in by_exponent.values() if math.isfinite(cost)), default=math.inf)
-        if least == math.inf:
-            raise UserError(
-                "no exponent brings the signals into fp16's range, so large are the weights; use another revision of"
-                " the checkpoint, or repair it"
-            )
-        r = min((e for e, cost in by_exponent.items() if cost <= least + INDIFFERENCE), key=abs)
-        if not totals[r][2]:
-            self.fallbacks[RESIDUAL] = self.residual_fallback(r)
-        self.tried = [r]
-        for signal in movable + steady:
-            self.settle(signal, r)
-        gains = [s for s in self.layout.signals.values() if s.kind is Kind.NORM and self.gain_is_needed(s, r)]
-        for signal in gains:
+    def run(self, held: Mapping[str, int]) -> Planned:
+        """Decide each residual stream with its channels, whose costs add up, move gains where needed, and collect what
+        cannot be held; held: as in ``make_plan``."""
+        streams, corrections, drift = self.layout.streams, dict[str, float](), 0.0
+        by_exponent: dict[int, float] = {}
+        others = least_free = 0.0
+        for self.stream in streams:
+            first = self.stream == streams[0]
+            totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
+            r = self.decided[self.stream]
+            corrections |= self.gain_corrections(r)
+            drift += self.drift(r, corrected=True) + (self.rounded_gains(r) if r else 0.0)
+            least_free += min(free for _, free, _ in totals.values())
+            if first:
+                by_exponent = {e: cost for e, (cost, *_) in totals.items()}
+            else:
+                others += totals[r][0]
+        self.tried = []
+        for signal in (s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY):
+            self.settle(signal, self.exponent_for(signal))
+        norms = [s for s in self.layout.signals.values() if s.kind is Kind.NORM]
+        for signal in [s for s in norms if self.gain_is_needed(s, self.exponent_for(s))]:
             before = self.chosen.get(signal.name)
-            self.settle(signal, r)
+            self.settle(signal, self.exponent_for(signal))
             if not same(before, self.chosen.get(signal.name)):
-                self.resettle_writers(signal, r)
-        exponents = {name: folded(values) for name, values in self.chosen.items() if bool((values != 0).any())}
+                self.resettle_writers(signal)
+        by_exponent = {e: cost + others for e, cost in by_exponent.items()}
+        r = self.decided[streams[0]]
+        price = self.proof_worth * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
+        exponents: dict[str, int | list[int]] = {n: e for n, e in self.decided.items() if n != streams[0]}
+        exponents |= {name: folded(values) for name, values in self.chosen.items() if bool((values != 0).any())}
         eps_key = self.layout.family.eps_key
+        unscaled = eps_key is None and any(self.decided.values())
         plan = Plan(
             family=self.layout.family.name,
             residual_exponent=r,
@@ -515,32 +531,55 @@ class _PlanSearch(_Costs):
                 for t in self.layout.tensors.values()
             ),
             eps=self.layout.eps * 4.0**r if eps_key else None,
-            gain_correction=self.gain_corrections(r),
-            drift=self.drift_of(r),
+            gain_correction=corrections,
+            drift=Drift(relative_error=math.sqrt(drift / len(self.layout.norms))) if drift or unscaled else None,
             margin_bits=self.margin_bits,
         )
-        price = self.proof_worth * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
-        cost_of_proof = max(0.0, by_exponent[r] - price - min(free for _, free, _ in totals.values()))
         return Planned(
             plan,
             tuple(self.violations(plan)),
             by_exponent[r],
             by_exponent,
             tuple(self.fallbacks.values()),
-            cost_of_proof,
+            max(0.0, by_exponent[r] - price - least_free),
         )
+
+    def decide_stream(self, candidates: list[int]) -> dict[int, tuple[float, float, bool]]:
+        """Enumerate the present stream's exponent, choose it and its channels'; return ``total_cost`` of each that was
+        tried."""
+        self.tried = candidates
+        totals = {r: self.total_cost(r) for r in self.tried}
+        by_exponent = {r: cost for r, (cost, *_) in totals.items()}
+        least = min((cost for cost in by_exponent.values() if math.isfinite(cost)), default=math.inf)
+        if least == math.inf:
+            raise UserError(
+                "no exponent brings the signals into fp16's range, so large are the weights; use another revision of"
+                " the checkpoint, or repair it"
+            )
+        r = min((e for e, cost in by_exponent.items() if cost <= least + INDIFFERENCE), key=abs)
+        self.decided[self.stream] = r
+        if not totals[r][2]:
+            self.fallbacks[self.stream] = self.residual_fallback(r)
+        self.tried = [r]
+        for signal in self.of_stream():
+            self.settle(signal, r)
+        return totals
+
+    def exponent_for(self, signal: ResolvedSignal) -> int:
+        """Return the exponent of the stream that scales a signal's weights."""
+        return self.decided[self.stream_of(signal)]
 
     def residual_fallback(self, r: int) -> Fallback:
         """Return what holding the stream for every input would have cost."""
         held = [e for e in range(-RESIDUAL_RANGE, r) if self.residual_excess(e) == 0]
         if not held:
-            return Fallback(RESIDUAL, math.inf, self.residual_cost(r), True)
-        return Fallback(RESIDUAL, self.residual_cost(max(held)), self.residual_cost(r), False, max(held))
+            return Fallback(self.stream, math.inf, self.residual_cost(r), True)
+        return Fallback(self.stream, self.residual_cost(max(held)), self.residual_cost(r), False, max(held))
 
     def candidates(self) -> list[int]:
         """Return the residual exponents worth trying: around the largest that the stream's limits allow, and 0."""
         tops = []
-        for point in self.layout.signals[RESIDUAL].seen:
+        for point in self.layout.signals[self.stream].seen:
             observed = self.seen(point)
             if observed is not None and point.sign > 0 and float(observed.amax.amax()) > 0:
                 tops.append(whole_log2(self.limit / float(observed.amax.amax())))
@@ -570,13 +609,14 @@ class _PlanSearch(_Costs):
         reader is inexact."""
         return self.best(signal, r).unmoved > self.lossy_price / 2
 
-    def resettle_writers(self, norm: ResolvedSignal, r: int) -> None:
+    def resettle_writers(self, norm: ResolvedSignal) -> None:
         """Solve again the channels that the readers of a moved norm write, since their tables have changed."""
         for tensor, *_ in list(self.touched[norm.name]):
             written = tensor.axes[0]
             if len(tensor.axes) == 2 and written is not None and written.signal in self.chosen:
                 self.forget(tensor, 0)
-                self.settle(self.layout.signals[written.signal], r)
+                signal = self.layout.signals[written.signal]
+                self.settle(signal, self.exponent_for(signal))
 
     # -- what cannot be held ----------------------------------------------------------------------------------------
 

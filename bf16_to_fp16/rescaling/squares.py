@@ -10,6 +10,7 @@ from ..bounds.arithmetic import growth
 from ..families.types import RESIDUAL, Layout
 from ..numerics import FP16_MAX, NORM_FLOOR
 from ..ranges import NormRange
+from .plan import Plan
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,19 @@ class Squares:
         return self.largest <= FP16_MAX and self.least >= NORM_FLOOR
 
 
-def squares_of(layout: Layout, norms: Mapping[str, NormRange], residual_exponent: int = 0) -> Squares | None:
+def squares_of(layout: Layout, norms: Mapping[str, NormRange], plan: Plan | None = None) -> Squares | None:
     """Return the squares of the stream that norms read, by module path, after its rescaling; None where none was
     seen."""
-    seen = [norms[path] for path in layout.norms if path in norms]
+    seen = [
+        (norms[path], 4.0 ** (0 if plan is None else plan.stream_exponent(stream)))
+        for path, stream in layout.streams_read.items()
+        if path in norms
+    ]
     if not seen:
         return None
-    power = 4.0**residual_exponent
     return Squares(
-        max(norm.norm_max**2 for norm in seen) * growth(layout.signals[RESIDUAL].size) * power,
-        min(float(norm.variances[:, 0].min()) for norm in seen) * power,
+        max(norm.norm_max**2 * power for norm, power in seen) * growth(layout.signals[RESIDUAL].size),
+        min(float(norm.variances[:, 0].min()) * power for norm, power in seen),
     )
 
 

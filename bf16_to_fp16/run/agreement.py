@@ -12,7 +12,6 @@ refused.
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -285,12 +284,10 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
                     f" from say {w.activation!r}; take it from the original checkpoint"
                 )
         elif isinstance(w, StackEnds) and names.embedding_scale:
-            width = layout.tensors[layout.family.embedding].shape[1]
-            scaled = w.scales_itself or bool(w.scale and config_value(layout.family, layout.config, w.scale))
-            place = w.embedding if w.scales_itself else w.at
-            same(place, names.embedding_scale, math.sqrt(width) if scaled else 1.0)
-    for path in layout.norms:
-        same(path, eps_attribute(model.get_submodule(path)), layout.eps)
+            same(w.embedding if w.scales_itself else w.at, names.embedding_scale, layout.embedding_scale(w))
+    first = tuple(w.first_norm for w in layout.topology if isinstance(w, StackEnds) and w.first_norm)
+    for path in (*layout.norms, *first):
+        same(path, eps_attribute(model.get_submodule(path)), layout.eps_of(path))
 
 
 def functions(module: nn.Module) -> dict[str, object]:

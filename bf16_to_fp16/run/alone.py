@@ -8,7 +8,6 @@ it decides what the probe runs, and no figure comes from here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +17,7 @@ from torch.nn import functional
 
 from ..families.resolve import unscaled
 from ..families.spread import shared, spread_out
-from ..families.types import Attention, FeedForward, Layout, ResolvedStack, Sublayer, TensorSource, config_value
+from ..families.types import Attention, FeedForward, Layout, ResolvedStack, Sublayer, TensorSource
 
 
 class Weights:
@@ -53,19 +52,16 @@ class Weights:
 
     def norm(self, module: str, x: Tensor) -> Tensor:
         """Return what a norm gives."""
-        gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps
+        gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps_of(module)
         if self.layout.family.centred_norm:
             return functional.layer_norm(x, gain.shape, gain, shift, eps)
         return functional.rms_norm(x, gain.shape, gain, eps)
 
     def embedded(self, stack: ResolvedStack, rows: Tensor) -> Tensor:
-        """Return what a stack begins with for tokens at its first position."""
-        scale = stack.ends.scale
-        switched = bool(scale and config_value(self.layout.family, self.layout.config, scale))
-        if switched or stack.ends.scales_itself:
-            rows = rows * math.sqrt(self.width)
-        positions = self.read(stack.ends.positions)
-        return rows if positions is None else rows + positions[0]
+        """Return the embedding of tokens at the first position of a stack, with all that joins it."""
+        rows = rows * self.layout.embedding_scale(stack.ends)
+        positions = self.layout.tensors.get(stack.ends.positions)
+        return rows if positions is None else rows + unscaled(self.source, positions)[positions.ahead].float()
 
     def before(self, norm: str, rows: Tensor) -> Tensor:
         """Return rows that read a norm's output, [rows, width], as rows that read its input divided by its length."""
@@ -94,8 +90,8 @@ class Weights:
 class Step:
     """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each.
 
-    ``sublayer``: None for the final norm of a stack. ``stream``: what the norm reads. ``made``: its output, then those
-    of the sublayer's linears, with the neurons before the last, which joins the stream.
+    ``sublayer``: None for the first and the final norm of a stack. ``stream``: what the norm reads. ``made``: its
+    output, then those of the sublayer's linears, with the neurons before the last, which joins the stream.
     """
 
     stack: ResolvedStack
@@ -111,6 +107,10 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
     memory = torch.empty(0)
     for stack in weights.layout.stacks():
         stream = weights.embedded(stack, table)
+        if stack.ends.first_norm:
+            begun = weights.norm(stack.ends.first_norm, stream)
+            yield Step(stack, stack.ends.first_norm, None, stream, [begun])
+            stream = begun
         for sublayer in stack.sublayers:
             normed = weights.norm(sublayer.norm, stream)
             if isinstance(sublayer, Attention):
@@ -153,7 +153,7 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
         for norm, stream in reads.items():
             if weights.layout.family.centred_norm:
                 stream = stream - stream.mean(1, keepdim=True)
-            found.norms[norm] = float((stream.square().mean(1) + weights.layout.eps).rsqrt().mean())
+            found.norms[norm] = float((stream.square().mean(1) + weights.layout.eps_of(norm)).rsqrt().mean())
         if isinstance(sublayer, FeedForward):
             with torch.enable_grad():
                 x = step.made[1].detach().requires_grad_()
@@ -200,6 +200,8 @@ def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> d
                 order.append(sublayer.norm)
                 rows = torch.cat([rows, own * typical.norms[sublayer.norm]])
                 memory = torch.cat([memory, torch.zeros_like(own)])
+        if first := stack.ends.first_norm:
+            rows = weights.before(first, rows) * typical.norms[first]
         if stack.is_encoder:
             rows[: len(direct)] += direct
     return dict(zip(order, rows.split([len(read[norm]) for norm in order]), strict=True))

@@ -13,7 +13,7 @@ import torch
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
-from ..families.known import family_of, may_be_absent, stock_class
+from ..families.known import may_be_absent, placed_family, stock_class
 from ..families.types import Layout, Part, StockClass
 from ..progress import Progress
 
@@ -253,7 +253,7 @@ def fill_in(model: Any, checkpoint: Checkpoint) -> None:
 
 def check_complete(folder: Path, config: Mapping[str, object], not_found: Iterable[str]) -> None:
     """Raise UserError for a tensor that stock code did not find."""
-    missing = sorted(set(not_found) - may_be_absent(family_of(config)))
+    missing = sorted(set(not_found) - may_be_absent(placed_family(config)))
     if missing:
         raise UserError(
             f"{folder}: tensor {missing[0]} is missing, and stock code would fill it at random; complete the checkpoint"

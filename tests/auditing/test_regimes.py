@@ -60,7 +60,9 @@ def site(result: RegimeResult, name: str) -> Any:
     return next(s for s in result.sites if s.name == name)
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "umt5-encoder"])
+@pytest.mark.parametrize(
+    "kind", ["t5", "gated", "silu", "mt5", "umt5", "pegasus", "mbart", "t5-encoder", "umt5-encoder"]
+)
 def test_a_model_that_fits_is_safe_in_every_regime(kind: str, tmp_path: Path) -> None:
     results = audit_folder(saved(kind, tmp_path))
     assert list(results) == list(REGIMES)

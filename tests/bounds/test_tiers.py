@@ -131,7 +131,7 @@ def test_a_centred_norm_is_bounded_for_the_exponent_that_is_chosen_or_a_larger_o
 
     def watched(*given: Any) -> planning.Bounds:
         found = bound_source(*given)
-        return lambda layout, exponent: bounded.append(exponent) or found(layout, exponent)  # type: ignore[func-returns-value]
+        return lambda layout, exponents: bounded.append(exponents[RESIDUAL]) or found(layout, exponents)  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(planning, "bound_source", watched)
     decided = decide(Opened(checkpoint, resolve(checkpoint), []), Options(run_model=False), Progress(quiet=True))

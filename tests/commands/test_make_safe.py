@@ -12,9 +12,11 @@ import pytest
 import torch
 import transformers
 from support import tiny
-from support.contract import outputs
+from support.contract import certified, outputs
 
 from bf16_to_fp16 import UserError, certify, convert, make_fp16_safe, rescale
+from bf16_to_fp16.bounds.certificate import bound
+from bf16_to_fp16.commands.make_safe import layout_under
 from bf16_to_fp16.run.stock import load
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
@@ -72,7 +74,26 @@ def test_pegasus_keeps_every_bit_where_its_plan_would_correct_gains() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["gated", "t5", "pegasus"])
+def test_in_memory_the_norm_of_an_embedding_keeps_its_eps() -> None:
+    """What it reads is not scaled, so its bound is the file's; its stream's norms have the eps of the scaled stream."""
+    model = tiny.build("mbart")
+    before = outputs(model)
+    safe = make_fp16_safe(model)
+    assert safe.plan.residual_exponent < 0
+    assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
+    layout, certificate = certified(model)
+    after = bound(layout_under(layout, safe.plan), model.state_dict().__getitem__)
+    exponents = [safe.plan.stream_exponent(stream) for stream in layout.streams]
+    assert len(exponents) == 2
+    for at, exponent in zip((stack.ends.at for stack in layout.stacks()), exponents, strict=True):
+        statistic = f"{at}.layernorm_embedding:layer_norm.2"
+        assert after.at(statistic) == certificate.at(statistic) == pytest.approx(1e-5**-0.5, rel=1e-3)
+        norm = f"{at}.layer_norm"
+        assert model.get_submodule(norm).eps == 1e-5 * 4.0**exponent
+        assert after.at(f"{norm}:layer_norm.2") == pytest.approx(model.get_submodule(norm).eps ** -0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gated", "t5", "pegasus", "mbart"])
 def test_what_was_trained_is_undone_to_exactly_the_trained_function(kind: str) -> None:
     model = tiny.build(kind)
     safe = make_fp16_safe(model)

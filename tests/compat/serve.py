@@ -21,7 +21,7 @@ from support.forked import in_a_fork
 
 HERE = Path(__file__).parent
 TIMEOUT_SECONDS = 300
-USED = ("T5", "MT5", "UMT5", "Pegasus")
+USED = ("T5", "MT5", "UMT5", "Pegasus", "MBart")
 
 
 def run(script: str, arguments: list[str]) -> tuple[int, str, str]:

@@ -78,11 +78,16 @@ def pegasus_like() -> Any:
     return transformers.PegasusTokenizer(vocab=pieces(*names))
 
 
+def mbart_like() -> Any:
+    return transformers.MBartTokenizer(vocab=pieces("<pad>", "</s>", "<s>", "<unk>", "<mask>"), src_lang="ro_RO")
+
+
 TOKENIZERS: dict[str, Callable[[], Any]] = {
     "t5": t5_like,
     "umt5": lambda: t5_like(300),
     "mt5": mt5_like,
     "pegasus": pegasus_like,
+    "mbart": mbart_like,
     "byt5": lambda: transformers.ByT5Tokenizer(extra_ids=125),
 }
 
@@ -311,6 +316,10 @@ def test_sentinels_are_those_that_each_family_was_trained_with(checkpoints: dict
     assert found["byt5"].sentinels == tuple(range(258, 158, -1))
     assert (found["pegasus"].sentinels, found["pegasus"].mask) == ((), 2)
     assert all(found[kind].mask is None for kind in found if kind != "pegasus")
+    language = transformers.AutoTokenizer.from_pretrained(checkpoints["mbart"][0]).convert_tokens_to_ids("ro_RO")
+    assert (found["mbart"].sentinels, found["mbart"].span_mask) == ((), 4)
+    assert (found["mbart"].before, found["mbart"].after) == ((), (END, language))
+    assert all(found[kind].span_mask is None for kind in found if kind != "mbart")
 
 
 def test_a_first_sentinel_counts_down_and_must_be_in_the_vocabulary() -> None:
@@ -322,7 +331,7 @@ def test_a_first_sentinel_counts_down_and_must_be_in_the_vocabulary() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "objective"),
-    [(kind, "gap-sentences" if kind == "pegasus" else "span-corruption") for kind in TOKENIZERS],
+    [(kind, "gap-sentences" if kind == "pegasus" else "span-corruption") for kind in TOKENIZERS if kind != "mbart"],
 )
 def test_every_row_of_plain_text_rebuilds_within_the_lengths(opened: Open, kind: str, objective: str) -> None:
     corpus = opened(kind, input_length=60, target_length=24, mean_span_length=3.0)
@@ -345,6 +354,29 @@ def test_every_row_of_plain_text_rebuilds_within_the_lengths(opened: Open, kind:
         assert any(shown == Counter(tokens[k : k + window]) for k in range(len(tokens) - window + 1))
         if len(tokens) <= corpus.window:
             assert window == len(tokens)
+
+
+def test_a_denoised_text_is_the_target_and_its_sentences_change_places_under_masks(opened: Open) -> None:
+    corpus = opened("mbart", input_length=60, target_length=50, noise_density=0.3, mean_span_length=3.0)
+    assert corpus.objective == "denoising" and corpus.describe()["noise_density"] == 0.3
+    mask, after = corpus.conventions.span_mask, list(corpus.conventions.after)
+    assert mask is not None
+    orders = set()
+    for row, text in enumerate([*TEXTS[:30], "word", "a b", "One. Two", "A. B! C? D. <mask> </s> ro_RO"]):
+        source, target = corpus.example(row, (text, None), epoch=row % 3)
+        assert source[-2:] == target[-2:] == after and len(target) <= 50
+        source, target = source[:-2], target[:-2]
+        tokens = list(itertools.chain.from_iterable(map(corpus.tokens, split_sentences(text))))
+        assert len(target) == min(len(tokens), corpus.window) and not {mask, *after} & {*target}
+        assert any(target == tokens[k : k + len(target)] for k in range(len(tokens) - len(target) + 1))
+        kept = [token for token in source if token != mask]
+        noise, spans = noise_counts(len(target), 0.3, 3.0)
+        assert (len(target) - len(kept), source.count(mask)) == (noise, spans) and not Counter(kept) - Counter(target)
+        places = iter(target)
+        orders.add(all(token in places for token in kept))
+    assert orders == {True, False}  # of one sentence the order stays
+    plain = opened("mbart")
+    assert (plain.density, plain.mean_span) == (0.35, 3.5)
 
 
 def test_special_tokens_that_a_text_spells_are_no_sentinels(opened: Open) -> None:
@@ -824,6 +856,8 @@ def test_objectives_that_a_checkpoint_does_not_allow_are_refused(
         opened("t5", objective="gap-sentences")
     with pytest.raises(UserError, match="next-token needs a model that goes on with its input"):
         opened("t5", objective="next-token")
+    with pytest.raises(UserError, match="no mask for any span; let the objective be auto"):
+        opened("t5", objective="denoising")
     with pytest.raises(UserError, match="objective none needs targets; name target_column"):
         opened("t5", objective="none")
     folder, config = checkpoints["t5"]

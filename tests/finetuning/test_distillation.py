@@ -14,7 +14,7 @@ from bf16_to_fp16.finetuning.corpus import TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.processes import weights_in_parts
 
-KINDS = ("t5", "umt5", "pegasus", "t5-encoder")
+KINDS = ("t5", "umt5", "pegasus", "mbart", "t5-encoder")
 
 
 def batch_of(decodes: bool) -> TrainingBatch:

@@ -142,7 +142,7 @@ def limits(kind: str, train: bool) -> tuple[dict[str, float], dict[str, float]]:
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("kind", ["t5", "gated", "silu", "umt5", "pegasus", "t5-encoder"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "silu", "umt5", "pegasus", "mbart", "t5-encoder"])
 def test_by_default_sites_and_limits_are_the_audit_s_but_for_what_another_bounds(kind: str, train: bool) -> None:
     audited, targets = limits(kind, train)
     # In train mode a dropout's copies are numbered among Pegasus's products.

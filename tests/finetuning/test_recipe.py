@@ -39,7 +39,7 @@ def test_five_lines_are_a_recipe_with_usable_defaults(tmp_path: Path) -> None:
     assert (recipe.source, recipe.out, recipe.data.path) == ("org/model", "model-fp16", "texts.jsonl")
     assert (recipe.precision, recipe.rescale, recipe.target) == (("bf16", "fp16"), True, "half")
     assert (recipe.optimizer.relative, recipe.schedule.learning_rate) == (True, 4e-3)
-    assert (recipe.data.objective, recipe.data.noise_density) == ("auto", 0.15)
+    assert (recipe.data.objective, recipe.data.noise_density) == ("auto", None)
     assert recipe.logging.wandb.mode == "off"
     assert recipe.data_seed == 3  # the recipe's, unless data has its own
     assert read_recipe(write(tmp_path, FIVE_LINES), ["data.seed=7"]).data_seed == 7

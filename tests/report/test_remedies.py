@@ -7,13 +7,16 @@ import math
 from pathlib import Path
 
 import pytest
-from support import tiny
+from support import contract, tiny
 
 import bf16_to_fp16
 from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.report import remedies
+from bf16_to_fp16.report.build import uncertified_sites
 from bf16_to_fp16.report.schema import AttackedSite, AttackEntry
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.planner import Fallback, Planned
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +102,16 @@ def test_what_no_rescaling_moves_is_told_from_what_it_does(source: Path) -> None
     for row in report["uncertified"]:
         fixed = kinds[row["name"]] in ("scores", "masked scores", "gate", "activation", "logits", "position bias")
         assert ("finetune" in row["remedy"]) is fixed and ("convert" in row["remedy"]) is not fixed
+
+
+def test_a_site_of_a_stream_is_told_what_became_of_that_stream() -> None:
+    layout, certificate = contract.certified(tiny.build("mbart"))
+    _, decoder = layout.streams
+    given_up = Planned(Plan(family="mbart"), (), 1.0, {0: 1.0}, (Fallback(decoder, 2.0, 1.0, False, -3),))
+    reasons = {row.name: row.reason for row in uncertified_sites(layout, certificate, given_up)}
+    unproven = {site.name for site in certificate.sites if site.kind == "residual"} & reasons.keys()
+    told = {name for name in unproven if "holding it for every input" in reasons[name]}
+    assert told == {name for name in unproven if ".decoder." in name} and told and unproven - told
 
 
 def test_a_conversion_that_stays_unsafe_names_what_broke_when_run(tmp_path: Path) -> None:

@@ -195,6 +195,30 @@ def test_pegasus_drift_grows_fourfold_with_each_halving_and_weighs_in_the_choice
     assert search.drift(-5, corrected=True) < search.drift(-5, corrected=False)
 
 
+def test_stacks_that_nothing_ties_have_an_exponent_each() -> None:
+    """A large stream is scaled down, and a small one, which would drift, is not; each as if it were alone."""
+    model = tiny.build("mbart", factor=1.0)
+    with torch.no_grad():
+        for name, weight in model.model.decoder.named_parameters():
+            weight.mul_(0.02 if name.endswith(("fc2.weight", "out_proj.weight")) else 1)
+        model.model.encoder.layers[1].fc2.weight[:2] *= 1e5
+    source = ModelTensors(model)
+    layout = resolve(source)
+    ranges = observe_ranges(model, [b for b in batches(model.config, None, None) if not b.generate])
+    found = make_plan(layout, source_weights(source, layout), ranges)
+    plan, (encoder, decoder) = found.plan, layout.streams
+    assert not found.violations and plan.stream_exponent(encoder) < -6 and plan.stream_exponent(decoder) == 0
+    assert plan.drift is not None and plan.gain_correction.keys() <= {f"{n}.weight" for n in layout.norms}
+    assert not any("decoder" in name for name in plan.gain_correction)
+    # With one exponent for both, the decoder would drift.
+    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    search.stream = decoder
+    assert search.total_cost(plan.residual_exponent)[0] > 100 * search.total_cost(0)[0]
+    held = make_plan(layout, source_weights(source, layout), ranges, held={decoder: -5}).plan
+    assert held.residual_exponents == [plan.stream_exponent(encoder), -5] and held.drift is not None
+    assert held.drift.relative_error > plan.drift.relative_error
+
+
 def test_a_config_with_an_eps_has_no_drift() -> None:
     _, source, layout, ranges = observed("gated")
     plan = make_plan(layout, source_weights(source, layout), ranges).plan

@@ -62,13 +62,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("lanes")
     small: dict[str, Any] = {"num_layers": 2, "num_decoder_layers": 1}
     made = {kind: tiny.build(kind, **small) for kind in ("t5", "gated", "umt5", "t5-encoder")}
-    made["pegasus"] = tiny.build("pegasus", encoder_layers=1, decoder_layers=2)
+    made |= {kind: tiny.build(kind, encoder_layers=1, decoder_layers=2) for kind in ("pegasus", "mbart")}
     folders = {kind: tiny.save(model, root / kind, max_shard_size="20KB") for kind, model in made.items()}
     assert len(list(folders["gated"].glob("*.safetensors"))) > 1
     return folders
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder"])
 @pytest.mark.parametrize("way", WAYS)
 def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way: str, folders: dict[str, Path]) -> None:
     dtype, half, attention = WAYS[way]
@@ -101,7 +101,7 @@ def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way:
     ]
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "pegasus"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "pegasus", "mbart"])
 def test_lanes_of_every_way_in_one_walk_share_no_weights(kind: str, tmp_path: Path) -> None:
     """16 bits first, of weights that lose by them."""
     folder = tiny.save(tiny.build(kind, dtype=torch.float32), tmp_path, torch.float32)

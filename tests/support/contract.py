@@ -92,7 +92,7 @@ def outputs(model: Any) -> tuple[torch.Tensor, ...]:
 
 
 def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:
-    """Return a plan that moves every channel of the given kinds by −3 to 3, and the residual stream by −4."""
+    """Return a plan that moves every channel of the given kinds by −3 to 3, and residual streams by −4."""
     generator = torch.Generator().manual_seed(seed)
     exponents: dict[str, int | list[int]] = {
         name: torch.randint(-3, 4, (signal.size,), generator=generator).tolist()
@@ -100,6 +100,7 @@ def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:
         if signal.kind in kinds and signal.kind is not Kind.RESIDUAL
     }
     r = -4 if Kind.RESIDUAL in kinds else 0
+    exponents |= {name: r for name in layout.streams if name != RESIDUAL and r}
     return Plan(family=layout.family.name, residual_exponent=r, exponents=exponents)
 
 

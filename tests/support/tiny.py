@@ -112,6 +112,11 @@ def longt5(kind: str = "LongT5ForConditionalGeneration", **changes: Any) -> Any:
     return untied(model) if hasattr(model, "lm_head") and not shape["tie_word_embeddings"] else model
 
 
+def mbart(name: str = "MBartForConditionalGeneration", **changes: Any) -> Any:
+    """Return an mBART of a stock class."""
+    return getattr(transformers, name)(transformers.MBartConfig(**PEGASUS_SHAPE | changes))
+
+
 def t5_encoder(**changes: Any) -> Any:
     """Return a T5 encoder."""
     shape = T5_SHAPE | {"feed_forward_proj": "gated-gelu"} | changes
@@ -175,6 +180,17 @@ T5_DRAWN = {
     "num_layers": (1, 2),
     "num_decoder_layers": (1, 2),
 }
+PEGASUS_DRAWN: dict[str, Sequence[Any]] = {
+    "d_model": (12, 24, 36),
+    "encoder_attention_heads": range(1, 5),
+    "decoder_attention_heads": (1, 2, 3),
+    "encoder_ffn_dim": range(1, 51),
+    "decoder_ffn_dim": range(1, 51),
+    "encoder_layers": (1, 2),
+    "decoder_layers": (1, 2),
+    "activation_function": ("relu", "relu", "gelu", "gelu_new", "silu"),
+    "scale_embedding": (False, True),
+}
 ENTRIES = (
     Entry(
         kinds={
@@ -217,18 +233,14 @@ ENTRIES = (
     ),
     Entry(
         kinds={"pegasus": pegasus},
-        shape={
-            "d_model": (12, 24, 36),
-            "encoder_attention_heads": range(1, 5),
-            "decoder_attention_heads": (1, 2, 3),
-            "encoder_ffn_dim": range(1, 51),
-            "decoder_ffn_dim": range(1, 51),
-            "encoder_layers": (1, 2),
-            "decoder_layers": (1, 2),
-            "activation_function": ("relu", "relu", "gelu", "gelu_new", "silu"),
-            "scale_embedding": (False, True),
-        },
+        shape=PEGASUS_DRAWN,
         outliers={"pegasus": 100.0},
+        wide=20.0,
+    ),
+    Entry(
+        kinds={"mbart": mbart, "mbart-states": lambda **changes: mbart("MBartModel", **changes)},
+        shape=PEGASUS_DRAWN,
+        outliers={"mbart": 100.0, "mbart-states": 100.0},
         wide=20.0,
     ),
     Entry(
