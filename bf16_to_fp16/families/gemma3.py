@@ -167,6 +167,12 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     for key, (without, why) in REFUSED.items():
         if config.get(key) not in (without, None):
             raise UserError(f"config.json: {key!r} is {config[key]!r}, and {why}; Gemma 3's own checkpoints have none")
+    window = config.get("sliding_window")
+    if window is not None and not (isinstance(window, int) and window > 0):
+        raise UserError(
+            f"config.json: 'sliding_window' is {window!r}, in which no position sees itself; take it from the original"
+            " checkpoint"
+        )
     return (attention(f"layers.{i}", config), feed_forward(f"layers.{i}", config))
 
 
@@ -253,6 +259,7 @@ GEMMA3 = Family(
     norm_site="to#2",
     norm_rounds_once=True,
     made_in_fp32=True,
+    blind_padding=True,
     dropout={"attention": "attention_dropout"},
     free_keys=(
         "cache_implementation",

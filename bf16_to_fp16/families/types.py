@@ -459,6 +459,10 @@ class Family:
     made_in_fp32: bool = False
     """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
+    blind_padding: bool = False
+    """Whether padding may see no position at all under the masks of its one stack: left of a row where they are causal,
+    and further from it than a sliding window. Stock masks are finite in fp16, but where all scores of such a position
+    are under −16 they add up to −inf, and it is NaN under eager attention."""
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -542,7 +546,8 @@ class ResolvedSignal:
 class ResolvedStack:
     """The encoder or the decoder of one checkpoint: its two ends, and its sublayers in the order in which they run.
 
-    ``is_last``: whether its final norm gives what the head, or the user, reads.
+    ``is_encoder``: whether it is the first, or the only one. ``is_last``: whether its final norm gives what the head,
+    or the user, reads.
     """
 
     is_encoder: bool

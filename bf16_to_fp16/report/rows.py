@@ -137,20 +137,32 @@ def found_by(report: Report) -> str:
     return "the inputs that were run, in pure fp16" if half else ""
 
 
-def padding_claim(padding: int | None) -> str:
-    """Return for which padding a claim holds, as the end of "every input"; empty for any. padding: as in a report."""
+def padding_claim(padding: int | None, family: str | None) -> str:
+    """Return for which padding a claim holds, as the end of "every input"; empty for any. padding, family: as in a
+    report."""
     if padding == 0:
-        return ""
+        return " without padding that sees nothing" if has_blind_padding(family) else ""
     if padding is None:
         return " without padding"
     return f" (padded on the right by at least {counted(padding, 'position')}, or not at all)"
 
 
+def has_blind_padding(family: str | None) -> bool:
+    """Return whether padding may see no position in models of the family of this name."""
+    found = named(family)
+    return found is not None and found.blind_padding
+
+
 def padding_advice(report: Report) -> str:
-    """Return what stock code does to padded rows in fp16 whatever the weights, and what to do; empty where nothing."""
-    if report.padding == 0:
-        return ""
+    """Return what stock code does to padded rows in fp16, and what to do; empty where nothing."""
     title = "the stock class" if (family := named(report.family)) is None else f"stock {family.title}"
+    if report.padding == 0:
+        if not has_blind_padding(report.family):
+            return ""
+        return (
+            "padding that sees no position, left of a row under a causal mask or further from it than a sliding window,"
+            f" can be NaN in fp16 under eager attention in {title}, and its row with it; run sdpa, which is the default"
+        )
     which, remedy = "a padded row is", "run rows of one length together"
     if report.padding is not None:
         which = f"a row with some padding, but fewer than {counted(report.padding, 'position')} of it, can be"
@@ -171,8 +183,8 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
     sums = counted(certificate.splits, "partial sum")
     covers = [
         "every operation of the forward pass, in pure fp16, under AMP and as stock code loads it",
-        f"every input of up to {positions}{padding_claim(report.padding)}: any tokens, and embeddings anywhere in the"
-        " hull of the table",
+        f"every input of up to {positions}{padding_claim(report.padding, report.family)}: any tokens, and embeddings"
+        " anywhere in the hull of the table",
         f"kernels that accumulate in fp32 in any order, or in up to {sums} rounded to fp16 and added in fp16",
     ]
     leaves = [
@@ -224,7 +236,7 @@ def _verdict(report: Report) -> str:
     if report.safe or report.short:
         beginning = "Safe in fp16"
         if report.proven:
-            beginning += f" for every input{padding_claim(report.padding)}, by bounds from the weights"
+            beginning += f" for every input{padding_claim(report.padding, report.family)}, by bounds from the weights"
         elif report.short and regimes:
             beginning += " on what was run"
         if report.short:
@@ -292,7 +304,7 @@ def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
     rows = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            proven = f"holds for every input{padding_claim(report.padding)}"
+            proven = f"holds for every input{padding_claim(report.padding, report.family)}"
             how = {"certified": proven, "observed": "holds on what was run", None: "not shown"}
             said = how[entry.proof] + (f": {entry.reason}" if entry.reason else "")
             rows.append((tier.name, tier.words, said, ", ".join(entry.runtimes)))

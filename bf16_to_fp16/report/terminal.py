@@ -203,7 +203,9 @@ def output_line(report: Report) -> Text:
         return bad("output: unsafe", where)
     said = "nothing overflowed on what was run"
     if certificate is not None and certificate.holds:
-        inputs = f"every input of up to {certificate.max_length:,} positions{padding_claim(report.padding)}"
+        inputs = (
+            f"every input of up to {certificate.max_length:,} positions{padding_claim(report.padding, report.family)}"
+        )
         said = f"proven for {inputs}{for_target(report)}"
     elif certificate is not None:
         said += (
@@ -354,7 +356,7 @@ def plain(value: float) -> str:
 
 def certificate_sentence(report: Report, certificate: CertificateEntry) -> str:
     """Return what a certificate that holds says, and for which target."""
-    inputs = f"input of up to {certificate.max_length:,} positions{padding_claim(report.padding)}"
+    inputs = f"input of up to {certificate.max_length:,} positions{padding_claim(report.padding, report.family)}"
     return (
         f"no {inputs} can overflow it; the tightest of"
         f" {len(certificate.sites)} bounds{for_target(report)} is {below_limit(certificate.headroom_bits)}"
@@ -741,7 +743,7 @@ def print_verification(result: Verification) -> None:
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
         ran = "nothing was run" if kept is None else f"the largest value run is {below_limit(kept)}"
-        every = f"certified for every input{padding_claim(result.padding)}{for_target(result)}"
+        every = f"certified for every input{padding_claim(result.padding, result.report.family)}{for_target(result)}"
         proof = every if result.certificate.holds else "safe on what was run"
         screen.print(good("verified", f"{counted(result.files, 'file')} as recorded, {proof}; {ran}"))
     else:

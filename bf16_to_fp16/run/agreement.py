@@ -65,6 +65,10 @@ ATTENTIONS = (None, "eager", "sdpa")
 """Attention implementations that a config may ask for: those that the bounds are about."""
 
 
+MOST_POSITIONS = 2.0**31
+"""What a frequency of rotary positions is multiplied with at most."""
+
+
 _ABSENT = object()
 
 
@@ -288,6 +292,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
     first = tuple(w.first_norm for w in layout.topology if isinstance(w, StackEnds) and w.first_norm)
     for path in (*layout.norms, *first):
         same(path, eps_attribute(model.get_submodule(path)), layout.eps_of(path))
+    check_rotary(layout, model, where)
 
 
 def functions(module: nn.Module) -> dict[str, object]:
@@ -303,6 +308,19 @@ def rotary_scales(model: nn.Module, attention: Attention) -> list[str]:
     if not attention.rotary:
         return []
     return [name for name in vars(model.get_submodule(attention.rotary)) if name.endswith("attention_scaling")]
+
+
+def check_rotary(layout: Layout, model: Any, where: str) -> None:
+    """Raise UserError for rotary positions of which stock code makes no angles: its cosines and sines would be NaN."""
+    for path in sorted({w.rotary for w in layout.topology if isinstance(w, Attention) and w.rotary}):
+        # Made again, since the model has no values; no file holds them.
+        made = type(model.get_submodule(path))(model.config)
+        for name, frequencies in made.named_buffers():
+            if not bool((frequencies.float() * MOST_POSITIONS).isfinite().all()):
+                raise UserError(
+                    f"{where}: stock code makes inf or NaN of {path}.{name}, by which positions are turned; take the"
+                    " keys that begin with 'rope' from the original checkpoint"
+                )
 
 
 def check_heads(layout: Layout) -> None:

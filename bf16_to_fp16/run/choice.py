@@ -23,13 +23,14 @@ CHOSEN, WHOLE = 256, 384
 """How many ids are chosen, and the largest vocabulary that is run whole instead."""
 
 
-SPECIAL, LONGEST, SHORTEST, CHANNELS, ENCODER, DECODER, DRAWN = (
+SPECIAL, LONGEST, SHORTEST, CHANNELS, ENCODER, DECODER, ALONE, DRAWN = (
     "special",
     "largest norm",
     "smallest norm",
     "outlier channels",
     "largest alone in the encoder",
     "largest alone in the decoder",
+    "largest alone",
     "random",
 )
 """Why an id was chosen."""
@@ -109,8 +110,9 @@ def chosen(
     ordered = dict.fromkeys([*seen, *others[:_DRAWN], *best, *others])
     candidates = list(ordered)[:_CANDIDATES]
     farthest: list[tuple[str, list[int]]] = []
+    sides = {True: ALONE if layout.family.decoder is None else ENCODER, False: DECODER}
     for step in forward(weights, candidates):
-        reason = ENCODER if step.stack.is_encoder else DECODER
+        reason = sides[step.stack.is_encoder]
         for values in (step.stream, *step.made):
             order = values.abs().amax(1).argsort(descending=True, stable=True)
             farthest.append((reason, [candidates[i] for i in order[:_RANKS].tolist()]))

@@ -1,4 +1,5 @@
-"""What LongT5 bears of padding in fp16 under its stock masks of −1e10, and that audits and reports keep to it."""
+"""What LongT5 bears of padding in fp16 under its stock masks of −1e10, and that audits and reports keep to it; and what
+Gemma 3's finite masks make of padding that sees no position."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.contract import certified
 
 from bf16_to_fp16 import convert
 from bf16_to_fp16.families.known import spare_padding
@@ -84,3 +86,55 @@ def test_verdict_card_and_page_say_for_which_padding_they_stand(kind: str, said:
     assert {run["attention"] for regime in result.report["regimes"].values() for run in regime["runs"]} == {"eager"}
     fidelity = result.report["fidelity"]
     assert fidelity["kl_fp16"] <= fidelity["kl_bf16"] / 32
+
+
+def with_low_scores(kind: str) -> Any:
+    """Return a Gemma 3 all of whose scores are under −16, whatever it reads: queries and keys lie opposite to each
+    other, in the pair of channels that turns slowest."""
+    model = tiny.build(kind, 0, factor=1.0, query_pre_attn_scalar=10)
+    body = model.get_submodule("model") if kind == "gemma3" else model
+    with torch.no_grad():
+        body.embed_tokens.weight[:, 1:].mul_(0.1)
+        body.embed_tokens.weight[:, 0] = 4.0
+        for layer in body.layers:
+            attention = layer.self_attn
+            layer.input_layernorm.weight.zero_()
+            for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+                norm.weight.fill_(-0.9)
+            for side, sign in (("q", 1.0), ("k", -1.0)):
+                getattr(attention, f"{side}_norm").weight.fill_(2.0)
+                weight = getattr(attention, f"{side}_proj").weight.mul_(0.01)
+                weight[attention.head_dim // 2 - 1 :: attention.head_dim, 0] = sign
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "left", "right"),
+    [("gemma3", 1, 0), ("gemma3", 0, 10), ("embeddinggemma", 4, 0), ("embeddinggemma", 0, 4)],  # windows of 6 and 4
+)
+def test_padding_that_sees_nothing_is_nan_under_eager_attention_and_nothing_else_is(
+    kind: str, left: int, right: int
+) -> None:
+    model = with_low_scores(kind).half()
+    assert certified(model)[1].holds
+    ids = torch.arange(32).reshape(2, 16) + 1
+    mask = torch.ones_like(ids)
+    mask[0, :left] = mask[0, 16 - right :] = 0
+    seen = torch.ones_like(ids)
+    seen[0, -3:] = 0  # padding that sees what is in its window
+    for attention, given, broken in (("eager", mask, True), ("sdpa", mask, False), ("eager", seen, False)):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            out = model(input_ids=ids, attention_mask=given)[0]
+        assert bool(out[1].isfinite().all())
+        assert bool(out[0].isfinite().all()) != broken
+
+
+def test_verdict_and_card_of_gemma_say_for_which_padding_they_stand(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("embeddinggemma", 0, num_hidden_layers=1), tmp_path / "source")
+    result = convert(source, tmp_path / "out", run_model=False)
+    assert result.safe and result.report["padding"] == 0
+    for name in ("README.md", "fp16_report.html"):
+        text = " ".join((tmp_path / "out" / name).read_text(encoding="utf-8").split())
+        assert "for every input without padding that sees nothing, by bounds" in text
+        assert "can be NaN in fp16 under eager attention in stock Gemma 3" in text

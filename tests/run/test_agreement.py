@@ -48,6 +48,9 @@ def test_what_stock_code_saves_is_certified(
     assert "error" not in capsys.readouterr().err
 
 
+NO_ANGLES = "attention_inv_freq, by which positions are turned"
+
+
 EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("t5", {"dense_act_fn": "relu2"}, "'dense_act_fn' is 'relu2'"),
     ("umt5", {"dense_act_fn": "relu"}, "'dense_act_fn' is 'relu'"),
@@ -88,6 +91,12 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("t5", {"tie_encoder_decoder": True}, "'tie_encoder_decoder' is True"),
     ("mt5", {"tie_encoder_decoder": 1}, "'tie_encoder_decoder' is 1"),
     ("t5", {"tie_word_embeddings": False}, "'tie_word_embeddings' is False, and lm_head.weight is missing"),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 0.0}}}, NO_ANGLES),
+    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e-44}}}, NO_ANGLES),
+    ("gemma3", {"rope_parameters": ..., "rope_theta": -1.0}, NO_ANGLES),
+    ("gemma3", {"rope_parameters": ..., "rope_scaling": {"rope_type": "linear", "factor": 0.0}}, NO_ANGLES),
+    ("gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 3.0}}, "scaling is 3.0"),
+    ("embeddinggemma", {"sliding_window": 0}, "'sliding_window' is 0"),
     ("t5", {"tie_word_embeddings": None}, "'tie_word_embeddings' is None, and lm_head.weight is missing"),
 )
 """A kind, what its config says besides, and what the message must name."""

@@ -11,7 +11,7 @@ import json
 import random
 import re
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from bf16_to_fp16.families.known import family_of, names_of, stock_class
 from bf16_to_fp16.families.types import Layout
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.quiet import quiet
-from bf16_to_fp16.run import agreement
+from bf16_to_fp16.run import agreement, probe
 from bf16_to_fp16.run.stock import load
 
 LOADER = (
@@ -66,8 +66,12 @@ LOADER = (
     "num_kv_shared_layers",
     "per_layer_config",
     "quantization_config",
+    "rope_local_base_freq",
+    "rope_scaling",
+    "rope_theta",
     "scale_decoder_outputs",
     "sliding_window",
+    "sliding_window_pattern",
     "sub_configs",
     "text_config",
     "tie_encoder_decoder",
@@ -91,8 +95,20 @@ VALUES: tuple[Any, ...] = (
     *("", "x", "relu", "relu2", "gelu", "gelu_new", "silu", "tanh", "gated-gelu", "gated-relu", "eager", "sdpa"),
     *("flash_attention_2", "float16", "bfloat16", "other.safetensors", "../model.safetensors", "model.safetensors"),
     *([], [0], [1, 2], ["full_attention"], ["sliding_attention", "sliding_attention"], {}, {"a": 1}, {"0": {}}),
+    *("local", "transient-global", *({"rope_type": "linear", "factor": x, "rope_theta": 1e4} for x in (8.0, 0.0))),
+    *({"full_attention": {"rope_type": "default", "rope_theta": x}} for x in (1e4, 0.0, -1.0, 1e-60)),
+    {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}},
     *({"0": {"d_ff": 5}}, {"0": {"encoder_attention_heads": 1}}, {"model_type": "t5"}, {"quant_method": "gptq"}),
 )
+
+
+ONE_LAYER: Mapping[str, Any] = {"num_layers": 1, "num_decoder_layers": 1}
+
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "pegasus": {"encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16},
+    "gemma3": {"num_hidden_layers": 2},  # one of each kind of layer
+}
+"""Changes that leave a model of a kind one layer a stack, of those that have not T5's keys."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +151,7 @@ class Original:
 
 def original(kind: str, root: Path) -> Original:
     """Make a certified folder of one layer a stack."""
-    layers = {"num_layers": 1, "num_decoder_layers": 1, "encoder_layers": 1, "decoder_layers": 1}
-    shape = tiny.PEGASUS_SHAPE if kind == "pegasus" else tiny.T5_SHAPE
-    changes: dict[str, Any] = {key: value for key, value in layers.items() if key in shape}
-    if kind == "pegasus":
-        changes |= {"max_position_embeddings": 16}
-    folder = tiny.save(tiny.build(kind, 1, factor=1.0, **changes), root / kind)
+    folder = tiny.save(tiny.build(kind, 1, factor=1.0, **SMALL.get(kind, ONE_LAYER)), root / kind)
     weights = load_file(folder / "model.safetensors")
     save_file({name: t * 2 for name, t in weights.items()}, folder / "other.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -158,7 +169,7 @@ def keys_of(checkpoint: Checkpoint) -> str:
 def run_on(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits of a model, or the last hidden state."""
     with torch.no_grad():
-        decoder = {"decoder_input_ids": ids.flip(0)[:, :7]} if hasattr(model, "lm_head") else {}
+        decoder = {"decoder_input_ids": ids.flip(0)[:, :7]} if probe.takes_decoder_ids(probe.config_of(model)) else {}
         return model(input_ids=ids, **decoder)[0]
 
 
