@@ -163,13 +163,15 @@ class Entry:
 
     ``kinds``: its models by name, each made from changes to a config of its own. ``shape``: config keys and the values
     that the contract draws for each. ``outliers``: how much larger than its others the outlier channels of a kind are,
-    where it is not 8. ``wide``: how much larger the weights into the stream are than they are drawn.
+    where it is not 8. ``wide``: how much larger the weights into the stream are than they are drawn. ``alike``: kinds
+    whose parts are another's, all or some of them, so that searches for the worst input, which take long, go without.
     """
 
     kinds: Mapping[str, Callable[..., Any]]
     shape: Mapping[str, Sequence[Any]]
     outliers: Mapping[str, float] = field(default_factory=dict)
     wide: float = 1.0
+    alike: tuple[str, ...] = ()
 
 
 T5_DRAWN = {
@@ -207,6 +209,7 @@ ENTRIES = (
         shape=T5_DRAWN,
         # Plain feed-forwards give smaller products than gated ones.
         outliers={"t5": 100.0, "gelu": 100.0, "t5-states": 100.0, "t5-token-classifier": 100.0},
+        alike=("t5-states",),
     ),
     Entry(
         kinds={
@@ -215,10 +218,12 @@ ENTRIES = (
             "mt5-classifier": of_class("MT5ForSequenceClassification", num_labels=3),
         },
         shape=T5_DRAWN,
+        alike=("mt5", "mt5-encoder", "mt5-classifier"),
     ),
     Entry(
         kinds={"umt5": umt5, "umt5-encoder": umt5_encoder, "umt5-spans": of_class("UMT5ForQuestionAnswering")},
         shape=T5_DRAWN,
+        alike=("umt5-encoder",),
     ),
     Entry(
         kinds={
@@ -230,6 +235,7 @@ ENTRIES = (
         },
         shape=T5_DRAWN | {"local_radius": range(5), "global_block_size": range(1, 7)},
         outliers={"longt5-tied": 100.0},
+        alike=("longt5-encoder", "longt5-states"),
     ),
     Entry(
         kinds={"pegasus": pegasus},
@@ -242,6 +248,7 @@ ENTRIES = (
         shape=PEGASUS_DRAWN,
         outliers={"mbart": 100.0, "mbart-states": 100.0},
         wide=20.0,
+        alike=("mbart-states",),
     ),
     Entry(
         kinds={"gemma3": gemma3, "gemma3-untied": gemma3_untied, "embeddinggemma": embedding_gemma},
@@ -254,11 +261,14 @@ ENTRIES = (
             "num_hidden_layers": (1, 2),
             "query_pre_attn_scalar": (1, 7, 64),
         },
+        alike=("gemma3-untied",),
     ),
 )
 """One for each family; a new one adds its own here."""
 
 KINDS = {kind: make for entry in ENTRIES for kind, make in entry.kinds.items()}
+SEARCHED = [kind for entry in ENTRIES for kind in entry.kinds if kind not in entry.alike]
+"""The kinds among which every part of every family is."""
 
 
 def untied(model: Any) -> Any:
