@@ -111,7 +111,7 @@ def cost_of(folder: Path, threads: int) -> dict[str, Any]:
 def cost(names: list[str], threads: int, profile: bool) -> None:
     """Print what certifying costs at the layer shapes of ``names``."""
     print(
-        f"one encoder and one decoder layer and both ends, bf16, {threads} thread(s), processor seconds;"
+        f"one layer of each stack and both ends, bf16, {threads} thread(s), processor seconds;"
         f" load {os.getloadavg()[0]:.1f}\n"
     )
     print(
@@ -132,7 +132,7 @@ def cost(names: list[str], threads: int, profile: bool) -> None:
         times, parts = result["sublayers"], result["parts"]
         # The first sublayer was counted with the embedding, which is read once; the last mark is the head's.
         begin = sum(v for k, v in result["functions"].items() if k.endswith(" begin"))
-        encoder, decoder, ends = sum(times[:2]) - begin, sum(times[2:5]), times[5] + begin
+        encoder, decoder, ends = sum(times[:2]) - begin, sum(times[2:-1]), times[-1] + begin
         whole = ends + shape.layers * (encoder + decoder)
         both = result["reading"] + parts["products"]
         flops = 2 * sum(result["multiplications"].values()) / 1e12
@@ -156,7 +156,9 @@ def cost(names: list[str], threads: int, profile: bool) -> None:
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(WHOLE)}; all by default")
+    parser.add_argument(
+        "shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(synthetic.SHAPES)}; by default those with a decoder"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="where the time goes")
     parser.add_argument("--child", help=argparse.SUPPRESS)

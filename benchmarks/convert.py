@@ -309,7 +309,7 @@ def whole(name: str, layers: int | None, until: str | None, certified: bool, aud
 
 @contextmanager
 def checkpoint(
-    shape: synthetic.Shape | synthetic.PegasusShape, shards: int | None, *, outliers: bool = False
+    shape: synthetic.AnyShape, shards: int | None, *, outliers: bool = False
 ) -> Iterator[tuple[Path, Path, int]]:
     """Yield a source, a path for an output and the source's size; both are removed afterwards."""
     shards = shards or math.ceil(2 * shape.parameters / SHARD)

@@ -7,8 +7,10 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 
 
@@ -146,11 +148,55 @@ class PegasusShape:
         }
 
 
+@dataclass(frozen=True)
+class StockShape:
+    """A model of one stack as transformers' own class makes it from a config, such as a causal language model."""
+
+    name: str
+    values: tuple[tuple[str, object], ...]
+    decoder_layers: int = 0
+
+    @property
+    def layers(self) -> int:
+        """The layers of its stack."""
+        return int(str(dict(self.values)["num_hidden_layers"]))
+
+    def with_layers(self, layers: int) -> StockShape:
+        """Return the same with so many layers."""
+        return replace(self, values=tuple((dict(self.values) | {"num_hidden_layers": layers}).items()))
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights."""
+        return sum(math.prod(s) for s in self.tensors().values())
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor by its name."""
+        kind: Any = getattr(transformers, self.name)
+        with torch.device("meta"):
+            model = kind(kind.config_class(**dict(self.values)))
+        return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+
+    def config(self) -> dict[str, object]:
+        """Return what goes into config.json."""
+        kind: Any = getattr(transformers, self.name)
+        made: dict[str, object] = kind.config_class(**dict(self.values)).to_dict()
+        return made | {"architectures": [self.name], "dtype": "bfloat16"}
+
+
+def causal(name: str, **values: object) -> StockShape:
+    """Return a shape of the class ``name`` with these values of its config."""
+    return StockShape(name, tuple(values.items()))
+
+
 POSITIONS = "embed_positions.weight"
 """The end of the name of a table of fixed positions."""
 
 
-SHAPES: dict[str, Shape | PegasusShape] = {
+AnyShape = Shape | PegasusShape | StockShape
+
+
+SHAPES: dict[str, AnyShape] = {
     "mt5-small": Shape(512, 1024, 6, 250112, 8, 8, "mt5"),
     "pegasus-large": PegasusShape(1024, 4096, 16, 96103, 16),
     "umt5-xxl-encoder": Shape(4096, 10240, 64, 256384, 24, 0, "umt5"),
@@ -161,13 +207,55 @@ SHAPES: dict[str, Shape | PegasusShape] = {
     "mt5-xl": Shape(2048, 5120, 32, 250112, 24, 24, "mt5"),
     "t5-v1_1-xxl": Shape(4096, 10240, 64, 32128, 24, 24),
     "t5-v1_1-xxl-encoder": Shape(4096, 10240, 64, 32128, 24, 0),
+    "gemma-3-270m": causal(
+        "Gemma3ForCausalLM",
+        vocab_size=262_144,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+    ),
+    "gemma-3-1b": causal(
+        "Gemma3ForCausalLM",
+        vocab_size=262_144,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+    ),
+    "qwen2.5-0.5b": causal(
+        "Qwen2ForCausalLM",
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.1-8b": causal(
+        "LlamaForCausalLM",
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
 }
 
 NORMALS = 1 << 24
 """How many different normal numbers weights are made of; more of them are repeated."""
 
 
-ENTERING, LEAVING = (".wi_0.weight", ".wi_1.weight", ".fc1.weight"), (".wo.weight", ".fc2.weight")
+ENTERING = (".wi_0.weight", ".wi_1.weight", ".fc1.weight", ".gate_proj.weight", ".up_proj.weight")
+LEAVING = (".wo.weight", ".fc2.weight", ".down_proj.weight")
 """The ends of the names of feed-forward weights, by whether their neurons are rows or columns."""
 
 
@@ -175,7 +263,7 @@ OUTLIERS, IN, OUT = 3, 8.0, 64.0
 """Neurons of every feed-forward that stand out, and the factors of their rows and of their output columns."""
 
 
-def write(folder: Path, shape: Shape | PegasusShape, shards: int = 1, *, outliers: bool = False) -> int:
+def write(folder: Path, shape: AnyShape, shards: int = 1, *, outliers: bool = False) -> int:
     """Write a bf16 checkpoint, flushed to the disk, and return its size in bytes.
 
     Matrices are normal with standard deviation 1/√columns, norms about 1. Shards have about the same size. outliers:
