@@ -346,12 +346,14 @@ def drifted_outputs(
     """Return the outputs of the fp32 source with the norm eps that its rescaled weights will meet where no config can
     say another: eps·4^-r, which is the same function.
 
-    Corrected gains, and those that are stored less an offset, are rounded to fp16, as they will be stored.
+    Corrected gains are rounded to fp16, as they will be stored; where some are stored less an offset, so is every
+    weight, since what those lose is of one size with what fp16 cannot hold of the others.
     """
+    rounds = any(tensor.offset for tensor in layout.tensors.values())
 
     def corrected(name: str, weight: torch.Tensor) -> torch.Tensor:
         tensor = layout.tensors.get(name)
-        if tensor is not None and tensor.offset:
+        if tensor is not None and rounds:
             exponents = exponents_of(tensor, plan).full(tensor.shape)
             rounded = weight.double()
             scale(rounded, exponents, tensor.offset)

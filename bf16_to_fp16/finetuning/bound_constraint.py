@@ -122,28 +122,29 @@ class BoundConstraint:
         """Bring a site's bounds down by about so many bits each, 0 for those that stay: along their gradient, the
         stream's by making each tensor's rows smaller by its share, or with ``scaled`` all weights alike."""
         index = (bits > 0).nonzero()[:, 0]
-        owners = [(self._named[name], view) for name, view in self._owners[site] if self._named[name].requires_grad]
+        owners = [(name, view) for name, view in self._owners[site] if self._named[name].requires_grad]
         if not owners:  # what is frozen stays, and the certificate will say so
             return
         with torch.enable_grad():
             total = self.bounds.at({site: index})[site].log2().sum()
-            gradients = torch.autograd.grad(total, [weight for weight, _ in owners], allow_unused=True)
-        weights, ways, slope = [], [], torch.zeros_like(bits)
-        for (parameter, view), found in zip(owners, gradients, strict=True):
+            gradients = torch.autograd.grad(total, [self._named[name] for name, _ in owners], allow_unused=True)
+        moves, slope = [], torch.zeros_like(bits)
+        for (name, view), found in zip(owners, gradients, strict=True):
             if found is None:
                 continue
-            weight, gradient = view(parameter.detach()), view(found.contiguous()).float()
+            weight, gradient = view(self._named[name].detach()), view(found.contiguous()).float()
+            # Lengths are of what stock code computes with: a gain of 1 may be stored as 0.
+            used = effective(self.layout.tensors[name], weight).float()
             # In units of each tensor's length this is the least change.
-            way = gradient * weight.float().square().sum(1, keepdim=True)
+            way = gradient * used.square().sum(1, keepdim=True)
             if scaled or site in self._stream:
-                way = weight.float() * (1.0 if scaled else (gradient * weight).sum(1, keepdim=True))
+                way = used * (1.0 if scaled else (gradient * used).sum(1, keepdim=True))
             slope = slope + (gradient * way).sum(1)
-            weights.append(weight)
-            ways.append(way)
+            moves.append((weight, norms(used), way))
         # Bounds are lengths, of which so many bits are so large a share.
         step = (1 - torch.exp2(-bits)) / math.log(2) / slope.clamp(min=1e-30)
-        for weight, way in zip(weights, ways, strict=True):
-            most = MOST_MOVED * norms(weight) / norms(way).clamp(min=1e-30)
+        for weight, length, way in moves:
+            most = MOST_MOVED * length / norms(way).clamp(min=1e-30)
             weight.sub_((torch.minimum(step, most)[:, None] * way).to(weight.dtype))
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:

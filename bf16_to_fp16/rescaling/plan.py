@@ -29,8 +29,8 @@ class Drift(BaseModel):
     and measured on what was written.
 
     ``relative_error``: predicted root mean square over the norms of the relative change of their outputs.
-    ``predicted_kl`` and ``predicted_max_logit_error``: from running the source with eps·4^-r and the gains as they are
-    rounded, which is the same function.
+    ``predicted_kl`` and ``predicted_max_logit_error``: from running the source with eps·4^-r and the gains, where they
+    are less an offset all weights, as they are rounded, which is the same function.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -26,7 +26,7 @@ from bf16_to_fp16 import UserError
 from bf16_to_fp16.auditing.regimes import ATTENTIONS, audit_model
 from bf16_to_fp16.bounds import factored, spectral
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, UNIT32, Arithmetic, norm_units
-from bf16_to_fp16.bounds.attention import turned, turned_score_bounds
+from bf16_to_fp16.bounds.attention import summed_scores, turned, turned_score_bounds
 from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
 from bf16_to_fp16.bounds.factored import Tall, chunks
 from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, GatedNeurons, PlainNeurons, output_bound
@@ -887,6 +887,42 @@ def test_the_partial_sums_of_a_linear_need_their_allowance() -> None:
         total = total + product
     made = bound_linear(source, weight[None], None, Arithmetic())
     assert float(made.norms) * (1 + 7 * UNIT) < float(total) <= float(made.bound)
+
+
+def test_the_partial_sums_of_scores_need_their_allowance() -> None:
+    """The same eight roundings in a product of a query and a key."""
+    weight = torch.tensor([1 + 46 * UNIT, *[0.02211] * 7]).half()
+    products = weight.double() * sphere(weight)[1]
+    exact, total, nothing = products.sum()[None], torch.zeros(()).half(), torch.zeros(1, dtype=torch.float64)
+    for product in products.half():
+        total = total + product
+    made = summed_scores(exact, nothing, exact, nothing, torch.zeros(1, len(weight)).double(), 1.0, Arithmetic())
+    assert float(exact) * (1 + 7 * UNIT) < float(total) <= float(made.product)
+
+
+def test_the_position_bias_is_in_the_bound_of_the_scores() -> None:
+    model = tiny.build("t5", factor=1.0)
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    with torch.no_grad():
+        attention.q.weight.zero_()
+        attention.relative_attention_bias.weight.fill_(-300.0)
+    half = model.half()
+    layout, certificate = certified(half)
+    seen = observe(half, layout, adverse_inputs(copy.deepcopy(half).float(), layout, 2, 0))
+    (site,) = [s for s in certificate.sites if s.name == "encoder.block.0.layer.0.SelfAttention:add"]
+    assert seen[site.name] == 300.0 <= site.bound < 301.0
+
+
+def test_the_rounding_of_a_normalised_vector_needs_its_allowance() -> None:
+    """All of it in one channel: √20 lies between two fp16 numbers and rounds up."""
+    half = tiny.build("t5", factor=1.0, d_model=20).half()
+    layout, certificate = certified(half)
+    inputs = adverse_inputs(copy.deepcopy(half).float(), layout, 2, 0)
+    path = "encoder.block.0.layer.0.layer_norm"
+    inputs[path][:] = 60000 * torch.eye(20)[: inputs[path].shape[1]]
+    seen = observe(half, layout, inputs)[f"{path}:to#2"]
+    (site,) = [s for s in certificate.sites if s.name == f"{path}:to#2"]
+    assert math.sqrt(20) * (1 + 2.0**-14) < seen <= site.bound
 
 
 def test_long_sums_in_fp32_need_their_allowance() -> None:

@@ -100,3 +100,13 @@ def test_heads_that_stock_code_cannot_share_or_turn_are_refused(key: str, value:
     source.config[key] = value
     with pytest.raises(UserError, match=r"config\.json: "):
         resolve(source)
+
+
+def test_the_drift_that_is_predicted_is_the_one_that_is_measured(tmp_path: Path) -> None:
+    model = tiny.build("embeddinggemma", factor=60.0, dtype=torch.float32, num_hidden_layers=1)
+    result = convert(tiny.save(model, tmp_path / "source", torch.float32), tmp_path / "out", target="half")
+    drift = result.plan.drift
+    # fp16 holds none of the weights: what the gains alone lose is a fraction.
+    assert drift is not None and drift.predicted_kl and drift.predicted_max_logit_error
+    assert drift.measured_kl == pytest.approx(drift.predicted_kl, rel=1e-3)
+    assert drift.measured_max_logit_error == pytest.approx(drift.predicted_max_logit_error, rel=1e-2)

@@ -101,6 +101,29 @@ def test_what_is_under_the_lid_keeps_every_bit() -> None:
     assert float(values[1]) < float(values[0])
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gain_that_is_stored_less_1_is_made_smaller_itself(scaled: bool) -> None:
+    """Made smaller instead, what is stored would come to 0, and all gains to 1."""
+    model = tiny.build("gemma3", factor=1.0)
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.weight.copy_(torch.tensor([0.0, -0.5, -0.75, 0.25, -0.9375] * 2))
+            norm.weight[3] = 1.0
+    layout = layout_of(model)
+    constraint = BoundConstraint(layout, model)
+    before = [1 + norm.weight.detach().clone() for norm in (attention.q_norm, attention.k_norm)]
+    constraint.target = float(constraint.bounds.measure()["model.layers.0.self_attn:scores"][0]) / 2
+    bits = constraint.excess()["model.layers.0.self_attn:scores"]
+    constraint.project("model.layers.0.self_attn:scores", bits, scaled=scaled)
+    for norm, old in zip((attention.q_norm, attention.k_norm), before, strict=True):
+        share = (1 + norm.weight.detach()) / old
+        assert float(share[3]) < 0.9
+        if scaled:
+            assert torch.allclose(share, share[3].expand(10), rtol=1e-5)
+    assert float(constraint.excess()["model.layers.0.self_attn:scores"][0]) < 0.7
+
+
 def test_what_is_frozen_stays_and_is_still_over_at_the_end() -> None:
     model = hard_model()
     gate = model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.requires_grad_(False)
