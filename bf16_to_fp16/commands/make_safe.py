@@ -140,7 +140,8 @@ def make_fp16_safe(
     ``undo``.
 
     Nothing is copied and nothing printed. The fp32 outputs keep every bit, ``undo`` gives every weight back to the bit,
-    and after training exactly the trained function. The config's eps goes with the weights, so that
+    and after training exactly the trained function; gains that are stored less an offset and move, as far as fp32 holds
+    them so. The config's eps goes with the weights, so that
     ``save_pretrained`` writes a pair that belongs together at any time (Pegasus has no eps in its config: undo it
     before you save it). target: as ``convert`` takes them; ``train`` leaves room for dropout, gradients and weights
     that move. margin_bits: kept between what the built-in probe shows and each limit. max_length: positions for which

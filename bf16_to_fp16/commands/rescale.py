@@ -31,9 +31,10 @@ def rescale(
     the plan.
 
     inputs: batches as ``run.probe.batches`` makes them, by default the built-in probe. The head stays as tied as it is.
-    The model's outputs keep every bit in fp32; norm eps attributes are scaled with the residual stream, so
-    ``model.config`` must say so too before saving (``plan.eps``), which ``make_fp16_safe`` does. Raises UserError for a
-    model of no known family, or whose modules do not do what its config says.
+    The model's outputs keep every bit in fp32, as far as that holds gains that are stored less an offset; norm eps
+    attributes are scaled with the residual stream, so ``model.config`` must say so too before saving (``plan.eps``),
+    which ``make_fp16_safe`` does. Raises UserError for a model of no known family, or whose modules do not do what its
+    config says.
     """
     source, layout = opened(model)
     plan = observed_plan(model, source, layout, inputs, target=target, margin_bits=margin_bits)

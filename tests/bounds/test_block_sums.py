@@ -6,10 +6,11 @@ import copy
 import math
 from typing import Any
 
+import pytest
 import torch
 from support import tiny
 from support.adversary import ENCODER, adverse_inputs, observe
-from support.contract import broken, certified
+from support.contract import broken, certified, layout_of
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.linear import NormOutput, block_sums
@@ -91,3 +92,15 @@ def test_the_length_of_sums_is_no_longer_than_their_components_allow() -> None:
         float((BLOCK * 2 - 1) * math.sqrt(layout.tensors[f"{w.norm}.weight"].shape[0]) * x.abs())
         for x in half.get_submodule(w.norm).weight.detach().float()
     )
+
+
+@pytest.mark.parametrize("kind", ["longt5", "longt5-local"])
+@pytest.mark.parametrize("length", [3, 8, 13, 40])
+def test_a_row_of_scores_has_as_many_keys_as_the_bounds_count(kind: str, length: int) -> None:
+    model = tiny.build(kind, factor=1.0, num_layers=1, num_decoder_layers=1)
+    layout = layout_of(model)
+    w = next(w for w in layout.topology if isinstance(w, Attention))
+    ids = torch.ones(1, length, dtype=torch.int64)
+    with torch.no_grad():
+        found = model.encoder(input_ids=ids, output_attentions=True).attentions[0]
+    assert layout.sees(w, length) == found.shape[-1] == 9 + (length // 4 if kind == "longt5" else 0)

@@ -472,3 +472,24 @@ def test_a_dora_magnitude_is_scaled_as_the_length_of_its_row_is() -> None:
     apply(model, layout, plan)
     assert torch.equal(found, model.get_submodule(f"{path}.v").weight.detach().norm(dim=1))
     assert not torch.equal(found, before)
+
+
+def test_what_stands_on_shared_values_and_on_gains_less_1_moves_as_the_weights_do() -> None:
+    """The two factors of an update to an output projection, and a norm's gain saved whole."""
+    model = tiny.build("gemma3")
+    layout = resolve(ModelTensors(model))
+    at, value = "model.layers.0", "model.layers.0.self_attn.value"
+    plan = Plan(family="gemma3", residual_exponent=-4, exponents={value: [i % 5 - 2 for i in range(20)]})
+    weight = model.get_submodule(f"{at}.self_attn.o_proj").weight
+    gain = model.get_submodule(f"{at}.post_attention_layernorm").weight
+    names = [f"{PREFIX}{at}.{n}" for n in ("self_attn.o_proj.lora_A.weight", "self_attn.o_proj.lora_B.weight")]
+    names.append(f"{PREFIX}{at}.post_attention_layernorm.weight")
+    a, b = draw(2, 40), draw(24, 2)
+    given = dict(zip(names, (a, b, gain.detach().clone()), strict=True))
+    found = scaled_adapter(given, layout, plan)
+    with torch.no_grad():
+        weight.copy_(b @ a)
+        apply(model, layout, plan)
+    moved = [found[name].values for name in names]
+    assert torch.allclose(moved[1] @ moved[0], weight, rtol=1e-6) and not torch.equal(moved[0], a)
+    assert torch.equal(moved[2], gain) and not torch.equal(moved[2], given[names[2]])

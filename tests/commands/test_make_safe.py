@@ -20,7 +20,19 @@ from bf16_to_fp16.commands.make_safe import layout_under
 from bf16_to_fp16.run.stock import load
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
-FAMILIES = ["t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "t5-classifier", "t5-spans"]
+FAMILIES = [
+    "t5",
+    "gated",
+    "silu",
+    "mt5",
+    "umt5",
+    "pegasus",
+    "t5-encoder",
+    "t5-classifier",
+    "t5-spans",
+    "longt5",
+    "gemma3",
+]
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
@@ -282,6 +294,31 @@ def test_an_optimizer_that_follows_takes_the_very_steps_of_the_original(name: st
         paths[way] = losses, weights(model if safe is None else safe.undo(model))
     assert paths["follows"][0] == paths["original"][0] and same(paths["follows"][1], paths["original"][1])
     assert paths["safe"][0] != paths["original"][0] and not same(paths["safe"][1], paths["original"][1])
+
+
+def test_an_optimizer_that_follows_steps_gains_that_are_stored_less_1() -> None:
+    """As close as fp32 holds such a gain."""
+    paths = {}
+    for way in ("original", "follows"):
+        model = tiny.build("gemma3").train()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        safe = None if way == "original" else make_fp16_safe(model)
+        if safe is not None:
+            assert safe.plan.residual_exponent <= -4
+            safe.follow(optimizer, model)
+        ids = batch()["input_ids"]
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        paths[way] = losses, weights(model if safe is None else safe.undo(model))
+    (before, original), (after, followed) = paths["original"], paths["follows"]
+    assert after == pytest.approx(before, rel=1e-5) and before[-1] < before[0] / 2
+    for name, weight in original.items():
+        assert torch.allclose(followed[name], weight, rtol=1e-5, atol=2.0**-15), name
 
 
 def test_an_adapters_own_parameters_are_stepped_as_they_are() -> None:

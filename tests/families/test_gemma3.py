@@ -16,6 +16,7 @@ from bf16_to_fp16.families.resolve import check_norms, resolve
 from bf16_to_fp16.rescaling.apply import scale
 from bf16_to_fp16.rescaling.rounding_loss import offset_loss_table
 from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.stock import load
 
 
 def every_bf16() -> torch.Tensor:
@@ -100,6 +101,14 @@ def test_heads_that_stock_code_cannot_share_or_turn_are_refused(key: str, value:
     source.config[key] = value
     with pytest.raises(UserError, match=r"config\.json: "):
         resolve(source)
+
+
+def test_what_stock_code_makes_in_fp32_stays_so_where_all_weights_are_halved(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.build("gemma3", factor=1.0, num_hidden_layers=2), tmp_path / "gemma3")
+    half, wide = load(folder, torch.float16, half=True), load(folder, torch.float32)
+    assert {p.dtype for p in half.parameters()} == {torch.float16}
+    found, wanted = (dict(model.model.rotary_emb.named_buffers()) for model in (half, wide))
+    assert wanted and all(torch.equal(found[name], frequencies) for name, frequencies in wanted.items())
 
 
 def test_the_drift_that_is_predicted_is_the_one_that_is_measured(tmp_path: Path) -> None:

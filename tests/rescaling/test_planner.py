@@ -185,6 +185,20 @@ def test_a_gain_moves_only_where_a_reader_would_lose() -> None:
     assert len(moved) <= 3
 
 
+def test_rows_are_looked_at_with_the_exponents_that_their_columns_share() -> None:
+    """Of the output projection, each of whose heads reads values that another one reads as well."""
+    _, source, layout, ranges = observed("gemma3")
+    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    tensor = layout.tensors["model.layers.0.self_attn.o_proj.weight"]
+    carried = tensor.axes[1]
+    assert carried is not None
+    search.chosen[carried.signal] = torch.arange(20, dtype=torch.int32)
+    shift = search.shift(tensor, 0)
+    assert shift is not None
+    # Two heads of values, each of 10 channels and read by two heads of queries.
+    assert (-shift).tolist() == [*range(10), *range(10), *range(10, 20), *range(10, 20)]
+
+
 def test_pegasus_drift_grows_fourfold_with_each_halving_and_weighs_in_the_choice() -> None:
     _, source, layout, ranges = observed("pegasus")
     search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
