@@ -117,6 +117,12 @@ def mbart(name: str = "MBartForConditionalGeneration", **changes: Any) -> Any:
     return getattr(transformers, name)(transformers.MBartConfig(**PEGASUS_SHAPE | changes))
 
 
+def bigbird_pegasus(**changes: Any) -> Any:
+    """Return a BigBird-Pegasus of full attention, whose decoder starts with a token that has an embedding."""
+    shape = PEGASUS_SHAPE | {"attention_type": "original_full", "decoder_start_token_id": 2} | changes
+    return transformers.BigBirdPegasusForConditionalGeneration(transformers.BigBirdPegasusConfig(**shape))
+
+
 def t5_encoder(**changes: Any) -> Any:
     """Return a T5 encoder."""
     shape = T5_SHAPE | {"feed_forward_proj": "gated-gelu"} | changes
@@ -241,6 +247,12 @@ ENTRIES = (
         kinds={"mbart": mbart, "mbart-states": lambda **changes: mbart("MBartModel", **changes)},
         shape=PEGASUS_DRAWN,
         outliers={"mbart": 100.0, "mbart-states": 100.0},
+        wide=20.0,
+    ),
+    Entry(
+        kinds={"bigbird_pegasus": bigbird_pegasus},
+        shape=PEGASUS_DRAWN | {"use_bias": (False, True)},
+        outliers={"bigbird_pegasus": 100.0},
         wide=20.0,
     ),
     Entry(
