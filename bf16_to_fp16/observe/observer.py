@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from .origins import (
     is_sum_of_positions,
     masked_positions,
     masked_span,
+    of_constants,
     only_constants,
     origin_of,
     scores_of_mask,
@@ -248,7 +249,7 @@ class SiteObserver(TorchDispatchMode):
                     masked = func(masked, *args[1:])
                 except RuntimeError:  # an expanded mask has strides that not every view accepts
                     masked = func(masked.contiguous(), *args[1:])
-            set_origin(out, Origin(origin.constant, None if origin.constant else masked, origin.cube))
+            set_origin(out, replace(origin, masked=None if origin.constant else masked))
         if self._frame is not None:
             self._remember(self._frame.path)
 
@@ -269,7 +270,7 @@ class SiteObserver(TorchDispatchMode):
     ) -> None:
         constant = operator.factory or only_constants(args)
         if constant:
-            set_origin(out, Origin(constant=True))
+            set_origin(out, of_constants((*args, *(kwargs or {}).values())))
         elif operator.inplace:
             forget_origin(out)
         if operator.uninitialised:

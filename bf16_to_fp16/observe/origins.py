@@ -74,14 +74,14 @@ class Origin:
     """Where a tensor comes from; lives as an attribute on the tensor, and so as long as it does.
 
     ``constant``: no activation or parameter entered it. ``masked``: bool, the positions that stem from a mask.
-    ``cube``: the sites on the way from x³ to it. ``finite``: of a constant mask, whether fp16 holds it, once that was
-    asked.
+    ``cube``: the sites on the way from x³ to it. ``least``: of a constant, the least number that
+    entered it, which a device need not be asked for.
     """
 
     constant: bool = False
     masked: Tensor | None = None
     cube: list[Site] | None = None
-    finite: bool | None = None
+    least: float = 0.0
 
 
 def origin_of(tensor: Any) -> Origin | None:
@@ -106,6 +106,24 @@ def only_constants(args: Iterable[Any]) -> bool:
         elif isinstance(operand, (list, tuple)) and not only_constants(operand):
             return False
     return True
+
+
+def of_constants(operands: Iterable[Any]) -> Origin:
+    """Return the origin of what is made of numbers and constants."""
+    return Origin(constant=True, least=_least(operands))
+
+
+def _least(operands: Iterable[Any]) -> float:
+    least = 0.0
+    for operand in operands:
+        if isinstance(operand, (int, float)):
+            least = min(least, operand)
+        elif isinstance(operand, Tensor):
+            origin = origin_of(operand)
+            least = least if origin is None else min(least, origin.least)
+        elif isinstance(operand, (list, tuple)):
+            least = min(least, _least(operand))
+    return least
 
 
 def forget_origin(out: Tensor) -> None:
@@ -155,21 +173,15 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
     return found if isinstance(found, Tensor) else None
 
 
-def scores_of_mask(args: tuple[Any, ...], finite: bool | None = None) -> Tensor | None:
+def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
     """Return what a mask is added to, where it is one that fp16 holds: of the least finite number of its dtype, as
-    transformers makes them. Any other is −inf in fp16 and hides every score, so that None is returned.
-
-    finite: what is known of the mask already; to look at it makes a device wait.
-    """
+    transformers makes them. Any other is −inf in fp16 and hides every score, so that None is returned."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):
         return None
-    if finite is not None:
-        origin.finite = finite
-    if origin.finite is None:
-        origin.finite = bool((mask == torch.finfo(mask.dtype).min).any())
-    return other if origin.finite else None
+    held = origin.least > MASK_FROM or origin.least == torch.finfo(mask.dtype).min
+    return other if held else None
 
 
 def is_sum_of_positions(args: Iterable[Any]) -> bool:

@@ -27,6 +27,7 @@ from .origins import (
     is_sum_of_positions,
     masked_positions,
     masked_span,
+    of_constants,
     only_constants,
     origin_of,
     scores_of_mask,
@@ -202,7 +203,6 @@ class Tap:
         self._mode = _TapMode(self)
         self._names: dict[str, dict[tuple[str, int], str | None]] = {}
         self._functions: dict[Any, _Function] = {}
-        self._finite_masks: set[str] = set()
         self._stack: list[_Call] = []
         self._call: _Call | None = None
         self._handing_over = False
@@ -322,7 +322,7 @@ class Tap:
         if function is None:
             function = self._functions[func] = _describe_function(func)
         if function.factory or (only_constants(args) and (not kwargs or only_constants(kwargs.values()))):
-            set_origin(out, Origin(constant=True))
+            set_origin(out, of_constants((*args, *(kwargs or {}).values())))
             return
         if function.moving:
             _carry_mask(function, func, args, kwargs, out)
@@ -369,13 +369,10 @@ class Tap:
 
     def _see_masked(self, call: _Call, function: _Function, args: tuple[Any, ...], masked: Tensor) -> None:
         """Hand over what the mask that is added to scores must add at least."""
-        # A module's mask is of one kind, so that it is looked at in the first forward and not in every one.
-        known = True if call.path in self._finite_masks else None
-        scores = None if function.inplace else scores_of_mask(args, known)
+        scores = None if function.inplace else scores_of_mask(args)
         if scores is None:
             call.hidden = masked
             return
-        self._finite_masks.add(call.path)
         full = self._wanted(call, "masked", 1)
         if full is not None:
             self._hand_over(full, scores, partial(masked_span, masked=masked))
