@@ -179,10 +179,11 @@ CARRYING = {
     "add",
     "index",
     "neg",
+    "abs",
     "constant_pad_nd",
     "repeat",
 }
-"""Operations that only move, choose, limit, mask or negate values of their module."""
+"""Operations that only move, choose, limit, mask or negate values of their module, or take their magnitude."""
 
 
 def is_inside(name: str, path: str) -> bool:
@@ -476,8 +477,9 @@ class _Walk(_Findings):
         values, mean_square = self.linear(w.value, "value", *other)
         keep = self.kept("attention")
         if keep != 1.0:
-            self.note(f"{w.at}:mul#2", "weights", self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
-            self.dropout(w.at, keep)
+            site = f"{w.weights_dropout}:mul" if w.weights_dropout else f"{w.at}:mul#2"
+            self.note(site, "weights", self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
+            self.dropout(w.weights_dropout or w.at, keep)
         row = replace(self.arithmetic, max_length=self.layout.sees(w, self.arithmetic.max_length))
         context = gathered(values, keep, row)
         self.note(f"{w.at}:context", "context", context.bound)

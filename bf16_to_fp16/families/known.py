@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 from ..errors import UserError
+from .bigbird_pegasus import BIGBIRD_PEGASUS
 from .gemma3 import GEMMA3
 from .longt5 import LONGT5
 from .mbart import MBART
@@ -20,7 +21,7 @@ from .t5 import T5
 from .types import Attention, Family, StockClass, config_value, family_inside
 from .umt5 import UMT5
 
-FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, MBART, GEMMA3)
+FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, MBART, BIGBIRD_PEGASUS, GEMMA3)
 """Every supported family."""
 
 

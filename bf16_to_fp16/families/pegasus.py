@@ -191,27 +191,31 @@ LOGITS = Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))
 LOGITS_BIAS = Tensor("final_logits_bias", ("one", "vocab"), (None, None), absent="stock code takes zeros")
 
 
-TIED_HEAD = Part(
-    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(FINAL_NORM, -1),)), LOGITS),
-    tensors=(
-        Tensor(f"{FINAL_NORM}.weight", ("model",), (divided_by(RESIDUAL),)),
-        Tensor(f"{FINAL_NORM}.bias", ("model",), (divided_by(RESIDUAL),)),
-        LOGITS_BIAS,
-    ),
-    topology=Head("lm_head", (HeadLinear("lm_head", f"{BODY}.shared.weight"),)),
-)
+def tied_head(norm: str) -> Part:
+    """Return the final norm at ``norm`` and the embedding as the head that reads it."""
+    return Part(
+        signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(norm, -1),)), LOGITS),
+        tensors=(
+            Tensor(f"{norm}.weight", ("model",), (divided_by(RESIDUAL),)),
+            Tensor(f"{norm}.bias", ("model",), (divided_by(RESIDUAL),)),
+            LOGITS_BIAS,
+        ),
+        topology=Head("lm_head", (HeadLinear("lm_head", f"{BODY}.shared.weight"),)),
+    )
 
 
-UNTIED_HEAD = Part(
-    signals=(Signal(FINAL_NORM, Kind.NORM, "model", (output_of(FINAL_NORM),)), LOGITS),
-    tensors=(
-        Tensor(f"{FINAL_NORM}.weight", ("model",), (multiplied_by(FINAL_NORM),)),
-        Tensor(f"{FINAL_NORM}.bias", ("model",), (multiplied_by(FINAL_NORM),)),
-        Tensor("lm_head.weight", ("vocab", "model"), (None, divided_by(FINAL_NORM))),
-        LOGITS_BIAS,
-    ),
-    topology=Head("lm_head", (HeadLinear("lm_head", "lm_head.weight"),)),
-)
+def untied_head(norm: str) -> Part:
+    """Return the final norm at ``norm`` and a head of its own that reads it."""
+    return Part(
+        signals=(Signal(norm, Kind.NORM, "model", (output_of(norm),)), LOGITS),
+        tensors=(
+            Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),)),
+            Tensor(f"{norm}.bias", ("model",), (multiplied_by(norm),)),
+            Tensor("lm_head.weight", ("vocab", "model"), (None, divided_by(norm))),
+            LOGITS_BIAS,
+        ),
+        topology=Head("lm_head", (HeadLinear("lm_head", "lm_head.weight"),)),
+    )
 
 
 PEGASUS = Family(
@@ -249,8 +253,8 @@ PEGASUS = Family(
     ),
     encoder_output=states("encoder.layer_norm"),
     decoder_ends=Part(signals=(DECODER_RESIDUAL,), tensors=(DECODER_POSITIONS,), topology=stack_ends("decoder")),
-    tied_head=TIED_HEAD,
-    untied_head=UNTIED_HEAD,
+    tied_head=tied_head(FINAL_NORM),
+    untied_head=untied_head(FINAL_NORM),
     embedding="shared.weight",
     head="lm_head.weight",
     copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),

@@ -50,6 +50,9 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     config, names = checkpoint.config, set(checkpoint.tensors)
     try:
         stock, family = class_of(config), placed_family(config)
+        for key, (only, why) in family.alone.items():
+            if (found := config_value(family, config, key)) != only:
+                raise UserError(f"config.json: {key!r} is {found!r}, and {why}")
     except UserError as error:
         raise UserError(f"{checkpoint.source}/{error}") from None
     embedding = next((n for n in (family.embedding, *family.copies) if n in names), None)

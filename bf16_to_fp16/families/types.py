@@ -153,6 +153,9 @@ class Attention:
     is −inf in fp16. ``block``: config key of the number of positions of which sums are made, for further keys and
     values; what is left over at the end joins the last sum. "" for none. ``block_norm``: the norm through which the
     sums go, ``block_bias``: tensor of their position bias.
+    ``divides``: scores are divided by the root of head_dim instead, by a module that knows of no SDPA.
+    ``weights_dropout``: the module that only training switches on, for the attention weights, "" where it is a
+    function. ``attributes``: of its module, where they are not the family's.
     """
 
     at: str
@@ -177,11 +180,16 @@ class Attention:
     block: str = ""
     block_norm: str = ""
     block_bias: str = ""
+    divides: bool = False
+    weights_dropout: str = ""
+    attributes: StockAttributes | None = None
 
     @property
-    def scaling(self) -> tuple[str, str]:
+    def scaling(self) -> tuple[str, ...]:
         """The sites at which scores are multiplied by a number, or queries and keys by its root; rotary positions take
         four products and two sums before."""
+        if self.divides:
+            return (f"{self.at}:div",)
         return (f"{self.at}:mul#5", f"{self.at}:mul#6") if self.rotary else (f"{self.at}:mul", f"{self.at}:mul#2")
 
     @property
@@ -456,6 +464,8 @@ class Family:
     """Config values that give a block other parts than the defaults do."""
     norm_rounds_once: bool = False
     """Whether an RMSNorm is rounded after its gain alone, and not before it as well."""
+    alone: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    """Config keys of which one value is supported and no other: that value, and what is said of any other."""
     made_in_fp32: bool = False
     """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""

@@ -104,7 +104,7 @@ def is_norm(module: nn.Module) -> bool:
 def _scores(observer: SiteObserver) -> dict[str, ScoreRange]:
     found = {}
     for path, amax in observer.from_scores_on().items():
-        after = [amax[name] for name in ("scores", "mul", "add") if name in amax]
+        after = [amax[name] for name in ("scores", "mul", "div", "add") if name in amax]
         found[path] = ScoreRange(amax["scores"], max(after[1:] or after))
     return found
 

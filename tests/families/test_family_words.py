@@ -21,10 +21,26 @@ from bf16_to_fp16.families.types import Family, Topology
 
 PACKAGE = Path(__file__).parents[2] / "bf16_to_fp16"
 
-ROLES = {"encoder", "decoder", "model", "weight", "bias"}
+ROLES = {"encoder", "decoder", "model", "output", "weight", "bias"}
 """Parts of paths that every family shares, and that the package speaks of itself."""
 
-COMMON = {"act", "block", "dropout", "k", "layer", "layers", "norm", "o", "q", "shared", "v"}
+COMMON = {
+    "act",
+    "block",
+    "dropout",
+    "k",
+    "key",
+    "layer",
+    "layers",
+    "norm",
+    "o",
+    "q",
+    "query",
+    "self",
+    "shared",
+    "v",
+    "value",
+}
 """Words of English or of mathematics as well: they give a family away inside a path only."""
 
 OF_TRANSFORMERS = {

@@ -117,6 +117,12 @@ def mbart(name: str = "MBartForConditionalGeneration", **changes: Any) -> Any:
     return getattr(transformers, name)(transformers.MBartConfig(**PEGASUS_SHAPE | changes))
 
 
+def bigbird_pegasus(**changes: Any) -> Any:
+    """Return a BigBird-Pegasus of full attention, whose decoder starts with a token that has an embedding."""
+    shape = PEGASUS_SHAPE | {"attention_type": "original_full", "decoder_start_token_id": 2} | changes
+    return transformers.BigBirdPegasusForConditionalGeneration(transformers.BigBirdPegasusConfig(**shape))
+
+
 def t5_encoder(**changes: Any) -> Any:
     """Return a T5 encoder."""
     shape = T5_SHAPE | {"feed_forward_proj": "gated-gelu"} | changes
@@ -249,6 +255,12 @@ ENTRIES = (
         outliers={"mbart": 100.0, "mbart-states": 100.0},
         wide=20.0,
         alike=("mbart-states",),
+    ),
+    Entry(
+        kinds={"bigbird_pegasus": bigbird_pegasus},
+        shape=PEGASUS_DRAWN | {"use_bias": (False, True)},
+        outliers={"bigbird_pegasus": 100.0},
+        wide=20.0,
     ),
     Entry(
         kinds={"gemma3": gemma3, "gemma3-untied": gemma3_untied, "embeddinggemma": embedding_gemma},
