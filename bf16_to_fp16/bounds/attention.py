@@ -157,6 +157,40 @@ def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arit
     return summed_scores(whole * every, off * every, (whole + off) * every, 2 * whole * every, terms, scale, arithmetic)
 
 
+@dataclass(frozen=True)
+class Capped:
+    """Bounds of the steps of a soft cap c·tanh(x/c), shaped as x is: of the quotient, of its tanh, and of the result;
+    and ``off``, how far rounding takes the result from c·tanh(x/c)."""
+
+    quotient: Tensor
+    tanh: Tensor
+    result: Tensor
+    off: Tensor
+
+
+def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
+    """Return the bounds of what a soft cap makes of x up to ``values``.
+
+    tanh grows with x and is at most 1, which fp16 holds, so each step's bound is that of the step before put through
+    it and rounded once. Rounding the quotient moves the result by as much as it moves x, since the slope of c·tanh(x/c)
+    is at most 1; rounding tanh and product moves it by a unit of c·tanh each.
+    """
+    a = arithmetic
+    quotient = a.rounded(values / cap) * COMPUTED
+    tanh = (a.rounded(quotient.tanh()) * COMPUTED).clamp(max=1)
+    result = a.rounded(tanh * cap) * COMPUTED
+    off = a.unit * values + 2 * a.unit * result + (2 * cap + 1) * a.tiny
+    return Capped(quotient, tanh, result, off * COMPUTED)
+
+
+def capped_span(span: Tensor, capped: Capped) -> Tensor:
+    """Return how far two scores of one query lie apart behind a soft cap; span: before it.
+
+    The slope of a cap is at most 1, and whatever it gives lies within the cap on either side of 0.
+    """
+    return torch.minimum(span + 2 * capped.off, 2 * capped.result)
+
+
 def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
     """Return what a mask must add at least for masked positions to have no weight, by head: fp64 [heads].
 

@@ -44,9 +44,11 @@ from .attention import (
     ScoreBounds,
     Turned,
     attention_output,
+    capped_span,
     gathered,
     masked_span,
     score_bounds,
+    soft_capped,
     turned,
     turned_score_bounds,
 )
@@ -517,14 +519,21 @@ class _Walk(_Findings):
         self.scored(w, made, scale, max(largest(query.bound), largest(key.bound)))
 
     def scored(self, w: Attention, made: ScoreBounds, scale: float, factors: float) -> None:
-        """Record the scores of every head: the bare product, the scaled one, with the position bias, and their span;
-        factors: bound of queries and keys."""
+        """Record the scores of every head: the bare product, the scaled one, behind a soft cap, with the position bias,
+        and their span; factors: bound of queries and keys."""
         heads = len(made.product)
         self.note(f"{w.at}:scores", "scores", made.product, made.partial)
         scaled = self.rounded(made.product * scale) if w.scaled else made.product
         self.note(w.scaling[0], "scores", scaled)
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
         self.inner |= dict.fromkeys(w.scaling, factors * max(1.0, scale))
+        top, span, cap = scaled, made.span, self.layout.cap(w)
+        if cap is not None:
+            capped = soft_capped(scaled, cap, self.arithmetic)
+            self.note(f"{w.at}:div", "scores", capped.quotient)
+            self.note(f"{w.at}:tanh", "scores", capped.tanh)
+            self.note(w.capping, "scores", capped.result)
+            scaled, span = capped.result, capped_span(span, capped)
         bias = self.tensor(w.bias) if w.bias else None
         offset = torch.zeros(heads, dtype=torch.float64)
         for name in filter(None, (w.bias, w.block_bias)):
@@ -536,10 +545,10 @@ class _Walk(_Findings):
         biased = self.rounded(scaled + offset)
         self.note(w.joining, "scores", biased)
         if not w.radius:  # whose mask is −inf
-            self.note(f"{w.at}:masked", "masked scores", masked_span(made.span, scaled, bias, self.arithmetic))
+            self.note(f"{w.at}:masked", "masked scores", masked_span(span, scaled, bias, self.arithmetic))
         self.note(f"{w.at}:softmax", "weights", 1.0)
         product = torch.maximum(made.product, made.partial)
-        self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, scaled)))
+        self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)))
 
     def feed_forward(self, w: FeedForward) -> None:
         """Bound one feed-forward sublayer and add it to the stream."""
@@ -609,6 +618,12 @@ class _Walk(_Findings):
             offset = torch.zeros_like(bound) if offset is None else offset.double().abs().view(-1)
             bound = self.rounded(bound + offset)
             self.note("model:add", "logits", bound)
+        cap = layout.cap(head)
+        if cap is not None:
+            capped = soft_capped(bound, cap, self.arithmetic)
+            self.note("model:div", "logits", capped.quotient)
+            self.note("model:tanh", "logits", capped.tanh)
+            self.note("model:mul", "logits", capped.result)
 
     def head_linear(self, linear: HeadLinear, final: NormOutput, square: Tensor) -> tuple[Tensor, Tensor]:
         """Bound a head's linear on a norm's output, some rows at a time; return the bounds of its outputs and their

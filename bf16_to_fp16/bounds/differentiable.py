@@ -321,7 +321,8 @@ class _Walk:
         if not self.wants(*sites):
             return
         if w.rotary:
-            for site, bound in zip(sites, self.turned_scores(w), strict=True):
+            product, biased, span = self.turned_scores(w)
+            for site, bound in zip(sites, (product, *self.capped(w, biased, span)), strict=True):
                 self.note(site, bound)
             return
         assert other is not None
@@ -369,9 +370,22 @@ class _Walk:
         exact = query.radius * key.radius * (pairs[0] * pairs[1]).amax()[None]
         # A norm's rounding and a rotation's three, on either side.
         off = (2 * (1 + 3 * math.sqrt(2)) * a.unit + a.gamma(len(query.gain)) + 2 * a.unit) * exact
+        return exact + off, (exact + off) * scale, (2 * exact + 5 * off) * scale
+
+    def capped(self, w: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of scores behind a soft cap, where there is one, and of what a mask must add to them at least.
+
+        span: of the scores of one query before it.
+        """
+        cap, a = self.layout.cap(w), self.a
+        if cap is not None:
+            off = 2 * a.unit * scores
+            scores = cap * (scores / cap).tanh()
+            off = off + 4 * a.unit * scores
+            scores = scores + off
+            span = torch.minimum(span + off, 2 * scores)
         reach = (26 + math.log2(a.max_length)) * math.log(2)
-        span = (2 * exact + 5 * off) * scale + MASK_ROUNDING + reach
-        return exact + off, (exact + off) * scale, span
+        return scores, span + MASK_ROUNDING + reach
 
     # -- what joins the stream ----------------------------------------------------------------------------------------
 

@@ -39,8 +39,7 @@ from .types import (
 
 REFUSED = {
     "attention_bias": (False, "biases of its attentions have no place"),
-    "attn_logit_softcapping": (None, "a soft cap on scores has no bound yet"),
-    "final_logit_softcapping": (None, "a soft cap on logits has no bound yet"),
+    "attn_logit_softcapping": (None, "stock code reads this cap on scores and does not apply it"),
 }
 """Config keys of parts that no record states, with the value that leaves them out, and why any other is refused."""
 
@@ -189,7 +188,7 @@ def with_head(weight: str, *, tied: bool) -> Part:
     return Part(
         (*norm.signals, Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))),
         (*norm.tensors, *own),
-        Head("lm_head", (HeadLinear("lm_head", weight),)),
+        Head("lm_head", (HeadLinear("lm_head", weight),), cap="final_logit_softcapping"),
     )
 
 
@@ -226,6 +225,7 @@ GEMMA3 = Family(
         "query_pre_attn_scalar": 256,
         "attention_bias": False,
         "attention_dropout": 0.0,
+        "final_logit_softcapping": None,
         "tie_word_embeddings": True,
     },
     encoder=Stack("num_hidden_layers", block),
@@ -252,6 +252,7 @@ GEMMA3 = Family(
     centred_norm=False,
     norm_site="to#2",
     norm_rounds_once=True,
+    nullable=("final_logit_softcapping",),
     made_in_fp32=True,
     dropout={"attention": "attention_dropout"},
     free_keys=(

@@ -144,7 +144,9 @@ class Attention:
     each head of queries and of keys, as wide as a head. ``rotary``: the module that gives the cosines and sines by
     which both are then turned, channel i with i + head_dim/2. "" where there is none. ``kv_heads``: config key of the
     number of heads of keys and values, "" where it is ``heads``. ``scale``: config key of what scores are multiplied
-    with to the power of -1/2 where they are ``scaled``, "" for head_dim.
+    with to the power of -1/2 where they are ``scaled``, "" for head_dim. ``cap``: config key of the number c of a soft
+    cap, which makes c·tanh(x/c) of the scaled scores before the mask joins them; "" where there is none, as where its
+    value is null.
     ``radius``: config key of how far a position sees, "" for without an end. With one, sequences are cut into blocks of
     radius + 1 positions, each of which sees its own and its two neighbours, and the stock class masks with −1e10, which
     is −inf in fp16. ``block``: config key of the number of positions of which sums are made, for further keys and
@@ -170,6 +172,7 @@ class Attention:
     rotary: str = ""
     kv_heads: str = ""
     scale: str = ""
+    cap: str = ""
     radius: str = ""
     block: str = ""
     block_norm: str = ""
@@ -180,6 +183,11 @@ class Attention:
         """The sites at which scores are multiplied by a number, or queries and keys by its root; rotary positions take
         four products and two sums before."""
         return (f"{self.at}:mul#5", f"{self.at}:mul#6") if self.rotary else (f"{self.at}:mul", f"{self.at}:mul#2")
+
+    @property
+    def capping(self) -> str:
+        """The site at which eager attention multiplies what a soft cap's tanh gives, after it has scaled the scores."""
+        return self.scaling[1]
 
     @property
     def joining(self) -> str:
@@ -254,12 +262,13 @@ class Head:
     """What reads the last norm's output: linears, one after another.
 
     ``at``: the module that computes them. ``dropout``: the module that only training switches on, before each of the
-    linears, "" where there is none.
+    linears, "" where there is none. ``cap``: as in ``Attention``, of the logits, and by the model itself.
     """
 
     at: str
     linears: tuple[HeadLinear, ...]
     dropout: str = ""
+    cap: str = ""
 
 
 Sublayer = Attention | FeedForward
@@ -449,6 +458,8 @@ class Family:
     """Config values that give a block other parts than the defaults do."""
     norm_rounds_once: bool = False
     """Whether an RMSNorm is rounded after its gain alone, and not before it as well."""
+    nullable: tuple[str, ...] = ()
+    """Config keys whose null is a value, which leaves a part out, and not what stock code has a default for."""
     made_in_fp32: bool = False
     """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
@@ -606,6 +617,20 @@ class Layout:
             return float(number_of(self.family, self.config, attention.scale, "a positive number") ** -0.5)
         return float((self.tensors[f"{attention.query}.weight"].shape[0] // self.heads(attention)) ** -0.5)
 
+    def cap(self, of: Attention | Head) -> float | None:
+        """Return the number at which a soft cap keeps an attention's scores, or a head's logits; None without one.
+
+        Raises UserError where the config's is not a positive number.
+        """
+        found = config_value(self.family, self.config, of.cap) if of.cap else None
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
+            raise UserError(
+                f"config.json: {of.cap!r} is {found!r}, not a positive number; take it from the original checkpoint"
+            )
+        return float(found)
+
     def sees(self, attention: Attention, length: int) -> int:
         """Return how many keys a row of an attention's scores has at most, in sequences of up to ``length``."""
         if not attention.radius:
@@ -644,13 +669,14 @@ class Layout:
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
-    """Return the config's value for ``key``, or what the stock class takes in its place."""
+    """Return the config's value for ``key``, or what the stock class takes in its place; None for a part left out."""
     found = config.get(key)
-    if found is None:
+    optional = key in family.nullable
+    if found is None and not (optional and key in config):
         found = family.defaults.get(key)
         if isinstance(found, SameAs):
             return config_value(family, config, found.key)
-    if found is None:
+    if found is None and not optional:
         raise UserError(f"config.json has no {key!r}, which {family.title} needs; take it from the original checkpoint")
     return found
 
@@ -673,7 +699,7 @@ def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     return math.prod(number_of(family, config, key, "a size") for key in family.sizes[name])
 
 
-_OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale", "radius", "block"})
+_OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale", "cap", "radius", "block"})
 """Fields of a topology that are no paths."""
 
 

@@ -26,6 +26,7 @@ def scaled_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return (context [rows, length, heads, head size], weights [rows, heads, length, keys]) of q, k, v as
@@ -35,6 +36,8 @@ def scaled_attention(
     if scale != 1.0:
         query, key = query * scale**0.5, key * scale**0.5
     scores = torch.matmul(query, key.transpose(2, 3))
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is not None:

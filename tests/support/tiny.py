@@ -134,9 +134,10 @@ def gemma3(**changes: Any) -> Any:
 
 
 def gemma3_untied(**changes: Any) -> Any:
-    """Return a Gemma 3 with a head of its own, and one head of keys and values for three of queries."""
+    """Return a Gemma 3 with a head of its own, a soft cap on logits, and one head of keys and values for three of
+    queries."""
     shape = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6, "tie_word_embeddings": False}
-    return gemma3(**shape | changes)
+    return gemma3(**shape | {"final_logit_softcapping": 30.0} | changes)
 
 
 def embedding_gemma(**changes: Any) -> Any:
