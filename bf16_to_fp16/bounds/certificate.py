@@ -42,11 +42,12 @@ from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
 from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, growth, largest
 from .attention import (
     ScoreBounds,
-    Turned,
     attention_output,
     capped_span,
     gathered,
     masked_span,
+    rotated,
+    rotated_score_bounds,
     score_bounds,
     soft_capped,
     turned,
@@ -467,9 +468,11 @@ class _Walk(_Findings):
             other = self.summed(w, source, square)
         query, query_square = self.linear(w.query, "query", source, square)
         key, key_square = self.linear(w.key, "key", *other)
-        if w.rotary:
-            pairs = (w.query_norm, query, query_square, heads), (w.key_norm, key, key_square, kv_heads)
-            self.turned_score(w, heads, *(turned(self.head_norm(*pair), self.arithmetic) for pair in pairs))
+        if w.rotary and w.query_norm:
+            normed = (w.query_norm, query, query_square, heads), (w.key_norm, key, key_square, kv_heads)
+            self.turned_score(w, heads, *(self.head_norm(*each) for each in normed))
+        elif w.rotary:
+            self.rotated_score(w, (query, heads), (key, kv_heads))
         else:
             self.score(w, heads, query, key)
         del query, key
@@ -492,15 +495,32 @@ class _Walk(_Findings):
         bound, square = (x.view(heads, -1) for x in (made.bound, square))
         return self.normalised(path, bound.amax(0), square.mean(0), float(bound.norm(dim=1).max()))[0]
 
-    def turned_score(self, w: Attention, heads: int, query: Turned, key: Turned) -> None:
-        """Bound a rotation of queries and keys, and their scores."""
-        largest_turned = max(largest(query.bound), largest(key.bound))
+    def turned_score(self, w: Attention, heads: int, query: NormOutput, key: NormOutput) -> None:
+        """Bound a rotation of normalised queries and keys, and their scores."""
+        a, scale = self.arithmetic, self.layout.score_scale(w)
+        one, other = turned(query, a), turned(key, a)
+        factors = self.rotation(w, one.bound, other.bound)
+        self.scored(w, turned_score_bounds(one, other, heads, a, scale), scale, factors)
+
+    def rotated_score(self, w: Attention, query: tuple[LinearBound, int], key: tuple[LinearBound, int]) -> None:
+        """Bound a rotation of queries and keys as their projections make them, and their scores; query, key: with the
+        number of heads."""
+        a, scale = self.arithmetic, self.layout.score_scale(w)
+        one, other = (rotated(made, heads, w.interleaved, a) for made, heads in (query, key))
+        for path, made in ((w.query, one), (w.key, other)):
+            # What moves a projection's channels moves the turned ones too.
+            bound, square = self.outputs[path]
+            self.outputs[path] = (torch.maximum(bound, made.bound), square)
+        factors = self.rotation(w, one.bound, other.bound)
+        self.scored(w, rotated_score_bounds(one, other, a, scale), scale, factors)
+
+    def rotation(self, w: Attention, query: Tensor, key: Tensor) -> float:
+        """Record the steps of a rotation of queries and keys; return their largest bound."""
+        most = max(largest(query), largest(key))
         self.note(f"{w.rotary}:to", "rotation", 1.0)
         for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
-            self.note(f"{w.at}:{operation}", "rotation", largest_turned)
-        scale = self.layout.score_scale(w)
-        made = turned_score_bounds(query, key, heads, self.arithmetic, scale)
-        self.scored(w, made, scale, largest_turned)
+            self.note(f"{w.at}:{operation}", "rotation", most)
+        return most
 
     def summed(self, w: Attention, source: NormOutput, square: Tensor) -> tuple[NormOutput, Tensor]:
         """Bound the sums over blocks of positions that an attention makes of its norm's output, and what their own norm

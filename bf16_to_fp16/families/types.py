@@ -92,9 +92,9 @@ class ObservationPoint:
     spread: Spread = ()
 
 
-def output_of(module: str, sign: Sign = 1) -> ObservationPoint:
+def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPoint:
     """Return the output of the module at a path, where a signal's exponent is observed with this sign."""
-    return ObservationPoint(sign, module, "output")
+    return ObservationPoint(sign, module, "output", spread)
 
 
 def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
@@ -142,11 +142,12 @@ class Attention:
 
     ``post_norm``: the norm between the output projection and the stream. ``query_norm``, ``key_norm``: the norms of
     each head of queries and of keys, as wide as a head. ``rotary``: the module that gives the cosines and sines by
-    which both are then turned, channel i with i + head_dim/2. "" where there is none. ``kv_heads``: config key of the
-    number of heads of keys and values, "" where it is ``heads``. ``scale``: config key of what scores are multiplied
-    with to the power of -1/2 where they are ``scaled``, "" for head_dim. ``cap``: config key of the number c of a soft
-    cap, which makes c·tanh(x/c) of the scaled scores before the mask joins them; "" where there is none, as where its
-    value is null.
+    which both are then turned, channel i with i + head_dim/2 or, ``interleaved``, 2i with 2i + 1; where it turns the
+    first channels of a head alone, the others count as if they were. "" where there is none. ``kv_heads``: config key
+    of the number of heads of keys and values, "" where it is ``heads``. ``scale``: config key of what scores are
+    multiplied with to the power of -1/2 where they are ``scaled``, "" for head_dim. ``cap``: config key of the number c
+    of a soft cap, which makes c·tanh(x/c) of the scaled scores before the mask joins them; "" where there is none, as
+    where its value is null.
     ``radius``: config key of how far a position sees, "" for without an end. With one, sequences are cut into blocks of
     radius + 1 positions, each of which sees its own and its two neighbours, and the stock class masks with −1e10, which
     is −inf in fp16. ``block``: config key of the number of positions of which sums are made, for further keys and
@@ -177,6 +178,7 @@ class Attention:
     block: str = ""
     block_norm: str = ""
     block_bias: str = ""
+    interleaved: bool = False
 
     @property
     def scaling(self) -> tuple[str, str]:
