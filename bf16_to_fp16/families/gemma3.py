@@ -44,6 +44,13 @@ REFUSED = {
 """Config keys of parts that no record states, with the value that leaves them out, and why any other is refused."""
 
 
+def refuse(config: Mapping[str, object], refused: Mapping[str, tuple[object, str]], title: str) -> None:
+    """Raise UserError for a config with a part that no record of a family states."""
+    for key, (without, why) in refused.items():
+        if config.get(key) not in (without, None):
+            raise UserError(f"config.json: {key!r} is {config[key]!r}, and {why}; {title}'s own checkpoints have none")
+
+
 def gain(norm: str, size: str = "model") -> Tensor:
     """Return the gain of a norm, stored as gain − 1, that carries nothing."""
     return Tensor(f"{norm}.weight", (size,), (None,), offset=1.0)
@@ -163,9 +170,7 @@ def feed_forward(at: str, config: Mapping[str, object]) -> Part:
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``; raise UserError for a config with a part that no record states."""
-    for key, (without, why) in REFUSED.items():
-        if config.get(key) not in (without, None):
-            raise UserError(f"config.json: {key!r} is {config[key]!r}, and {why}; Gemma 3's own checkpoints have none")
+    refuse(config, REFUSED, "Gemma 3")
     return (attention(f"layers.{i}", config), feed_forward(f"layers.{i}", config))
 
 
@@ -181,14 +186,14 @@ BODY = "model"
 """Where the stack stands in a model with a head."""
 
 
-def with_head(weight: str, *, tied: bool) -> Part:
-    """Return the final norm and the head that reads it."""
+def with_head(weight: str, *, tied: bool, cap: str = "final_logit_softcapping") -> Part:
+    """Return the final norm and the head that reads it; cap: config key of the cap on its logits, "" for none."""
     norm = final_norm(f"{BODY}.norm", tied=tied)
     own = () if tied else (Tensor(weight, ("vocab", "model"), (None, None)),)
     return Part(
         (*norm.signals, Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))),
         (*norm.tensors, *own),
-        Head("lm_head", (HeadLinear("lm_head", weight),), cap="final_logit_softcapping"),
+        Head("lm_head", (HeadLinear("lm_head", weight),), cap=cap),
     )
 
 

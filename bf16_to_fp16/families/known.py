@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 
 from ..errors import UserError
+from .gemma import GEMMA
+from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
 from .longt5 import LONGT5
 from .mt5 import MT5
@@ -19,7 +21,7 @@ from .t5 import T5
 from .types import Attention, Family, StockClass, config_value
 from .umt5 import UMT5
 
-FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, GEMMA3)
+FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, GEMMA3, GEMMA2, GEMMA)
 """Every supported family."""
 
 

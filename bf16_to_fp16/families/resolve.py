@@ -224,7 +224,7 @@ def merge_signals(
         merged[record.name] = ResolvedSignal(
             record.name,
             record.kind,
-            old.size if old else axis_size(family, config, record.size),
+            old.size if old else channels_along(axis_size(family, config, record.size), record.spread),
             old.seen + record.seen if old else record.seen,
         )
     for tensor in tensors.values():

@@ -104,12 +104,14 @@ def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal, the named size of its channels, and the sites where it can be observed."""
+    """A signal, the named size of its channels, or with ``spread`` that of an axis whose elements share them so, and
+    the sites where it can be observed."""
 
     name: str
     kind: Kind
     size: str
     seen: tuple[ObservationPoint, ...]
+    spread: Spread = ()
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
     assert VOCABULARY - 1 in found["special"] and all(found.values())
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder", "gemma3"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "t5-encoder", "gemma3", "gemma"])
 def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> None:
     model = model_of(kind)
     source = ModelTensors(model)

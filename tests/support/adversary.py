@@ -110,7 +110,7 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
             w = reader.sublayer
             if w is not None and w.post_norm:
                 inputs[w.post_norm] = drawn(torch.eye(gain.numel()), batch, length)
-            if isinstance(w, Attention) and w.rotary:
+            if isinstance(w, Attention) and w.query_norm:
                 pairs = loud_pairs(*(gain_of(state, layout, norm) for norm in (w.query_norm, w.key_norm)))
                 inputs[w.query_norm] = drawn(pairs, batch, layout.heads(w), length)
                 inputs[w.key_norm] = drawn(pairs, batch, layout.kv_heads(w), length)

@@ -147,6 +147,17 @@ def embedding_gemma(**changes: Any) -> Any:
     )
 
 
+def gemma2(**changes: Any) -> Any:
+    """Return a Gemma 2 whose embedding is its head, with caps that scores and logits come near."""
+    own = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GEMMA3_SHAPE | own | changes))
+
+
+def gemma(**changes: Any) -> Any:
+    """Return a Gemma with one head of keys and values for two of queries."""
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**GEMMA3_SHAPE | changes))
+
+
 def of_class(name: str, **shape: Any) -> Callable[..., Any]:
     """Return a function that makes a model of another stock class than those above."""
     kind: Any = getattr(transformers, name)
@@ -175,6 +186,14 @@ T5_DRAWN = {
     "d_ff": range(1, 51),
     "num_layers": (1, 2),
     "num_decoder_layers": (1, 2),
+}
+GEMMA_DRAWN: dict[str, Sequence[Any]] = {
+    "hidden_size": (12, 24, 36),
+    "num_attention_heads": (2, 4),
+    "num_key_value_heads": (1, 2),
+    "head_dim": (2, 6, 10),
+    "intermediate_size": range(1, 51),
+    "num_hidden_layers": (1, 2),
 }
 ENTRIES = (
     Entry(
@@ -234,16 +253,13 @@ ENTRIES = (
     ),
     Entry(
         kinds={"gemma3": gemma3, "gemma3-untied": gemma3_untied, "embeddinggemma": embedding_gemma},
-        shape={
-            "hidden_size": (12, 24, 36),
-            "num_attention_heads": (2, 4),
-            "num_key_value_heads": (1, 2),
-            "head_dim": (2, 6, 10),
-            "intermediate_size": range(1, 51),
-            "num_hidden_layers": (1, 2),
-            "query_pre_attn_scalar": (1, 7, 64),
-        },
+        shape=GEMMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
     ),
+    Entry(
+        kinds={"gemma2": gemma2},
+        shape=GEMMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64), "attn_logit_softcapping": (0.5, 50.0, None)},
+    ),
+    Entry(kinds={"gemma": gemma}, shape=GEMMA_DRAWN),
 )
 """One for each family; a new one adds its own here."""
 
