@@ -76,7 +76,10 @@ def free_norms(model: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
     ready = {path: x.to(model.get_submodule(path).weight.dtype) for path, x in inputs.items()}
 
     def replace(path: str) -> Any:
-        return lambda module, args: (ready[path],)
+        # Heads are before positions, or behind them.
+        return lambda module, args: (
+            ready[path] if ready[path].shape == args[0].shape else ready[path].transpose(1, 2),
+        )
 
     with ExitStack() as stack:
         for path in inputs:
@@ -110,7 +113,7 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
             w = reader.sublayer
             if w is not None and w.post_norm:
                 inputs[w.post_norm] = drawn(torch.eye(gain.numel()), batch, length)
-            if isinstance(w, Attention) and w.rotary:
+            if isinstance(w, Attention) and w.query_norm:
                 pairs = loud_pairs(*(gain_of(state, layout, norm) for norm in (w.query_norm, w.key_norm)))
                 inputs[w.query_norm] = drawn(pairs, batch, layout.heads(w), length)
                 inputs[w.key_norm] = drawn(pairs, batch, layout.kv_heads(w), length)
