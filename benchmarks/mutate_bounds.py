@@ -48,7 +48,7 @@ from bf16_to_fp16.bounds.attention import (
     turned_score_bounds,
 )
 from bf16_to_fp16.bounds.certificate import _Walk
-from bf16_to_fp16.bounds.feed_forward import GatedNeurons, PlainNeurons, output_bound
+from bf16_to_fp16.bounds.feed_forward import GatedNeurons, PlainNeurons, homogeneous, output_bound
 from bf16_to_fp16.bounds.linear import (
     NormOutput,
     block_sums,
@@ -92,7 +92,7 @@ Seen = dict[str, float]
 def cases() -> list[tuple[Any, Arithmetic, Seen]]:
     """Return models, arithmetics and what an adversary makes of every site: fp16 and, in exact arithmetic, fp32."""
     made = []
-    for kind in ("t5", "gated", "gelu", "umt5", "pegasus", "gemma3"):
+    for kind in ("t5", "gated", "gelu", "umt5", "pegasus", "gemma3", "llama-biased"):
         for seed, factor in ((1, 1.0), (2, 0.02)):
             half = tiny.build(kind, seed, factor=factor).half()
             half = scaled(half, seed, 12) if seed == 2 else half
@@ -168,6 +168,7 @@ SLOW = (
     "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[gated]",
     "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[pegasus]",
     "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[gemma3]",
+    "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[llama-biased]",
 )
 """Tests that only mutants meet which neither a quick test nor a model has shown."""
 
@@ -225,6 +226,13 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the bias of the attention's output left out", attention_output, "signed.abs() + error", "error"),
     ("the values' bias left out behind the output", attention_output, "(o @ values.centre[part]).abs())", "0)"),
     ("a gate's product a tenth smaller", G.__init__, "scale = gate.norms *", "scale = 0.9 * gate.norms *"),
+    (
+        "the biases of a gate and its linear left out",
+        G.__init__,
+        "if gate.centre.any() or other.centre.any()",
+        "if False",
+    ),
+    ("biases that make nothing longer", homogeneous, "radius = math.hypot(one.radius, length)", "radius = one.radius"),
     ("a product's sign taken for positive", G.__init__, "(1 + self.cosine.abs()) / 2", "(1 + self.cosine) / 2"),
     (
         "half the gated neurons at their maximum",

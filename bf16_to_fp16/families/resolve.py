@@ -33,6 +33,7 @@ from .types import (
     axis_size,
     config_value,
     family_inside,
+    full_config,
 )
 
 ROWS_AT_A_TIME = 4096
@@ -165,9 +166,7 @@ def same_values(checkpoint: TensorSource, one: str, other: str) -> bool:
 def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: int) -> list[Part]:
     """Return the parts of every block of a stack, in order; raise UserError for more blocks than the checkpoint has
     tensors."""
-    full = {key: config_value(family, config, key) for key in family.defaults} | {
-        k: v for k, v in config.items() if v is not None
-    }
+    full = full_config(family, config)
     count = config_value(family, config, stack.layers)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise UserError(

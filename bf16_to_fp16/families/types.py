@@ -382,6 +382,14 @@ class SameAs:
 
 
 @dataclass(frozen=True)
+class Quotient:
+    """A default that is one config key's number divided by another's, rounded down."""
+
+    over: str
+    under: str
+
+
+@dataclass(frozen=True)
 class StockAttributes:
     """Under which names modules of the stock class keep what the bounds depend on.
 
@@ -408,7 +416,8 @@ class Family:
     sizes: Mapping[str, tuple[str, ...]]
     """Named sizes, each the product of these config keys, 1 for none; a table counts as its length."""
     defaults: Mapping[str, object]
-    """What the stock config class takes where a key is absent, a value or ``SameAs`` another key."""
+    """What the stock config class takes where a key is absent, a value, ``SameAs`` another key or a ``Quotient`` of
+    two."""
     encoder: Stack
     """The first stack, and of a family without a decoder the only one, whatever its mask is."""
     decoder: Stack | None
@@ -680,9 +689,18 @@ def config_value(family: Family, config: Mapping[str, object], key: str) -> obje
         found = family.defaults.get(key)
         if isinstance(found, SameAs):
             return config_value(family, config, found.key)
+        if isinstance(found, Quotient):
+            over, under = (number_of(family, config, part, "a size") for part in (found.over, found.under))
+            return over // under
     if found is None and not optional:
         raise UserError(f"config.json has no {key!r}, which {family.title} needs; take it from the original checkpoint")
     return found
+
+
+def full_config(family: Family, config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config with what the stock class takes for every key that it leaves out."""
+    defaults = {key: config_value(family, config, key) for key in family.defaults}
+    return defaults | {key: value for key, value in config.items() if value is not None}
 
 
 def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:

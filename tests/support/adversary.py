@@ -76,7 +76,10 @@ def free_norms(model: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
     ready = {path: x.to(model.get_submodule(path).weight.dtype) for path, x in inputs.items()}
 
     def replace(path: str) -> Any:
-        return lambda module, args: (ready[path],)
+        # Heads are before positions, or behind them.
+        return lambda module, args: (
+            ready[path] if ready[path].shape == args[0].shape else ready[path].transpose(1, 2),
+        )
 
     with ExitStack() as stack:
         for path in inputs:

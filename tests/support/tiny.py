@@ -158,6 +158,32 @@ def gemma(**changes: Any) -> Any:
     return transformers.GemmaForCausalLM(transformers.GemmaConfig(**GEMMA3_SHAPE | changes))
 
 
+LLAMA_SHAPE = {
+    "eos_token_id": 2,
+    "hidden_size": 24,
+    "vocab_size": 97,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 37,
+    "initializer_range": 0.2,
+}
+BIASED_LLAMA: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+SLIDING_QWEN2: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "max_window_layers": 1,
+}
+
+
+def llama(kind: str, **changes: Any) -> Any:
+    """Return a model of this class, whose shape is Llama's."""
+    made: Any = getattr(transformers, kind)
+    return made(made.config_class(**LLAMA_SHAPE | changes))
+
+
 def of_class(name: str, **shape: Any) -> Callable[..., Any]:
     """Return a function that makes a model of another stock class than those above."""
     kind: Any = getattr(transformers, name)
@@ -187,7 +213,7 @@ T5_DRAWN = {
     "num_layers": (1, 2),
     "num_decoder_layers": (1, 2),
 }
-GEMMA_DRAWN: dict[str, Sequence[Any]] = {
+LLAMA_DRAWN = {
     "hidden_size": (12, 24, 36),
     "num_attention_heads": (2, 4),
     "num_key_value_heads": (1, 2),
@@ -253,13 +279,29 @@ ENTRIES = (
     ),
     Entry(
         kinds={"gemma3": gemma3, "gemma3-untied": gemma3_untied, "embeddinggemma": embedding_gemma},
-        shape=GEMMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
+        shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
     ),
     Entry(
         kinds={"gemma2": gemma2},
-        shape=GEMMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64), "attn_logit_softcapping": (0.5, 50.0, None)},
+        shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64), "attn_logit_softcapping": (0.5, 50.0, None)},
     ),
-    Entry(kinds={"gemma": gemma}, shape=GEMMA_DRAWN),
+    Entry(kinds={"gemma": gemma}, shape=LLAMA_DRAWN),
+    Entry(
+        kinds={
+            "llama": lambda **changes: llama("LlamaForCausalLM", **changes),
+            "llama-biased": lambda **changes: llama("LlamaForCausalLM", **BIASED_LLAMA | changes),
+        },
+        shape=LLAMA_DRAWN | {"attention_bias": (False, True), "mlp_bias": (False, True)},
+    ),
+    Entry(
+        kinds={"mistral": lambda **changes: llama("MistralModel", **{"sliding_window": 6} | changes)},
+        shape=LLAMA_DRAWN,
+    ),
+    Entry(
+        kinds={"qwen2": lambda **changes: llama("Qwen2ForCausalLM", **SLIDING_QWEN2 | changes)},
+        shape=LLAMA_DRAWN,
+    ),
+    Entry(kinds={"qwen3": lambda **changes: llama("Qwen3ForCausalLM", **changes)}, shape=LLAMA_DRAWN),
 )
 """One for each family; a new one adds its own here."""
 
