@@ -184,6 +184,7 @@ CARRYING = {
     "neg",
     "constant_pad_nd",
     "repeat",
+    "stack",
 }
 """Operations that only move, choose, limit, mask or negate values of their module."""
 
@@ -575,7 +576,10 @@ class _Walk(_Findings):
         source, square = self.norm(w.norm)
         if w.gate:
             gate, gate_square = self.linear(w.gate, "gate", source, square)
-            other, other_square = self.linear(w.linear, "neuron", source, square)
+            if w.fused:
+                (gate, other), (gate_square, other_square) = gate.halves(), gate_square.chunk(2)
+            else:
+                other, other_square = self.linear(w.linear, "neuron", source, square)
             self.activation(w, gate)
             gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"), self.spectra)
             neurons: Neurons = gated

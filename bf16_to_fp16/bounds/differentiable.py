@@ -75,6 +75,12 @@ class _Rows:
     centre: Tensor
     partial: Tensor
 
+    def halves(self) -> tuple[_Rows, _Rows]:
+        """Return the first half of the rows, and the second."""
+        parts = zip(*(x.chunk(2) for x in (self.matrix, self.norms, self.centre, self.partial)), strict=True)
+        first, second = (_Rows(matrix, self.radius, *others) for matrix, *others in parts)
+        return first, second
+
 
 Owner = tuple[str, Callable[[Tensor], Tensor]]
 """A tensor that a site's bounds depend on, by its name in the layout, and its view with a row for each of them."""
@@ -176,9 +182,9 @@ class _Walk:
                 if self.stream is not None:
                     self.add(w, *self.attention_output(w, source))
             elif isinstance(w, FeedForward):
-                for path in filter(None, (w.gate, w.linear)):
+                for path in dict.fromkeys(filter(None, (w.gate, w.linear))):
                     if path in self.fixed and self.wants(path):
-                        self.linear_site(path, source)
+                        self.linear_site(path, source, half=w.fused)
                 if self.stream is not None:
                     made = self.feed_forward_output(w, source)
                     self.add(w, made, made)
@@ -259,10 +265,11 @@ class _Walk:
             weight, bias = weight[at], None if bias is None else bias[at]
         return rows_of(weight, bias, source)
 
-    def linear_site(self, path: str, source: _Normalised) -> None:
-        """Note a linear whose output no exponent moves."""
+    def linear_site(self, path: str, source: _Normalised, *, half: bool) -> None:
+        """Note a linear whose output no exponent moves; half: only of the first half of its rows."""
         at = None if self.wanted is None else self.wanted[path]
-        self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
+        bounds = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
+        self.found[path] = bounds[: len(bounds) // 2] if half and at is None else bounds
 
     def head(self, head: Head, final: _Normalised) -> None:
         """Note what a head's linears make of the last norm's output, a language model's with and without its bias."""
@@ -421,7 +428,7 @@ class _Walk:
         assert weight is not None
         linear = self.linear(w.linear, source)
         if w.gate:
-            gate = self.linear(w.gate, source)
+            gate, linear = linear.halves() if w.fused else (self.linear(w.gate, source), linear)
             size = gate.norms * linear.norms
             cosine = (gate.matrix * linear.matrix).sum(1) * source.radius**2 / size.clamp(min=SMALL)
             caps = ((1 + cosine.abs()) / 2).clamp(max=1)

@@ -56,14 +56,17 @@ def gain(norm: str, size: str = "model") -> Tensor:
     return Tensor(f"{norm}.weight", (size,), (None,), offset=1.0)
 
 
+def number(config: Mapping[str, object], key: str) -> int:
+    """Return the config's number for a key; raise UserError where it is none."""
+    found = config[key]
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise UserError(f"config.json: {key!r} is {found!r}, not a number; take it from the original checkpoint")
+    return found
+
+
 def shared_values(config: Mapping[str, object]) -> Spread:
     """Return how the heads of queries share those of values; raise UserError where they cannot."""
-    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    heads, kv_heads, size = numbers = [config[key] for key in keys]
-    for key, number in zip(keys, numbers, strict=True):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise UserError(f"config.json: {key!r} is {number!r}, not a number; take it from the original checkpoint")
-    assert isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(size, int)
+    heads, kv_heads, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % kv_heads or size % 2:
         raise UserError(
             f"config.json: {heads} heads of {size} channels cannot share {kv_heads} heads of keys and values, and turn"

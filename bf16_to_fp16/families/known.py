@@ -13,6 +13,7 @@ from ..errors import UserError
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
+from .glm4 import GLM4
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .longt5 import LONGT5
 from .mt5 import MT5
@@ -35,6 +36,7 @@ FAMILIES: tuple[Family, ...] = (
     MISTRAL,
     QWEN2,
     QWEN3,
+    GLM4,
 )
 """Every supported family."""
 

@@ -55,13 +55,17 @@ def linear(
     return weight, Tensor(f"{path}.bias", shape[:1], axes[:1])
 
 
-def attention(at: str, config: Mapping[str, object], biased: Collection[str], head_norms: bool) -> Part:
-    """Return the records of a layer's attention."""
+def attention(
+    at: str, config: Mapping[str, object], biased: Collection[str], head_norms: bool, *, interleaved: bool = False
+) -> Part:
+    """Return the records of a layer's attention; interleaved: whether positions turn channels 2i and 2i + 1."""
     norm, m = f"{at}.input_layernorm", f"{at}.self_attn"
     value, query_key = f"{m}.value", f"{m}.query_key"
     q, k, v, o = (f"{m}.{name}_proj" for name in "qkvo")
     group = kv_heads, heads, size = shared_values(config)
     pairs, pairs_read = (kv_heads, 2, size // 2), (kv_heads, heads, 1, 2, size // 2)
+    if interleaved:
+        pairs, pairs_read = (kv_heads, 1, size // 2, 2), (kv_heads, heads, size // 2, 2)
     signals = [
         Signal(RESIDUAL, Kind.RESIDUAL, "model", (input_of(norm), output_of(o))),
         Signal(norm, Kind.NORM, "model", (output_of(norm),)),
@@ -102,6 +106,7 @@ def attention(at: str, config: Mapping[str, object], biased: Collection[str], he
         key_norm=f"{m}.k_norm" if head_norms else "",
         rotary="rotary_emb",
         kv_heads="num_key_value_heads",
+        interleaved=interleaved,
     )
     return Part(tuple(signals), tuple(tensors), topology)
 

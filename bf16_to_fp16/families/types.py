@@ -58,7 +58,9 @@ Spread = tuple[int, ...]
 second one only repeats. () where each element has a channel of its own.
 
 Values that several query heads read: (heads of values, query heads for each, size of a head). Pairs of channels that a
-rotation turns into one another: (heads, 2, half of a head) or, next to each other, (heads, 1, half of a head, 2).
+rotation turns into one another: (heads, 2, half of a head) or, next to each other, (heads, 1, half of a head, 2). A
+negative number at either end stands for so many elements that carry nothing: neurons behind their gates in one matrix,
+(-neurons, neurons).
 """
 
 
@@ -206,7 +208,7 @@ class FeedForward:
     ``at``: the module that forms the product. ``gate``: path of the linear whose activation multiplies ``linear``'s
     output, "" for a plain sublayer, whose ``linear`` is activated itself. ``activation``: its name in the config;
     ``act``: the module that applies it. ``add``, ``post_norm`` as in ``Attention``; ``dropouts``: of the neurons, of
-    the output.
+    the output. ``fused``: gate and ``linear`` are one module, of whose rows the first half are the gate's.
     """
 
     at: str
@@ -219,6 +221,7 @@ class FeedForward:
     add: str
     dropouts: tuple[str, ...] = ()
     post_norm: str = ""
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -413,8 +416,8 @@ class Family:
     model_type: str
     classes: tuple[StockClass, ...]
     """The classes of transformers that are supported."""
-    sizes: Mapping[str, tuple[str, ...]]
-    """Named sizes, each the product of these config keys, 1 for none; a table counts as its length."""
+    sizes: Mapping[str, tuple[str | int, ...]]
+    """Named sizes, each the product of these config keys and numbers, 1 for none; a table counts as its length."""
     defaults: Mapping[str, object]
     """What the stock config class takes where a key is absent, a value, ``SameAs`` another key or a ``Quotient`` of
     two."""
@@ -718,7 +721,8 @@ def number_of(family: Family, config: Mapping[str, object], key: str, what: str,
 
 def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     """Return the number of elements along the axis called ``name``."""
-    return math.prod(number_of(family, config, key, "a size") for key in family.sizes[name])
+    factors = family.sizes[name]
+    return math.prod(of if isinstance(of, int) else number_of(family, config, of, "a size") for of in factors)
 
 
 _OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale", "cap", "radius", "block"})

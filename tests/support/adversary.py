@@ -34,10 +34,12 @@ def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tens
     if isinstance(topology, FeedForward):
         out = state[f"{topology.output}.weight"]
         linear = rows(topology.linear)
+        gate = rows(topology.gate) if topology.gate else linear
+        if topology.fused:
+            gate, linear = linear.chunk(2)
         found.append(linear)
         tallest = out.norm(dim=1).argsort(descending=True)[:3]
         if topology.gate:
-            gate = rows(topology.gate)
             u, w = (torch.nn.functional.normalize(x, dim=1) for x in (gate, linear))
             found += [gate, u + w, u - w]
             size = gate.norm(dim=1) * linear.norm(dim=1)

@@ -302,6 +302,10 @@ ENTRIES = (
         shape=LLAMA_DRAWN,
     ),
     Entry(kinds={"qwen3": lambda **changes: llama("Qwen3ForCausalLM", **changes)}, shape=LLAMA_DRAWN),
+    Entry(
+        kinds={"glm4": lambda **changes: llama("Glm4ForCausalLM", **{"pad_token_id": 0} | changes)},
+        shape=LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
+    ),
 )
 """One for each family; a new one adds its own here."""
 
@@ -330,7 +334,8 @@ def build(
     feed_forwards = [w for w in layout.topology if isinstance(w, FeedForward)]
     sums = {w.output for w in feed_forwards}
     outputs = sums | {w.output for w in layout.topology if isinstance(w, Attention)}
-    gated = {w.linear for w in feed_forwards if w.gate}
+    gated = {w.linear: w for w in feed_forwards if w.gate}
+    behind = {w.post_norm for w in layout.topology if isinstance(w, Attention | FeedForward)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module, _, what = name.rpartition(".")
@@ -348,8 +353,11 @@ def build(
                 gains(weight, layout, module, factor)
             elif "norm" in name and what == "weight":
                 weight.mul_(torch.rand_like(weight) + 0.5)
+                if module in behind:
+                    weight[::2].mul_(max(1.0, 15.0 * factor))
             if module in gated:
-                weight[:2].mul_(20)
+                neurons = weight.chunk(2)[1] if gated[module].fused else weight
+                neurons[:2].mul_(20)
         if layout.tied and not any(tensor.offset for tensor in layout.tensors.values()):
             # A tied head sees the large embedding; small gains keep its logits sane, as training does.
             for parameter in model.get_submodule(final_norm(layout)).parameters():
