@@ -107,8 +107,11 @@ def _scores(found: dict[str, Tensor], layout: Layout, w: Attention) -> Any:
 
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         q, k = (found[path].unflatten(-1, (number, -1)).transpose(1, 2) for path, number in heads.items())
-        if w.rotary:
+        if w.query_norm:
             q, k = (found[f"{path}:{layout.family.norm_site}"] for path in (w.query_norm, w.key_norm))
+            if w.norms_by_position:
+                q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if w.rotary:
             q, k = (rotated(x, *kwargs["position_embeddings"]) for x in (q, k))
         found[f"{w.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
