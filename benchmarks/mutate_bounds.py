@@ -147,6 +147,7 @@ QUICK = (
     "test_no_rotation_passes_the_bound_of_its_scores_and_one_comes_close",
     "test_rotations_of_projections_need_the_allowance_of_their_roundings",
     "test_what_a_projection_is_off_by_is_in_the_bound_of_turned_scores",
+    "test_gated_neurons_with_biases_reach_their_bounds",
     "test_a_norm_behind_a_sublayer_says_what_it_adds",
     "test_an_embedding_that_scales_itself_rounds_twice",
     "test_a_carried_eigenvalue_is_above_that_of_weights_changed_in_the_worst_direction",

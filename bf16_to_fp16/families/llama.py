@@ -104,6 +104,7 @@ def attention(
         add=f"{at}:add",
         query_norm=f"{m}.q_norm" if head_norms else "",
         key_norm=f"{m}.k_norm" if head_norms else "",
+        norms_by_position=head_norms,
         rotary="rotary_emb",
         kv_heads="num_key_value_heads",
         interleaved=interleaved,
@@ -142,8 +143,8 @@ def feed_forward(at: str, config: Mapping[str, object], biased: Collection[str])
     )
 
 
-ROTATIONS = ("default", "linear", "dynamic", "llama3")
-"""Kinds of rotary positions whose cosines and sines are those of an angle, and not a multiple."""
+ROTATIONS = ("default", "linear", "dynamic", "llama3", "proportional")
+"""Kinds of rotary positions whose cosines and sines are those of an angle; others multiply them by a factor."""
 
 
 def check_rotation(config: Mapping[str, object]) -> None:
@@ -153,10 +154,10 @@ def check_rotation(config: Mapping[str, object]) -> None:
         if not isinstance(found, Mapping):
             continue
         kind = found.get("rope_type", found.get("type", "default"))
-        if kind not in ROTATIONS:
+        if kind not in ROTATIONS and found.get("attention_factor") != 1:
             raise UserError(
                 f"config.json: {key!r} is of the kind {kind!r}, which multiplies queries and keys by a factor that has"
-                f" no bound yet; known are {', '.join(ROTATIONS)}"
+                f" no bound yet; known are {', '.join(ROTATIONS)}, and others with an attention_factor of 1.0"
             )
 
 

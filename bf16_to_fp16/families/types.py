@@ -145,7 +145,8 @@ class Attention:
     only training switches on, for the output, "" where it is a function.
 
     ``post_norm``: the norm between the output projection and the stream. ``query_norm``, ``key_norm``: the norms of
-    each head of queries and of keys, as wide as a head. ``rotary``: the module that gives the cosines and sines by
+    each head of queries and of keys, as wide as a head; ``norms_by_position``: they read positions before heads, [rows,
+    positions, heads, channels]. ``rotary``: the module that gives the cosines and sines by
     which both are then turned, channel i with i + head_dim/2 or, ``interleaved``, 2i with 2i + 1; where it turns the
     first channels of a head alone, the others count as if they were. "" where there is none. ``kv_heads``: config key
     of the number of heads of keys and values, "" where it is ``heads``. ``scale``: config key of what scores are
@@ -183,6 +184,7 @@ class Attention:
     block_norm: str = ""
     block_bias: str = ""
     interleaved: bool = False
+    norms_by_position: bool = False
 
     @property
     def scaling(self) -> tuple[str, str]:

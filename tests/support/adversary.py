@@ -78,10 +78,7 @@ def free_norms(model: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
     ready = {path: x.to(model.get_submodule(path).weight.dtype) for path, x in inputs.items()}
 
     def replace(path: str) -> Any:
-        # Heads are before positions, or behind them.
-        return lambda module, args: (
-            ready[path] if ready[path].shape == args[0].shape else ready[path].transpose(1, 2),
-        )
+        return lambda module, args: (ready[path],)
 
     with ExitStack() as stack:
         for path in inputs:
@@ -117,8 +114,9 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
                 inputs[w.post_norm] = drawn(torch.eye(gain.numel()), batch, length)
             if isinstance(w, Attention) and w.query_norm:
                 pairs = loud_pairs(*(gain_of(state, layout, norm) for norm in (w.query_norm, w.key_norm)))
-                inputs[w.query_norm] = drawn(pairs, batch, layout.heads(w), length)
-                inputs[w.key_norm] = drawn(pairs, batch, layout.kv_heads(w), length)
+                for norm, heads in ((w.query_norm, layout.heads(w)), (w.key_norm, layout.kv_heads(w))):
+                    read = drawn(pairs, batch, heads, length)
+                    inputs[norm] = read.transpose(1, 2) if w.norms_by_position else read
             if isinstance(w, Attention) and w.block_norm:
                 # What sums reach depends on the first norm's output; their own norm's input may be anything as well.
                 own = gain_of(state, layout, w.block_norm)
