@@ -50,6 +50,7 @@ from bf16_to_fp16.bounds.attention import (
 from bf16_to_fp16.bounds.certificate import _Walk
 from bf16_to_fp16.bounds.feed_forward import GatedNeurons, PlainNeurons, homogeneous, output_bound
 from bf16_to_fp16.bounds.linear import (
+    LinearBound,
     NormOutput,
     block_sums,
     bound_linear,
@@ -143,6 +144,7 @@ QUICK = (
     "test_a_rows_own_eigenvalue_is_tighter_and_still_sound",
     "test_turned_queries_and_keys_need_the_allowance_of_their_roundings",
     "test_a_soft_cap_needs_the_allowance_of_each_of_its_roundings",
+    "test_halves_of_a_linear_are_the_linears_of_the_halves",
     "test_logits_behind_a_soft_cap_reach_it_and_no_more",
     "test_no_rotation_passes_the_bound_of_its_scores_and_one_comes_close",
     "test_rotations_of_projections_need_the_allowance_of_their_roundings",
@@ -208,6 +210,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("a soft cap's quotient a tenth smaller", soft_capped, "values / cap", "0.9 * values / cap"),
     ("the span behind a soft cap halved", capped_span, "2 * capped.result", "capped.result"),
     ("the cap of logits left out", W.head, "soft_capped(bound, cap,", "soft_capped(0.9 * bound, cap,"),
+    ("a fused gate's bound taken for its neurons'", LinearBound.halves, "slice(middle, None)", "slice(0, middle)"),
     ("the span between two turned keys halved", turned_score_bounds, "2 * whole * every", "whole * every"),
     ("rotated scores a tenth smaller", rotated_score_bounds, "exact[h] = min(", "exact[h] = 0.9 * min("),
     ("half of a rotated pair left out", rotated, "(one - other) / 2, mixed)", "(one - other) / 2, 0 * mixed)"),

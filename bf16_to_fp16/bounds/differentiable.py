@@ -186,7 +186,7 @@ class _Walk:
             elif isinstance(w, FeedForward):
                 for path in dict.fromkeys(filter(None, (w.gate, w.linear))):
                     if path in self.fixed and self.wants(path):
-                        self.linear_site(path, source, half=w.fused)
+                        self.linear_site(path, source)
                 if self.stream is not None:
                     made = self.feed_forward_output(w, source)
                     self.add(w, made, made)
@@ -267,11 +267,10 @@ class _Walk:
             weight, bias = weight[at], None if bias is None else bias[at]
         return rows_of(weight, bias, source)
 
-    def linear_site(self, path: str, source: _Normalised, *, half: bool) -> None:
-        """Note a linear whose output no exponent moves; half: only of the first half of its rows."""
+    def linear_site(self, path: str, source: _Normalised) -> None:
+        """Note a linear whose output no exponent moves, with the neurons that stand in one matrix with their gates."""
         at = None if self.wanted is None else self.wanted[path]
-        bounds = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
-        self.found[path] = bounds[: len(bounds) // 2] if half and at is None else bounds
+        self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
     def head(self, head: Head, final: _Normalised) -> None:
         """Note what a head's linears make of the last norm's output, a language model's with and without its bias."""

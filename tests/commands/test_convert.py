@@ -50,7 +50,7 @@ from bf16_to_fp16.run.stock import load
 
 HEADS = ("t5-states", "t5-classifier", "mt5-classifier", "t5-token-classifier", "t5-spans")
 GEMMA = ("gemma3", "gemma3-untied", "embeddinggemma", "gemma2", "gemma")
-LLAMA = ("llama", "llama-biased", "qwen3")
+LLAMA = ("llama", "llama-biased", "qwen3", "glm4")
 KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "t5-encoder", "umt5-encoder", *HEADS, *GEMMA, *LLAMA)
 
 
