@@ -30,6 +30,7 @@ from .types import (
     Quotient,
     SameAs,
     Signal,
+    Spread,
     Stack,
     StackEnds,
     StockAttributes,
@@ -63,9 +64,9 @@ def attention(
     value, query_key = f"{m}.value", f"{m}.query_key"
     q, k, v, o = (f"{m}.{name}_proj" for name in "qkvo")
     group = kv_heads, heads, size = shared_values(config)
-    pairs, pairs_read = (kv_heads, 2, size // 2), (kv_heads, heads, 1, 2, size // 2)
-    if interleaved:
-        pairs, pairs_read = (kv_heads, 1, size // 2, 2), (kv_heads, heads, size // 2, 2)
+    in_head: Spread = (1, size // 2, 2) if interleaved else (2, size // 2)
+    pairs: Spread = (kv_heads, *in_head)
+    pairs_read: Spread = (kv_heads, heads, *(in_head[1:] if interleaved else (1, *in_head)))
     signals = [
         Signal(RESIDUAL, Kind.RESIDUAL, "model", (input_of(norm), output_of(o))),
         Signal(norm, Kind.NORM, "model", (output_of(norm),)),

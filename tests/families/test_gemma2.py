@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH
 from bf16_to_fp16.bounds.attention import MASK_ROUNDING
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import FeedForward
+from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.agreement import agreed_layout
 from bf16_to_fp16.run.scaled_attention import SCALED, register
@@ -41,12 +42,13 @@ def test_a_cap_on_scores_bounds_what_follows_it_and_not_the_scores() -> None:
 def test_a_cap_that_a_config_sets_to_null_is_left_out_by_stock_code_too(
     caps: tuple[float | None, float | None], tmp_path: Path
 ) -> None:
-    keys = ("attn_logit_softcapping", "final_logit_softcapping")
-    model = tiny.build("gemma2", num_hidden_layers=1, **dict(zip(keys, caps, strict=True)))
+    own: dict[str, Any] = dict(zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True))
+    model = tiny.build("gemma2", num_hidden_layers=1, **own)
     source = tiny.save(model, tmp_path / "source")
     layout = agreed_layout(open_checkpoint(source))
     assert layout.head is not None
-    assert (layout.cap(next(w for w in layout.topology if hasattr(w, "joining"))), layout.cap(layout.head)) == caps
+    [attention] = [w for w in layout.topology if isinstance(w, Attention)]
+    assert (layout.cap(attention), layout.cap(layout.head)) == caps
 
 
 def test_scaled_attention_has_the_cap_of_eager_attention() -> None:
