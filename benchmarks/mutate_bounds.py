@@ -34,16 +34,23 @@ from support.adversary import adverse_inputs, cancelling, observe, scaled
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.attention import (
     attention_output,
+    capped_span,
     gathered,
+    longest_of,
     masked_span,
+    pair_order,
+    rotated,
+    rotated_score_bounds,
     score_bounds,
+    soft_capped,
     summed_scores,
     turned,
     turned_score_bounds,
 )
 from bf16_to_fp16.bounds.certificate import _Walk
-from bf16_to_fp16.bounds.feed_forward import GatedNeurons, PlainNeurons, output_bound
+from bf16_to_fp16.bounds.feed_forward import GatedNeurons, PlainNeurons, homogeneous, output_bound
 from bf16_to_fp16.bounds.linear import (
+    LinearBound,
     NormOutput,
     block_sums,
     bound_linear,
@@ -86,7 +93,7 @@ Seen = dict[str, float]
 def cases() -> list[tuple[Any, Arithmetic, Seen]]:
     """Return models, arithmetics and what an adversary makes of every site: fp16 and, in exact arithmetic, fp32."""
     made = []
-    for kind in ("t5", "gated", "gelu", "umt5", "pegasus", "mbart", "gemma3"):
+    for kind in ("t5", "gated", "gelu", "umt5", "pegasus", "mbart", "gemma3", "llama-biased"):
         for seed, factor in ((1, 1.0), (2, 0.02)):
             half = tiny.build(kind, seed, factor=factor).half()
             half = scaled(half, seed, 12) if seed == 2 else half
@@ -140,6 +147,13 @@ QUICK = (
     "test_partial_sums_of_any_split_stay_under_their_bound",
     "test_a_rows_own_eigenvalue_is_tighter_and_still_sound",
     "test_turned_queries_and_keys_need_the_allowance_of_their_roundings",
+    "test_a_soft_cap_needs_the_allowance_of_each_of_its_roundings",
+    "test_halves_of_a_linear_are_the_linears_of_the_halves",
+    "test_logits_behind_a_soft_cap_reach_it_and_no_more",
+    "test_no_rotation_passes_the_bound_of_its_scores_and_one_comes_close",
+    "test_rotations_of_projections_need_the_allowance_of_their_roundings",
+    "test_what_a_projection_is_off_by_is_in_the_bound_of_turned_scores",
+    "test_gated_neurons_with_biases_reach_their_bounds",
     "test_a_norm_behind_a_sublayer_says_what_it_adds",
     "test_an_embedding_that_scales_itself_rounds_twice",
     "test_a_carried_eigenvalue_is_above_that_of_weights_changed_in_the_worst_direction",
@@ -161,6 +175,7 @@ SLOW = (
     "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[gated]",
     "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[pegasus]",
     "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[gemma3]",
+    "test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16[llama-biased]",
 )
 """Tests that only mutants meet which neither a quick test nor a model has shown."""
 
@@ -202,7 +217,20 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "source.gain.abs().view(2, -1).amax(0)",
         "source.gain.abs().view(2, -1)[0]",
     ),
+    ("a soft cap a tenth smaller", soft_capped, "tanh * cap", "0.9 * tanh * cap"),
+    ("the tanh of a soft cap a tenth smaller", soft_capped, "quotient.tanh()", "0.9 * quotient.tanh()"),
+    ("a soft cap's quotient a tenth smaller", soft_capped, "values / cap", "0.9 * values / cap"),
+    ("the span behind a soft cap halved", capped_span, "2 * capped.result", "capped.result"),
+    ("the cap of logits left out", W.head, "soft_capped(bound, cap,", "soft_capped(0.9 * bound, cap,"),
+    ("a fused gate's bound taken for its neurons'", LinearBound.halves, "slice(middle, None)", "slice(0, middle)"),
     ("the span between two turned keys halved", turned_score_bounds, "2 * whole * every", "whole * every"),
+    ("rotated scores a tenth smaller", rotated_score_bounds, "exact[h] = min(", "exact[h] = 0.9 * min("),
+    ("half of a rotated pair left out", rotated, "(one - other) / 2, mixed)", "(one - other) / 2, 0 * mixed)"),
+    ("shift and bias left out of rotated scores", rotated, "ordered(made.centre)", "ordered(0 * made.centre)"),
+    ("rotated lengths with their shift a tenth smaller", longest_of, "math.sqrt((1 +", "0.9 * math.sqrt((1 +"),
+    ("pairs that lie side by side taken for halves", pair_order, "if interleaved", "if False"),
+    ("every head of queries with the first head of keys", rotated_score_bounds, "n = h // group", "n = 0"),
+    ("the span between two rotated keys halved", rotated_score_bounds, "2 * exact", "exact"),
     ("several heads' values taken for the first's", attention_output, "(h // group, h)", "(0, h)"),
     ("the context a tenth smaller", gathered, "a.summed(values.bound *", "a.summed(0.9 * values.bound *"),
     (
@@ -214,6 +242,13 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the bias of the attention's output left out", attention_output, "signed.abs() + error", "error"),
     ("the values' bias left out behind the output", attention_output, "(o @ values.centre[part]).abs())", "0)"),
     ("a gate's product a tenth smaller", G.__init__, "scale = gate.norms *", "scale = 0.9 * gate.norms *"),
+    (
+        "the biases of a gate and its linear left out",
+        G.__init__,
+        "if gate.centre.any() or other.centre.any()",
+        "if False",
+    ),
+    ("biases that make nothing longer", homogeneous, "radius = math.hypot(one.radius, length)", "radius = one.radius"),
     ("a product's sign taken for positive", G.__init__, "(1 + self.cosine.abs()) / 2", "(1 + self.cosine) / 2"),
     (
         "half the gated neurons at their maximum",
@@ -279,7 +314,22 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the rounding of the embedding's own √d left out", W.begin, "scale *= 1 + a.unit", "scale *= 1"),
     ("the roundings of a rotation left out", turned, "(1 + relative) + tiny", "1.0"),
     ("the roundings of two rotations left out of scores", turned, "1 + math.sqrt(2) * relative", "1.0"),
+    ("the rounding of a soft cap's quotient left out", soft_capped, "a.rounded(values / cap)", "values / cap"),
+    ("the rounding of its tanh left out", soft_capped, "a.rounded(quotient.tanh())", "quotient.tanh()"),
+    ("the rounding of its product left out", soft_capped, "a.rounded(tanh * cap)", "tanh * cap"),
+    ("its quotient's rounding left out of what it is off", soft_capped, "a.unit * values +", ""),
+    ("one rounding left out of what it is off", soft_capped, "2 * a.unit * result", "a.unit * result"),
+    ("subnormals left out of what a soft cap is off", soft_capped, "+ (2 * cap + 1) * a.tiny", ""),
+    ("what a soft cap is off left out of its span", capped_span, "span + 2 * capped.off", "span"),
     ("subnormals left out of turned scores", turned_score_bounds, "(whole + off) * every", "whole * every"),
+    ("the roundings of a projection's rotation left out", rotated, "(1 + math.sqrt(2) * relative)", "1.0"),
+    ("subnormals left out of a projection's rotation", rotated, "+ math.sqrt(2) * tiny", ""),
+    (
+        "what projections are off by left out of rotated scores",
+        rotated_score_bounds,
+        "error, exact",
+        "0 * error, exact",
+    ),
     ("subnormals left out of a norm", rms_normalised, "a.tiny * (gain.abs() * (1 + a.unit) + 1)", "0 * gain"),
     ("fp32's deviations left out of a LayerNorm", lengthened, "norm_units(width)", "0"),
     ("the roundings of what attention gathers left out", A.summed, "return values *", "return values + 0 * values *"),

@@ -1,8 +1,8 @@
 """Bounds of an attention: the scores, what the weights gather of the values, and the output projection.
 
-A head's scores are at most d times the spectral norm of AqᵀAk, with A the weight times the gain of the norm. Attention
-weights are convex, so what is gathered is no larger than the values, and row i of the output at most the sum over
-heads of √d·‖O_i·Av‖.
+A head's scores are at most d times the spectral norm of AqᵀAk, with A the weight times the gain of the norm; where
+positions are rotary, of AqᵀRAk for the worst of all rotations R. Attention weights are convex, so what is gathered is
+no larger than the values, and row i of the output at most the sum over heads of √d·‖O_i·Av‖.
 
 Stock masks add −65504, which is finite: a masked position has no weight only as long as the scores of one query span
 less than that (``masked_span``).
@@ -120,20 +120,27 @@ class Turned:
     bound: Tensor
 
 
-def turned(source: NormOutput, arithmetic: Arithmetic) -> Turned:
-    """Return what a rotation makes of a norm's output.
+def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
+    """Return how far a channel that was turned may be from a rotation's: relative to the length of its pair, and
+    besides; both channels of a pair together by √2 of it.
 
-    A rotation keeps the length of a pair. In fp16 each channel is off from it by at most the roundings of cosine, sine,
-    two products and their sum, relative to |x_i·cos| + |x_j·sin| ≤ √(x_i² + x_j²), and both channels by √2 of that.
+    In fp16 it is off by at most the roundings of cosine, sine, two products and their sum, relative to |x_i·cos| +
+    |x_j·sin| ≤ √(x_i² + x_j²).
     """
     a = arithmetic
+    if a.exact:
+        return 0.0, 0.0
+    # The angles' own errors and subnormal cosines are relative to |x_i| + |x_j|.
+    relative = ((1 + a.unit) ** 3 - 1) * (1 + ANGLES) + ANGLES
+    relative += math.sqrt(2) * (1 + a.unit) ** 2 * (a.tiny + ANGLES)
+    return relative, 3 * a.tiny * (1 + a.unit)
+
+
+def turned(source: NormOutput, arithmetic: Arithmetic) -> Turned:
+    """Return what a rotation makes of a norm's output; it keeps the length of a pair, but for ``rotation_error``."""
     gain = source.gain.abs().view(2, -1).amax(0) * (1 + source.relative)
     absolute = math.sqrt(2) * source.absolute.view(2, -1).amax(0)
-    relative, tiny = 0.0, 3 * a.tiny * (1 + a.unit)
-    if not a.exact:
-        # The angles' own errors and subnormal cosines are relative to |x_i| + |x_j|.
-        relative = ((1 + a.unit) ** 3 - 1) * (1 + ANGLES) + ANGLES
-        relative += math.sqrt(2) * (1 + a.unit) ** 2 * (a.tiny + ANGLES)
+    relative, tiny = rotation_error(arithmetic)
     most = (gain * source.radius + absolute) * (1 + relative) + tiny
     both = 1 + math.sqrt(2) * relative
     return Turned(gain * both, absolute * both + math.sqrt(2) * tiny, source.radius, most.repeat(2) * COMPUTED)
@@ -155,6 +162,142 @@ def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arit
     every = torch.ones(heads, dtype=torch.float64)
     terms = (query.bound + key.bound).expand(heads, -1)
     return summed_scores(whole * every, off * every, (whole + off) * every, 2 * whole * every, terms, scale, arithmetic)
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """Queries or keys of every head, made by a linear without a norm behind it, after a rotation of pairs of channels.
+
+    A pair is a map of n, ‖n‖₂ ≤ 1, plus what does not depend on it. ``grams``: of the maps of each head, fp64
+    [channels, channels], the first channels of all pairs before the second ones; ``shifts``: of what does not depend on
+    n, fp64 [heads, channels] in the same order. ``peaks``, ``centres``, ``errors``: length of each pair at most from
+    the map, from shift and bias, from what arithmetic is off by, fp64 [heads, pairs] each. ``bound``: of each channel,
+    in the order of the linear's rows, fp64 [heads·channels].
+    """
+
+    grams: tuple[Tensor, ...]
+    shifts: Tensor
+    peaks: Tensor
+    centres: Tensor
+    errors: Tensor
+    bound: Tensor
+
+
+def pair_order(size: int, interleaved: bool) -> Tensor:
+    """Return the channels of a head, the first of each pair and then the second: [size]."""
+    channels = torch.arange(size)
+    return channels.view(-1, 2).t().flatten() if interleaved else channels
+
+
+def rotated(made: LinearBound, heads: int, interleaved: bool, arithmetic: Arithmetic) -> Rotated:
+    """Return what a rotation by any angles makes of a linear's outputs; interleaved: whether it turns channel 2i with
+    2i + 1, and not i with i + size/2.
+
+    A rotation keeps the length of a pair, but for ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
+    c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²).
+    """
+    size = made.norms.numel() // heads
+    order, half = pair_order(size, interleaved), size // 2
+    relative, tiny = rotation_error(arithmetic)
+    both = (1 + math.sqrt(2) * relative) * COMPUTED
+
+    def ordered(values: Tensor) -> Tensor:
+        return values.view(heads, size)[:, order] * both
+
+    def lengths(values: Tensor) -> Tensor:
+        return values.view(heads, 2, half).norm(dim=1)
+
+    grams, peaks = [], []
+    for h in range(heads):
+        rows = made.matrix[h * size : (h + 1) * size][order] * (made.radius * both)
+        gram = rows @ rows.t()
+        one, other, mixed = gram.diagonal()[:half], gram.diagonal()[half:], gram[:half, half:].diagonal()
+        grams.append(gram)
+        peaks.append(((one + other) / 2 + torch.hypot((one - other) / 2, mixed)).sqrt() * COMPUTED)
+    longest, shifts = torch.stack(peaks), ordered(made.centre)
+    centres, errors = lengths(shifts), lengths(ordered(made.error)) + math.sqrt(2) * tiny
+    bound = torch.empty(heads, size, dtype=torch.float64)
+    bound[:, order] = (longest + centres + errors).repeat(1, 2)
+    return Rotated(tuple(grams), shifts, longest, centres, errors, bound.flatten())
+
+
+def rotated_score_bounds(query: Rotated, key: Rotated, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
+    """Return bounds of every head's products of a query and a key that were turned by whatever angles, several heads
+    of queries sharing one of keys.
+
+    Pair by pair a product and its parts are at most the product of the lengths (Cauchy-Schwarz), ‖q_p‖·‖k_p‖. The sum
+    over pairs is at most ‖D·q‖·‖D⁻¹·k‖ for every D with one entry for each pair (``longest_of``); or that of what the
+    maps make, and pair by pair what shifts and biases add.
+    """
+    heads, group = len(query.peaks), len(query.peaks) // len(key.peaks)
+    exact, error = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
+    for h in range(heads):
+        n = h // group
+        peaks_q, peaks_k, fixed_q, fixed_k = query.peaks[h], key.peaks[n], query.centres[h], key.centres[n]
+        balance = balanced(peaks_k + fixed_k, peaks_q + fixed_q)
+        map_q, long_q = longest_of(query.grams[h], query.shifts[h], balance.repeat(2))
+        map_k, long_k = longest_of(key.grams[n], key.shifts[n], 1 / balance.repeat(2))
+        apart = min(map_q * map_k, float(peaks_q @ peaks_k)) + float(fixed_q @ fixed_k)
+        apart += min(float(peaks_q @ fixed_k), map_q * float((fixed_k / balance).norm()))
+        apart += min(float(peaks_k @ fixed_q), map_k * float((fixed_q * balance).norm()))
+        exact[h] = min(apart, long_q * long_k)
+        off_q, off_k = query.errors[h], key.errors[n]
+        error[h] = min(float((peaks_q + fixed_q) @ off_k), long_q * float((off_k / balance).norm()))
+        error[h] += min(float((peaks_k + fixed_k) @ off_q), long_k * float((off_q * balance).norm()))
+        error[h] += off_q @ off_k
+    terms = query.bound.view(heads, -1) + key.bound.view(heads // group, -1).repeat_interleave(group, 0)
+    # Two keys are turned by different angles, so that nothing that they share cancels.
+    return summed_scores(exact, error, exact + error, 2 * exact, terms, scale, arithmetic)
+
+
+def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, float]:
+    """Return the largest ‖D·A·n‖ and ‖D·(A·n + c)‖ over ‖n‖ ≤ 1, with A·Aᵀ = ``gram``, c = ``shift``, D =
+    diag(``factors``).
+
+    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(1 + s²), for every s; this s makes it at most the
+    sum of the parts' lengths, and less where they point different ways.
+    """
+    scaled, fixed = outer_scaled(gram, factors), shift * factors
+    long, added = math.sqrt(largest_eigenvalue(scaled)), float(fixed.norm())
+    if not (long > 0 and 0 < added < math.inf and long < math.inf):
+        return long, long + added
+    square = added / long
+    joined = largest_eigenvalue(scaled + torch.outer(fixed, fixed) / square)
+    return long, math.sqrt((1 + square) * joined)
+
+
+@dataclass(frozen=True)
+class Capped:
+    """Bounds of the steps of a soft cap c·tanh(x/c), shaped as x is: of the quotient, of its tanh, and of the result;
+    and ``off``, how far rounding takes the result from c·tanh(x/c)."""
+
+    quotient: Tensor
+    tanh: Tensor
+    result: Tensor
+    off: Tensor
+
+
+def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
+    """Return the bounds of what a soft cap makes of x up to ``values``.
+
+    tanh grows with x and is at most 1, which fp16 holds, so each step's bound is that of the step before put through
+    it and rounded once. Rounding the quotient moves the result by as much as it moves x, since the slope of c·tanh(x/c)
+    is at most 1; rounding tanh and product moves it by a unit of c·tanh each.
+    """
+    a = arithmetic
+    quotient = a.rounded(values / cap) * COMPUTED
+    tanh = (a.rounded(quotient.tanh()) * COMPUTED).clamp(max=1)
+    result = a.rounded(tanh * cap) * COMPUTED
+    off = a.unit * values + 2 * a.unit * result + (2 * cap + 1) * a.tiny
+    return Capped(quotient, tanh, result, off * COMPUTED)
+
+
+def capped_span(span: Tensor, capped: Capped) -> Tensor:
+    """Return how far two scores of one query lie apart behind a soft cap; span: before it.
+
+    The slope of a cap is at most 1, and whatever it gives lies within the cap on either side of 0.
+    """
+    return torch.minimum(span + 2 * capped.off, 2 * capped.result)
 
 
 def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:

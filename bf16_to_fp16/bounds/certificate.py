@@ -42,11 +42,14 @@ from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
 from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, growth, largest
 from .attention import (
     ScoreBounds,
-    Turned,
     attention_output,
+    capped_span,
     gathered,
     masked_span,
+    rotated,
+    rotated_score_bounds,
     score_bounds,
+    soft_capped,
     turned,
     turned_score_bounds,
 )
@@ -182,6 +185,7 @@ CARRYING = {
     "abs",
     "constant_pad_nd",
     "repeat",
+    "stack",
 }
 """Operations that only move, choose, limit, mask or negate values of their module, or take their magnitude."""
 
@@ -468,9 +472,11 @@ class _Walk(_Findings):
             other = self.summed(w, source, square)
         query, query_square = self.linear(w.query, "query", source, square)
         key, key_square = self.linear(w.key, "key", *other)
-        if w.rotary:
-            pairs = (w.query_norm, query, query_square, heads), (w.key_norm, key, key_square, kv_heads)
-            self.turned_score(w, heads, *(turned(self.head_norm(*pair), self.arithmetic) for pair in pairs))
+        if w.rotary and w.query_norm:
+            normed = (w.query_norm, query, query_square, heads), (w.key_norm, key, key_square, kv_heads)
+            self.turned_score(w, heads, *(self.head_norm(*each) for each in normed))
+        elif w.rotary:
+            self.rotated_score(w, (query, heads), (key, kv_heads))
         else:
             self.score(w, heads, query, key)
         del query, key
@@ -494,15 +500,32 @@ class _Walk(_Findings):
         bound, square = (x.view(heads, -1) for x in (made.bound, square))
         return self.normalised(path, bound.amax(0), square.mean(0), float(bound.norm(dim=1).max()))[0]
 
-    def turned_score(self, w: Attention, heads: int, query: Turned, key: Turned) -> None:
-        """Bound a rotation of queries and keys, and their scores."""
-        largest_turned = max(largest(query.bound), largest(key.bound))
+    def turned_score(self, w: Attention, heads: int, query: NormOutput, key: NormOutput) -> None:
+        """Bound a rotation of normalised queries and keys, and their scores."""
+        a, scale = self.arithmetic, self.layout.score_scale(w)
+        one, other = turned(query, a), turned(key, a)
+        factors = self.rotation(w, one.bound, other.bound)
+        self.scored(w, turned_score_bounds(one, other, heads, a, scale), scale, factors)
+
+    def rotated_score(self, w: Attention, query: tuple[LinearBound, int], key: tuple[LinearBound, int]) -> None:
+        """Bound a rotation of queries and keys as their projections make them, and their scores; query, key: with the
+        number of heads."""
+        a, scale = self.arithmetic, self.layout.score_scale(w)
+        one, other = (rotated(made, heads, w.interleaved, a) for made, heads in (query, key))
+        for path, made in ((w.query, one), (w.key, other)):
+            # What moves a projection's channels moves the turned ones too.
+            bound, square = self.outputs[path]
+            self.outputs[path] = (torch.maximum(bound, made.bound), square)
+        factors = self.rotation(w, one.bound, other.bound)
+        self.scored(w, rotated_score_bounds(one, other, a, scale), scale, factors)
+
+    def rotation(self, w: Attention, query: Tensor, key: Tensor) -> float:
+        """Record the steps of a rotation of queries and keys; return their largest bound."""
+        most = max(largest(query), largest(key))
         self.note(f"{w.rotary}:to", "rotation", 1.0)
         for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
-            self.note(f"{w.at}:{operation}", "rotation", largest_turned)
-        scale = self.layout.score_scale(w)
-        made = turned_score_bounds(query, key, heads, self.arithmetic, scale)
-        self.scored(w, made, scale, largest_turned)
+            self.note(f"{w.at}:{operation}", "rotation", most)
+        return most
 
     def summed(self, w: Attention, source: NormOutput, square: Tensor) -> tuple[NormOutput, Tensor]:
         """Bound the sums over blocks of positions that an attention makes of its norm's output, and what their own norm
@@ -521,14 +544,21 @@ class _Walk(_Findings):
         self.scored(w, made, scale, max(largest(query.bound), largest(key.bound)))
 
     def scored(self, w: Attention, made: ScoreBounds, scale: float, factors: float) -> None:
-        """Record the scores of every head: the bare product, the scaled one, with the position bias, and their span;
-        factors: bound of queries and keys."""
+        """Record the scores of every head: the bare product, the scaled one, behind a soft cap, with the position bias,
+        and their span; factors: bound of queries and keys."""
         heads = len(made.product)
         self.note(f"{w.at}:scores", "scores", made.product, made.partial)
         scaled = self.rounded(made.product * scale) if w.scaled else made.product
         self.note(w.scaling[0], "scores", scaled)
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
         self.inner |= dict.fromkeys(w.scaling, factors * max(1.0, scale))
+        top, span, cap = scaled, made.span, self.layout.cap(w)
+        if cap is not None:
+            capped = soft_capped(scaled, cap, self.arithmetic)
+            self.note(f"{w.at}:div", "scores", capped.quotient)
+            self.note(f"{w.at}:tanh", "scores", capped.tanh)
+            self.note(w.capping, "scores", capped.result)
+            scaled, span = capped.result, capped_span(span, capped)
         bias = self.tensor(w.bias) if w.bias else None
         offset = torch.zeros(heads, dtype=torch.float64)
         for name in filter(None, (w.bias, w.block_bias)):
@@ -540,17 +570,20 @@ class _Walk(_Findings):
         biased = self.rounded(scaled + offset)
         self.note(w.joining, "scores", biased)
         if not w.radius:  # whose mask is −inf
-            self.note(f"{w.at}:masked", "masked scores", masked_span(made.span, scaled, bias, self.arithmetic))
+            self.note(f"{w.at}:masked", "masked scores", masked_span(span, scaled, bias, self.arithmetic))
         self.note(f"{w.at}:softmax", "weights", 1.0)
         product = torch.maximum(made.product, made.partial)
-        self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, scaled)))
+        self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)))
 
     def feed_forward(self, w: FeedForward) -> None:
         """Bound one feed-forward sublayer and add it to the stream."""
         source, square = self.norm(w.norm)
         if w.gate:
             gate, gate_square = self.linear(w.gate, "gate", source, square)
-            other, other_square = self.linear(w.linear, "neuron", source, square)
+            if w.fused:
+                (gate, other), (gate_square, other_square) = gate.halves(), gate_square.chunk(2)
+            else:
+                other, other_square = self.linear(w.linear, "neuron", source, square)
             self.activation(w, gate)
             gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"), self.spectra)
             neurons: Neurons = gated
@@ -613,6 +646,12 @@ class _Walk(_Findings):
             offset = torch.zeros_like(bound) if offset is None else offset.double().abs().view(-1)
             bound = self.rounded(bound + offset)
             self.note("model:add", "logits", bound)
+        cap = layout.cap(head)
+        if cap is not None:
+            capped = soft_capped(bound, cap, self.arithmetic)
+            self.note("model:div", "logits", capped.quotient)
+            self.note("model:tanh", "logits", capped.tanh)
+            self.note("model:mul", "logits", capped.result)
 
     def head_linear(self, linear: HeadLinear, final: NormOutput, square: Tensor) -> tuple[Tensor, Tensor]:
         """Bound a head's linear on a norm's output, some rows at a time; return the bounds of its outputs and their

@@ -34,7 +34,7 @@ from ..families.types import (
 from ..families.walk import walk
 from ..numerics import FP16_MAX
 from .arithmetic import Arithmetic, full_precision
-from .attention import MASK_ROUNDING
+from .attention import MASK_ROUNDING, pair_order
 from .feed_forward import LOWEST
 from .linear import NORM_ERROR, lengthened
 
@@ -80,6 +80,12 @@ class _Rows:
     centre: Tensor
     partial: Tensor
 
+    def halves(self) -> tuple[_Rows, _Rows]:
+        """Return the first half of the rows, and the second."""
+        parts = zip(*(x.chunk(2) for x in (self.matrix, self.norms, self.centre, self.partial)), strict=True)
+        first, second = (_Rows(matrix, self.radius, *others) for matrix, *others in parts)
+        return first, second
+
 
 Owner = tuple[str, Callable[[Tensor], Tensor]]
 """A tensor that a site's bounds depend on, by its name in the layout, and its view with a row for each of them."""
@@ -119,10 +125,12 @@ class DifferentiableBounds:
             return [(name, view) for name in (f"{path}.weight", f"{path}.bias") if name in layout.tensors]
 
         def scores(w: Attention) -> list[Owner]:
-            if w.rotary:
+            if w.query_norm:
                 return linear(w.query_norm, all_of) + linear(w.key_norm, all_of)
             heads = partial(by_head, heads=layout.heads(w))
-            return linear(w.query, heads) + linear(w.key, heads)
+            # Keys that several heads of queries share have no row for each of them.
+            shared = layout.kv_heads(w) != layout.heads(w)
+            return linear(w.query, heads) + ([] if shared else linear(w.key, heads))
 
         for stack in layout.stacks():
             starts = (layout.family.embedding, stack.ends.positions)
@@ -183,7 +191,7 @@ class _Walk:
                 if self.stream is not None:
                     self.add(w, *self.attention_output(w, source))
             elif isinstance(w, FeedForward):
-                for path in filter(None, (w.gate, w.linear)):
+                for path in dict.fromkeys(filter(None, (w.gate, w.linear))):
                     if path in self.fixed and self.wants(path):
                         self.linear_site(path, source)
                 if self.stream is not None:
@@ -268,7 +276,7 @@ class _Walk:
         return rows_of(weight, bias, source)
 
     def linear_site(self, path: str, source: _Normalised) -> None:
-        """Note a linear whose output no exponent moves."""
+        """Note a linear whose output no exponent moves, with the neurons that stand in one matrix with their gates."""
         at = None if self.wanted is None else self.wanted[path]
         self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
@@ -328,11 +336,12 @@ class _Walk:
         sites = [f"{w.at}:scores", w.joining, *(() if w.radius else (f"{w.at}:masked",))]
         if not self.wants(*sites):
             return
+        assert other is not None
         if w.rotary:
-            for site, bound in zip(sites, self.turned_scores(w), strict=True):
+            product, biased, span = self.turned_scores(w) if w.query_norm else self.rotated_scores(w, source)
+            for site, bound in zip(sites, (product, *self.capped(w, biased, span)), strict=True):
                 self.note(site, bound)
             return
-        assert other is not None
         query, key = self.linear(w.query, source), self.linear(w.key, other)
         size = len(query.norms) // heads
         q, k = (x.matrix.view(heads, size, -1) for x in (query, key))
@@ -370,16 +379,58 @@ class _Walk:
 
     def turned_scores(self, w: Attention) -> tuple[Tensor, ...]:
         """Bounds of the scores of normalised and turned queries and keys, which all heads have in common: of products
-        and partial sums, with the mask, and of what that must add at least."""
+        and partial sums, scaled, and of how far those of one query lie apart."""
         a, scale = self.a, self.layout.score_scale(w)
         query, key = self.norm(w.query_norm), self.norm(w.key_norm)
         pairs = [source.gain.abs().view(2, -1).amax(0) for source in (query, key)]
         exact = query.radius * key.radius * (pairs[0] * pairs[1]).amax()[None]
         # A norm's rounding and a rotation's three, on either side.
         off = (2 * (1 + 3 * math.sqrt(2)) * a.unit + a.gamma(len(query.gain)) + 2 * a.unit) * exact
+        return exact + off, (exact + off) * scale, (2 * exact + 5 * off) * scale
+
+    def capped(self, w: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of scores behind a soft cap, where there is one, and of what a mask must add to them at least.
+
+        span: of the scores of one query before it.
+        """
+        cap, a = self.layout.cap(w), self.a
+        if cap is not None:
+            off = 2 * a.unit * scores
+            scores = cap * (scores / cap).tanh()
+            off = off + 4 * a.unit * scores
+            scores = scores + off
+            span = torch.minimum(span + off, 2 * scores)
         reach = (26 + math.log2(a.max_length)) * math.log(2)
-        span = (2 * exact + 5 * off) * scale + MASK_ROUNDING + reach
-        return exact + off, (exact + off) * scale, span
+        return scores, span + MASK_ROUNDING + reach
+
+    def rotated_scores(self, w: Attention, source: _Normalised) -> tuple[Tensor, ...]:
+        """Bounds of the scores of turned queries and keys without norms, head by head: of products and partial sums,
+        scaled, and of how far those of one query lie apart."""
+        a, scale = self.a, self.layout.score_scale(w)
+        heads, kv_heads = self.layout.heads(w), self.layout.kv_heads(w)
+        sides = []
+        for path, number in ((w.query, heads), (w.key, kv_heads)):
+            made = self.linear(path, source)
+            size = len(made.norms) // number
+            order = pair_order(size, w.interleaved).to(made.norms.device)
+            matrix, centre = made.radius * made.matrix.view(number, size, -1)[:, order], made.centre.view(number, size)
+            group = heads // number
+            sides.append((matrix.repeat_interleave(group, 0), centre[:, order].repeat_interleave(group, 0)))
+        (q, cq), (k, ck) = sides
+        peaks_q, peaks_k = pair_peaks(q), pair_peaks(k)
+        fixed_q, fixed_k = (lengths(c.view(heads, 2, -1).mT) for c in (cq, ck))
+        balance = balanced(peaks_k + fixed_k, peaks_q + fixed_q)
+        wide_balance = balance.repeat(1, 2)
+        map_q, long_q = longest_of(q * wide_balance[..., None], cq * wide_balance)
+        map_k, long_k = longest_of(k / wide_balance[..., None], ck / wide_balance)
+        apart = torch.minimum(map_q * map_k, (peaks_q * peaks_k).sum(1)) + (fixed_q * fixed_k).sum(1)
+        apart = apart + torch.minimum((peaks_q * fixed_k).sum(1), map_q * lengths(fixed_k / balance))
+        apart = apart + torch.minimum((peaks_k * fixed_q).sum(1), map_k * lengths(fixed_q * balance))
+        exact = torch.minimum(apart, long_q * long_k)
+        # A rotation's three roundings on either side.
+        share = 2 * self.linear_error(source.gain.numel()) + 6 * math.sqrt(2) * a.unit
+        off = (share + a.gamma(q.shape[1]) + 2 * a.unit) * exact
+        return exact + off, (exact + off) * scale, (2 * exact + 5 * off) * scale
 
     # -- what joins the stream ----------------------------------------------------------------------------------------
 
@@ -415,9 +466,11 @@ class _Walk:
         assert weight is not None
         linear = self.linear(w.linear, source)
         if w.gate:
-            gate = self.linear(w.gate, source)
+            gate, linear = linear.halves() if w.fused else (self.linear(w.gate, source), linear)
+            if bool(gate.centre.any()) or bool(linear.centre.any()):
+                gate, linear = homogeneous(gate, linear)
             size = gate.norms * linear.norms
-            cosine = (gate.matrix * linear.matrix).sum(1) * source.radius**2 / size.clamp(min=SMALL)
+            cosine = (gate.matrix * linear.matrix).sum(1) * gate.radius**2 / size.clamp(min=SMALL)
             caps = ((1 + cosine.abs()) / 2).clamp(max=1)
             budget = largest_eigenvalue(directions(gate), directions(linear)) / 2
             made = knapsack(weight.abs() * size, caps, budget)
@@ -466,6 +519,20 @@ def rows_of(weight: Tensor, bias: Tensor | None, source: _Normalised) -> _Rows:
     if bias is not None:
         centre, partial = centre + bias, partial + bias.abs()
     return _Rows(matrix, source.radius, norms, centre, partial)
+
+
+def homogeneous(one: _Rows, other: _Rows) -> tuple[_Rows, _Rows]:
+    """Return two linears of one norm's output as maps alone, what shift and bias give being one more column, as the
+    certificate does."""
+    centres, norms = (torch.cat(both).abs().sum() for both in ((one.centre, other.centre), (one.norms, other.norms)))
+    length = one.radius * math.sqrt(min(max(float(centres / norms.clamp(min=SMALL)), 2.0**-20), 2.0**20))
+    radius = math.hypot(one.radius, length)
+
+    def joined(made: _Rows) -> _Rows:
+        matrix = torch.cat([made.matrix, made.centre[:, None] / length], 1)
+        return replace(made, matrix=matrix, radius=radius, norms=radius * lengths(matrix))
+
+    return joined(one), joined(other)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -522,6 +589,25 @@ def spectral_norms(matrices: Tensor) -> Tensor:
     with torch.no_grad():
         right = unit(transposed(matrices, top_vectors(matrices @ matrices.mT)))
     return lengths(applied(matrices, right))
+
+
+def pair_peaks(matrices: Tensor) -> Tensor:
+    """Return the largest singular value of each pair of rows i and i + s/2: [h, s/2] of [h, s, d]."""
+    one, other = matrices.unflatten(1, (2, -1)).unbind(1)
+    half = (one.square() - other.square()).sum(2) / 2
+    squares = (one.square() + other.square()).sum(2) / 2 + torch.hypot(half + SMALL, (one * other).sum(2))
+    return squares.clamp(min=SMALL).sqrt()
+
+
+def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest ‖M·n‖ and ‖M·n + c‖ over ‖n‖ ≤ 1 as the certificate does: [h] each, of [h, s, d] and
+    [h, s]."""
+    long, added = spectral_norms(matrices), lengths(fixed)
+    if not bool(fixed.any()):
+        return long, long
+    square = (added.detach() / long.detach().clamp(min=SMALL)).clamp(SMALL, 1 / SMALL)
+    joined = spectral_norms(torch.cat([matrices, (fixed / square.sqrt()[:, None])[..., None]], 2))
+    return long, (1 + square).sqrt() * joined
 
 
 def largest_eigenvalue(*rows: Tensor) -> Tensor:

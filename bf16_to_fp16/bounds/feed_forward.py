@@ -11,12 +11,13 @@ maximum get an eigenvalue of their own.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .arithmetic import COMPUTED, Arithmetic, full_precision
-from .factored import Tall, chunks, working_dtype
+from .factored import Factored, Tall, chunks, working_dtype
 from .linear import (
     LinearBound,
     Projection,
@@ -80,13 +81,40 @@ class Neurons:
         raise NotImplementedError
 
 
+def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
+    """Return two linears of one norm's output as maps alone, what shift and bias give being one more column.
+
+    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²): for every s, and here for the one
+    that makes each row's bound at most the sum of both parts where all rows have them in one proportion.
+    """
+    assert one.radius == other.radius
+    norms, centres = torch.cat([one.norms, other.norms]), torch.cat([one.centre, other.centre]).abs()
+    share = min(max(float(centres.sum()) / max(float(norms.sum()), 1e-300), 2.0**-20), 2.0**20)
+    length = one.radius * math.sqrt(share)
+    radius = math.hypot(one.radius, length)
+
+    def joined(made: LinearBound) -> LinearBound:
+        weight, column = made.matrix.weight, made.centre[:, None]
+        if not torch.equal(column.to(weight.dtype).double(), column):
+            weight = weight.double()
+        weight = torch.cat([weight, column.to(weight.dtype)], 1)
+        columns = torch.cat([made.matrix.columns, torch.full((1,), 1 / length, dtype=torch.float64)])
+        norms = radius * torch.hypot(made.norms / made.radius, made.centre / length * COMPUTED)
+        # Without the weight's name: no other checkpoint holds this matrix.
+        return replace(made, matrix=Factored(weight, columns), radius=radius, norms=norms, centre=0 * made.centre)
+
+    return joined(one), joined(other)
+
+
 class GatedNeurons(Neurons):
-    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n."""
+    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
     ) -> None:
         a = arithmetic
+        if gate.centre.any() or other.centre.any():
+            gate, other = homogeneous(gate, other)
         self.gate, self.other, self.keep, self.depth, self.spectra = gate, other, keep, 0.0, spectra
         scale = gate.norms * other.norms
         self.products = row_products(gate.matrix, other.matrix)

@@ -116,6 +116,19 @@ class LinearBound:
         length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(torch.float32).tiny)
         return replace(self.matrix, rows=lengths / length)
 
+    def halves(self) -> tuple[LinearBound, LinearBound]:
+        """Return the linears that the first half of the rows and the second one are."""
+        middle = len(self.norms) // 2
+
+        def rows(part: slice) -> LinearBound:
+            # Without the weight's name, by which the whole of it would be read again.
+            matrix = Factored(self.matrix.weight[part], self.matrix.columns)
+            vectors = (self.norms, self.centre, self.error, self.bound, self.partial)
+            norms, centre, error, bound, partial = (x[part] for x in vectors)
+            return LinearBound(matrix, self.radius, norms, centre, error, bound, partial)
+
+        return rows(slice(0, middle)), rows(slice(middle, None))
+
 
 @dataclass(frozen=True)
 class Projection:

@@ -37,12 +37,18 @@ from .types import (
     output_of,
 )
 
-REFUSED = {
-    "attention_bias": (False, "biases of its attentions have no place"),
-    "attn_logit_softcapping": (None, "a soft cap on scores has no bound yet"),
-    "final_logit_softcapping": (None, "a soft cap on logits has no bound yet"),
-}
-"""Config keys of parts that no record states, with the value that leaves them out, and why any other is refused."""
+WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no place; its own checkpoints have none")}
+"""See ``Family.alone``."""
+
+
+def check_window(config: Mapping[str, object]) -> None:
+    """Raise UserError for a sliding window in which a position does not see itself."""
+    window = config.get("sliding_window")
+    if window is not None and not (isinstance(window, int) and window > 0):
+        raise UserError(
+            f"config.json: 'sliding_window' is {window!r}, in which no position sees itself; take it from the original"
+            " checkpoint"
+        )
 
 
 def gain(norm: str, size: str = "model") -> Tensor:
@@ -50,14 +56,17 @@ def gain(norm: str, size: str = "model") -> Tensor:
     return Tensor(f"{norm}.weight", (size,), (None,), offset=1.0)
 
 
+def number(config: Mapping[str, object], key: str) -> int:
+    """Return the config's number for a key; raise UserError where it is none."""
+    found = config[key]
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise UserError(f"config.json: {key!r} is {found!r}, not a number; take it from the original checkpoint")
+    return found
+
+
 def shared_values(config: Mapping[str, object]) -> Spread:
     """Return how the heads of queries share those of values; raise UserError where they cannot."""
-    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    heads, kv_heads, size = numbers = [config[key] for key in keys]
-    for key, number in zip(keys, numbers, strict=True):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise UserError(f"config.json: {key!r} is {number!r}, not a number; take it from the original checkpoint")
-    assert isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(size, int)
+    heads, kv_heads, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % kv_heads or size % 2:
         raise UserError(
             f"config.json: {heads} heads of {size} channels cannot share {kv_heads} heads of keys and values, and turn"
@@ -164,15 +173,7 @@ def feed_forward(at: str, config: Mapping[str, object]) -> Part:
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``; raise UserError for a config with a part that no record states."""
-    for key, (without, why) in REFUSED.items():
-        if config.get(key) not in (without, None):
-            raise UserError(f"config.json: {key!r} is {config[key]!r}, and {why}; Gemma 3's own checkpoints have none")
-    window = config.get("sliding_window")
-    if window is not None and not (isinstance(window, int) and window > 0):
-        raise UserError(
-            f"config.json: 'sliding_window' is {window!r}, in which no position sees itself; take it from the original"
-            " checkpoint"
-        )
+    check_window(config)
     return (attention(f"layers.{i}", config), feed_forward(f"layers.{i}", config))
 
 
@@ -188,14 +189,14 @@ BODY = "model"
 """Where the stack stands in a model with a head."""
 
 
-def with_head(weight: str, *, tied: bool) -> Part:
-    """Return the final norm and the head that reads it."""
+def with_head(weight: str, *, tied: bool, cap: str = "final_logit_softcapping") -> Part:
+    """Return the final norm and the head that reads it; cap: config key of the cap on its logits, "" for none."""
     norm = final_norm(f"{BODY}.norm", tied=tied)
     own = () if tied else (Tensor(weight, ("vocab", "model"), (None, None)),)
     return Part(
         (*norm.signals, Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))),
         (*norm.tensors, *own),
-        Head("lm_head", (HeadLinear("lm_head", weight),)),
+        Head("lm_head", (HeadLinear("lm_head", weight),), cap=cap),
     )
 
 
@@ -232,6 +233,7 @@ GEMMA3 = Family(
         "query_pre_attn_scalar": 256,
         "attention_bias": False,
         "attention_dropout": 0.0,
+        "final_logit_softcapping": None,
         "tie_word_embeddings": True,
     },
     encoder=Stack("num_hidden_layers", block),
@@ -258,6 +260,9 @@ GEMMA3 = Family(
     centred_norm=False,
     norm_site="to#2",
     norm_rounds_once=True,
+    nullable=("final_logit_softcapping",),
+    alone=WITHOUT_BIASES
+    | {"attn_logit_softcapping": (None, "stock code reads this cap on scores and does not apply it")},
     made_in_fp32=True,
     blind_padding=True,
     dropout={"attention": "attention_dropout"},

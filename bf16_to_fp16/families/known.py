@@ -11,17 +11,37 @@ from collections.abc import Mapping
 
 from ..errors import UserError
 from .bigbird_pegasus import BIGBIRD_PEGASUS
+from .gemma import GEMMA
+from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
+from .glm4 import GLM4
+from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .longt5 import LONGT5
 from .mbart import MBART
 from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
 from .t5 import T5
-from .types import Attention, Family, StockClass, config_value, family_inside
+from .types import Attention, Family, StockClass, family_inside, full_config
 from .umt5 import UMT5
 
-FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, MBART, BIGBIRD_PEGASUS, GEMMA3)
+FAMILIES: tuple[Family, ...] = (
+    T5,
+    MT5,
+    UMT5,
+    LONGT5,
+    PEGASUS,
+    MBART,
+    BIGBIRD_PEGASUS,
+    GEMMA3,
+    GEMMA2,
+    GEMMA,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    GLM4,
+)
 """Every supported family."""
 
 
@@ -143,7 +163,7 @@ def spare_padding(config: Mapping[str, object]) -> float:
     family = of_model_type(config.get("model_type"))
     if family is None:
         return 0
-    full = {key: config_value(family, config, key) for key in family.defaults} | {**config}
+    full = full_config(family, config)
     windows = (part.topology for part in family.encoder.block(full, 0))
     w = next((w for w in windows if isinstance(w, Attention) and w.radius), None)
     if w is None:

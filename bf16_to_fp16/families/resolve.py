@@ -32,6 +32,7 @@ from .types import (
     TensorSource,
     axis_size,
     config_value,
+    full_config,
 )
 
 ROWS_AT_A_TIME = 4096
@@ -51,7 +52,8 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     try:
         stock, family = class_of(config), placed_family(config)
         for key, (only, why) in family.alone.items():
-            if (found := config_value(family, config, key)) != only:
+            found = family.defaults.get(key) if config.get(key) is None else config[key]
+            if found != only:
                 raise UserError(f"config.json: {key!r} is {found!r}, and {why}")
     except UserError as error:
         raise UserError(f"{checkpoint.source}/{error}") from None
@@ -166,9 +168,7 @@ def same_values(checkpoint: TensorSource, one: str, other: str) -> bool:
 def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: int) -> list[Part]:
     """Return the parts of every block of a stack, in order; raise UserError for more blocks than the checkpoint has
     tensors."""
-    full = {key: config_value(family, config, key) for key in family.defaults} | {
-        k: v for k, v in config.items() if v is not None
-    }
+    full = full_config(family, config)
     count = config_value(family, config, stack.layers)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise UserError(
@@ -226,7 +226,7 @@ def merge_signals(
         merged[record.name] = ResolvedSignal(
             record.name,
             record.kind,
-            old.size if old else axis_size(family, config, record.size),
+            old.size if old else channels_along(axis_size(family, config, record.size), record.spread),
             old.seen + record.seen if old else record.seen,
         )
     for tensor in tensors.values():

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .types import Attention, Family, FeedForward, Stack
+from .types import Attention, Family, FeedForward, Stack, full_config
 
 STACKS = ("encoder", "decoder")
 """What the stacks of a family are called, in order; the only one of a family as the last."""
@@ -40,8 +40,9 @@ class Roles:
 def roles(family: Family) -> Roles:
     """Return a family's roles."""
     stacks = dict(zip(STACKS[-len(family.stacks) :], family.stacks, strict=True))
-    blocks = {name: sublayers(stack, family.defaults) for name, stack in stacks.items()}
-    configs = (family.defaults, *({**family.defaults, **variant} for variant in family.variants))
+    first = {stack.layers: 1 for stack in family.stacks}
+    configs = [full_config(family, {**first, **variant}) for variant in ({}, *family.variants)]
+    blocks = {name: sublayers(stack, configs[0]) for name, stack in stacks.items()}
     every = [w for stack in stacks.values() for config in configs for w in sublayers(stack, config)]
     attentions = [w for w in every if isinstance(w, Attention)]
     feed_forwards = [w for w in every if isinstance(w, FeedForward)]

@@ -1,7 +1,8 @@
-"""Axes whose elements share the channels of a signal: values that several query heads read, channels that are turned
-into one another.
+"""Axes whose elements share the channels of a signal, or of which some carry none: values that several query heads
+read, channels that are turned into one another, neurons behind their gates in one matrix.
 
-A ``Spread`` lists factors of the axis, outermost first, of which every second one only repeats.
+A ``Spread`` lists factors of the axis, outermost first, of which every second one only repeats; a negative number at
+either end stands for so many elements that carry nothing.
 """
 
 from __future__ import annotations
@@ -13,21 +14,41 @@ import torch
 from .types import Spread
 
 
+def without_ends(spread: Spread) -> tuple[int, Spread, int]:
+    """Return how many elements at the beginning of an axis carry nothing, the factors of the others, and how many at
+    its end carry nothing."""
+    before = -spread[0] if spread and spread[0] < 0 else 0
+    after = -spread[-1] if spread and spread[-1] < 0 else 0
+    return before, tuple(factor for factor in spread if factor > 0), after
+
+
 def channels_along(length: int, spread: Spread) -> int:
     """Return how many channels the elements of an axis of this length have."""
     if not spread:
         return length
-    if math.prod(spread) != length:
+    before, factors, after = without_ends(spread)
+    if before + math.prod(factors) + after != length:
         raise AssertionError(f"an axis of {length} elements cannot be spread as {spread}")
-    return math.prod(spread[::2])
+    return math.prod(factors[::2])
+
+
+def carrying(values: torch.Tensor, spread: Spread) -> torch.Tensor:
+    """Return the values of the elements of an axis that carry something: [those, ...] from [elements, ...]."""
+    before, _, after = without_ends(spread)
+    return values[before : len(values) - after]
 
 
 def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return for each element of an axis the values of its channel: [elements, ...] from [channels, ...]."""
+    """Return for each element of an axis the values of its channel, zeros where it has none: [elements, ...] from
+    [channels, ...]."""
     if not spread:
         return values
-    once = [1 if place % 2 else size for place, size in enumerate(spread)]
-    return values.view(*once, *values.shape[1:]).expand(*spread, *values.shape[1:]).flatten(0, len(spread) - 1)
+    before, factors, after = without_ends(spread)
+    once = [1 if place % 2 else size for place, size in enumerate(factors)]
+    found = values.view(*once, *values.shape[1:]).expand(*factors, *values.shape[1:]).flatten(0, len(factors) - 1)
+    if not before and not after:
+        return found
+    return torch.cat([found.new_zeros(before, *found.shape[1:]), found, found.new_zeros(after, *found.shape[1:])])
 
 
 def shared(values: torch.Tensor, spread: Spread) -> torch.Tensor:
@@ -35,5 +56,6 @@ def shared(values: torch.Tensor, spread: Spread) -> torch.Tensor:
     [elements, ...]."""
     if not spread:
         return values.unsqueeze(1)
-    places = spread_out(torch.arange(math.prod(spread[::2])), spread).argsort(stable=True)
-    return values[places].unflatten(0, (math.prod(spread[::2]), -1))
+    _, factors, _ = without_ends(spread)
+    places = spread_out(torch.arange(math.prod(factors[::2])), factors).argsort(stable=True)
+    return carrying(values, spread)[places].unflatten(0, (math.prod(factors[::2]), -1))

@@ -59,7 +59,9 @@ Spread = tuple[int, ...]
 second one only repeats. () where each element has a channel of its own.
 
 Values that several query heads read: (heads of values, query heads for each, size of a head). Pairs of channels that a
-rotation turns into one another: (heads, 2, half of a head) or, next to each other, (heads, 1, half of a head, 2).
+rotation turns into one another: (heads, 2, half of a head) or, next to each other, (heads, 1, half of a head, 2). A
+negative number at either end stands for so many elements that carry nothing: neurons behind their gates in one matrix,
+(-neurons, neurons).
 """
 
 
@@ -93,9 +95,9 @@ class ObservationPoint:
     spread: Spread = ()
 
 
-def output_of(module: str, sign: Sign = 1) -> ObservationPoint:
+def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPoint:
     """Return the output of the module at a path, where a signal's exponent is observed with this sign."""
-    return ObservationPoint(sign, module, "output")
+    return ObservationPoint(sign, module, "output", spread)
 
 
 def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
@@ -105,12 +107,14 @@ def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal, the named size of its channels, and the sites where it can be observed."""
+    """A signal, the named size of its channels, or with ``spread`` that of an axis whose elements share them so, and
+    the sites where it can be observed."""
 
     name: str
     kind: Kind
     size: str
     seen: tuple[ObservationPoint, ...]
+    spread: Spread = ()
 
 
 @dataclass(frozen=True)
@@ -144,10 +148,14 @@ class Attention:
     only training switches on, for the output, "" where it is a function.
 
     ``post_norm``: the norm between the output projection and the stream. ``query_norm``, ``key_norm``: the norms of
-    each head of queries and of keys, as wide as a head. ``rotary``: the module that gives the cosines and sines by
-    which both are then turned, channel i with i + head_dim/2. "" where there is none. ``kv_heads``: config key of the
-    number of heads of keys and values, "" where it is ``heads``. ``scale``: config key of what scores are multiplied
-    with to the power of -1/2 where they are ``scaled``, "" for head_dim.
+    each head of queries and of keys, as wide as a head; ``norms_by_position``: they read positions before heads, [rows,
+    positions, heads, channels]. ``rotary``: the module that gives the cosines and sines by
+    which both are then turned, channel i with i + head_dim/2 or, ``interleaved``, 2i with 2i + 1; where it turns the
+    first channels of a head alone, the others count as if they were. "" where there is none. ``kv_heads``: config key
+    of the number of heads of keys and values, "" where it is ``heads``. ``scale``: config key of what scores are
+    multiplied with to the power of -1/2 where they are ``scaled``, "" for head_dim. ``cap``: config key of the number c
+    of a soft cap, which makes c·tanh(x/c) of the scaled scores before the mask joins them; "" where there is none, as
+    where its value is null.
     ``radius``: config key of how far a position sees, "" for without an end. With one, sequences are cut into blocks of
     radius + 1 positions, each of which sees its own and its two neighbours, and the stock class masks with −1e10, which
     is −inf in fp16. ``block``: config key of the number of positions of which sums are made, for further keys and
@@ -176,6 +184,7 @@ class Attention:
     rotary: str = ""
     kv_heads: str = ""
     scale: str = ""
+    cap: str = ""
     radius: str = ""
     block: str = ""
     block_norm: str = ""
@@ -183,6 +192,8 @@ class Attention:
     divides: bool = False
     weights_dropout: str = ""
     attributes: StockAttributes | None = None
+    interleaved: bool = False
+    norms_by_position: bool = False
 
     @property
     def scaling(self) -> tuple[str, ...]:
@@ -191,6 +202,11 @@ class Attention:
         if self.divides:
             return (f"{self.at}:div",)
         return (f"{self.at}:mul#5", f"{self.at}:mul#6") if self.rotary else (f"{self.at}:mul", f"{self.at}:mul#2")
+
+    @property
+    def capping(self) -> str:
+        """The site at which eager attention multiplies what a soft cap's tanh gives, after it has scaled the scores."""
+        return self.scaling[1]
 
     @property
     def joining(self) -> str:
@@ -205,7 +221,7 @@ class FeedForward:
     ``at``: the module that forms the product. ``gate``: path of the linear whose activation multiplies ``linear``'s
     output, "" for a plain sublayer, whose ``linear`` is activated itself. ``activation``: its name in the config;
     ``act``: the module that applies it. ``add``, ``post_norm`` as in ``Attention``; ``dropouts``: of the neurons, of
-    the output.
+    the output. ``fused``: gate and ``linear`` are one module, of whose rows the first half are the gate's.
     """
 
     at: str
@@ -218,6 +234,7 @@ class FeedForward:
     add: str
     dropouts: tuple[str, ...] = ()
     post_norm: str = ""
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -269,12 +286,13 @@ class Head:
     """What reads the last norm's output: linears, one after another.
 
     ``at``: the module that computes them. ``dropout``: the module that only training switches on, before each of the
-    linears, "" where there is none.
+    linears, "" where there is none. ``cap``: as in ``Attention``, of the logits, and by the model itself.
     """
 
     at: str
     linears: tuple[HeadLinear, ...]
     dropout: str = ""
+    cap: str = ""
 
 
 Sublayer = Attention | FeedForward
@@ -384,6 +402,14 @@ class SameAs:
 
 
 @dataclass(frozen=True)
+class Quotient:
+    """A default that is one config key's number divided by another's, rounded down."""
+
+    over: str
+    under: str
+
+
+@dataclass(frozen=True)
 class StockAttributes:
     """Under which names modules of the stock class keep what the bounds depend on.
 
@@ -407,10 +433,11 @@ class Family:
     model_type: str
     classes: tuple[StockClass, ...]
     """The classes of transformers that are supported."""
-    sizes: Mapping[str, tuple[str, ...]]
-    """Named sizes, each the product of these config keys, 1 for none; a table counts as its length."""
+    sizes: Mapping[str, tuple[str | int, ...]]
+    """Named sizes, each the product of these config keys and numbers, 1 for none; a table counts as its length."""
     defaults: Mapping[str, object]
-    """What the stock config class takes where a key is absent, a value or ``SameAs`` another key."""
+    """What the stock config class takes where a key is absent, a value, ``SameAs`` another key or a ``Quotient`` of
+    two."""
     encoder: Stack
     """The first stack, and of a family without a decoder the only one, whatever its mask is."""
     decoder: Stack | None
@@ -466,6 +493,8 @@ class Family:
     """Whether an RMSNorm is rounded after its gain alone, and not before it as well."""
     alone: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """Config keys of which one value is supported and no other: that value, and what is said of any other."""
+    nullable: tuple[str, ...] = ()
+    """Config keys whose null is a value, which leaves a part out, and not what stock code has a default for."""
     made_in_fp32: bool = False
     """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
@@ -631,6 +660,20 @@ class Layout:
             return float(number_of(self.family, self.config, attention.scale, "a positive number") ** -0.5)
         return float((self.tensors[f"{attention.query}.weight"].shape[0] // self.heads(attention)) ** -0.5)
 
+    def cap(self, of: Attention | Head) -> float | None:
+        """Return the number at which a soft cap keeps an attention's scores, or a head's logits; None without one.
+
+        Raises UserError where the config's is not a positive number.
+        """
+        found = config_value(self.family, self.config, of.cap) if of.cap else None
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
+            raise UserError(
+                f"config.json: {of.cap!r} is {found!r}, not a positive number; take it from the original checkpoint"
+            )
+        return float(found)
+
     def sees(self, attention: Attention, length: int) -> int:
         """Return how many keys a row of an attention's scores has at most, in sequences of up to ``length``."""
         if not attention.radius:
@@ -692,15 +735,25 @@ class Layout:
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
-    """Return the config's value for ``key``, or what the stock class takes in its place."""
+    """Return the config's value for ``key``, or what the stock class takes in its place; None for a part left out."""
     found = config.get(key)
-    if found is None:
+    optional = key in family.nullable
+    if found is None and not (optional and key in config):
         found = family.defaults.get(key)
         if isinstance(found, SameAs):
             return config_value(family, config, found.key)
-    if found is None:
+        if isinstance(found, Quotient):
+            over, under = (number_of(family, config, part, "a size") for part in (found.over, found.under))
+            return over // under
+    if found is None and not optional:
         raise UserError(f"config.json has no {key!r}, which {family.title} needs; take it from the original checkpoint")
     return found
+
+
+def full_config(family: Family, config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config with what the stock class takes for every key that it leaves out."""
+    defaults = {key: config_value(family, config, key) for key in family.defaults}
+    return defaults | {key: value for key, value in config.items() if value is not None}
 
 
 def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:
@@ -718,10 +771,11 @@ def number_of(family: Family, config: Mapping[str, object], key: str, what: str,
 
 def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     """Return the number of elements along the axis called ``name``."""
-    return math.prod(number_of(family, config, key, "a size") for key in family.sizes[name])
+    factors = family.sizes[name]
+    return math.prod(of if isinstance(of, int) else number_of(family, config, of, "a size") for of in factors)
 
 
-_OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale", "radius", "block"})
+_OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale", "cap", "radius", "block"})
 """Fields of a topology that are no paths."""
 
 

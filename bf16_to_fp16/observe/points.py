@@ -93,12 +93,19 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
             handle.remove()
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Return queries or keys [rows, heads, positions, channels] turned by their positions' angles, [rows, positions,
-    channels] each, channel i with i + channels/2."""
-    left, right = x.chunk(2, -1)
-    turned: Tensor = x * cos.unsqueeze(1) + torch.cat((-right, left), -1) * sin.unsqueeze(1)
-    return turned
+    channels] each, channel i with i + channels/2 or, ``interleaved``, 2i with 2i + 1; more channels than there are
+    angles stay as they are."""
+    size = cos.shape[-1]
+    turning, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        cos, sin = (angles[..., : size // 2].repeat_interleave(2, -1) for angles in (cos, sin))
+        other = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
+    else:
+        left, right = turning.chunk(2, -1)
+        other = torch.cat((-right, left), -1)
+    return torch.cat((turning * cos.unsqueeze(1) + other * sin.unsqueeze(1), rest), -1)
 
 
 def _scores(found: dict[str, Tensor], layout: Layout, w: Attention) -> Any:
@@ -107,9 +114,12 @@ def _scores(found: dict[str, Tensor], layout: Layout, w: Attention) -> Any:
 
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         q, k = (found[path].unflatten(-1, (number, -1)).transpose(1, 2) for path, number in heads.items())
-        if w.rotary:
+        if w.query_norm:
             q, k = (found[f"{path}:{layout.family.norm_site}"] for path in (w.query_norm, w.key_norm))
-            q, k = (rotated(x, *kwargs["position_embeddings"]) for x in (q, k))
+            if w.norms_by_position:
+                q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if w.rotary:
+            q, k = (rotated(x, *kwargs["position_embeddings"], interleaved=w.interleaved) for x in (q, k))
         found[f"{w.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
     return hook

@@ -22,7 +22,7 @@ from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
 from ..environment import SCHEMA
 from ..families.known import padding_entry
-from ..families.spread import spread_out
+from ..families.spread import carrying, spread_out
 from ..families.types import RESIDUAL, Layout
 from ..families.walk import walk
 from ..numerics import NORM_FLOOR
@@ -304,7 +304,8 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
             module = ranges.get(point.module)
             if module is not None:
                 amax = (module.input if point.side == "input" else module.output).amax.double()
-                seen = spread_out(exponent, point.spread) if exponent.dim() else exponent
+                amax = carrying(amax, point.spread)
+                seen = carrying(spread_out(exponent, point.spread), point.spread) if exponent.dim() else exponent
                 rows.append(
                     schema.SignalEntry(
                         module=point.module,

@@ -439,7 +439,7 @@ def following(kind: Any, keys: str) -> Mapping[str, object]:
 
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
     """Return the keys that a layout is made from, with their values in a config or those that stock code takes."""
-    keys = {factor for product in family.sizes.values() for factor in product}
+    keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
     keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
     keys -= LABELS
     found = {key: config_value(family, config, key) for key in keys if key in config or key in family.defaults}

@@ -42,6 +42,12 @@ class Weights:
         assert weight is not None
         return weight
 
+    def into_neurons(self, sublayer: FeedForward) -> list[Tensor]:
+        """Return the matrices whose outputs make a feed-forward's neurons, the gate's first where there is one."""
+        if sublayer.fused:
+            return list(self.matrix(sublayer.gate).chunk(2))
+        return [self.matrix(module) for module in (sublayer.gate, sublayer.linear) if module]
+
     def rows(self, start: int, stop: int) -> Tensor:
         """Return rows of the embedding table."""
         return self.source.read_rows(self.table, start, stop).float()
@@ -119,7 +125,9 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
                 made += [weights.linear(module, read) for module in (sublayer.key, sublayer.value)]
                 entering = weights.gathered(sublayer, made[-1])
             elif sublayer.gate:
-                made = [weights.linear(module, normed) for module in (sublayer.gate, sublayer.linear)]
+                modules = dict.fromkeys((sublayer.gate, sublayer.linear))
+                made = [weights.linear(module, normed) for module in modules]
+                made = list(made[0].chunk(2, 1)) if sublayer.fused else made
                 made.append(entering := weights.activated(sublayer, made[0]) * made[1])
             else:
                 made = [weights.linear(sublayer.linear, normed)]
@@ -180,9 +188,8 @@ def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> d
                 back = weights.before(sublayer.post_norm, back) * typical.norms[sublayer.post_norm]
             back = back @ weights.matrix(sublayer.output)
             if isinstance(sublayer, FeedForward):
-                modules = [module for module in (sublayer.gate, sublayer.linear) if module]
-                pairs = zip(typical.neurons[sublayer.at], modules, strict=True)
-                back = sum(((back * slope) @ weights.matrix(module) for slope, module in pairs), torch.zeros(()))
+                pairs = zip(typical.neurons[sublayer.at], weights.into_neurons(sublayer), strict=True)
+                back = sum(((back * slope) @ matrix for slope, matrix in pairs), torch.zeros(()))
             else:
                 heads = weights.layout.kv_heads(sublayer)
                 spread = (

@@ -199,8 +199,7 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
     read: dict[str, list[Tensor]] = {}
     for sublayer in sublayers:
         if isinstance(sublayer, FeedForward):
-            modules = [module for module in (sublayer.gate, sublayer.linear) if module]
-            made = [weights.before(sublayer.norm, weights.matrix(module)) for module in modules]
+            made = [weights.before(sublayer.norm, matrix) for matrix in weights.into_neurons(sublayer)]
             adds = weights.matrix(sublayer.output).norm(dim=0)
             for x in made:
                 adds = adds * x.norm(dim=1)

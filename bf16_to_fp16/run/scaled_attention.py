@@ -26,15 +26,20 @@ def scaled_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return (context [rows, length, heads, head size], weights [rows, heads, length, keys]) of q, k, v as
-    transformers' attention interface hands them over: [rows, heads, length, head size]. It has as many parameters as
-    that interface."""
+    transformers' attention interface hands them over: [rows, heads, length, head size], of which k and v may have
+    fewer heads. It has as many parameters as that interface."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if scale != 1.0:
         query, key = query * scale**0.5, key * scale**0.5
+    if (group := query.shape[1] // key.shape[1]) > 1:  # several heads of queries share one of keys and values
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.matmul(query, key.transpose(2, 3))
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is not None:

@@ -26,7 +26,7 @@ from bf16_to_fp16 import UserError
 from bf16_to_fp16.auditing.regimes import ATTENTIONS, audit_model
 from bf16_to_fp16.bounds import factored, spectral
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, UNIT32, Arithmetic, norm_units
-from bf16_to_fp16.bounds.attention import summed_scores, turned, turned_score_bounds
+from bf16_to_fp16.bounds.attention import capped_span, soft_capped, summed_scores, turned, turned_score_bounds
 from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
 from bf16_to_fp16.bounds.factored import Tall, chunks
 from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, GatedNeurons, PlainNeurons, output_bound
@@ -1131,6 +1131,41 @@ def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: fl
         assert most > 0.99 * float(scores.product[0])
     else:
         assert most > float(made.gain[0] * key.gain[0]) * 2 * (1 + 2 * UNIT) ** 2 + 4 * TINY
+
+
+@pytest.mark.parametrize("cap", [30.0, 2051.0, 2.0**-9 + 2.0**-22])
+def test_a_soft_cap_needs_the_allowance_of_each_of_its_roundings(cap: float) -> None:
+    """Every number of fp16 through the quotient, the tanh and the product, as stock code computes them."""
+    x = torch.arange(0x7BFF + 1, dtype=torch.int16).view(torch.float16)
+    x = x[(x / cap).isfinite()]
+    wide = x.double()
+    quotient = x / cap
+    tanh = quotient.tanh()
+    result = tanh * cap
+    made = soft_capped(wide, cap, Arithmetic())
+    for computed, limit in ((quotient, made.quotient), (tanh, made.tanh), (result, made.result)):
+        assert bool((computed.double() <= limit).all())
+        share = computed.double() / limit
+        assert float(share[1:].max()) > 0.999
+    off = (result.double() - cap * (wide / cap).tanh()).abs()
+    assert bool((off <= made.off).all())
+    assert float((off / made.off)[1:].max()) > 0.3
+    # Two scores of one query, up to ``wide`` either of them, lie no further apart than this behind the cap.
+    for other in (0.5, 0.0, -1.0):
+        partner = (x * other).half()
+        apart = (wide - partner.double()).abs()
+        behind = (result.double() - ((partner / cap).tanh() * cap).double()).abs()
+        assert bool((behind <= capped_span(apart, made)).all())
+
+
+def test_logits_behind_a_soft_cap_reach_it_and_no_more() -> None:
+    model = tiny.build("gemma3", 1, factor=8.0, final_logit_softcapping=0.5)
+    layout, certificate = certified(model, Arithmetic(exact=True))
+    seen = observe(model, layout, adverse_inputs(model, layout, 32, 1))
+    for site in ("model:div", "model:tanh", "model:mul"):
+        limit = certificate.at(site)
+        assert limit is not None and 0.9 * limit < seen[site] <= limit * (1 + 1e-5)
+    assert certificate.at("model:mul") == pytest.approx(0.5, rel=1e-3)
 
 
 def test_a_norm_behind_a_sublayer_says_what_it_adds() -> None:

@@ -49,8 +49,10 @@ from bf16_to_fp16.run.probe import Batch, batches, run_batch
 from bf16_to_fp16.run.stock import load
 
 HEADS = ("t5-states", "t5-classifier", "mt5-classifier", "t5-token-classifier", "t5-spans")
-GEMMA = ("gemma3", "gemma3-untied", "embeddinggemma")
-KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "mbart", "t5-encoder", "umt5-encoder", *HEADS, *GEMMA)
+GEMMA = ("gemma3", "gemma3-untied", "embeddinggemma", "gemma2", "gemma")
+LLAMA = ("llama", "llama-biased", "qwen3", "glm4")
+PEGASUS = ("pegasus", "mbart")
+KINDS = ("t5", "gated", "silu", "mt5", "umt5", "t5-encoder", "umt5-encoder", *PEGASUS, *HEADS, *GEMMA, *LLAMA)
 
 
 @pytest.fixture(scope="module", params=KINDS)

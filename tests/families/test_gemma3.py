@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -83,14 +84,30 @@ def test_a_tied_head_whose_norm_cannot_be_larger_is_separated(tmp_path: Path) ->
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0), ("attention_bias", True)]
-)
+@pytest.mark.parametrize(("key", "value"), [("attn_logit_softcapping", 50.0), ("attention_bias", True)])
 def test_a_config_with_a_part_that_no_record_states_is_refused(key: str, value: object) -> None:
     source = ModelTensors(tiny.build("gemma3"))
     source.config[key] = value
     with pytest.raises(UserError, match=f"{key}' is {value}"):
         resolve(source)
+
+
+@pytest.mark.parametrize("value", [0.0, -30.0, True, "30", math.inf])
+def test_a_cap_that_is_no_positive_number_is_refused(value: object) -> None:
+    source = ModelTensors(tiny.build("gemma3"))
+    source.config["final_logit_softcapping"] = value
+    layout = resolve(source)
+    assert layout.head is not None
+    with pytest.raises(UserError, match=r"final_logit_softcapping' is .*, not a positive number"):
+        layout.cap(layout.head)
+
+
+def test_a_cap_of_null_is_none() -> None:
+    source = ModelTensors(tiny.build("gemma3-untied"))
+    for value, expected in ((30, 30.0), (None, None)):
+        source.config["final_logit_softcapping"] = value
+        layout = resolve(source)
+        assert layout.head is not None and layout.cap(layout.head) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from bf16_to_fp16.families.spread import channels_along, shared, spread_out
+from bf16_to_fp16.families.spread import carrying, channels_along, shared, spread_out
 from bf16_to_fp16.families.types import Spread
 
 HEADS, GROUP, SIZE = 2, 3, 4
@@ -42,6 +42,19 @@ def test_every_element_has_its_channel(kind: str, spread: Spread) -> None:
     assert found.shape == (channels, len(elements) // channels, 2)
     for number, rows in enumerate(found):
         assert torch.equal(rows, table[wanted == number])
+
+
+@pytest.mark.parametrize(("spread", "start"), [((-3, 4), 3), ((4, -3), 0), ((-1, 2, 2, -2), 1)])
+def test_elements_at_either_end_may_carry_nothing(spread: Spread, start: int) -> None:
+    x = torch.arange(10, 17)
+    channels = channels_along(7, spread)
+    out = spread_out(torch.arange(1, channels + 1), spread)
+    carries = out > 0
+    assert len(out) == 7 and torch.equal(carrying(x, spread), x[carries])
+    assert int(carries.int().argmax()) == start and bool(carries[start : start + 4].all())
+    assert torch.equal(shared(x, spread).flatten(), x[carries])
+    with pytest.raises(AssertionError, match="8 elements"):
+        channels_along(8, spread)
 
 
 def test_without_a_spread_each_element_is_a_channel() -> None:

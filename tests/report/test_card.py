@@ -188,11 +188,11 @@ def test_markdown_shows_text_as_it_is() -> None:
     assert span("plain") == "`plain`" and span("a``b") == "``` a``b ```"
 
 
-@pytest.mark.parametrize("kind", ["gated", "t5-encoder", "pegasus", "gemma3", "embeddinggemma"])
+@pytest.mark.parametrize("kind", ["gated", "t5-encoder", "pegasus", "gemma3", "embeddinggemma", "gemma2"])
 def test_the_usage_runs(tmp_path: Path, kind: str) -> None:
     model = tiny.build(kind)
     folder = tiny.save(model, tmp_path / "out", torch.float16)
-    family = {"pegasus": "pegasus", "gemma3": "gemma3", "embeddinggemma": "gemma3"}.get(kind, "t5")
+    family = {"embeddinggemma": "gemma3"}.get(kind, kind if kind in ("pegasus", "gemma3", "gemma2") else "t5")
     report = fakes.conversion() | {"family": family}
     report["source"]["carried_over"] = []
     source = checkpoint(tmp_path, architectures=[type(model).__name__])
@@ -204,7 +204,7 @@ def test_the_usage_runs(tmp_path: Path, kind: str) -> None:
     assert {p.dtype for p in scope["model"].parameters()} == {torch.float16}
     states = kind in ("t5-encoder", "embeddinggemma")
     assert scope["last_hidden_state" if states else "tokens"].shape[0] == 1
-    assert ("AutoModelForCausalLM" in code[1]) == (kind == "gemma3")
+    assert ("AutoModelForCausalLM" in code[1]) == (kind in ("gemma3", "gemma2"))
 
 
 def test_the_usage_brings_the_tokenizer_where_there_is_one(tmp_path: Path) -> None:

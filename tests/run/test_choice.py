@@ -71,7 +71,7 @@ def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
     assert VOCABULARY - 1 in found["special"] and all(found.values())
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder", "gemma3"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder", "gemma3", "gemma", "glm4"])
 def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> None:
     model = model_of(kind)
     source = ModelTensors(model)
@@ -89,7 +89,7 @@ def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> No
         assert torch.allclose(step.made[0], seen[step.norm], rtol=1e-3, atol=1e-4), step.norm
 
 
-@pytest.mark.parametrize("kind", ["gated", "pegasus", "gemma3"])
+@pytest.mark.parametrize("kind", ["gated", "pegasus", "gemma3", "glm4"])
 @pytest.mark.parametrize("crossed", [1.0, 100.0])
 def test_a_direction_pulled_back_predicts_what_a_token_does_layers_later(kind: str, crossed: float) -> None:
     model = model_of(kind)

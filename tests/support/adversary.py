@@ -34,10 +34,12 @@ def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tens
     if isinstance(topology, FeedForward):
         out = state[f"{topology.output}.weight"]
         linear = rows(topology.linear)
+        gate = rows(topology.gate) if topology.gate else linear
+        if topology.fused:
+            gate, linear = linear.chunk(2)
         found.append(linear)
         tallest = out.norm(dim=1).argsort(descending=True)[:3]
         if topology.gate:
-            gate = rows(topology.gate)
             u, w = (torch.nn.functional.normalize(x, dim=1) for x in (gate, linear))
             found += [gate, u + w, u - w]
             size = gate.norm(dim=1) * linear.norm(dim=1)
@@ -110,10 +112,11 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
             w = reader.sublayer
             if w is not None and w.post_norm:
                 inputs[w.post_norm] = drawn(torch.eye(gain.numel()), batch, length)
-            if isinstance(w, Attention) and w.rotary:
+            if isinstance(w, Attention) and w.query_norm:
                 pairs = loud_pairs(*(gain_of(state, layout, norm) for norm in (w.query_norm, w.key_norm)))
-                inputs[w.query_norm] = drawn(pairs, batch, layout.heads(w), length)
-                inputs[w.key_norm] = drawn(pairs, batch, layout.kv_heads(w), length)
+                for norm, heads in ((w.query_norm, layout.heads(w)), (w.key_norm, layout.kv_heads(w))):
+                    read = drawn(pairs, batch, heads, length)
+                    inputs[norm] = read.transpose(1, 2) if w.norms_by_position else read
             if isinstance(w, Attention) and w.block_norm:
                 # What sums reach depends on the first norm's output; their own norm's input may be anything as well.
                 own = gain_of(state, layout, w.block_norm)

@@ -145,9 +145,10 @@ def gemma3(**changes: Any) -> Any:
 
 
 def gemma3_untied(**changes: Any) -> Any:
-    """Return a Gemma 3 with a head of its own, and one head of keys and values for three of queries."""
+    """Return a Gemma 3 with a head of its own, a soft cap on logits, and one head of keys and values for three of
+    queries."""
     shape = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6, "tie_word_embeddings": False}
-    return gemma3(**shape | changes)
+    return gemma3(**shape | {"final_logit_softcapping": 30.0} | changes)
 
 
 def embedding_gemma(**changes: Any) -> Any:
@@ -155,6 +156,43 @@ def embedding_gemma(**changes: Any) -> Any:
     return transformers.Gemma3TextModel(
         transformers.Gemma3TextConfig(**GEMMA3_SHAPE | {"use_bidirectional_attention": True} | changes)
     )
+
+
+def gemma2(**changes: Any) -> Any:
+    """Return a Gemma 2 whose embedding is its head, with caps that scores and logits come near."""
+    own = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GEMMA3_SHAPE | own | changes))
+
+
+def gemma(**changes: Any) -> Any:
+    """Return a Gemma with one head of keys and values for two of queries."""
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**GEMMA3_SHAPE | changes))
+
+
+LLAMA_SHAPE = {
+    "eos_token_id": 2,
+    "hidden_size": 24,
+    "vocab_size": 97,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 37,
+    "initializer_range": 0.2,
+}
+BIASED_LLAMA: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+SLIDING_QWEN2: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "max_window_layers": 1,
+}
+
+
+def llama(kind: str, **changes: Any) -> Any:
+    """Return a model of this class, whose shape is Llama's."""
+    made: Any = getattr(transformers, kind)
+    return made(made.config_class(**LLAMA_SHAPE | changes))
 
 
 def of_class(name: str, **shape: Any) -> Callable[..., Any]:
@@ -198,6 +236,14 @@ PEGASUS_DRAWN: dict[str, Sequence[Any]] = {
     "decoder_layers": (1, 2),
     "activation_function": ("relu", "relu", "gelu", "gelu_new", "silu"),
     "scale_embedding": (False, True),
+}
+LLAMA_DRAWN = {
+    "hidden_size": (12, 24, 36),
+    "num_attention_heads": (2, 4),
+    "num_key_value_heads": (1, 2),
+    "head_dim": (2, 6, 10),
+    "intermediate_size": range(1, 51),
+    "num_hidden_layers": (1, 2),
 }
 ENTRIES = (
     Entry(
@@ -264,16 +310,34 @@ ENTRIES = (
     ),
     Entry(
         kinds={"gemma3": gemma3, "gemma3-untied": gemma3_untied, "embeddinggemma": embedding_gemma},
-        shape={
-            "hidden_size": (12, 24, 36),
-            "num_attention_heads": (2, 4),
-            "num_key_value_heads": (1, 2),
-            "head_dim": (2, 6, 10),
-            "intermediate_size": range(1, 51),
-            "num_hidden_layers": (1, 2),
-            "query_pre_attn_scalar": (1, 7, 64),
-        },
+        shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
         alike=("gemma3-untied",),
+    ),
+    Entry(
+        kinds={"gemma2": gemma2},
+        shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64), "attn_logit_softcapping": (0.5, 50.0, None)},
+    ),
+    Entry(kinds={"gemma": gemma}, shape=LLAMA_DRAWN),
+    Entry(
+        kinds={
+            "llama": lambda **changes: llama("LlamaForCausalLM", **changes),
+            "llama-biased": lambda **changes: llama("LlamaForCausalLM", **BIASED_LLAMA | changes),
+        },
+        shape=LLAMA_DRAWN | {"attention_bias": (False, True), "mlp_bias": (False, True)},
+    ),
+    Entry(
+        kinds={"mistral": lambda **changes: llama("MistralModel", **{"sliding_window": 6} | changes)},
+        shape=LLAMA_DRAWN,
+        alike=("mistral",),
+    ),
+    Entry(
+        kinds={"qwen2": lambda **changes: llama("Qwen2ForCausalLM", **SLIDING_QWEN2 | changes)},
+        shape=LLAMA_DRAWN,
+    ),
+    Entry(kinds={"qwen3": lambda **changes: llama("Qwen3ForCausalLM", **changes)}, shape=LLAMA_DRAWN),
+    Entry(
+        kinds={"glm4": lambda **changes: llama("Glm4ForCausalLM", **{"pad_token_id": 0} | changes)},
+        shape=LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
     ),
 )
 """One for each family; a new one adds its own here."""
@@ -305,7 +369,8 @@ def build(
     feed_forwards = [w for w in layout.topology if isinstance(w, FeedForward)]
     sums = {w.output for w in feed_forwards}
     outputs = sums | {w.output for w in layout.topology if isinstance(w, Attention)}
-    gated = {w.linear for w in feed_forwards if w.gate}
+    gated = {w.linear: w for w in feed_forwards if w.gate}
+    behind = {w.post_norm for w in layout.topology if isinstance(w, Attention | FeedForward)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module, _, what = name.rpartition(".")
@@ -323,8 +388,11 @@ def build(
                 gains(weight, layout, module, factor)
             elif "norm" in name and what == "weight":
                 weight.mul_(torch.rand_like(weight) + 0.5)
+                if module in behind:
+                    weight[::2].mul_(max(1.0, 15.0 * factor))
             if module in gated:
-                weight[:2].mul_(20)
+                neurons = weight.chunk(2)[1] if gated[module].fused else weight
+                neurons[:2].mul_(20)
         if layout.tied and not any(tensor.offset for tensor in layout.tensors.values()):
             # A tied head sees the large embedding; small gains keep its logits sane, as training does.
             for parameter in model.get_submodule(final_norm(layout)).parameters():

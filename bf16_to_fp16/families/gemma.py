@@ -1,0 +1,53 @@
+"""Gemma: Gemma 2's attention and gate with a norm before each sublayer alone, and without soft caps.
+
+With nothing behind them the output projections carry the stream's factor themselves, so that of the gains, which are
+stored less 1, none rounds but a tied head's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from .gemma2 import GEMMA2, attention, classes, feed_forward, wired_attention, wired_feed_forward
+from .gemma3 import BODY, with_head
+from .types import Part, Stack
+
+ACTIVATIONS = {"gelu": "gelu_pytorch_tanh"}
+"""What stock code takes for an activation of this name: the first releases say gelu and mean its approximation."""
+
+
+def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of layer ``i``."""
+    at, named = f"layers.{i}", str(config["hidden_act"])
+    return (
+        attention(wired_attention(at), config),
+        feed_forward(wired_feed_forward(at, "post_attention_layernorm", ACTIVATIONS.get(named, named))),
+    )
+
+
+OTHERS = ("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+"""Config keys of Gemma 2 that Gemma has not."""
+
+
+GEMMA = replace(
+    GEMMA2,
+    name="gemma",
+    title="Gemma",
+    model_type="gemma",
+    classes=classes("Gemma"),
+    defaults={key: value for key, value in GEMMA2.defaults.items() if key not in OTHERS}
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 24_576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    encoder=Stack("num_hidden_layers", block),
+    tied_head=with_head(f"{BODY}.embed_tokens.weight", tied=True, cap=""),
+    untied_head=with_head("lm_head.weight", tied=False, cap=""),
+    nullable=(),
+    initialisation=replace(GEMMA2.initialisation, title="Gemma"),
+)

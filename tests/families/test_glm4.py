@@ -1,0 +1,86 @@
+"""What GLM-4-0414 has and no other family: one matrix for gates and neurons, pairs of neighbouring channels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import tiny
+from support.contract import layout_of, outputs
+
+from bf16_to_fp16 import UserError, convert
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.weights import ModelTensors
+
+NEURON = "model.layers.0.mlp.neuron"
+
+
+def test_halves_of_a_linear_are_the_linears_of_the_halves() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, gain = torch.randn(14, 6, generator=generator), torch.rand(6, generator=generator).double()
+    source = rms_normalised(gain, Arithmetic())
+    found = bound_linear(source, weight, None, Arithmetic(), "name").halves()
+    for half, rows in zip(found, weight.chunk(2), strict=True):
+        alone = bound_linear(source, rows, None, Arithmetic())
+        assert torch.equal(half.bound, alone.bound) and torch.equal(half.norms, alone.norms)
+        assert torch.equal(half.matrix.whole(), alone.matrix.whole()) and half.matrix.name == ""
+
+
+def test_neurons_move_and_the_gates_above_them_in_the_same_matrix_do_not() -> None:
+    model = tiny.build("glm4")
+    layout, before = layout_of(model), outputs(model)
+    weights = {name: t.clone() for name, t in model.state_dict().items()}
+    count = layout.signals[NEURON].size
+    assert count == 37 and layout.tensors["model.layers.0.mlp.gate_up_proj.weight"].shape[0] == 2 * 37
+    exponents = torch.randint(-3, 4, (count,), generator=torch.Generator().manual_seed(0))
+    apply(model, layout, Plan(family="glm4", exponents={NEURON: exponents.tolist()}))
+    after = model.state_dict()["model.layers.0.mlp.gate_up_proj.weight"]
+    gates, neurons = weights["model.layers.0.mlp.gate_up_proj.weight"].chunk(2)
+    assert torch.equal(after[:count], gates)
+    assert torch.equal(after[count:], torch.ldexp(neurons, exponents[:, None]))
+    assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
+
+
+def test_gains_behind_a_sublayer_carry_the_streams_factor_to_the_bit(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("glm4"), tmp_path / "source")
+    result = convert(source, tmp_path / "out", run_model=False)
+    r = result.plan.residual_exponent
+    assert r < 0 and result.plan.drift is None
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    behind = [
+        name for name in before if name.endswith(("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"))
+    ]
+    assert len(behind) == 4
+    assert all(torch.equal(after[name].double(), before[name].double() * 2.0**r) for name in behind)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_queries_and_keys_move_by_pairs_of_neighbours(interleaved: bool) -> None:
+    """With channels 2i and 2i + 1 the outputs keep their bits, with i and i + head_dim/2 they do not."""
+    model = tiny.build("glm4", 1, factor=1.0)
+    layout, before = layout_of(model), outputs(model)
+    signal = layout.signals["model.layers.0.self_attn.query_key"]
+    assert signal.size == 2 * 10 // 2
+    exponents = torch.arange(10).view(2, 5) % 5 - 2
+    queries = exponents.repeat_interleave(2, 1) if interleaved else exponents.repeat(1, 2)
+    weights = model.model.layers[0].self_attn
+    with torch.no_grad():
+        for linear, sign in ((weights.q_proj, 1), (weights.k_proj, -1)):
+            own = queries.repeat_interleave(2, 0) if sign == 1 else queries
+            linear.weight.copy_(torch.ldexp(linear.weight, sign * own.flatten()[:, None]))
+            linear.bias.copy_(torch.ldexp(linear.bias, sign * own.flatten()))
+    assert interleaved == all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
+
+
+@pytest.mark.parametrize("value", ["37", 0, True, 36])
+def test_a_number_of_neurons_that_is_none_or_another_is_refused(value: object) -> None:
+    source = ModelTensors(tiny.build("glm4"))
+    source.config["intermediate_size"] = value
+    with pytest.raises(UserError, match=r"config\.json"):
+        resolve(source)

@@ -1,0 +1,81 @@
+"""What Llama and its relatives have and no other family: exponents of rotary pairs, biases that a config asks for, and
+configs that leave sizes out or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import tiny
+from support.contract import certified
+
+from bf16_to_fp16 import UserError, convert
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Attention, Kind
+from bf16_to_fp16.rescaling.weights import ModelTensors
+
+
+def test_pairs_of_queries_too_large_for_fp16_are_balanced_with_their_keys(tmp_path: Path) -> None:
+    """One rotary pair of one head of keys, whose queries overflow and whose keys are tiny."""
+    model = tiny.build("llama", factor=1.0)
+    heads, kv_heads, size = 4, 2, 10
+    layer = model.model.layers[0].self_attn
+    queries, keys = layer.q_proj.weight.view(heads, 2, 5, -1), layer.k_proj.weight.view(kv_heads, 2, 5, -1)
+    with torch.no_grad():
+        queries[2:, :, 3] *= 2.0**17
+        keys[1, :, 3] *= 2.0**-17
+    result = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out")
+    assert result.safe and result.report["proof"] == "certified"
+    exponents = torch.tensor(result.plan.exponents["model.layers.0.self_attn.query_key"]).view(kv_heads, size // 2)
+    assert int(exponents[1, 3]) <= -8 and int(exponents.abs().sum()) <= int(exponents[1, 3].abs()) + 9
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "out"))
+    norm = torch.tensor(result.plan.exponents.get("model.layers.0.input_layernorm", 0)).expand(24)
+    for name, sign, spread in (("q_proj", 1, (kv_heads, 2, 2, 5)), ("k_proj", -1, (kv_heads, 1, 2, 5))):
+        path = f"model.layers.0.self_attn.{name}.weight"
+        rows = sign * exponents[:, None, None].expand(spread).reshape(-1, 1)
+        assert torch.equal(after[path].double(), before[path].double() * 2.0 ** (rows - norm)), name
+
+
+def test_ranges_of_queries_and_keys_are_what_their_turned_channels_reach() -> None:
+    """A channel that is always 0 and the other of its pair, which comes into it."""
+    model = tiny.build("llama", factor=1.0)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[5:10] = 0
+    layout, certificate = certified(model)
+    path = "model.layers.0.self_attn.q_proj"
+    bound = certificate.ranges[path].output.amax
+    assert torch.equal(bound[5:10], bound[:5]) and bool((bound[:5] > 0).all())
+    signal = layout.signals["model.layers.0.self_attn.query_key"]
+    assert signal.kind is Kind.QUERY_KEY and signal.size == 10
+
+
+def test_the_head_size_that_a_config_leaves_out_is_that_of_the_stream_over_the_heads() -> None:
+    source = ModelTensors(tiny.build("llama", head_dim=None, num_key_value_heads=None))
+    for key in ("head_dim", "num_key_value_heads"):
+        del source.config[key]
+    layout = resolve(source)
+    w = next(w for w in layout.topology if isinstance(w, Attention))
+    assert layout.tensors[f"{w.query}.weight"].shape == (24, 24) and layout.kv_heads(w) == 4
+    assert layout.score_scale(w) == 6**-0.5
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_positions_that_multiply_by_more_than_a_rotation_are_refused(key: str) -> None:
+    source = ModelTensors(tiny.build("llama"))
+    source.config.pop("rope_parameters", None)
+    kind = "type" if key == "rope_scaling" else "rope_type"
+    source.config[key] = {kind: "llama3", "factor": 8.0}
+    resolve(source)
+    source.config[key] = {kind: "yarn", "factor": 4.0}
+    with pytest.raises(UserError, match=rf"config\.json: '{key}' is of the kind 'yarn'"):
+        resolve(source)
+
+
+@pytest.mark.parametrize(("kind", "missing"), [("llama-biased", "mlp.up_proj"), ("qwen2", "self_attn.k_proj")])
+def test_a_bias_that_the_config_asks_for_may_not_be_missing(kind: str, missing: str) -> None:
+    source = ModelTensors(tiny.build(kind))
+    del source.tensors[f"model.layers.0.{missing}.bias"]
+    with pytest.raises(UserError, match=rf"{missing}\.bias is missing"):
+        resolve(source)
