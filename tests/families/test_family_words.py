@@ -59,7 +59,7 @@ OF_TRANSFORMERS = {
 OPERATIONS = {"layer_norm"}
 """torch's names of operations, by which audits name sites."""
 
-ALLOWED = {("t5", "demo"), ("pegasus", "demo")}
+ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}
 """The names of the shipped checkpoints."""
 
 

@@ -37,14 +37,14 @@ from bf16_to_fp16.wording import headroom, headroom_by_bound, reached, scientifi
 ROOT = Path(__file__).parents[2]
 
 
-def glm4(folder: Path) -> Path:
-    """Save a small GLM-4, which no family has, that overflows."""
+def olmo2(folder: Path) -> Path:
+    """Save a small OLMo 2, which no family has, that overflows."""
     torch.manual_seed(0)
     shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 24, "intermediate_size": 32}
     ids = {"vocab_size": 97, "pad_token_id": 0, "eos_token_id": [1]}
-    model = transformers.Glm4ForCausalLM(transformers.Glm4Config(**ids, **shape, num_key_value_heads=1, head_dim=12))
+    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**ids, **shape))
     with torch.no_grad():
-        model.model.layers[0].post_mlp_layernorm.weight.fill_(1e5)
+        model.model.layers[0].post_feedforward_layernorm.weight.fill_(1e5)
     model.bfloat16().save_pretrained(folder)
     return folder
 
@@ -56,7 +56,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.save(tiny.build("t5-encoder", num_layers=2), folder / "hot")
     tiny.save(tiny.build("umt5-encoder", num_layers=2), folder / "pipe" / "text_encoder")
     tiny.save(tiny.build("t5-encoder", factor=1.0, num_layers=2), folder / "calm")
-    glm4(folder / "glm4")
+    olmo2(folder / "olmo2")
     broken = tiny.save(tiny.build("t5-encoder", num_layers=2), folder / "broken") / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:-100])
     return folder
@@ -82,7 +82,7 @@ def surveyed(sources: Path, hub: HubServer, tmp_path_factory: pytest.TempPathFac
     entries = [
         {"source": "org/hot", "revision": "main"},
         {"source": str(sources / "pipe"), "subfolder": "text_encoder"},
-        {"source": str(sources / "glm4")},
+        {"source": str(sources / "olmo2")},
         {"source": str(sources / "broken")},
         {"source": str(sources / "calm" / "model.safetensors")},
     ]
@@ -107,12 +107,12 @@ def test_every_checkpoint_is_a_row_in_the_order_of_the_list(surveyed: tuple[Path
     rows = table(folder)
     assert status == 1  # one of them failed
     assert tuple(rows[0]) == HEADER
-    assert [row["source"] for row in rows] == ["org/hot", "pipe", "glm4", "broken", "model.safetensors"]
+    assert [row["source"] for row in rows] == ["org/hot", "pipe", "olmo2", "broken", "model.safetensors"]
     assert [row["status"] for row in rows] == ["done", "done", "audit only", "failed", "done"]
     assert rows[0]["revision"] == hub.repos["org/hot"].branches["main"]
     assert rows[1]["subfolder"] == "text_encoder"
     assert "cut short" in rows[3]["error"] and not rows[3]["verdict"]
-    assert rows[2]["family"] == "Glm4ForCausalLM" and not rows[2]["verdict"] and not rows[2]["source_proven"]
+    assert rows[2]["family"] == "Olmo2ForCausalLM" and not rows[2]["verdict"] and not rows[2]["source_proven"]
     assert all(float(row["seconds"]) > 0 and 10**8 < int(row["peak_bytes"]) < 2 * 10**9 for row in rows)
     assert not list((folder / "out").rglob("*.safetensors"))
     assert {path.name for path in (folder / "out").iterdir()} == {"survey.html", "survey.csv", "checkpoints"}
@@ -254,7 +254,7 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 
 def test_a_process_that_is_killed_is_one_row_and_the_others_go_on(sources: Path, tmp_path: Path) -> None:
-    out, listed = tmp_path / "out", [Listed(source=str(sources / name)) for name in ("hot", "glm4")]
+    out, listed = tmp_path / "out", [Listed(source=str(sources / name)) for name in ("hot", "olmo2")]
     first = out / "checkpoints" / listed[0].folder
 
     def kill() -> None:
@@ -276,7 +276,7 @@ def test_a_survey_that_is_killed_takes_its_processes_with_it_and_goes_on(
     sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     listing, out = tmp_path / "list.yaml", tmp_path / "out"
-    listing.write_text(json.dumps([{"source": str(sources / name)} for name in ("glm4", "hot")]))
+    listing.write_text(json.dumps([{"source": str(sources / name)} for name in ("olmo2", "hot")]))
     done, cut = (out / "checkpoints" / entry.folder for entry in read_list(listing))
     line = [sys.executable, "-m", "bf16_to_fp16", "survey", str(listing), str(out), "--jobs", "1"]
     running = subprocess.Popen(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
@@ -294,7 +294,7 @@ def test_a_survey_that_is_killed_takes_its_processes_with_it_and_goes_on(
     assert (cut / "converted" / "model.safetensors").exists()
     assert [row["status"] for row in csv.DictReader((out / "survey.csv").open())] == ["audit only", "done"]
     assert cli.main(["survey", str(listing), str(out)]) == 0 and "2 of 2 are done already" in capsys.readouterr().err
-    listing.write_text(json.dumps([{"source": str(sources / "glm4")}]))
+    listing.write_text(json.dumps([{"source": str(sources / "olmo2")}]))
     assert cli.main(["survey", str(listing), str(out), "--force"]) == 0
     assert (done / "result.json").stat().st_mtime_ns > stamp and (cut / "converted").exists()
 
@@ -304,7 +304,7 @@ def test_a_survey_that_is_stopped_ends_its_processes_first(
     sources: Path, tmp_path: Path, number: int, status: int
 ) -> None:
     listing, out = tmp_path / "list.yaml", tmp_path / "out"
-    listing.write_text(json.dumps([{"source": str(sources / name)} for name in ("glm4", "hot", "calm")]))
+    listing.write_text(json.dumps([{"source": str(sources / name)} for name in ("olmo2", "hot", "calm")]))
     line = [sys.executable, "-m", "bf16_to_fp16", "survey", str(listing), str(out), "--jobs", "2"]
     running = subprocess.Popen(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
     wait_for(lambda: len(workers(out)) == 2)

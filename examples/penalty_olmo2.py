@@ -1,44 +1,43 @@
-"""The activation-magnitude penalty on a model of a family that the package cannot convert: GLM-4.
+"""The activation-magnitude penalty on a model of a family that the package cannot convert: OLMo 2.
 
-    python examples/penalty_glm4.py
+    python examples/penalty_olmo2.py
 
-A small GLM-4 with random weights, whose residual stream overflows fp16, is trained until every activation fits. Its
+A small OLMo 2 with random weights, whose residual stream overflows fp16, is trained until every activation fits. Its
 stream is what `bf16-to-fp16 audit` names first.
 """
 
 import torch
-from transformers import Glm4Config, Glm4ForCausalLM
+from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from bf16_to_fp16 import ActivationPenalty
 
 STEPS, HEADROOM_BITS = 100, 1.0
 
 
-def overflowing() -> Glm4ForCausalLM:
+def overflowing() -> Olmo2ForCausalLM:
     """Return a model whose last feed-forward adds about 400,000 to the stream: its post-norm's gain is that large."""
     torch.manual_seed(0)
-    config = Glm4Config(
+    config = Olmo2Config(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=1,
-        head_dim=16,
         pad_token_id=0,
         eos_token_id=1,
         attn_implementation="eager",
     )
-    model = Glm4ForCausalLM(config)
+    model = Olmo2ForCausalLM(config)
     with torch.no_grad():
-        model.model.layers[-1].post_mlp_layernorm.weight.fill_(100_000.0)
+        model.model.layers[-1].post_feedforward_layernorm.weight.fill_(100_000.0)
     return model
 
 
 def main() -> None:
     """Train on a repeated pattern and print the tightest site."""
     model = overflowing().train()
-    large = model.model.layers[-1].post_mlp_layernorm.weight
+    large = model.model.layers[-1].post_feedforward_layernorm.weight
     others = [p for p in model.parameters() if p is not large]
     # A gain of 100,000 needs steps of its size.
     optimizer = torch.optim.AdamW([{"params": [large], "lr": 5e3}, {"params": others, "lr": 1e-3}], weight_decay=0.0)
