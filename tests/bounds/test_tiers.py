@@ -36,7 +36,7 @@ LENGTH = Arithmetic(64)
 
 
 @pytest.mark.parametrize("target", ["norm-safe", "fp16-accumulate"])
-@pytest.mark.parametrize("kind", ["t5", "gated"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "longt5", "gemma3"])
 def test_no_adversarial_input_passes_a_tiers_bounds_in_its_arithmetic(kind: str, target: str) -> None:
     for seed, size in ((0, 200.0), (1, 1.0)):
         model = tiny.build(kind, seed, factor=1.0).half()

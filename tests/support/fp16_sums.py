@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.contract import layout_of
 from torch import Tensor
 
 from bf16_to_fp16.observe import observer
 from bf16_to_fp16.observe.meter import is_norm
+from bf16_to_fp16.run.stock import eps_attribute
 
 
 def one_by_one(terms: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, float]:
@@ -30,8 +32,9 @@ def one_by_one(terms: np.ndarray, generator: np.random.Generator) -> tuple[np.nd
 
 @contextmanager
 def fp16_runtime(model: Any, *, sums: bool) -> Iterator[list[float]]:
-    """Let a T5's norms compute in fp16, and with ``sums`` its products and softmax as well; yield the largest partial
-    sum of each product."""
+    """Let a model's RMS norms compute in fp16, and with ``sums`` its products and softmax as well; yield the largest
+    partial sum of each product."""
+    tensors = layout_of(model).tensors
     generator, partials, softmax = np.random.default_rng(0), [], torch.nn.functional.softmax
 
     def product(func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
@@ -48,22 +51,23 @@ def fp16_runtime(model: Any, *, sums: bool) -> Iterator[list[float]]:
         made.numpy()[...] = powers / one_by_one(powers, generator)[0][..., None]
         return made
 
-    def norm(module: Any) -> Any:
-        stock = type(module).forward
+    def norm(path: str, module: Any) -> Any:
+        stock, eps = type(module).forward, np.float16(getattr(module, eps_attribute(module)))
+        gain = module.weight.detach().numpy() + np.float16(tensors[f"{path}.weight"].offset)
 
         def forward(x: Tensor) -> Tensor:
-            made, seen, gain = stock(module, x), x.numpy(), module.weight.numpy()
+            made, seen = stock(module, x), x.numpy()
             mean = one_by_one(seen * seen, generator)[0] / np.float16(seen.shape[-1])
-            root = np.float16(1) / np.sqrt(mean + np.float16(module.variance_epsilon))
+            root = np.float16(1) / np.sqrt(mean + eps)
             made.numpy()[...] = seen * root[..., None] * gain
             return made
 
         return forward
 
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
-        for module in model.modules():
+        for path, module in model.named_modules():
             if is_norm(module):
-                patch.setattr(module, "forward", norm(module), raising=False)
+                patch.setattr(module, "forward", norm(path, module), raising=False)
         if sums:
             patch.setattr(observer, "product_in_fp32", product)
             patch.setattr(torch.nn.functional, "softmax", weights)
