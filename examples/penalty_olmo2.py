@@ -30,7 +30,7 @@ def overflowing() -> Olmo2ForCausalLM:
     )
     model = Olmo2ForCausalLM(config)
     with torch.no_grad():
-        model.model.layers[-1].post_feedforward_layernorm.weight.fill_(100_000.0)
+        model.model.layers[-1].post_feedforward_layernorm.weight.fill_(200_000.0)
     return model
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     model = overflowing().train()
     large = model.model.layers[-1].post_feedforward_layernorm.weight
     others = [p for p in model.parameters() if p is not large]
-    # A gain of 100,000 needs steps of its size.
+    # A gain of 200,000 needs steps of its size.
     optimizer = torch.optim.AdamW([{"params": [large], "lr": 5e3}, {"params": others, "lr": 1e-3}], weight_decay=0.0)
     ids = torch.arange(4 * 32).reshape(4, 32) * 7 % 256
     with ActivationPenalty(model, headroom_bits=HEADROOM_BITS) as penalty:

@@ -12,17 +12,26 @@ from support import config_edits
 
 from bf16_to_fp16.run import agreement
 
-NUMBER = 1000
-"""Edits of each family: every key half a dozen times, one in four together with another."""
+EDITS = {
+    "t5": 1000,
+    "umt5": 300,
+    "longt5": 600,
+    "pegasus": 500,
+    "mbart": 300,
+    "bigbird_pegasus": 200,
+    "gemma3": 600,
+    "llama-biased": 600,
+}
+"""Edits of each kind, one in four together with another: every key half a dozen times, fewer where most are another's."""
 
 
-@pytest.mark.parametrize("kind", ["t5", "umt5", "pegasus", "mbart", "longt5", "gemma3"])
-def test_an_edited_config_is_refused_or_not_certified_or_agrees(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "number"), EDITS.items())
+def test_an_edited_config_is_refused_or_not_certified_or_agrees(kind: str, number: int, tmp_path: Path) -> None:
     case = config_edits.original(kind, tmp_path)
     assert config_edits.judge(case, {}) == "agrees"
-    outcomes = config_edits.run(case, NUMBER)
+    outcomes = config_edits.run(case, number)
     assert not outcomes.failures, outcomes.failures
-    assert min(outcomes.counts["refused"], outcomes.counts["agrees"]) > NUMBER / 10
+    assert min(outcomes.counts["refused"], outcomes.counts["agrees"]) > number / 10
 
 
 def test_without_the_door_an_edit_passes_its_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

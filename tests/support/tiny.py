@@ -118,8 +118,10 @@ def mbart(name: str = "MBartForConditionalGeneration", **changes: Any) -> Any:
 
 
 def bigbird_pegasus(**changes: Any) -> Any:
-    """Return a BigBird-Pegasus of full attention, whose decoder starts with a token that has an embedding."""
-    shape = PEGASUS_SHAPE | {"attention_type": "original_full", "decoder_start_token_id": 2} | changes
+    """Return a BigBird-Pegasus of full attention and with biases, whose decoder starts with a token that has an
+    embedding."""
+    own = {"attention_type": "original_full", "use_bias": True, "decoder_start_token_id": 2}
+    shape = PEGASUS_SHAPE | own | changes
     return transformers.BigBirdPegasusForConditionalGeneration(transformers.BigBirdPegasusConfig(**shape))
 
 
