@@ -22,7 +22,7 @@ EDITS = {
     "gemma3": 600,
     "llama-biased": 600,
 }
-"""Edits of each kind, one in four together with another: every key half a dozen times, fewer where most are another's."""
+"""Edits of each kind, one in four together with another: every key half a dozen times, fewer of what others repeat."""
 
 
 @pytest.mark.parametrize(("kind", "number"), EDITS.items())

@@ -42,7 +42,7 @@ def olmo2(folder: Path) -> Path:
     torch.manual_seed(0)
     shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 24, "intermediate_size": 32}
     ids = {"vocab_size": 97, "pad_token_id": 0, "eos_token_id": [1]}
-    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**ids, **shape))
+    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**ids, **shape, rms_norm_eps=1e-12))
     with torch.no_grad():
         model.model.layers[0].post_feedforward_layernorm.weight.fill_(1e5)
     model.bfloat16().save_pretrained(folder)
