@@ -334,19 +334,19 @@ class _Walk(_Findings):
     def begin(self, ends: StackEnds) -> None:
         """Start the residual stream from the embedding: per channel its largest entry over the vocabulary."""
         family, config, a = self.layout.family, self.layout.config, self.arithmetic
-        amax, square, length = self.table(family.embedding)
+        amax, square, length = self.table(self.layout.table(ends))
         self.note(f"{ends.embedding}:embedding", "embedding", amax)
         width = amax.numel()
         if ends.scale and config_value(family, config, ends.scale):
             amax, square = self.rounded(amax * math.sqrt(width)), square * width
             length = a.rounded_length(length * math.sqrt(width), width)
             self.note(f"{ends.at}:mul", "embedding", amax)
-        elif ends.scales_itself:
+        elif ends.scales_itself or ends.scales:
             root = math.sqrt(width) * (1 + a.unit)
             amax, square = self.rounded(amax * root), square * width
             length = a.rounded_length(length * root, width)
-            self.note(f"{ends.embedding}:mul", "embedding", amax)
-            self.inner[f"{ends.embedding}:to"] = root
+            self.note(ends.scaling, "embedding", amax)
+            self.inner[f"{ends.scaling.removesuffix(':mul')}:to"] = root
         self.outputs[ends.embedding] = (amax, square)
         if ends.positions:
             extra, extra_square, extra_length = self.table(ends.positions)

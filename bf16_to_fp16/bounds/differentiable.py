@@ -128,7 +128,7 @@ class DifferentiableBounds:
             return linear(w.query, heads) + ([] if shared else linear(w.key, heads))
 
         for stack in layout.stacks():
-            starts = (layout.family.embedding, stack.ends.positions)
+            starts = (layout.table(stack.ends), stack.ends.positions)
             stream: list[Owner] = [(name, columns) for name in starts if name in layout.tensors]
             for w in stack.sublayers:
                 if isinstance(w, Attention):
@@ -226,10 +226,14 @@ class _Walk:
 
     def embedding(self, ends: StackEnds) -> Tensor:
         """What the stream begins with, by channel."""
-        table = self.weight(self.layout.family.embedding)
+        table = self.weight(self.layout.table(ends))
         assert table is not None
         amax = table.abs().amax(0)
-        if ends.scales_itself or (ends.scale and config_value(self.layout.family, self.layout.config, ends.scale)):
+        if (
+            ends.scales_itself
+            or ends.scales
+            or (ends.scale and config_value(self.layout.family, self.layout.config, ends.scale))
+        ):
             amax = amax * math.sqrt(amax.numel())
         positions = self.weight(ends.positions) if ends.positions else None
         return amax if positions is None else amax + positions.abs().amax(0)
@@ -336,9 +340,11 @@ class _Walk:
             return
         query, key = self.linear(w.query, source), self.linear(w.key, other)
         size = len(query.norms) // heads
-        q, k = (x.matrix.view(heads, size, -1) for x in (query, key))
-        cq, ck = (x.centre.view(heads, size) for x in (query, key))
-        most_q, most_k = (x.partial.view(heads, size) for x in (query, key))
+        group = len(query.norms) // len(key.norms)
+        q, k = query.matrix.view(heads, size, -1), key.matrix.view(-1, size, key.matrix.shape[1])
+        cq, ck = (x.centre.view(-1, size) for x in (query, key))
+        most_q, most_k = (x.partial.view(-1, size) for x in (query, key))
+        k, ck, most_k = (x.repeat_interleave(group, 0) for x in (k, ck, most_k))
         with torch.no_grad():
             gram_k = k @ k.mT
             right = top_vectors((q @ q.mT) @ gram_k)
@@ -354,7 +360,7 @@ class _Walk:
         long_k = key.radius * spectral_norms(k / balance[..., None]) + lengths(ck / balance)
         sums = torch.minimum(long_q * long_k, (most_q * most_k).sum(1))
         off = (2 * self.linear_error(q.shape[2]) + a.gamma(size) + 2 * a.unit) * sums
-        scale = size**-0.5 if w.scaled else 1.0
+        scale = self.layout.score_scale(w)
         span = (2 * crossed + (5 if w.scaled else 2) * off) * scale
         biased = torch.minimum(exact, sums) * scale + off * scale
         bias = self.weight(w.bias) if w.bias else None
@@ -364,9 +370,8 @@ class _Walk:
             further = self.weight(w.block_bias) if w.block_bias else None
             offset = bias.abs().amax(0)
             biased = biased + (offset if further is None else torch.maximum(offset, further.abs().amax(0)))
-        reach = (26 + math.log2(a.max_length)) * math.log(2)
         # Where the mask is −inf there is no third site.
-        for site, bound in zip(sites, (sums + off, biased, span + MASK_ROUNDING + reach), strict=False):
+        for site, bound in zip(sites, (sums + off, *self.capped(w, biased, span)), strict=False):
             self.note(site, bound)
 
     def turned_scores(self, w: Attention) -> tuple[Tensor, ...]:

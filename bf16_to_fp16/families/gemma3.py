@@ -64,9 +64,14 @@ def number(config: Mapping[str, object], key: str) -> int:
     return found
 
 
-def shared_values(config: Mapping[str, object]) -> Spread:
-    """Return how the heads of queries share those of values; raise UserError where they cannot."""
-    heads, kv_heads, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
+    """Return how the heads of queries share those of values; raise UserError where they cannot.
+
+    within: what the config's keys begin with.
+    """
+    heads, kv_heads, size = (
+        number(config, f"{within}{key}") for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
     if heads % kv_heads or size % 2:
         raise UserError(
             f"config.json: {heads} heads of {size} channels cannot share {kv_heads} heads of keys and values, and turn"

@@ -20,6 +20,7 @@ from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
 from .t5 import T5
+from .t5gemma import T5GEMMA
 from .types import Attention, Family, StockClass, full_config
 from .umt5 import UMT5
 
@@ -37,6 +38,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2,
     QWEN3,
     GLM4,
+    T5GEMMA,
 )
 """Every supported family."""
 

@@ -233,7 +233,8 @@ class StackEnds:
     ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" where there is
     none. ``scale``: config key of the switch that multiplies the embedding by √d, "" for never. ``norm``: the final
     one. ``dropouts``: after the embedding, after the final norm. ``scales_itself``: the embedding's own module
-    multiplies by √d, rounded to the dtype of its weight.
+    multiplies by √d, rounded to the dtype of its weight; ``scales``: the stack does, so rounded. ``table``: tensor of
+    the embedding, "" for the family's.
     """
 
     at: str
@@ -243,13 +244,20 @@ class StackEnds:
     norm: str
     dropouts: tuple[str, ...] = ()
     scales_itself: bool = False
+    scales: bool = False
+    table: str = ""
+
+    @property
+    def scaling(self) -> str:
+        """The site at which stock code multiplies by a rounded √d, where it does."""
+        return f"{self.embedding if self.scales_itself else self.at}:mul"
 
     @property
     def stream(self) -> str:
         """The site at which the residual stream begins, as the audit names it."""
         if self.positions:
             return f"{self.at}:add"
-        return f"{self.embedding}:{'mul' if self.scales_itself else 'embedding'}"
+        return self.scaling if self.scales_itself or self.scales else f"{self.embedding}:embedding"
 
 
 @dataclass(frozen=True)
@@ -452,7 +460,8 @@ class Family:
     """Modules that the stock class leaves in fp32 when it loads a model in fp16, as ``_keep_in_fp32_modules`` names
     them."""
     eps_key: str | None
-    """Config key of the norms' eps, None where stock code has it fixed."""
+    """Config key of the norms' eps, None where stock code has it fixed. A key with dots is one of a config inside the
+    config, wherever a family names keys."""
     eps: float
     """The eps that stock code uses where the config does not say."""
     centred_norm: bool
@@ -481,6 +490,14 @@ class Family:
     made_in_fp32: bool = False
     """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
+
+    eps_copies: tuple[str, ...] = ()
+    """Further config keys that must say the same eps."""
+
+    @property
+    def eps_keys(self) -> tuple[str, ...]:
+        """All config keys of the norms' eps."""
+        return () if self.eps_key is None else (self.eps_key, *self.eps_copies)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -677,20 +694,54 @@ class Layout:
 
         Raises UserError where the config's is not a positive number.
         """
-        key = self.family.eps_key
-        if key is None:
-            return self.family.eps
-        found = self.config.get(key, self.family.eps)
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
-            raise UserError(f"config.json: {key!r} is {found!r}, not a small positive number such as 1e-06")
-        return float(found)
+        said = {self.family.eps}
+        for number, key in enumerate(self.family.eps_keys):
+            found = looked_up(self.config, key, self.family.eps)
+            if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
+                raise UserError(f"config.json: {key!r} is {found!r}, not a small positive number such as 1e-06")
+            said = {float(found)} if not number else {*said, float(found)}
+        if len(said) > 1:
+            raise UserError(
+                f"config.json: {' and '.join(map(repr, self.family.eps_keys))} differ, and one exponent of the stream"
+                " serves all norms; such a checkpoint is not supported"
+            )
+        return said.pop()
+
+    def table(self, ends: StackEnds) -> str:
+        """Return the tensor of a stack's embedding."""
+        return ends.table or self.family.embedding
+
+    @property
+    def shares_table(self) -> bool:
+        """Whether all stacks begin with one embedding."""
+        return len({self.table(stack.ends) for stack in self.stacks()}) == 1
+
+
+_NOWHERE = object()
+
+
+def looked_up(config: Mapping[str, object], key: str, default: object = None) -> object:
+    """Return a config's value for a key, which with dots is one of a config inside it; the default for none."""
+    found: object = config
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return default
+        found = found[part]
+    return found
+
+
+def with_value(config: Mapping[str, object], key: str, value: object) -> dict[str, object]:
+    """Return a config with another value for a key, which with dots is one of a config inside it."""
+    first, _, rest = key.partition(".")
+    inner = config.get(first)
+    return {**config, first: with_value(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
     """Return the config's value for ``key``, or what the stock class takes in its place; None for a part left out."""
-    found = config.get(key)
+    found = looked_up(config, key)
     optional = key in family.nullable
-    if found is None and not (optional and key in config):
+    if found is None and not (optional and looked_up(config, key, _NOWHERE) is None):
         found = family.defaults.get(key)
         if isinstance(found, SameAs):
             return config_value(family, config, found.key)

@@ -53,6 +53,11 @@ class Weights:
         """Return rows of the embedding table."""
         return self.source.read_rows(self.table, start, stop).float()
 
+    def looked_up(self, stack: ResolvedStack, ids: Sequence[int]) -> Tensor:
+        """Return the rows of a stack's embedding for ids."""
+        table = str(self.layout.tensors[self.layout.table(stack.ends)].source)
+        return torch.cat([self.source.read_rows(table, i, i + 1).float() for i in ids])
+
     def linear(self, module: str, x: Tensor) -> Tensor:
         """Return what a linear gives."""
         return functional.linear(x, self.matrix(module), self.read(f"{module}.bias"))
@@ -68,8 +73,8 @@ class Weights:
         """Return what a stack begins with for tokens at its first position."""
         scale = stack.ends.scale
         switched = bool(scale and config_value(self.layout.family, self.layout.config, scale))
-        if switched or stack.ends.scales_itself:
-            rows = rows * math.sqrt(self.width)
+        if switched or stack.ends.scales_itself or stack.ends.scales:
+            rows = rows * math.sqrt(rows.shape[1])
         positions = self.read(stack.ends.positions)
         return rows if positions is None else rows + positions[0]
 
@@ -113,10 +118,9 @@ class Step:
 
 def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
     """Yield what every sublayer makes of each id alone in its row, in the encoder and then in the decoder."""
-    table = torch.cat([weights.rows(i, i + 1) for i in ids])
     memory = torch.empty(0)
     for stack in weights.layout.stacks():
-        stream = weights.embedded(stack, table)
+        stream = weights.embedded(stack, weights.looked_up(stack, ids))
         for sublayer in stack.sublayers:
             normed = weights.norm(sublayer.norm, stream)
             if isinstance(sublayer, Attention):
