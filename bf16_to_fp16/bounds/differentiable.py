@@ -70,7 +70,7 @@ class _Rows:
     does not depend on the input, ``partial`` the bound of the result and of its partial sums."""
 
     matrix: Tensor
-    radius: float
+    radius: float | Tensor
     norms: Tensor
     centre: Tensor
     partial: Tensor
@@ -522,8 +522,8 @@ def homogeneous(one: _Rows, other: _Rows) -> tuple[_Rows, _Rows]:
     """Return two linears of one norm's output as maps alone, what shift and bias give being one more column, as the
     certificate does."""
     centres, norms = (torch.cat(both).abs().sum() for both in ((one.centre, other.centre), (one.norms, other.norms)))
-    length = one.radius * math.sqrt(min(max(float(centres / norms.clamp(min=SMALL)), 2.0**-20), 2.0**20))
-    radius = math.hypot(one.radius, length)
+    share = (centres / norms.clamp(min=SMALL)).clamp(2.0**-20, 2.0**20)
+    length, radius = one.radius * share.sqrt(), one.radius * (1 + share).sqrt()
 
     def joined(made: _Rows) -> _Rows:
         matrix = torch.cat([made.matrix, made.centre[:, None] / length], 1)
@@ -602,7 +602,7 @@ def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
     long, added = spectral_norms(matrices), lengths(fixed)
     if not bool(fixed.any()):
         return long, long
-    square = (added.detach() / long.detach().clamp(min=SMALL)).clamp(SMALL, 1 / SMALL)
+    square = (added / long.clamp(min=SMALL)).clamp(SMALL, 1 / SMALL)
     joined = spectral_norms(torch.cat([matrices, (fixed / square.sqrt()[:, None])[..., None]], 2))
     return long, (1 + square).sqrt() * joined
 
