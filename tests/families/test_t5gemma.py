@@ -95,8 +95,8 @@ def test_several_heads_of_queries_share_the_scores_bound_of_their_head_of_keys()
     queries, keys = torch.randn(12, 6, generator=generator), torch.randn(6, 6, generator=generator)
 
     def bounds(q: torch.Tensor, k: torch.Tensor) -> ScoreBounds:
-        made = (bound_linear(source, rows, None, Arithmetic()) for rows in (q, k))
-        return score_bounds(*made, len(q) // 3, Arithmetic(), 0.5)
+        query, key = (bound_linear(source, rows, None, Arithmetic()) for rows in (q, k))
+        return score_bounds(query, key, len(q) // 3, Arithmetic(), 0.5)
 
     whole = bounds(queries, keys)
     for head in range(4):
