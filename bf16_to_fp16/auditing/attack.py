@@ -242,13 +242,18 @@ class _Subject:
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
         self.generator = torch.Generator().manual_seed(seed)
-        ends = layout.stacks()[0].ends
-        scale = layout.embedding_scale(ends)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        embedding = model.get_input_embeddings().weight
+        self.tables: list[Tensor] = []
+        """The rows that each side's inputs are made of."""
         # Embeddings that are given are not scaled by who looks them up: the table, or the stack (Pegasus's encoder; its
-        # decoder scales both).
-        table = model.get_input_embeddings().weight.detach()
-        self.table = table * scale if ends.scales_itself else table
-        self.encoder_scale = 1.0 if ends.scales_itself else scale
+        # decoder scales both, as T5Gemma's stacks do).
+        for stack in layout.stacks():
+            table = (named[stack.ends.table] if stack.ends.table else embedding).detach()
+            self.tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scales_itself else table)
+        first = layout.stacks()[0].ends
+        self.encoder_scale = 1.0 if first.scales_itself or first.scales else layout.embedding_scale(first)
+        self.vocabulary, self.device = len(self.tables[0]), self.tables[0].device
         self.narrow = {f"{reader.norm}:{INVERSE_SIGMA}": reader.site for reader in walk(layout)}
         """Goals that are 1/σ of a norm's input, with the site that the norm reads."""
 
@@ -256,14 +261,15 @@ class _Subject:
         """Return random ids; every fourth row repeats one token."""
 
         def side() -> Tensor:
-            ids = torch.randint(len(self.table), (rows, self.length), generator=self.generator)
+            ids = torch.randint(self.vocabulary, (rows, self.length), generator=self.generator)
             ids[::4] = ids[::4, :1]
-            return ids.to(self.table.device)
+            return ids.to(self.device)
 
         return _Inputs(side(), side() if self.layout.stock.decodes else None)
 
     def embed(self, ids: _Inputs) -> _Inputs:
-        return _Inputs(self.table[ids.encoder], None if ids.decoder is None else self.table[ids.decoder])
+        decoder = None if ids.decoder is None else self.tables[-1][ids.decoder]
+        return _Inputs(self.tables[0][ids.encoder], decoder)
 
     def run(self, x: _Inputs, model: Any = None, mask: Tensor | None = None) -> None:
         """Run the model on embeddings; mask: the encoder's attention mask."""
@@ -303,19 +309,19 @@ class _Subject:
     def nearest(self, x: _Inputs) -> _Inputs:
         """Return the ids whose embeddings are nearest to mixtures."""
         return _Inputs(
-            self.best_words(x.encoder, nearest=True)[1],
-            None if x.decoder is None else self.best_words(x.decoder, nearest=True)[1],
+            self.best_words(x.encoder, self.tables[0], nearest=True)[1],
+            None if x.decoder is None else self.best_words(x.decoder, self.tables[-1], nearest=True)[1],
         )
 
-    def best_words(self, x: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        """Return for every position the largest x·row of the table and its id, a few thousand rows at a time.
+    def best_words(self, x: Tensor, table: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
+        """Return for every position the largest x·row of a table and its id, a few thousand rows at a time.
 
         nearest: the largest x·row − ‖row‖²/2, which is that of the row with the least ‖x − row‖.
         """
         best = torch.full(x.shape[:2], -math.inf, device=x.device)
         word = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-        for start in range(0, len(self.table), 4096):
-            part = self.table[start : start + 4096]
+        for start in range(0, len(table), 4096):
+            part = table[start : start + 4096]
             products = x @ part.t()
             if nearest:
                 products = products - part.square().sum(1) / 2
@@ -361,16 +367,16 @@ class _Adversary(_Subject):
 
     def in_hull(self, climb: _Climb) -> _Inputs:
         """Climb over convex combinations of table rows from embeddings; return each row's best."""
-        count = min(len(self.table), WORDS)
-        words = torch.randperm(len(self.table), generator=self.generator)[:count]
-        table = self.table[words.to(self.table.device)]
+        count = min(self.vocabulary, WORDS)
+        words = torch.randperm(self.vocabulary, generator=self.generator)[:count]
+        tables = [table[words.to(self.device)] for table in self.tables]
         # The starting point is one more word of each position; the others share what is left of the weight.
         lead = math.log(START_WEIGHT / (1 - START_WEIGHT))
 
         def logits() -> Tensor:
             drawn = 2 * torch.randn(len(climb.goals), self.length, count, generator=self.generator)
             first = drawn.logsumexp(-1, keepdim=True) + lead
-            return torch.cat([first, drawn], -1).to(table.device).requires_grad_()
+            return torch.cat([first, drawn], -1).to(self.device).requires_grad_()
 
         given = climb.start.sides
         sides = [logits() for _ in given]
@@ -378,7 +384,7 @@ class _Adversary(_Subject):
 
         def made() -> _Inputs:
             mixed = []
-            for side, origin in zip(sides, given, strict=True):
+            for side, origin, table in zip(sides, given, (tables[0], tables[-1]), strict=False):
                 weights = torch.softmax(side, -1)
                 mixed.append(weights[..., :1] * origin + weights[..., 1:] @ table)
             return _Inputs(mixed[0], mixed[1] if len(mixed) > 1 else None)
@@ -388,23 +394,24 @@ class _Adversary(_Subject):
     def in_box(self, climb: _Climb) -> _Inputs:
         """Climb from embeddings over all that are, channel by channel, no larger than the table's rows and no longer
         than the longest; return each row's best."""
-        top, longest = self.table.abs().amax(0), self.table.norm(dim=1).max()
-        safe = top.clamp(min=torch.finfo(top.dtype).tiny)
+        given, tables = climb.start.sides, (self.tables[0], self.tables[-1])
 
-        def inverse(x: Tensor) -> Tensor:
+        def inverse(x: Tensor, table: Tensor) -> Tensor:
+            top = table.abs().amax(0)
             # Not too far out, where tanh has no gradient left.
-            return (x / safe).clamp(-0.95, 0.95).atanh().requires_grad_()
+            return (x / top.clamp(min=torch.finfo(top.dtype).tiny)).clamp(-0.95, 0.95).atanh().requires_grad_()
 
-        def embeddings(side: Tensor) -> Tensor:
+        def embeddings(side: Tensor, table: Tensor) -> Tensor:
+            top, longest = table.abs().amax(0), table.norm(dim=1).max()
             x = torch.tanh(side) * top
             # A little inside, for the rounding of the length to fp16.
             return x * (longest * (1 - 2.0**-10) / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)).clamp(max=1)
 
-        sides = [inverse(side) for side in climb.start.sides]
+        sides = [inverse(side, table) for side, table in zip(given, tables, strict=False)]
         optimizer = torch.optim.Adam(sides, lr=FREE_RATE)
 
         def made() -> _Inputs:
-            moved = [embeddings(side) for side in sides]
+            moved = [embeddings(side, table) for side, table in zip(sides, tables, strict=False)]
             return _Inputs(moved[0], moved[1] if len(moved) > 1 else None)
 
         return self.climb(climb, made, optimizer)
@@ -452,7 +459,7 @@ class _Adversary(_Subject):
             side, given = getattr(x, name), getattr(ids, name)
             if side is None or side.grad is None:
                 continue
-            gain, word = self.best_words(side.grad)
+            gain, word = self.best_words(side.grad, self.tables[0 if name == "encoder" else -1])
             gain = gain - (side.grad * side.detach()).sum(-1)
             places = gain.topk(min(FLIPS, self.length), dim=1).indices
             for k in range(places.shape[1]):

@@ -49,17 +49,18 @@ class ScoreBounds:
 def score_bounds(
     query: LinearBound, key: LinearBound, heads: int, arithmetic: Arithmetic, scale: float = 1.0
 ) -> ScoreBounds:
-    """Return bounds of every head's products of a query and a key, as fp16 computes them; scale: that they are
-    multiplied with afterwards."""
+    """Return bounds of every head's products of a query and a key, as fp16 computes them; several heads of queries may
+    share one of keys. scale: that they are multiplied with afterwards."""
     a = arithmetic
     size = query.norms.numel() // heads
+    group = query.norms.numel() // key.norms.numel()
     exact, partial = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     error, apart = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
-        part = slice(h * size, (h + 1) * size)
-        q, k = query.matrix[part], key.matrix[part]
-        cq, ck = query.centre[part], key.centre[part]
-        eq, ek = query.error[part], key.error[part]
+        part, read = (slice(n * size, (n + 1) * size) for n in (h, h // group))
+        q, k = query.matrix[part], key.matrix[read]
+        cq, ck = query.centre[part], key.centre[read]
+        eq, ek = query.error[part], key.error[read]
         gq, gk = q @ q.t(), k @ k.t()
         root = square_root(gq)
         crossed = query.radius * key.radius * math.sqrt(largest_eigenvalue(root @ gk @ root))
@@ -68,15 +69,15 @@ def score_bounds(
         apart[h] = 2 * crossed
         exact[h] = crossed + query.radius * quadratic(gq, ck) + abs(float(cq @ ck))
         # ‖D·q‖·‖D⁻¹·k‖ bounds the product and its partial sums for every D; this one balances the channels.
-        balance = balanced(key.partial[part], query.partial[part])
+        balance = balanced(key.partial[read], query.partial[part])
         long_q = query.radius * math.sqrt(largest_eigenvalue(outer_scaled(gq, balance)))
         long_k = key.radius * math.sqrt(largest_eigenvalue(outer_scaled(gk, 1 / balance)))
         long_q, long_k = long_q + float((cq * balance).norm()), long_k + float((ck / balance).norm())
         off_q, off_k = float((eq * balance).norm()), float((ek / balance).norm())
         error[h] = long_q * off_k + long_k * off_q + off_q * off_k
         lengths = torch.tensor((long_q + off_q) * (long_k + off_k), dtype=torch.float64)
-        partial[h] = torch.minimum(lengths, query.partial[part] @ key.partial[part])
-    terms = (query.partial + key.partial).view(heads, size)
+        partial[h] = torch.minimum(lengths, query.partial[part] @ key.partial[read])
+    terms = query.partial.view(heads, size) + key.partial.view(-1, size).repeat_interleave(group, 0)
     return summed_scores(exact, error, partial, apart, terms, scale, a)
 
 

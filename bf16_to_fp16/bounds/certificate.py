@@ -336,17 +336,17 @@ class _Walk(_Findings):
         """Start the residual stream from the embedding: per channel its largest entry over the vocabulary; from what a
         norm makes of it where one comes between."""
         a = self.arithmetic
-        amax, square, length = self.table(self.layout.family.embedding)
+        amax, square, length = self.table(self.layout.table(ends))
         self.note(f"{ends.embedding}:embedding", "embedding", amax)
         width, scale = amax.numel(), self.layout.embedding_scale(ends)
         if scale != 1.0:
             square = square * scale**2
-            if ends.scales_itself and not ends.scale:
+            if ends.rounds_scale:
                 scale *= 1 + a.unit
-                self.inner[f"{ends.embedding}:to"] = scale
+                self.inner[f"{ends.scaling.removesuffix(':mul')}:to"] = scale
             amax = self.rounded(amax * scale)
             length = a.rounded_length(length * scale, width)
-            self.note(f"{ends.embedding if ends.scales_itself else ends.at}:mul", "embedding", amax)
+            self.note(ends.scaling, "embedding", amax)
         self.outputs[ends.embedding] = (amax, square)
         if ends.positions:
             extra, extra_square, extra_length = self.table(ends.positions)

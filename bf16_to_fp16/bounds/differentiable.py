@@ -75,7 +75,7 @@ class _Rows:
     does not depend on the input, ``partial`` the bound of the result and of its partial sums."""
 
     matrix: Tensor
-    radius: float
+    radius: float | Tensor
     norms: Tensor
     centre: Tensor
     partial: Tensor
@@ -133,7 +133,7 @@ class DifferentiableBounds:
             return linear(w.query, heads) + ([] if shared else linear(w.key, heads))
 
         for stack in layout.stacks():
-            starts = (layout.family.embedding, stack.ends.positions)
+            starts = (layout.table(stack.ends), stack.ends.positions)
             stream: list[Owner] = [(name, columns) for name in starts if name in layout.tensors]
             if stack.ends.first_norm:
                 stream = linear(stack.ends.first_norm, rows)
@@ -231,7 +231,7 @@ class _Walk:
 
     def embedding(self, ends: StackEnds) -> Tensor:
         """What the stream begins with, by channel."""
-        table = self.weight(self.layout.family.embedding)
+        table = self.weight(self.layout.table(ends))
         assert table is not None
         amax = table.abs().amax(0) * self.layout.embedding_scale(ends)
         positions = self.weight(ends.positions) if ends.positions else None
@@ -344,9 +344,11 @@ class _Walk:
             return
         query, key = self.linear(w.query, source), self.linear(w.key, other)
         size = len(query.norms) // heads
-        q, k = (x.matrix.view(heads, size, -1) for x in (query, key))
-        cq, ck = (x.centre.view(heads, size) for x in (query, key))
-        most_q, most_k = (x.partial.view(heads, size) for x in (query, key))
+        group = len(query.norms) // len(key.norms)
+        q, k = query.matrix.view(heads, size, -1), key.matrix.view(-1, size, key.matrix.shape[1])
+        cq, ck = (x.centre.view(-1, size) for x in (query, key))
+        most_q, most_k = (x.partial.view(-1, size) for x in (query, key))
+        k, ck, most_k = (x.repeat_interleave(group, 0) for x in (k, ck, most_k))
         with torch.no_grad():
             gram_k = k @ k.mT
             right = top_vectors((q @ q.mT) @ gram_k)
@@ -362,7 +364,7 @@ class _Walk:
         long_k = key.radius * spectral_norms(k / balance[..., None]) + lengths(ck / balance)
         sums = torch.minimum(long_q * long_k, (most_q * most_k).sum(1))
         off = (2 * self.linear_error(q.shape[2]) + a.gamma(size) + 2 * a.unit) * sums
-        scale = size**-0.5 if w.scaled else 1.0
+        scale = self.layout.score_scale(w)
         span = (2 * crossed + (5 if w.scaled else 2) * off) * scale
         biased = torch.minimum(exact, sums) * scale + off * scale
         bias = self.weight(w.bias) if w.bias else None
@@ -372,9 +374,8 @@ class _Walk:
             further = self.weight(w.block_bias) if w.block_bias else None
             offset = bias.abs().amax(0)
             biased = biased + (offset if further is None else torch.maximum(offset, further.abs().amax(0)))
-        reach = (26 + math.log2(a.max_length)) * math.log(2)
         # Where the mask is −inf there is no third site.
-        for site, bound in zip(sites, (sums + off, biased, span + MASK_ROUNDING + reach), strict=False):
+        for site, bound in zip(sites, (sums + off, *self.capped(w, biased, span)), strict=False):
             self.note(site, bound)
 
     def turned_scores(self, w: Attention) -> tuple[Tensor, ...]:
@@ -525,8 +526,8 @@ def homogeneous(one: _Rows, other: _Rows) -> tuple[_Rows, _Rows]:
     """Return two linears of one norm's output as maps alone, what shift and bias give being one more column, as the
     certificate does."""
     centres, norms = (torch.cat(both).abs().sum() for both in ((one.centre, other.centre), (one.norms, other.norms)))
-    length = one.radius * math.sqrt(min(max(float(centres / norms.clamp(min=SMALL)), 2.0**-20), 2.0**20))
-    radius = math.hypot(one.radius, length)
+    share = (centres / norms.clamp(min=SMALL)).clamp(2.0**-20, 2.0**20)
+    length, radius = one.radius * share.sqrt(), one.radius * (1 + share).sqrt()
 
     def joined(made: _Rows) -> _Rows:
         matrix = torch.cat([made.matrix, made.centre[:, None] / length], 1)
@@ -605,7 +606,7 @@ def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
     long, added = spectral_norms(matrices), lengths(fixed)
     if not bool(fixed.any()):
         return long, long
-    square = (added.detach() / long.detach().clamp(min=SMALL)).clamp(SMALL, 1 / SMALL)
+    square = (added / long.clamp(min=SMALL)).clamp(SMALL, 1 / SMALL)
     joined = spectral_norms(torch.cat([matrices, (fixed / square.sqrt()[:, None])[..., None]], 2))
     return long, (1 + square).sqrt() * joined
 

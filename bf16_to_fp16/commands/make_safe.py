@@ -22,7 +22,7 @@ from ..conversion.planning import bound_source
 from ..errors import UserError
 from ..families.known import FAMILIES, class_named, names_of
 from ..families.resolve import effective, resolve, stored
-from ..families.types import Layout, TensorReader
+from ..families.types import Layout, TensorReader, with_value
 from ..progress import Progress
 from ..quiet import quiet
 from ..rescaling.apply import apply, scale
@@ -204,7 +204,10 @@ def layout_under(layout: Layout, plan: Plan) -> Layout:
         read = layout.streams_read.items()
         eps = {path: layout.eps * 4.0 ** plan.stream_exponent(stream) for path, stream in read}
         return replace(layout, eps_in_memory=eps)
-    return replace(layout, config={**layout.config, layout.family.eps_key: layout.eps * 4.0**plan.residual_exponent})
+    config = layout.config
+    for key in layout.family.eps_keys:
+        config = with_value(config, key, layout.eps * 4.0**plan.residual_exponent)
+    return replace(layout, config=config)
 
 
 def set_eps(model: Any, layout: Layout, eps: float) -> None:
@@ -212,12 +215,14 @@ def set_eps(model: Any, layout: Layout, eps: float) -> None:
     for path in layout.norms:
         norm = model.get_submodule(path)
         setattr(norm, eps_attribute(norm), eps)
-    if layout.family.eps_key is None:
-        return
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, layout.family.eps_key):
-            setattr(config, layout.family.eps_key, eps)
+    for key in layout.family.eps_keys:
+        *inside, last = key.split(".")
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            for part in inside:
+                config = getattr(config, part, None)
+            if config is not None and hasattr(config, last):
+                setattr(config, last, eps)
 
 
 def check_plain(model: Any, remedy: str) -> None:

@@ -37,7 +37,7 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import padding_entry
 from ..families.resolve import resolve
-from ..families.types import Layout
+from ..families.types import Layout, looked_up
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of
@@ -505,9 +505,10 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Sourc
             problems.append(problem(tensor.name, " ".join(str(error).partition(";")[0].split())))
     if plan.untied_head and layout.tied is not False:
         problems.append(problem("config.json", "the plan separates the head, and the checkpoint has it tied"))
-    key = layout.family.eps_key
-    if key is not None and plan.eps is not None and checkpoint.config.get(key) != plan.eps:
-        problems.append(problem("config.json", f"{key} is {checkpoint.config.get(key)} and the plan needs {plan.eps}"))
+    for key in layout.family.eps_keys if plan.eps is not None else ():
+        found = looked_up(checkpoint.config, key)
+        if found != plan.eps:
+            problems.append(problem("config.json", f"{key} is {found} and the plan needs {plan.eps}"))
     for name, sides in source.config_changes.items():
         if "after" in sides and checkpoint.config.get(name) != sides["after"]:
             reason = f"{name} is {checkpoint.config.get(name)} and the report says {sides['after']}"

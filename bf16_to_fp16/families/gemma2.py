@@ -19,6 +19,7 @@ from .types import (
     Kind,
     Part,
     Signal,
+    Spread,
     Stack,
     StockClass,
     Sublayer,
@@ -30,67 +31,77 @@ from .types import (
 )
 
 
-def stream_and_norms(w: Sublayer) -> tuple[tuple[Signal, ...], tuple[Tensor, ...]]:
-    """Return what a sublayer shows of the residual stream and of its norms, and the gains of those.
+def stream_and_norms(w: Sublayer, model: str = "model") -> tuple[tuple[Signal, ...], tuple[Tensor, ...]]:
+    """Return what a sublayer shows of the residual stream and of its norms, and the gains of those; model: the width.
 
     Gains are stored less 1, so that a factor on them rounds: only that of a norm behind the sublayer moves.
     """
-    seen, tensors = [input_of(w.norm), output_of(w.output)], [gain(w.norm)]
+    seen, tensors = [input_of(w.norm), output_of(w.output)], [gain(w.norm, model)]
     if w.post_norm:
         seen += [input_of(w.post_norm), output_of(w.post_norm)]
-        tensors.append(Tensor(f"{w.post_norm}.weight", ("model",), (multiplied_by(RESIDUAL),), offset=1.0))
+        tensors.append(Tensor(f"{w.post_norm}.weight", (model,), (multiplied_by(RESIDUAL),), offset=1.0))
     signals = (
-        Signal(RESIDUAL, Kind.RESIDUAL, "model", tuple(seen)),
-        Signal(w.norm, Kind.FIXED, "model", (output_of(w.norm),)),
+        Signal(RESIDUAL, Kind.RESIDUAL, model, tuple(seen)),
+        Signal(w.norm, Kind.FIXED, model, (output_of(w.norm),)),
     )
     return signals, tuple(tensors)
 
 
-def attention(w: Attention, config: Mapping[str, object]) -> Part:
+def attention(w: Attention, config: Mapping[str, object], stack: str = "", memory: str = "") -> Part:
     """Return the records of an attention that is wired as ``w``: several heads of queries share those of keys and
-    values, without norms of either."""
-    kv_heads, heads, size = group = shared_values(config)
+    values, without norms of either.
+
+    stack: what the names of its sizes begin with, and config keys inside the config of that name. memory: size of what
+    keys and values read, "" for the stream's.
+    """
+    model, inner, kv_inner = (f"{stack}_{name}".removeprefix("_") for name in ("model", "inner", "kv_inner"))
+    kv_heads, heads, size = group = shared_values(config, f"{stack}." if stack else "")
     query_key, value = f"{w.at}.query_key", f"{w.at}.value"
-    read, of_keys = (kv_heads, 2 * heads, size // 2), (kv_heads, 2, size // 2)
-    stream, gains = stream_and_norms(w)
+    read: Spread = group
+    of_keys: Spread = ()
+    if w.rotary:
+        read, of_keys = (kv_heads, 2 * heads, size // 2), (kv_heads, 2, size // 2)
+    stream, gains = stream_and_norms(w, model)
+    memory = memory or model
     return Part(
         signals=(
             *stream,
             Signal(
                 query_key,
                 Kind.QUERY_KEY,
-                "kv_inner",
+                kv_inner,
                 (output_of(w.query, spread=read), output_of(w.key, -1, of_keys)),
                 of_keys,
             ),
-            Signal(value, Kind.VALUE, "kv_inner", (output_of(w.value), input_of(w.output, group))),
+            Signal(value, Kind.VALUE, kv_inner, (output_of(w.value), input_of(w.output, group))),
         ),
         tensors=(
             *gains,
-            Tensor(f"{w.query}.weight", ("inner", "model"), (multiplied_by(query_key, read), None)),
-            Tensor(f"{w.key}.weight", ("kv_inner", "model"), (divided_by(query_key, of_keys), None)),
-            Tensor(f"{w.value}.weight", ("kv_inner", "model"), (multiplied_by(value), None)),
-            Tensor(f"{w.output}.weight", ("model", "inner"), (multiplied_by(RESIDUAL), divided_by(value, group))),
+            Tensor(f"{w.query}.weight", (inner, model), (multiplied_by(query_key, read), None)),
+            Tensor(f"{w.key}.weight", (kv_inner, memory), (divided_by(query_key, of_keys), None)),
+            Tensor(f"{w.value}.weight", (kv_inner, memory), (multiplied_by(value), None)),
+            Tensor(f"{w.output}.weight", (model, inner), (multiplied_by(RESIDUAL), divided_by(value, group))),
         ),
         topology=w,
     )
 
 
-def feed_forward(w: FeedForward) -> Part:
-    """Return the records of a gated feed-forward that is wired as ``w``."""
+def feed_forward(w: FeedForward, stack: str = "") -> Part:
+    """Return the records of a gated feed-forward that is wired as ``w``; stack: as in ``attention``."""
     neuron = f"{w.at}.neuron"
-    stream, gains = stream_and_norms(w)
+    model, ff = (f"{stack}_{name}".removeprefix("_") for name in ("model", "ff"))
+    stream, gains = stream_and_norms(w, model)
     return Part(
         signals=(
             *stream,
-            Signal(neuron, Kind.NEURON, "ff", (output_of(w.linear), input_of(w.output))),
-            Signal(f"{w.at}.gate", Kind.FIXED, "ff", (output_of(w.gate),)),
+            Signal(neuron, Kind.NEURON, ff, (output_of(w.linear), input_of(w.output))),
+            Signal(f"{w.at}.gate", Kind.FIXED, ff, (output_of(w.gate),)),
         ),
         tensors=(
             *gains,
-            Tensor(f"{w.gate}.weight", ("ff", "model"), (None, None)),
-            Tensor(f"{w.linear}.weight", ("ff", "model"), (multiplied_by(neuron), None)),
-            Tensor(f"{w.output}.weight", ("model", "ff"), (multiplied_by(RESIDUAL), divided_by(neuron))),
+            Tensor(f"{w.gate}.weight", (ff, model), (None, None)),
+            Tensor(f"{w.linear}.weight", (ff, model), (multiplied_by(neuron), None)),
+            Tensor(f"{w.output}.weight", (model, ff), (multiplied_by(RESIDUAL), divided_by(neuron))),
         ),
         topology=w,
     )

@@ -33,6 +33,7 @@ from .types import (
     Tensor,
     divided_by,
     input_of,
+    looked_up,
     multiplied_by,
     output_of,
 )
@@ -41,12 +42,12 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 """See ``Family.alone``."""
 
 
-def check_window(config: Mapping[str, object]) -> None:
+def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
     """Raise UserError for a sliding window in which a position does not see itself."""
-    window = config.get("sliding_window")
+    window = looked_up(config, key)
     if window is not None and not (isinstance(window, int) and window > 0):
         raise UserError(
-            f"config.json: 'sliding_window' is {window!r}, in which no position sees itself; take it from the original"
+            f"config.json: {key!r} is {window!r}, in which no position sees itself; take it from the original"
             " checkpoint"
         )
 
@@ -64,9 +65,14 @@ def number(config: Mapping[str, object], key: str) -> int:
     return found
 
 
-def shared_values(config: Mapping[str, object]) -> Spread:
-    """Return how the heads of queries share those of values; raise UserError where they cannot."""
-    heads, kv_heads, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
+    """Return how the heads of queries share those of values; raise UserError where they cannot.
+
+    within: what the config's keys begin with.
+    """
+    heads, kv_heads, size = (
+        number(config, f"{within}{key}") for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
     if heads % kv_heads or size % 2:
         raise UserError(
             f"config.json: {heads} heads of {size} channels cannot share {kv_heads} heads of keys and values, and turn"

@@ -22,6 +22,7 @@ from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
 from .t5 import T5
+from .t5gemma import T5GEMMA
 from .types import Attention, Family, StockClass, family_inside, full_config
 from .umt5 import UMT5
 
@@ -41,6 +42,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2,
     QWEN3,
     GLM4,
+    T5GEMMA,
 )
 """Every supported family."""
 

@@ -33,6 +33,7 @@ from .types import (
     axis_size,
     config_value,
     full_config,
+    looked_up,
 )
 
 ROWS_AT_A_TIME = 4096
@@ -52,7 +53,8 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     try:
         stock, family = class_of(config), placed_family(config)
         for key, (only, why) in family.alone.items():
-            found = family.defaults.get(key) if config.get(key) is None else config[key]
+            found = looked_up(config, key)
+            found = family.defaults.get(key) if found is None else found
             if found != only:
                 raise UserError(f"config.json: {key!r} is {found!r}, and {why}")
     except UserError as error:

@@ -244,7 +244,9 @@ class StackEnds:
     ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" where there is
     none. ``scale``: config key of the switch that multiplies the embedding by √d, "" for never. ``norm``: the final
     one. ``dropouts``: after the embedding, after the final norm. ``scales_itself``: the embedding's own module
-    multiplies by √d, where ``scale`` is "" always and by √d rounded to the dtype of its weight.
+    multiplies by √d, where ``scale`` is "" always and by √d rounded to the dtype of its weight; ``scales``: the stack
+    does, so rounded, also what is given in place of the embedding. ``table``: tensor of the embedding, "" for the
+    family's.
 
     ``first_norm``: the norm of the embedding with its positions, whose output is what the residual stream begins with,
     "" where there is none. What it reads carries no factor, so that its eps stays: the family must have no ``eps_key``.
@@ -258,13 +260,25 @@ class StackEnds:
     dropouts: tuple[str, ...] = ()
     scales_itself: bool = False
     first_norm: str = ""
+    scales: bool = False
+    table: str = ""
+
+    @property
+    def rounds_scale(self) -> bool:
+        """Whether √d is rounded to the dtype of the embedding before it multiplies."""
+        return self.scales or (self.scales_itself and not self.scale)
+
+    @property
+    def scaling(self) -> str:
+        """The site at which stock code multiplies by √d, where it does."""
+        return f"{self.embedding if self.scales_itself else self.at}:mul"
 
     @property
     def embedded(self) -> str:
         """The site that gives the embedding with all that joins it, as the audit names it."""
         if self.positions:
             return f"{self.at}:add"
-        return f"{self.embedding}:{'mul' if self.scales_itself else 'embedding'}"
+        return self.scaling if self.scales_itself or self.scales else f"{self.embedding}:embedding"
 
 
 @dataclass(frozen=True)
@@ -467,7 +481,8 @@ class Family:
     """Modules that the stock class leaves in fp32 when it loads a model in fp16, as ``_keep_in_fp32_modules`` names
     them."""
     eps_key: str | None
-    """Config key of the norms' eps, None where stock code has it fixed."""
+    """Config key of the norms' eps, None where stock code has it fixed. A key with dots is one of a config inside the
+    config, wherever a family names keys."""
     eps: float
     """The eps that stock code uses where the config does not say."""
     centred_norm: bool
@@ -502,6 +517,14 @@ class Family:
     """Whether padding may see no position at all under the masks of its one stack: left of a row where they are causal,
     and further from it than a sliding window. Stock masks are finite in fp16, but where all scores of such a position
     are under −16 they add up to −inf, and it is NaN under eager attention."""
+
+    eps_copies: tuple[str, ...] = ()
+    """Further config keys that must say the same eps."""
+
+    @property
+    def eps_keys(self) -> tuple[str, ...]:
+        """All config keys of the norms' eps."""
+        return () if self.eps_key is None else (self.eps_key, *self.eps_copies)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -687,8 +710,8 @@ class Layout:
 
     def embedding_scale(self, ends: StackEnds) -> float:
         """Return what stock code multiplies a stack's embedding with: √d, or 1 for nothing."""
-        switch = config_value(self.family, self.config, ends.scale) if ends.scale else ends.scales_itself
-        return math.sqrt(self.tensors[self.family.embedding].shape[1]) if switch else 1.0
+        switch = config_value(self.family, self.config, ends.scale) if ends.scale else ends.scales_itself or ends.scales
+        return math.sqrt(self.tensors[self.table(ends)].shape[1]) if switch else 1.0
 
     def stream(self, ends: StackEnds) -> str:
         """Return the site at which a stack's residual stream begins, as the audit names it."""
@@ -725,20 +748,54 @@ class Layout:
 
         Raises UserError where the config's is not a positive number.
         """
-        key = self.family.eps_key
-        if key is None:
-            return self.family.eps
-        found = self.config.get(key, self.family.eps)
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
-            raise UserError(f"config.json: {key!r} is {found!r}, not a small positive number such as 1e-06")
-        return float(found)
+        said = {self.family.eps}
+        for number, key in enumerate(self.family.eps_keys):
+            found = looked_up(self.config, key, self.family.eps)
+            if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
+                raise UserError(f"config.json: {key!r} is {found!r}, not a small positive number such as 1e-06")
+            said = {float(found)} if not number else {*said, float(found)}
+        if len(said) > 1:
+            raise UserError(
+                f"config.json: {' and '.join(map(repr, self.family.eps_keys))} differ, and one exponent of the stream"
+                " serves all norms; such a checkpoint is not supported"
+            )
+        return said.pop()
+
+    def table(self, ends: StackEnds) -> str:
+        """Return the tensor of a stack's embedding."""
+        return ends.table or self.family.embedding
+
+    @property
+    def shares_table(self) -> bool:
+        """Whether all stacks begin with one embedding."""
+        return len({self.table(stack.ends) for stack in self.stacks()}) == 1
+
+
+_NOWHERE = object()
+
+
+def looked_up(config: Mapping[str, object], key: str, default: object = None) -> object:
+    """Return a config's value for a key, which with dots is one of a config inside it; the default for none."""
+    found: object = config
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return default
+        found = found[part]
+    return found
+
+
+def with_value(config: Mapping[str, object], key: str, value: object) -> dict[str, object]:
+    """Return a config with another value for a key, which with dots is one of a config inside it."""
+    first, _, rest = key.partition(".")
+    inner = config.get(first)
+    return {**config, first: with_value(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
     """Return the config's value for ``key``, or what the stock class takes in its place; None for a part left out."""
-    found = config.get(key)
+    found = looked_up(config, key)
     optional = key in family.nullable
-    if found is None and not (optional and key in config):
+    if found is None and not (optional and looked_up(config, key, _NOWHERE) is None):
         found = family.defaults.get(key)
         if isinstance(found, SameAs):
             return config_value(family, config, found.key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..checkpoint.shards import Write
-from ..families.types import Layout, OutputScale
+from ..families.types import Layout, OutputScale, with_value
 from ..run.stock import eps_attribute
 from .plan import Plan, check_plan_fits, correction_of, exponents_of
 
@@ -80,9 +80,8 @@ def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
     so makes version 4 tie an untied head.
     """
     config = dict(layout.config)
-    key = layout.family.eps_key
-    if key and plan.residual_exponent:
-        config[key] = layout.eps * 4.0**plan.residual_exponent
+    for key in layout.family.eps_keys if plan.residual_exponent else ():
+        config = with_value(config, key, layout.eps * 4.0**plan.residual_exponent)
     # The tie flag stays where it also switches on a scale that the head needs.
     scaled_by_flag = layout.family.output_scale is OutputScale.CONFIG and layout.head_scale != 1.0
     if layout.tied is False and not scaled_by_flag:

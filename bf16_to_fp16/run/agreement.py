@@ -29,7 +29,16 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from ..families.known import FAMILIES, may_be_absent, stock_class
 from ..families.resolve import resolve
-from ..families.types import Attention, Family, FeedForward, Layout, StackEnds, config_value
+from ..families.types import (
+    Attention,
+    Family,
+    FeedForward,
+    Layout,
+    StackEnds,
+    config_value,
+    looked_up,
+    with_value,
+)
 from .stock import eps_attribute, load_config, run_everywhere, without_values
 from .texts import first_line
 
@@ -117,24 +126,29 @@ class _Written:
     """
 
     def __init__(self, config: Any, layout: Layout, where: str) -> None:
-        self.config, self.values = config, dict(vars(config))
+        self.config, self.values = config, attributes(config)
         self.refused = refusals(layout, type(config), self.values, where)
-        spelt = {type(config).attribute_map.get(key, key) for key in layout.config}
+        spelt = {type(config).attribute_map.get(key, key) for key in spelt_out(layout.config)}
         self.spelt = {name: UserError(line) for name, line in self.refused.items() if name in spelt}
         self.asked: set[str] = set()
 
     def noting(self) -> Any:
-        """Return a copy of the config that notes the name of every attribute that it, or a copy of it, is asked for."""
-        kind: Any = type(self.config)
+        """Return a copy of the config that notes the name of every attribute that it, or a copy of it, is asked for,
+        and those of the configs inside it."""
+        return self._noting(deepcopy(self.config), "")
+
+    def _noting(self, copy: Any, within: str) -> Any:
+        kind: Any = type(copy)
 
         def attribute(config: Any, name: str) -> Any:
             name = kind.attribute_map.get(name, name)
-            self.asked.add(name)
-            if name in self.spelt:
-                raise self.spelt[name]
+            self.asked.add(within + name)
+            if within + name in self.spelt:
+                raise self.spelt[within + name]
             return kind.__getattribute__(config, name)
 
-        copy = deepcopy(self.config)
+        for name, inner in configs_inside(copy).items():
+            self._noting(inner, f"{within}{name}.")
         copy.__class__ = type(kind.__name__, (kind,), {"__getattribute__": attribute})
         return copy
 
@@ -154,6 +168,42 @@ class _Written:
     def same(self, answers: Mapping[str, object]) -> bool:
         """Return whether this config gives the very answers that another one gave."""
         return all(identical(self.values.get(name, _ABSENT), value) for name, value in answers.items())
+
+
+def configs_inside(config: Any) -> dict[str, Any]:
+    """Return the configs that a stock config holds, by their names."""
+    from transformers import PreTrainedConfig
+
+    return {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
+
+
+def attributes(config: Any) -> dict[str, Any]:
+    """Return the attributes of a stock config with their values, those of configs inside it under names with dots."""
+    inside = configs_inside(config)
+    found = {name: value for name, value in vars(config).items() if name not in inside}
+    for name, inner in inside.items():
+        # Its type is its class's, whether it is spelt out or not.
+        own = {key: value for key, value in attributes(inner).items() if key != "model_type"}
+        found |= {f"{name}.{key}": value for key, value in own.items()}
+        found[f"{name}.model_type"] = type(inner).model_type
+    return found
+
+
+def spelt_out(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the keys of a config.json with their values, those of mappings inside it under names with dots as well."""
+    found = dict(config)
+    for name, inner in config.items():
+        if isinstance(inner, Mapping):
+            found |= {f"{name}.{key}": value for key, value in spelt_out(inner).items()}
+    return found
+
+
+def nested(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a config with these values, of which those under names with dots belong to configs inside it."""
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        found = with_value(found, name, value)
+    return found
 
 
 def identical(one: object, other: object) -> bool:
@@ -386,7 +436,13 @@ def run_short(model: Any, layout: Layout) -> bool:
             stack.callback(reader.register_forward_pre_hook(lambda _, inputs: seen.update(head=inputs[0])).remove)
         decoder = {"decoder_input_ids": ids} if layout.stock.takes_decoder_ids else {}
         caches = layout.stock.decodes or layout.stock.is_language_model
-        run_everywhere(model, layout, input_ids=ids, **decoder, **({"use_cache": True} if caches else {}))
+        given = {"input_ids": ids, **decoder, **({"use_cache": True} if caches else {})}
+        try:
+            run_everywhere(model, layout, **given)
+        except RuntimeError:
+            # Stock code that makes a mask of ids asks for its values, which the meta device has not; one that is made
+            # already it takes as it is.
+            run_everywhere(model, layout, **given, attention_mask=torch.zeros(1, 1, 2, 2, device="meta"))
     # Stock code may choose positions: what it then reads is a view.
     return layout.head is not None and not any(x is seen["out"] for x in (seen["head"], seen["head"]._base))
 
@@ -410,13 +466,17 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
     free |= {known.initialisation.factor for known in FAMILIES}
     if not layout.stock.decodes:
         free.add("is_encoder_decoder")  # published encoders have either
-    expected = following(kind, json.dumps(understood(family, layout.config)))
+    expected = following(kind, json.dumps(nested(understood(family, layout.config))))
     attention = "_attn_implementation_internal"
     found: dict[str, str] = {}
-    for name in {*written, *expected} - free - {attention}:
+    for name in {*written, *expected} - {attention}:
+        if name in free or name.rpartition(".")[2] in free:
+            continue
         value, wanted = written.get(name, _ABSENT), expected.get(name, _ABSENT)
         if not identical(value, wanted):
-            spelt = [k for k, v in layout.config.items() if kind.attribute_map.get(k, k) == name and v == value]
+            spelt = [
+                k for k, v in spelt_out(layout.config).items() if kind.attribute_map.get(k, k) == name and v == value
+            ]
             says = f"is {shown(value)}" if value is not _ABSENT else "is missing"
             follows = f"to be {wanted!r}" if wanted is not _ABSENT else "not to be there"
             found[name] = (
@@ -434,7 +494,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
 @cache
 def following(kind: Any, keys: str) -> Mapping[str, object]:
     """Return the attributes of a stock config that has these keys, JSON, and no others."""
-    return dict(vars(kind(**json.loads(keys))))
+    return attributes(kind(**json.loads(keys)))
 
 
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
@@ -442,8 +502,9 @@ def understood(family: Family, config: Mapping[str, object]) -> dict[str, object
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
     keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
     keys -= LABELS
-    found = {key: config_value(family, config, key) for key in keys if key in config or key in family.defaults}
-    for key in filter(None, (family.eps_key, family.output_scale_key)):
-        if config.get(key) is not None:
-            found[key] = config[key]
+    there = {key for key in keys if looked_up(config, key) is not None}
+    found = {key: config_value(family, config, key) for key in keys if key in there or key in family.defaults}
+    for key in filter(None, (*family.eps_keys, family.output_scale_key)):
+        if (said := looked_up(config, key)) is not None:
+            found[key] = said
     return found

@@ -52,6 +52,11 @@ class Weights:
         """Return rows of the embedding table."""
         return self.source.read_rows(self.table, start, stop).float()
 
+    def looked_up(self, stack: ResolvedStack, ids: Sequence[int]) -> Tensor:
+        """Return the rows of a stack's embedding for ids."""
+        table = str(self.layout.tensors[self.layout.table(stack.ends)].source)
+        return torch.cat([self.source.read_rows(table, i, i + 1).float() for i in ids])
+
     def linear(self, module: str, x: Tensor) -> Tensor:
         """Return what a linear gives."""
         return functional.linear(x, self.matrix(module), self.read(f"{module}.bias"))
@@ -109,10 +114,9 @@ class Step:
 
 def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
     """Yield what every sublayer makes of each id alone in its row, in the encoder and then in the decoder."""
-    table = torch.cat([weights.rows(i, i + 1) for i in ids])
     memory = torch.empty(0)
     for stack in weights.layout.stacks():
-        stream = weights.embedded(stack, table)
+        stream = weights.embedded(stack, weights.looked_up(stack, ids))
         if stack.ends.first_norm:
             begun = weights.norm(stack.ends.first_norm, stream)
             yield Step(stack, stack.ends.first_norm, None, stream, [begun])

@@ -144,7 +144,9 @@ def scanned(weights: Weights, sample: Sequence[int]) -> tuple[dict[str, list[int
         # The activations behind a gate let what is positive through.
         product = reached[gate].clamp(min=0) * reached[linear]
         products.add(torch.cat([product, -product]), start)
-    norms = [weights.matrix(stack.sublayers[0].norm).abs() for stack in weights.layout.stacks() if stack.sublayers]
+    stacks = [stack for stack in weights.layout.stacks() if stack.sublayers]
+    norms = [weights.matrix(stack.sublayers[0].norm).abs() for stack in stacks]
+    norms = [norm for norm in norms if len(norm) == weights.width]
     reach = torch.stack(norms).amax(0) * entries.values.view(2, -1).amax(0)
     channels = reach.argsort(descending=True, stable=True)[:_CHANNELS]
     order = lengths.argsort(stable=True)
@@ -185,8 +187,10 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
     one linear, and which are gates and the linears that they multiply.
 
     They are the longest rows of the attention that reads a stack's embedding first, and the neurons that add most in
-    every feed-forward, pulled back to the embedding.
+    every feed-forward, pulled back to the embedding; none where each stack has an embedding of its own.
     """
+    if not weights.layout.shares_table:
+        return torch.empty(0, weights.width), [], []
     sublayers = [
         sublayer
         for stack in weights.layout.stacks()

@@ -68,6 +68,27 @@ def test_bounds_over_the_lid_come_down_to_it_and_the_certificate_then_holds_them
     assert held[GATE].amax == pytest.approx(FP16_MAX * 2.0**-MARGIN_BITS, rel=0.01)
 
 
+def test_a_head_of_queries_comes_down_without_the_keys_that_it_shares() -> None:
+    """Turned by rotary positions: of four heads of queries one is too loud, and its keys are those of another too."""
+    model = tiny.build("llama-biased", factor=1.0)
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.q_proj.weight[10:20] *= 1e4
+    before = {name: x.clone() for name, x in attention.state_dict().items()}
+    constraint = BoundConstraint(layout_of(model), model)
+    site = "model.layers.0.self_attn:scores"
+    assert site in {each.name for each in constraint.over()}
+    constraint.begin(0)
+    for step in range(1, 5):
+        constraint.hold(step, 4)
+    assert site not in {each.name for each in constraint.over()}
+    after = attention.state_dict()
+    assert torch.equal(after["k_proj.weight"], before["k_proj.weight"])
+    kept = torch.cat([torch.arange(10), torch.arange(20, 40)])
+    moved, was = after["q_proj.weight"], before["q_proj.weight"]
+    assert torch.equal(moved[kept], was[kept]) and not torch.equal(moved[10:20], was[10:20])
+
+
 def test_processes_that_have_the_same_weights_keep_the_same() -> None:
     held = []
     for model in (hard_model(), hard_model()):

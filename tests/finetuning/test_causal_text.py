@@ -21,6 +21,7 @@ from bf16_to_fp16.run.probe import IGNORED_LABEL
 
 TEXTS = ["a short one", "b", "a text that is much longer than the most tokens that are taken"]
 SKIP = IGNORED_LABEL
+CLASSES = {"gemma3": "Gemma3ForCausalLM", "llama-biased": "LlamaForCausalLM"}
 
 
 def opened(folder: Path, rows: list[dict[str, str]], **data: Any) -> tuple[Corpus, Any]:
@@ -84,8 +85,9 @@ def test_the_teacher_is_no_way_from_itself_where_tokens_are_predicted(tmp_path: 
     assert len(teachers[0].outputs(batch)) == int(batch.attention_mask.sum() - len(TEXTS))
 
 
-def test_a_causal_model_is_finetuned_on_answers_and_keeps_its_class(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("gemma3", 3, vocab_size=259, num_hidden_layers=2), tmp_path / "source")
+@pytest.mark.parametrize("kind", ["gemma3", "llama-biased"])
+def test_a_causal_model_is_finetuned_on_answers_and_keeps_its_class(kind: str, tmp_path: Path) -> None:
+    source = tiny.save(tiny.build(kind, 3, vocab_size=259, num_hidden_layers=2), tmp_path / "source")
     causal.tokenizer().save_pretrained(source)
     rows = [{"input": f"line {i} ", "target": f"of {i} numbers"} for i in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -101,7 +103,7 @@ def test_a_causal_model_is_finetuned_on_answers_and_keeps_its_class(tmp_path: Pa
     assert run["data"]["objective"] == "pairs" and last["held_out_loss"] < first["held_out_loss"]
     assert first["held_out_divergence"] < 0.1 < last["held_out_divergence"]  # it begins as the original
     assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [CLASSES[kind]]
 
 
 @pytest.mark.parametrize("objective", ["span-corruption", "gap-sentences"])

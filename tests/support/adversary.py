@@ -30,6 +30,12 @@ def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tens
     def rows(path: str) -> Tensor:
         return state[f"{path}.weight"] * gain
 
+    def output_rows(w: Attention) -> Tensor:
+        name = f"{w.output}.weight"
+        read = layout.tensors[name].axes[1]
+        assert read is not None
+        return state[name] @ spread_out(rows(w.value), read.spread)
+
     found = [torch.randn(8, gain.numel()), torch.eye(gain.numel())]
     if isinstance(topology, FeedForward):
         out = state[f"{topology.output}.weight"]
@@ -57,12 +63,9 @@ def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tens
         paths = [topology.query] if topology.memory else [topology.query, topology.key, topology.value]
         found += [rows(p) for p in paths]
         if not topology.memory:
-            name = f"{topology.output}.weight"
-            read = layout.tensors[name].axes[1]
-            assert read is not None
-            found.append(state[name] @ spread_out(rows(topology.value), read.spread))
+            found.append(output_rows(topology))
     for cross in memory:
-        found += [rows(cross.key), rows(cross.value), state[f"{cross.output}.weight"] @ rows(cross.value)]
+        found += [rows(cross.key), rows(cross.value), output_rows(cross)]
     return torch.cat([f for f in found if f.numel()])
 
 

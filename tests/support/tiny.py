@@ -197,6 +197,17 @@ def llama(kind: str, **changes: Any) -> Any:
     return made(made.config_class(**LLAMA_SHAPE | changes))
 
 
+def t5gemma(**changes: Any) -> Any:
+    """Return a T5Gemma of two different stacks; changes are made to both."""
+    shape = GEMMA3_SHAPE | {"attn_logit_softcapping": 5.0}
+    own: dict[str, dict[str, Any]] = {
+        "encoder": {"num_hidden_layers": 2},
+        "decoder": {"hidden_size": 12, "num_hidden_layers": 2, "intermediate_size": 29, "head_dim": 6},
+    }
+    stacks = {stack: shape | sizes | changes for stack, sizes in own.items()}
+    return transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(**stacks, vocab_size=97))
+
+
 def of_class(name: str, **shape: Any) -> Callable[..., Any]:
     """Return a function that makes a model of another stock class than those above."""
     kind: Any = getattr(transformers, name)
@@ -341,6 +352,7 @@ ENTRIES = (
         kinds={"glm4": lambda **changes: llama("Glm4ForCausalLM", **{"pad_token_id": 0} | changes)},
         shape=LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
     ),
+    Entry(kinds={"t5gemma": t5gemma}, shape=LLAMA_DRAWN | {"attn_logit_softcapping": (0.5, None)}),
 )
 """One for each family; a new one adds its own here."""
 
@@ -372,11 +384,12 @@ def build(
     sums = {w.output for w in feed_forwards}
     outputs = sums | {w.output for w in layout.topology if isinstance(w, Attention)}
     gated = {w.linear: w for w in feed_forwards if w.gate}
+    tables = {layout.table(stack.ends) for stack in layout.stacks()}
     behind = {w.post_norm for w in layout.topology if isinstance(w, Attention | FeedForward)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module, _, what = name.rpartition(".")
-            if name == layout.family.embedding:
+            if name in tables:
                 weight.mul_(factor)
             elif module in outputs and what == "weight":
                 weight.mul_(factor * entry.wide)
@@ -432,7 +445,8 @@ def save(model: Any, folder: Path, dtype: torch.dtype = torch.bfloat16, **option
     config = json.loads((folder / "config.json").read_text())
     for key in ("scale_decoder_outputs", "tie_word_embeddings", "transformers_version"):
         config.pop(key, None)
-    tied = not hasattr(model, "lm_head") or model.lm_head.weight is model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is None or any(m.weight is head.weight for m in model.modules() if isinstance(m, torch.nn.Embedding))
     config["tie_word_embeddings"] = tied
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder

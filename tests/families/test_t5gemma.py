@@ -1,0 +1,105 @@
+"""What T5Gemma has and no other family: a config for each stack inside its config, and an embedding for each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.contract import layout_of
+
+from bf16_to_fp16 import UserError, convert, undo
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.attention import ScoreBounds, score_bounds
+from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Attention, looked_up, with_value
+from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.agreement import agreed_layout
+
+
+def test_keys_with_dots_are_of_configs_inside_a_config() -> None:
+    config = {"a": 1, "encoder": {"b": 2, "deep": {"c": None}}}
+    assert looked_up(config, "a") == 1 and looked_up(config, "encoder.b") == 2
+    assert looked_up(config, "encoder.deep.c", 3) is None and looked_up(config, "encoder.d", 3) == 3
+    assert looked_up(config, "a.b", 3) == 3
+    changed = with_value(config, "encoder.deep.c", 5)
+    assert changed == {"a": 1, "encoder": {"b": 2, "deep": {"c": 5}}}
+    assert config["encoder"] == {"b": 2, "deep": {"c": None}}
+    assert with_value({}, "x.y", 1) == {"x": {"y": 1}}
+
+
+def test_both_stacks_norms_get_the_scaled_eps_and_undo_takes_it_back(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5gemma"), tmp_path / "source")
+    result = convert(source, tmp_path / "out", run_model=False)
+    r = result.plan.residual_exponent
+    before, after = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("source", "out"))
+    assert r < 0
+    for stack in ("encoder", "decoder"):
+        assert after[stack]["rms_norm_eps"] == before[stack]["rms_norm_eps"] * 4.0**r
+        assert after[stack] == before[stack] | {"rms_norm_eps": after[stack]["rms_norm_eps"]}
+    undo(tmp_path / "out", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
+
+
+@pytest.mark.parametrize(
+    ("stack", "key", "value"),
+    [
+        ("encoder", "query_pre_attn_scalar", 64),
+        ("decoder", "num_hidden_layers", 1),
+        ("encoder", "head_dim", "10"),
+        ("decoder", "rms_norm_eps", 1e-5),
+        ("encoder", "attention_bias", True),
+        ("decoder", "attn_logit_softcapping", -1.0),
+        ("encoder", "vocab_size", 98),
+    ],
+)
+def test_a_key_inside_that_says_something_else_is_refused_or_read(
+    stack: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    source = tiny.save(tiny.build("t5gemma"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config[stack][key] = value
+    (source / "config.json").write_text(json.dumps(config))
+    if key == "query_pre_attn_scalar":
+        layout = agreed_layout(open_checkpoint(source))
+        scales = {w.at: layout.score_scale(w) for w in layout.topology if isinstance(w, Attention)}
+        assert scales["model.encoder.layers.0.self_attn"] == 64**-0.5
+        assert scales["model.decoder.layers.0.cross_attn"] == 7**-0.5
+        return
+    with pytest.raises(UserError):
+        layout = agreed_layout(open_checkpoint(source))
+        for w in layout.topology:
+            assert not isinstance(w, Attention) or layout.cap(w) is None or layout.cap(w) == 5.0
+
+
+def test_each_stack_begins_with_an_embedding_of_its_own() -> None:
+    layout = layout_of(tiny.build("t5gemma"))
+    tables = [layout.table(stack.ends) for stack in layout.stacks()]
+    assert tables == ["model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"]
+    assert [layout.tensors[name].shape for name in tables] == [(97, 24), (97, 12)] and not layout.shares_table
+    source = ModelTensors(tiny.build("t5gemma"))
+    del source.tensors["model.encoder.embed_tokens.weight"]
+    with pytest.raises(UserError, match=r"encoder\.embed_tokens\.weight is missing"):
+        resolve(source)
+
+
+def test_several_heads_of_queries_share_the_scores_bound_of_their_head_of_keys() -> None:
+    """As if each stood alone with its keys."""
+    generator = torch.Generator().manual_seed(0)
+    source = rms_normalised(torch.rand(6, generator=generator).double() + 0.5, Arithmetic())
+    queries, keys = torch.randn(12, 6, generator=generator), torch.randn(6, 6, generator=generator)
+
+    def bounds(q: torch.Tensor, k: torch.Tensor) -> ScoreBounds:
+        query, key = (bound_linear(source, rows, None, Arithmetic()) for rows in (q, k))
+        return score_bounds(query, key, len(q) // 3, Arithmetic(), 0.5)
+
+    whole = bounds(queries, keys)
+    for head in range(4):
+        alone = bounds(queries[3 * head : 3 * head + 3], keys[3 * (head // 2) : 3 * (head // 2) + 3])
+        for name in ("product", "partial", "span"):
+            assert float(getattr(whole, name)[head]) == pytest.approx(float(getattr(alone, name)[0]), rel=1e-12)
