@@ -133,7 +133,7 @@ T5GEMMA = replace(
     classes=(
         StockClass(("T5GemmaForConditionalGeneration",), decodes=True, takes_decoder_ids=True, end=None, body=BODY),
     ),
-    sizes={"vocab": ("vocab_size",)}
+    sizes={"vocab": ("vocab_size",), "model": ("decoder.hidden_size",)}
     | {
         f"{stack}_{name}": tuple(f"{stack}.{key}" for key in keys if isinstance(key, str))
         for stack in STACKS
