@@ -365,7 +365,8 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
     """Raise UserError for rotary positions of which stock code makes no angles: its cosines and sines would be NaN."""
     for path in sorted({w.rotary for w in layout.topology if isinstance(w, Attention) and w.rotary}):
         # Made again, since the model has no values; no file holds them.
-        made = type(model.get_submodule(path))(model.config)
+        module = model.get_submodule(path)
+        made = type(module)(module.config)
         for name, frequencies in made.named_buffers():
             if not bool((frequencies.float() * MOST_POSITIONS).isfinite().all()):
                 raise UserError(
