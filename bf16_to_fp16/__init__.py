@@ -1,4 +1,4 @@
-"""Make bf16-pretrained T5-family and Pegasus checkpoints safe in fp16: exactly rescaled, audited, loading in stock
+"""Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16: exactly rescaled, audited, loading in stock
 libraries.
 
 The names below are the whole public interface; they are imported when first used, so that the command line starts

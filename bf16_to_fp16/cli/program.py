@@ -56,7 +56,7 @@ class _Commands(click.Group):
 @click.version_option(package_name="bf16_to_fp16", message="%(version)s")
 @click.pass_context
 def app(context: click.Context) -> None:
-    """Make bf16-pretrained T5-family and Pegasus checkpoints safe in fp16: exactly rescaled, audited, stock-loadable.
+    """Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16: exactly rescaled, audited, stock-loadable.
 
     SOURCE is a local folder, one file of weights or a Hub id (name[@revision]).
     """
