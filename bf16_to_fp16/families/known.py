@@ -16,11 +16,12 @@ from .mbart import MBART
 from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
+from .switch import SWITCH
 from .t5 import T5
 from .types import Attention, Family, StockClass, config_value, family_inside
 from .umt5 import UMT5
 
-FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, PEGASUS, MBART, GEMMA3)
+FAMILIES: tuple[Family, ...] = (T5, MT5, UMT5, LONGT5, SWITCH, PEGASUS, MBART, GEMMA3)
 """Every supported family."""
 
 
