@@ -563,7 +563,7 @@ class _Walk(_Findings):
             noise = float(str(config_value(self.layout.family, self.layout.config, w.noise)))
             source = source.scaled(1 + noise, self.arithmetic)
             self.note(f"{w.router}:mul", "norm", source.bound)
-        self.linear(w.classifier, "router", source, square)
+        self.linear(w.classifier, "routing", source, square)
         self.note(f"{w.router}:softmax", "weights", 1.0)
         self.note(f"{w.router}:max", "weights", 1.0)
         made, expected = zip(*(self.neurons(each, source, square) for each in w.experts), strict=True)

@@ -80,8 +80,8 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
             resolved = resolve_tensor(checkpoint, family, record, sources.get(record.name, record.name), gain)
             if resolved is not None:
                 tensors[record.name] = resolved
-    if (separate or tied is False) and family.untie == "copy":
-        # Stock Pegasus with tie_word_embeddings false ties nothing, and makes an absent embedding at random.
+    if (separate or tied is False) and family.ties_all_or_nothing:
+        # What stock code does not tie and a file lacks, it makes at random.
         for copy in family.copies:
             tensors[copy] = replace(tensors[family.embedding], name=copy)
             if dropped.pop(copy, None):

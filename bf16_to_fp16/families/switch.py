@@ -120,7 +120,7 @@ CLASSES = (
 
 SWITCH = replace(
     T5,
-    name="switch",
+    name="switch_transformers",
     title="Switch Transformers",
     model_type="switch_transformers",
     classes=tuple(stock for stock in t5.classes("SwitchTransformers") if stock.names[0] in CLASSES),
@@ -131,6 +131,7 @@ SWITCH = replace(
         BIAS: False,
         DTYPE: "float32",
         "num_layers": 12,
+        "num_decoder_layers": 12,
         "num_sparse_encoder_layers": 3,
         "num_sparse_decoder_layers": 3,
         "num_experts": 8,
@@ -148,5 +149,7 @@ SWITCH = replace(
         title="Switch Transformers",
         modules={"*.expert_*.wo": INPUTS, **T5.initialisation.modules, "classifier": Deviation()},
     ),
+    ties_all_or_nothing=True,
+    encoder_refuses_cache=True,
     variants=({"num_sparse_encoder_layers": 12, "num_sparse_decoder_layers": 12},),
 )

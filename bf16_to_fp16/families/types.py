@@ -219,10 +219,10 @@ class Experts:
     ``at``: the module that hands tokens out and gathers what comes back, 0 for a token that no expert takes. ``norm``,
     ``add``, ``post_norm`` as in ``Attention``. ``router``: the module that chooses, in fp32, by the largest
     probability, and gives which expert takes a token, [rows, positions, experts], and with what probability its output
-    is multiplied. ``classifier``: the linear whose outputs are the logits of that choice. ``noise``: config key of how far
-    from 1 the factor may be by which the stock class multiplies the norm's output in training, for the router alone or
-    for the experts too. ``experts``: plain feed-forwards, or gated ones, that read the norm's output. ``dropouts``: of
-    the output.
+    is multiplied. ``classifier``: the linear whose outputs are the logits of that choice. ``noise``: config key of how
+    far from 1 the factor may be by which the stock class multiplies the norm's output in training, for the router alone
+    or for the experts too. ``experts``: plain feed-forwards, or gated ones, that read the norm's output. ``dropouts``:
+    of the output.
     """
 
     at: str
@@ -490,6 +490,11 @@ class Family:
     "" (never)."""
     variants: tuple[Mapping[str, object], ...] = ()
     """Config values that give a block other parts than the defaults do."""
+    ties_all_or_nothing: bool = False
+    """Whether stock code whose head is no embedding ties no other copy of the embedding either, so that a file must
+    hold each."""
+    encoder_refuses_cache: bool = False
+    """Whether stock code raises where ``use_cache`` is asked for in a call that runs the encoder too."""
     norm_rounds_once: bool = False
     """Whether an RMSNorm is rounded after its gain alone, and not before it as well."""
     made_in_fp32: bool = False

@@ -377,7 +377,7 @@ def run_short(model: Any, layout: Layout) -> bool:
             stack.callback(last.register_forward_hook(lambda _, __, out: seen.update(out=out[0])).remove)
             stack.callback(reader.register_forward_pre_hook(lambda _, inputs: seen.update(head=inputs[0])).remove)
         decoder = {"decoder_input_ids": ids} if layout.stock.takes_decoder_ids else {}
-        caches = layout.stock.decodes or layout.stock.is_language_model
+        caches = (layout.stock.decodes or layout.stock.is_language_model) and not layout.family.encoder_refuses_cache
         run_everywhere(model, layout, input_ids=ids, **decoder, **({"use_cache": True} if caches else {}))
     # Stock code may choose positions: what it then reads is a view.
     return layout.head is not None and not any(x is seen["out"] for x in (seen["head"], seen["head"]._base))

@@ -132,7 +132,15 @@ def switch(kind: str = "SwitchTransformersForConditionalGeneration", **changes: 
     head unless asked for another."""
     shape = SWITCH_SHAPE | changes
     model = of_class(kind, **shape)()
-    return model if shape.get("tie_word_embeddings", True) else untied(model)
+    for module in model.modules():
+        if hasattr(module, "classifier"):
+            # What is loudest would choose for all tokens.
+            module.classifier.weight.data[:, :2] /= 100
+    if not shape.get("tie_word_embeddings", True):
+        for stack in (model.encoder, model.decoder):
+            stack.embed_tokens.weight = torch.nn.Parameter(model.shared.weight.detach().clone())
+        untied(model)
+    return model
 
 
 def mbart(name: str = "MBartForConditionalGeneration", **changes: Any) -> Any:
@@ -337,7 +345,7 @@ def build(
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module, _, what = name.rpartition(".")
-            if name == layout.family.embedding:
+            if name in (layout.family.embedding, *layout.family.copies):
                 weight.mul_(factor)
             elif module in outputs and what == "weight":
                 weight.mul_(factor * entry.wide)
