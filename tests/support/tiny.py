@@ -51,7 +51,7 @@ SWITCH_SHAPE = {
     "num_sparse_encoder_layers": 1,
     "num_decoder_layers": 2,
     "num_sparse_decoder_layers": 2,
-    "num_experts": 3,
+    "num_experts": 2,
     "router_bias": True,
     "expert_capacity": 5,
 }
