@@ -36,8 +36,9 @@ def one_neuron_each(louder: int, noise: float = 0.0) -> tuple[Any, Layout, Exper
     with torch.no_grad():
         model.shared.weight.mul_(1e-3)
         for module in model.modules():
-            if hasattr(module, "o"):
-                module.o.weight.mul_(1e-3)
+            for output in ("o", "wo"):
+                if hasattr(module, output):
+                    getattr(module, output).weight.mul_(1e-3)
         model.get_submodule(experts.norm).weight.fill_(1.0)
         directions = []
         for number, w in enumerate(experts.experts):
