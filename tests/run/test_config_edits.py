@@ -16,7 +16,7 @@ NUMBER = 1000
 """Edits of each family: every key half a dozen times, one in four together with another."""
 
 
-@pytest.mark.parametrize("kind", ["t5", "umt5", "pegasus", "mbart", "longt5", "gemma3"])
+@pytest.mark.parametrize("kind", ["t5", "umt5", "pegasus", "mbart", "longt5", "switch", "gemma3"])
 def test_an_edited_config_is_refused_or_not_certified_or_agrees(kind: str, tmp_path: Path) -> None:
     case = config_edits.original(kind, tmp_path)
     assert config_edits.judge(case, {}) == "agrees"
