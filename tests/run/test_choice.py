@@ -55,7 +55,7 @@ def largest(model: Any, inputs: Sequence[Batch]) -> dict[str, float]:
     return {site.name: site.amax for site in observer.sites() if site.calls}
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder", "gemma3"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder", "gemma3", "switch"])
 def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
     model = model_of(kind)
     found = ids_of(model)
@@ -71,7 +71,7 @@ def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
     assert VOCABULARY - 1 in found["special"] and all(found.values())
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder", "gemma3"])
+@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder", "gemma3", "switch"])
 def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> None:
     model = model_of(kind)
     source = ModelTensors(model)
