@@ -62,3 +62,15 @@ def test_sparse_blocks_are_those_of_stock_code(layers: int, sparse: int) -> None
     stock = [f"encoder.block.{i}.layer.1" for i, block in enumerate(model.encoder.block) if block.is_sparse]
     found = [w.add.removesuffix(":add") for w in layout_of(model).topology if isinstance(w, Experts)]
     assert found == stock
+
+
+def test_an_encoder_that_ties_nothing_keeps_its_copy_of_the_embedding() -> None:
+    """Stock code with ``tie_word_embeddings`` false would make an absent copy at random."""
+    model = tiny.build("switch-encoder", 0, tie_word_embeddings=False)
+    assert model.encoder.embed_tokens.weight is not model.shared.weight
+    layout = layout_of(model)
+    assert {"shared.weight", "encoder.embed_tokens.weight"} <= set(layout.tensors)
+    moved = deepcopy(model)
+    apply(moved, layout, random_plan(layout, MOVABLE, seed=3))
+    for a, b in zip(outputs(model), outputs(moved), strict=True):
+        assert torch.equal(a, b)

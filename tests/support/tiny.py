@@ -137,9 +137,11 @@ def switch(kind: str = "SwitchTransformersForConditionalGeneration", **changes: 
             # What is loudest would choose for all tokens.
             module.classifier.weight.data[:, :2] /= 100
     if not shape.get("tie_word_embeddings", True):
-        for stack in (model.encoder, model.decoder):
-            stack.embed_tokens.weight = torch.nn.Parameter(model.shared.weight.detach().clone())
-        untied(model)
+        for module in model.modules():
+            if hasattr(module, "embed_tokens"):
+                module.embed_tokens.weight = torch.nn.Parameter(model.shared.weight.detach().clone())
+        if hasattr(model, "lm_head"):
+            untied(model)
     return model
 
 
