@@ -43,8 +43,7 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
     def output(name: str) -> Any:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
-            made = result[0] if isinstance(result, tuple) else result
-            note(name, made)
+            note(name, result[0] if isinstance(result, tuple) else result)
 
         return hook
 
