@@ -184,7 +184,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     (
         "a first norm's input scaled with the stream",
         W.normalised,
-        "planned.get(self.layout.streams_read.get(path, ''), 0)",
+        'planned.get(self.layout.streams_read.get(path, ""), 0)',
         "min(planned.values(), default=0)",
     ),
     ("a head left out of the scores", score_bounds, "for h in range(heads)", "for h in range(heads - 1)"),
