@@ -163,6 +163,8 @@ QUICK = (
     "test_the_position_bias_of_sums_is_in_the_bound_of_the_scores",
     "test_the_roundings_of_a_sum_need_their_allowance",
     "test_the_length_of_sums_is_no_longer_than_their_components_allow",
+    "test_the_louder_expert_reaches_the_bound_of_all",
+    "test_what_the_router_multiplies_in_training_is_in_the_bounds_for_training",
 )
 """Tests of the certificate, which a mutant meets first."""
 
@@ -209,7 +211,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("the span between two keys halved", score_bounds, "2 * crossed", "crossed"),
     ("the position bias left out of the span", masked_span, "(high - low)", "0"),
     ("an offset left out of gains", effective, ") + tensor.offset", ")"),
-    ("a norm behind a sublayer a tenth smaller", W.project, "Projection(out.bound,", "Projection(0.9 * out.bound,"),
+    ("a norm behind a sublayer a tenth smaller", W.join, "Projection(out.bound,", "Projection(0.9 * out.bound,"),
     ("its length without its largest gain", N.length.fget, "self.gain.abs().max()", "self.gain.abs().min()"),
     ("turned scores a tenth smaller", turned_score_bounds, "whole = query", "whole = 0.9 * query"),
     (
@@ -294,6 +296,10 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "torch.maximum(one.gain.abs(), other.gain.abs())",
         "one.gain",
     ),
+    ("an expert left out", W.experts, "for each in made]).amax(0)", "for each in made])[0]"),
+    ("what experts give a tenth smaller", W.experts, "bound = torch", "bound = 0.9 * torch"),
+    ("the length of what experts give a tenth smaller", W.experts, "max(each.length", "0.9 * max(each.length"),
+    ("the noise of a router in training left out", W.experts, "(1 + noise,", "(1,"),
     ("the position bias of sums left out of the scores", W.scored, "(w.bias, w.block_bias)", "(w.bias,)"),
     # Too small: what arithmetic adds.
     ("the roundings of a sum left out", block_sums, "a.summed(source.bound * terms * grown)", "source.bound * terms"),
@@ -433,7 +439,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("a carried eigenvalue without its scale", Spectra.carried, "root = scale *", "root ="),
     # Too large.
     ("a linear's row bound a tenth larger", bound_linear, "norms = source.radius *", "norms = 1.1 * source.radius *"),
-    ("a norm behind a sublayer a tenth larger", W.project, "Projection(out.bound,", "Projection(1.1 * out.bound,"),
+    ("a norm behind a sublayer a tenth larger", W.join, "Projection(out.bound,", "Projection(1.1 * out.bound,"),
     ("turned scores a tenth larger", turned_score_bounds, "whole = query", "whole = 1.1 * query"),
     ("scores a tenth larger", score_bounds, "exact[h] = crossed", "exact[h] = 1.1 * crossed"),
     ("the attention's output a tenth larger", attention_output, "exact += total *", "exact += 1.1 * total *"),

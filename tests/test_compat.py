@@ -37,7 +37,7 @@ NAMED = ("scale_decoder_outputs", "tie_word_embeddings")
 VOCABULARY = 384  # that of the byte tokenizer, which needs no file of its own
 UNTIED = ["gated", "mt5", "umt5", "longt5", "longt5-local"]
 SCORED = ["t5", "gated", "mt5", "pegasus"]
-SAME_IN_BOTH = ["t5", "gated", "mt5", "pegasus", "mbart", "t5-encoder", "longt5-tied"]
+SAME_IN_BOTH = ["t5", "gated", "mt5", "pegasus", "mbart", "t5-encoder", "longt5-tied", "switch"]
 # CTranslate2 has one number of heads for both stacks of a Pegasus.
 CHANGES = {"pegasus": {"decoder_attention_heads": 3}}
 

@@ -61,12 +61,13 @@ def with_own_rules() -> list[Family]:
 def deviation(
     rules: Initialisation, module: str, length: Callable[[str], int], factor: float | None = None
 ) -> float | None:
-    """Return the standard deviation with which a module called ``module`` begins; None where the rules know none.
+    """Return the standard deviation with which the module at a path begins; None where the rules know none.
 
     length: gives the number of elements along a named axis. factor: what the config says, by default what stock code
     takes.
     """
-    drawn = next((found for pattern, found in rules.modules.items() if fnmatchcase(module, pattern)), None)
+    names = (module, module.rpartition(".")[2])
+    drawn = next((d for p, d in rules.modules.items() if any(fnmatchcase(name, p) for name in names)), None)
     if drawn is None:
         return None
     root = math.prod(map(length, drawn.over)) ** -0.5
@@ -76,7 +77,7 @@ def deviation(
 def own_rule(family: Family, config: Mapping[str, Any], name: str) -> float | None:
     """Return the root mean square with which a family's stock class begins a tensor; None for zeros and tables."""
     parts = name.split(".")
-    module, kind = (parts[-2] if len(parts) > 1 else ""), parts[-1]
+    module, kind = ".".join(parts[:-1]), parts[-1]
     if kind != "weight":
         return None  # biases begin at 0
     factor = config.get(family.initialisation.factor)

@@ -25,6 +25,7 @@ from ..families.spread import spread_out
 from ..families.types import (
     Attention,
     DropoutKind,
+    Experts,
     FeedForward,
     Head,
     HeadLinear,
@@ -315,6 +316,8 @@ class _Walk(_Findings):
                 continue
             if isinstance(reader.sublayer, Attention):
                 self.attention(reader.sublayer)
+            elif isinstance(reader.sublayer, Experts):
+                self.experts(reader.sublayer)
             else:
                 self.feed_forward(reader.sublayer)
             done += 1
@@ -447,13 +450,18 @@ class _Walk(_Findings):
         self.outputs[path] = (torch.maximum(made.bound, made.partial), expected)
         return made, expected
 
-    def project(self, w: Sublayer, weight: Tensor, made: Projection, entering: Tensor, square: Tensor) -> None:
-        """Record a sublayer's output projection and add what it makes to the stream; entering, square: bounds and mean
+    def project(self, path: str, weight: Tensor, made: Projection, entering: Tensor, square: Tensor) -> Tensor:
+        """Record an output projection and return the mean squares of what it gives; entering, square: bounds and mean
         squares of its input."""
-        self.note(w.output, "output", made.bound, made.partial)
+        self.note(path, "output", made.bound, made.partial)
         expected = squared_matrix_vector(weight, square)
-        self.inputs[w.output] = (entering, square)
-        self.outputs[w.output] = (torch.maximum(made.bound, made.partial), expected)
+        self.inputs[path] = (entering, square)
+        self.outputs[path] = (torch.maximum(made.bound, made.partial), expected)
+        return expected
+
+    def join(self, w: Sublayer, made: Projection, expected: Tensor) -> None:
+        """Add what a sublayer's output projection gives to the stream, through the norm between where there is one;
+        expected: its mean squares."""
         if w.post_norm:
             length = min(made.length, float(made.bound.norm()))
             out, expected = self.normalised(w.post_norm, made.bound, expected, length)
@@ -493,7 +501,7 @@ class _Walk(_Findings):
         made = attention_output(context, weight, bias, heads, row)
         read = (kv_heads, heads // kv_heads, len(context.bound) // kv_heads)
         entering, mean_square = (spread_out(x, read) for x in (context.bound, mean_square / 4))
-        self.project(w, weight, made, entering, mean_square)
+        self.join(w, made, self.project(w.output, weight, made, entering, mean_square))
 
     def head_norm(self, path: str, made: LinearBound, square: Tensor, heads: int) -> NormOutput:
         """Bound the norm of each head of queries or keys; square: the mean squares that it reads, of all heads."""
@@ -577,7 +585,30 @@ class _Walk(_Findings):
 
     def feed_forward(self, w: FeedForward) -> None:
         """Bound one feed-forward sublayer and add it to the stream."""
+        self.join(w, *self.neurons(w, *self.norm(w.norm)))
+
+    def experts(self, w: Experts) -> None:
+        """Bound a router and all its experts, and add what any of them may give to the stream."""
         source, square = self.norm(w.norm)
+        if self.arithmetic.train:
+            # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.
+            noise = float(str(config_value(self.layout.family, self.layout.config, w.noise)))
+            source = source.scaled(1 + noise, self.arithmetic)
+            self.note(f"{w.router}:mul", "norm", source.bound)
+        self.linear(w.classifier, "routing", source, square)
+        self.note(f"{w.router}:softmax", "weights", 1.0)
+        self.note(f"{w.router}:max", "weights", 1.0)
+        made, expected = zip(*(self.neurons(each, source, square) for each in w.experts), strict=True)
+        # A token has the output of one expert, or of none, times a probability: rounding is monotone, so that a product
+        # with at most 1 is at most the number itself, and a sum with zeros is exact.
+        bound = torch.stack([each.bound for each in made]).amax(0)
+        self.note(f"{w.at}:mul", "output", bound)
+        self.note(f"{w.at}:index_add", "output", bound)
+        chosen = Projection(bound, bound, max(each.length for each in made))
+        self.join(w, chosen, torch.stack(expected).amax(0))
+
+    def neurons(self, w: FeedForward, source: NormOutput, square: Tensor) -> tuple[Projection, Tensor]:
+        """Bound a feed-forward on a norm's output; return what its output projection gives, with its mean squares."""
         if w.gate:
             gate, gate_square = self.linear(w.gate, "gate", source, square)
             if w.fused:
@@ -600,7 +631,7 @@ class _Walk(_Findings):
         weight, bias = self.weight(w.output)
         made = feed_forward_output(neurons, weight, bias, self.refine, self.arithmetic)
         self.inner[f"{w.output}:input"] = largest(neurons.bound)
-        self.project(w, weight, made, neurons.bound, mean_square)
+        return made, self.project(w.output, weight, made, neurons.bound, mean_square)
 
     def activation(self, w: FeedForward, before: LinearBound) -> None:
         """Record the sites inside the activation; each is at most |x|, or bounded by tanh."""
@@ -722,8 +753,8 @@ def check_bounded(layout: Layout) -> None:
             f"config.json: with a norm eps of {layout.eps:g} a zero vector gives NaN in fp32, which holds 1.2e-38 at"
             " least; write 1e-6 or so"
         )
-    for w in layout.topology:
-        if isinstance(w, FeedForward) and w.activation not in LOWEST:
+    for w in layout.feed_forwards:
+        if w.activation not in LOWEST:
             raise UserError(
                 f"activation {w.activation!r} has no bound; the certificate knows {', '.join(sorted(LOWEST))}"
             )
@@ -759,7 +790,7 @@ def bound(
     arithmetic = replace(arithmetic, norms16=squares, sums16=target == "fp16-accumulate")
     if target == "train":
         arithmetic = replace(arithmetic, train=True)
-        if any(isinstance(w, FeedForward) and w.activation == "gelu_new" for w in layout.topology):
+        if any(w.activation == "gelu_new" for w in layout.feed_forwards):
             limits["gate"] = GELU_CUBE_BACKWARD_LIMIT
     with torch.no_grad():
         made = walker(layout, weights, arithmetic, limits, refine, squares, spectra or Spectra(weights))

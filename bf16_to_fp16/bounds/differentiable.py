@@ -21,6 +21,7 @@ from torch import Tensor
 from ..families.resolve import effective
 from ..families.types import (
     Attention,
+    Experts,
     FeedForward,
     Head,
     HeadLinear,
@@ -30,6 +31,8 @@ from ..families.types import (
     StackEnds,
     Sublayer,
     TensorReader,
+    feed_forwards_of,
+    outputs_of,
 )
 from ..families.walk import walk
 from ..numerics import FP16_MAX
@@ -142,10 +145,10 @@ class DifferentiableBounds:
                     own = scores(w)
                     biased = own + [(name, columns) for name in (w.bias, w.block_bias) if name]
                     found |= {f"{w.at}:scores": own, w.joining: biased, f"{w.at}:masked": biased}
-                else:
-                    found |= {path: linear(path, rows) for path in (w.gate, w.linear) if path in self.fixed}
-                found[w.output] = linear(w.output, rows)
-                stream = stream + (linear(w.post_norm, rows) if w.post_norm else found[w.output])
+                found |= {path: linear(path, rows) for path in first_linears(w) if path in self.fixed}
+                found |= {path: linear(path, rows) for path in outputs_of(w)}
+                made = [owner for path in outputs_of(w) for owner in found[path]]
+                stream = stream + (linear(w.post_norm, rows) if w.post_norm else made)
                 found[w.add] = stream
             if stack.ends.norm in self.fixed:
                 found[f"{stack.ends.norm}:{layout.family.norm_site}"] = linear(stack.ends.norm, rows)
@@ -182,21 +185,23 @@ class _Walk:
         for reader in walk(self.layout):
             stack, w = reader.stack, reader.sublayer
             if reader.is_first:
-                sums = [x for s in stack.sublayers for x in (s.add, s.output)]
+                sums = [x for s in stack.sublayers for x in (s.add, *outputs_of(s))]
                 follows = (self.stream_counts and self.wants(*sums)) or (self.centred and self.finds_radii)
                 self.stream = self.embedding(stack.ends) if follows else None
             source = self.norm(reader.norm)
             if isinstance(w, Attention):
                 self.scores(w, source)
                 if self.stream is not None:
-                    self.add(w, *self.attention_output(w, source))
-            elif isinstance(w, FeedForward):
-                for path in dict.fromkeys(filter(None, (w.gate, w.linear))):
+                    made, partial_sums = self.attention_output(w, source)
+                    self.add(w, {w.output: torch.maximum(made, partial_sums)}, made)
+            elif w is not None:
+                for path in first_linears(w):
                     if path in self.fixed and self.wants(path):
                         self.linear_site(path, source)
                 if self.stream is not None:
-                    made = self.feed_forward_output(w, source)
-                    self.add(w, made, made)
+                    outputs = {each.output: self.feed_forward_output(each, source) for each in feed_forwards_of(w)}
+                    # A token has the output of one expert at most, times a probability.
+                    self.add(w, outputs, torch.stack(list(outputs.values())).amax(0))
             else:
                 self.end(stack, source)
         return self.found
@@ -238,10 +243,10 @@ class _Walk:
         amax = amax if positions is None else amax + positions.abs().amax(0)
         return self.normalised(ends.first_norm, amax).largest if ends.first_norm else amax
 
-    def add(self, w: Sublayer, made: Tensor, sums: Tensor) -> None:
+    def add(self, w: Sublayer, outputs: Mapping[str, Tensor], made: Tensor) -> None:
         assert self.stream is not None
-        if self.stream_counts:
-            self.note(w.output, torch.maximum(made, sums))
+        for path, bounds in outputs.items() if self.stream_counts else ():
+            self.note(path, bounds)
         if w.post_norm:
             out = self.norm(w.post_norm)
             made = out.gain.abs() * out.radius * (1 + self.a.unit)
@@ -488,6 +493,13 @@ class _Walk:
             made = torch.maximum(*sides)
         error = 2 * self.linear_error(source.gain.numel()) + self.a.gamma(weight.shape[1]) + 5 * self.a.unit
         return (made + (0 if bias is None else bias.abs())) * (1 + error)
+
+
+def first_linears(w: Sublayer) -> list[str]:
+    """Return the linears that read a norm's output in a feed-forward, or in experts and their router."""
+    # Of a gate and neurons in one matrix there is one linear.
+    found = list(dict.fromkeys(path for each in feed_forwards_of(w) for path in (each.gate, each.linear) if path))
+    return [*found, w.classifier] if isinstance(w, Experts) else found
 
 
 def rows(x: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from .types import (
     Spread,
     Stack,
     StockClass,
-    Sublayer,
     Tensor,
     divided_by,
     input_of,
@@ -31,7 +30,7 @@ from .types import (
 )
 
 
-def stream_and_norms(w: Sublayer, model: str = "model") -> tuple[tuple[Signal, ...], tuple[Tensor, ...]]:
+def stream_and_norms(w: Attention | FeedForward, model: str = "model") -> tuple[tuple[Signal, ...], tuple[Tensor, ...]]:
     """Return what a sublayer shows of the residual stream and of its norms, and the gains of those; model: the width.
 
     Gains are stored less 1, so that a factor on them rounds: only that of a norm behind the sublayer moves.

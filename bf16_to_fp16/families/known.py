@@ -21,6 +21,7 @@ from .mbart import MBART
 from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
+from .switch import SWITCH
 from .t5 import T5
 from .t5gemma import T5GEMMA
 from .types import Attention, Family, StockClass, family_inside, full_config
@@ -31,6 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     MT5,
     UMT5,
     LONGT5,
+    SWITCH,
     PEGASUS,
     MBART,
     BIGBIRD_PEGASUS,

@@ -283,4 +283,5 @@ PEGASUS = Family(
         },
     ),
     untie="copy",
+    ties_all_or_nothing=True,
 )

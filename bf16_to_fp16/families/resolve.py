@@ -87,9 +87,12 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
             resolved = resolve_tensor(checkpoint, family, record, sources.get(record.name, record.name), gain)
             if resolved is not None:
                 tensors[record.name] = resolved
-    if (separate or tied is False) and family.untie == "copy":
-        # Stock Pegasus with tie_word_embeddings false ties nothing, and makes an absent embedding at random.
+    says_apart = tied is None and config.get("tie_word_embeddings") is False
+    if family.ties_all_or_nothing and (separate or tied is False or says_apart):
+        # What stock code does not tie and a file lacks, it makes at random.
         for copy in family.copies:
+            if says_apart and (copy not in names or copy.startswith(unread(family, stock))):
+                continue
             tensors[copy] = replace(tensors[family.embedding], name=copy)
             if dropped.pop(copy, None):
                 tensors[copy] = replace(tensors[copy], source=copy)
@@ -116,12 +119,10 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
 def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock: StockClass) -> dict[str, str]:
     """Return the tensors that are not carried over, each with the reason."""
     dropped = {}
-    others = [ends.topology for ends in family.ends[1:]] if not stock.decodes else []
-    unread = tuple(f"{ends.at}." for ends in others if isinstance(ends, StackEnds))
     for name in checkpoint.tensors:
         if name in family.ignorable:
             dropped[name] = "stock classes ignore it"
-        elif name.startswith(unread) or (not stock.is_language_model and name == family.head):
+        elif name.startswith(unread(family, stock)) or (not stock.is_language_model and name == family.head):
             dropped[name] = f"{stock.names[0]} ignores it"
         elif name in family.copies and name != embedding:
             if not same_values(checkpoint, name, embedding):
@@ -131,6 +132,12 @@ def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock
                 )
             dropped[name] = f"the same values as {family.embedding}, to which stock classes tie it"
     return dropped
+
+
+def unread(family: Family, stock: StockClass) -> tuple[str, ...]:
+    """Return what the names of tensors begin with that belong to a stack which a stock class does not have."""
+    others = [ends.topology for ends in family.ends[1:]] if not stock.decodes else []
+    return tuple(f"{ends.at}." for ends in others if isinstance(ends, StackEnds))
 
 
 def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .types import Attention, Family, FeedForward, Stack, full_config
+from .types import Attention, Experts, Family, FeedForward, Stack, Sublayer, feed_forwards_of, full_config
 
 STACKS = ("encoder", "decoder")
 """What the stacks of a family are called, in order; the only one of a family as the last."""
@@ -45,7 +45,7 @@ def roles(family: Family) -> Roles:
     blocks = {name: sublayers(stack, configs[0]) for name, stack in stacks.items()}
     every = [w for stack in stacks.values() for config in configs for w in sublayers(stack, config)]
     attentions = [w for w in every if isinstance(w, Attention)]
-    feed_forwards = [w for w in every if isinstance(w, FeedForward)]
+    feed_forwards = [each for w in every for each in feed_forwards_of(w)]
     biases = (bias.removesuffix(".weight") for w in attentions for bias in (w.bias, w.block_bias) if bias)
     return Roles(
         attentions=frozenset(last(w.at) for w in attentions),
@@ -56,13 +56,13 @@ def roles(family: Family) -> Roles:
     )
 
 
-def sublayers(stack: Stack, config: Mapping[str, object]) -> list[Attention | FeedForward]:
+def sublayers(stack: Stack, config: Mapping[str, object]) -> list[Sublayer]:
     """Return how the sublayers of a stack's first block are wired, with a config of every key."""
     topology = [part.topology for part in stack.block(config, 0)]
-    return [w for w in topology if isinstance(w, Attention | FeedForward)]
+    return [w for w in topology if isinstance(w, Attention | FeedForward | Experts)]
 
 
-def readers(block: Sequence[Attention | FeedForward]) -> Iterator[str]:
+def readers(block: Sequence[Sublayer]) -> Iterator[str]:
     """Yield in words what each norm of a block reads for, and what reads something else than the stream."""
     crosses = any(isinstance(w, Attention) and w.memory for w in block)
     for w in block:

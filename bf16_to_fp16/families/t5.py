@@ -81,8 +81,12 @@ def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared:
 
 def feed_forward(at: str, config: Mapping[str, object]) -> Part:
     """Return the records of one feed-forward sublayer at ``at``, gated or plain as ``feed_forward_proj`` says."""
-    norm, m = f"{at}.layer_norm", f"{at}.DenseReluDense"
-    projection = str(config["feed_forward_proj"])
+    return neurons(at, "DenseReluDense", str(config["feed_forward_proj"]))
+
+
+def neurons(at: str, module: str, projection: str) -> Part:
+    """Return the records of a feed-forward, gated or plain as ``projection`` says, whose linears are in ``module``."""
+    norm, m = f"{at}.layer_norm", f"{at}.{module}"
     # Only the linear branch of a gate, or a ReLU, passes a factor through; GELU and SiLU do not.
     linear = "wi_1" if projection.startswith("gated-") else "wi"
     moves = linear == "wi_1" or projection == "relu"

@@ -238,6 +238,30 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """How the modules of a sublayer are connected that has several feed-forwards, of which each token takes one.
+
+    ``at``: the module that hands tokens out and gathers what comes back, 0 for a token that no expert takes. ``norm``,
+    ``add``, ``post_norm`` as in ``Attention``. ``router``: the module that chooses, in fp32, by the largest
+    probability, and gives which expert takes a token, [rows, positions, experts], and with what probability its output
+    is multiplied. ``classifier``: the linear whose outputs are the logits of that choice. ``noise``: config key of how
+    far from 1 the factor may be by which the stock class multiplies the norm's output in training, for the router alone
+    or for the experts too. ``experts``: plain feed-forwards, or gated ones, that read the norm's output. ``dropouts``:
+    of the output.
+    """
+
+    at: str
+    norm: str
+    router: str
+    classifier: str
+    noise: str
+    experts: tuple[FeedForward, ...]
+    add: str
+    dropouts: tuple[str, ...] = ()
+    post_norm: str = ""
+
+
+@dataclass(frozen=True)
 class StackEnds:
     """Where a stack begins and ends.
 
@@ -309,7 +333,19 @@ class Head:
     cap: str = ""
 
 
-Sublayer = Attention | FeedForward
+Sublayer = Attention | FeedForward | Experts
+
+
+def feed_forwards_of(w: Sublayer) -> tuple[FeedForward, ...]:
+    """Return the feed-forwards of a sublayer: itself, each expert, or none of an attention."""
+    if isinstance(w, Attention):
+        return ()
+    return w.experts if isinstance(w, Experts) else (w,)
+
+
+def outputs_of(w: Sublayer) -> tuple[str, ...]:
+    """Return the module paths of a sublayer's output projections: one, or one for each expert."""
+    return tuple(each.output for each in w.experts) if isinstance(w, Experts) else (w.output,)
 
 
 Topology = Sublayer | StackEnds | Head
@@ -391,9 +427,9 @@ class Initialisation:
     """How the stock class draws its weights; biases begin at 0.
 
     ``title``: of the rule. ``factor``: config key of the number that multiplies deviations, ``default`` where the
-    config has none. ``modules``: by the last part of a module's name, which may have wildcards, of which the first that
-    fits counts; None for what is not drawn. ``shown``: the modules that stand for the rule in a list of rules; none
-    where every matrix has the same.
+    config has none. ``modules``: by the last part of a module's name, or by all of it, which may have wildcards, of
+    which the first that fits counts; None for what is not drawn. ``shown``: the modules that stand for the rule in a
+    list of rules; none where every matrix has the same.
     """
 
     title: str
@@ -504,6 +540,11 @@ class Family:
     "" (never)."""
     variants: tuple[Mapping[str, object], ...] = ()
     """Config values that give a block other parts than the defaults do."""
+    ties_all_or_nothing: bool = False
+    """Whether stock code whose head is no embedding ties no other copy of the embedding either, so that a file must
+    hold each."""
+    encoder_refuses_cache: bool = False
+    """Whether stock code raises where ``use_cache`` is asked for in a call that runs the encoder too."""
     norm_rounds_once: bool = False
     """Whether an RMSNorm is rounded after its gain alone, and not before it as well."""
     alone: Mapping[str, tuple[object, str]] = field(default_factory=dict)
@@ -738,9 +779,16 @@ class Layout:
         return self.eps_in_memory.get(norm, self.eps)
 
     @property
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """Its feed-forwards in order, each expert among them."""
+        return tuple(
+            each for w in self.topology if isinstance(w, FeedForward | Experts) for each in feed_forwards_of(w)
+        )
+
+    @property
     def gates(self) -> frozenset[str]:
         """Module paths of the linears whose activation multiplies another's output."""
-        return frozenset(w.gate for w in self.topology if isinstance(w, FeedForward) and w.gate)
+        return frozenset(w.gate for w in self.feed_forwards if w.gate)
 
     @property
     def eps(self) -> float:
@@ -832,7 +880,7 @@ def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     return math.prod(of if isinstance(of, int) else number_of(family, config, of, "a size") for of in factors)
 
 
-_OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale", "cap", "radius", "block"})
+_OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale", "cap", "radius", "block", "noise"})
 """Fields of a topology that are no paths."""
 
 
@@ -855,6 +903,8 @@ def inside(part: Part, body: str) -> Part:
                 moved[each.name] = path(value)
             elif each.name == "dropouts":
                 moved[each.name] = tuple(map(path, value))
+            elif each.name == "experts":
+                moved[each.name] = tuple(map(topology, value))
         return replace(of, **moved)  # type: ignore[arg-type]
 
     return Part(

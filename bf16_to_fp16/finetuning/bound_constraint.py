@@ -28,7 +28,7 @@ from ..bounds.arithmetic import Bound
 from ..bounds.certificate import Certificate, bound
 from ..bounds.differentiable import DifferentiableBounds
 from ..families.resolve import effective
-from ..families.types import Attention, Layout
+from ..families.types import Attention, Layout, outputs_of
 from ..numerics import FP16_MAX
 from .penalty import Observation
 
@@ -77,7 +77,7 @@ class BoundConstraint:
         self._named |= dict(model.named_buffers(remove_duplicate=False))
         self.bounds = DifferentiableBounds(layout, self._named.__getitem__)
         self._owners, self._groups = self.bounds.owners(), groups_of(layout)
-        self._stream = {site for stack in layout.stacks() for w in stack.sublayers for site in (w.output, w.add)}
+        self._stream = {site for stack in layout.stacks() for w in stack.sublayers for site in (*outputs_of(w), w.add)}
         self._last: dict[str, Observation] = {}
 
     def begin(self, step: int) -> None:
@@ -199,7 +199,7 @@ def groups_of(layout: Layout) -> dict[str, str]:
     found = {} if head is None else {"model:add": head.at} | {w.at: w.at for w in head.linears}
     for stack in layout.stacks():
         for w in stack.sublayers:
-            found |= {w.output: stack.ends.at, w.add: stack.ends.at}
+            found |= dict.fromkeys((*outputs_of(w), w.add), stack.ends.at)
             if isinstance(w, Attention):
                 found |= dict.fromkeys((f"{w.at}:scores", w.joining, f"{w.at}:masked"), w.at)
     return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..families.types import Attention, FeedForward, Layout
+from ..families.types import Attention, Experts, Layout, feed_forwards_of
 from ..families.walk import norms_inside, walk
 from .tap import Tap
 
@@ -32,19 +32,24 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     tap = Tap(model, found.__setitem__, only=near.__contains__)
     tap.without_gradients = True
     handles = []
+    taken: dict[str, Tensor] = {}
+
+    def note(name: str, value: Tensor) -> None:
+        """Note a site's values; those of an expert's at the places of the tokens that it takes, else 0."""
+        if name in taken:
+            found[name] = found[name].masked_scatter(taken[name], value)
+        elif value.numel():
+            found[name] = value
 
     def output(name: str) -> Any:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
-            made = result[0] if isinstance(result, tuple) else result
-            if made.numel():
-                found[name] = made
+            note(name, result[0] if isinstance(result, tuple) else result)
 
         return hook
 
     def entering(name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if args[0].numel():
-                found[name] = args[0]
+            note(name, args[0])
 
         return hook
 
@@ -77,12 +82,15 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
             watch(w.output, before="" if w.radius else f"{w.at}:context", after=w.output)
             if not w.radius:
                 watch(w.at, also=_scores(found, layout, w))
-        elif isinstance(w, FeedForward):
-            watch(w.linear, after=w.linear)
-            if w.gate:
-                watch(w.gate, after=w.gate)
-                watch(w.output, before=f"{w.at}:mul")
-            watch(w.output, after=w.output)
+        elif isinstance(w, Experts):
+            watch(w.classifier, after=w.classifier)
+            watch(w.router, also=_handed_out(found, layout, w, taken))
+        for expert in feed_forwards_of(w) if w is not None else ():
+            watch(expert.linear, after=expert.linear)
+            if expert.gate:
+                watch(expert.gate, after=expert.gate)
+                watch(expert.output, before=f"{expert.at}:mul")
+            watch(expert.output, after=expert.output)
     for linear in layout.head.linears if layout.head is not None else ():
         watch(linear.at, after=linear.at)
     try:
@@ -121,6 +129,24 @@ def _scores(found: dict[str, Tensor], layout: Layout, w: Attention) -> Any:
         if w.rotary:
             q, k = (rotated(x, *kwargs["position_embeddings"], interleaved=w.interleaved) for x in (q, k))
         found[f"{w.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
+
+    return hook
+
+
+def _handed_out(found: dict[str, Tensor], layout: Layout, w: Experts, taken: dict[str, Tensor]) -> Any:
+    """A hook of a router that makes room, [rows, positions, channels], for the values at the sites of every expert, 0
+    where it takes no token; taken: where it does, by site."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        chosen, probabilities = result[0].bool(), result[1]
+        for number, expert in enumerate(w.experts):
+            for name in (expert.linear, expert.gate, f"{expert.at}:mul" if expert.gate else "", expert.output):
+                if name:
+                    path = expert.linear if name.endswith(":mul") else name
+                    width = layout.tensors[f"{path}.weight"].shape[0]
+                    # Of the graph, so that a goal that nothing reaches has a gradient too, 0.
+                    room = (probabilities * 0).expand(*chosen.shape[:2], width)
+                    found[name], taken[name] = room, chosen[..., number, None].expand_as(room)
 
     return hook
 

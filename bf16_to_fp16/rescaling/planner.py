@@ -34,7 +34,6 @@ from ..errors import UserError
 from ..families.spread import shared, spread_out
 from ..families.types import (
     RESIDUAL,
-    FeedForward,
     Kind,
     Layout,
     ObservationPoint,
@@ -198,7 +197,7 @@ class _Costs:
         self.proof_worth = proof_worth
         self.target, self.margin_bits = target, margin_bits + (TRAIN_MARGIN_BITS if target == "train" else 0.0)
         self.limit = FP16_MAX * 2.0**-self.margin_bits
-        cubes = any(isinstance(w, FeedForward) and w.activation == "gelu_new" for w in layout.topology)
+        cubes = any(w.activation == "gelu_new" for w in layout.feed_forwards)
         self.gate_limit = GELU_CUBE_BACKWARD_LIMIT if target == "train" and cubes else math.inf
         self.elements = sum(math.prod(t.shape) for t in layout.tensors.values())
         self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements

@@ -31,8 +31,8 @@ from ..families.known import FAMILIES, may_be_absent, stock_class
 from ..families.resolve import resolve
 from ..families.types import (
     Attention,
+    Experts,
     Family,
-    FeedForward,
     Layout,
     StackEnds,
     config_value,
@@ -331,15 +331,15 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
             same(w.at, "scaling", layout.score_scale(w), optional=not w.scaled or w.divides)
             for attribute in rotary_scales(model, w):
                 same(w.rotary, attribute, 1.0)
-        elif isinstance(w, FeedForward):
-            found, expected = model.get_submodule(w.act), ACT2FN[w.activation]
-            if type(found) is not type(expected) or functions(found) != functions(expected):
-                raise UserError(
-                    f"{where}: in stock code {w.act} is {type(found).__name__}, where the keys that the bounds are made"
-                    f" from say {w.activation!r}; take it from the original checkpoint"
-                )
         elif isinstance(w, StackEnds) and names.embedding_scale:
             same(w.embedding if w.scales_itself else w.at, names.embedding_scale, layout.embedding_scale(w))
+    for feed_forward in layout.feed_forwards:
+        found, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
+        if type(found) is not type(expected) or functions(found) != functions(expected):
+            raise UserError(
+                f"{where}: in stock code {feed_forward.act} is {type(found).__name__}, where the keys that the bounds"
+                f" are made from say {feed_forward.activation!r}; take it from the original checkpoint"
+            )
     first = tuple(w.first_norm for w in layout.topology if isinstance(w, StackEnds) and w.first_norm)
     for path in (*layout.norms, *first):
         same(path, eps_attribute(model.get_submodule(path)), layout.eps_of(path))
@@ -429,14 +429,17 @@ def run_short(model: Any, layout: Layout) -> bool:
     seen: dict[str, Tensor] = {}
     with ExitStack() as stack, torch.no_grad(), _Agreeing():
         for part in layout.stacks():
-            stack.enter_context(first_layer(model.get_submodule(part.ends.at)))
+            # Who takes a token is a matter of values, so that no token comes past experts without them.
+            sparse = next((i for i, w in enumerate(part.sublayers) if not isinstance(w, Attention)), 0)
+            number = int(not isinstance(part.sublayers[sparse], Experts)) if part.sublayers else 1
+            stack.enter_context(first_layers(model.get_submodule(part.ends.at), number))
         if layout.head is not None:
             last = model.get_submodule(layout.stacks()[-1].ends.at)
             reader = model.get_submodule(layout.head.linears[0].at)
             stack.callback(last.register_forward_hook(lambda _, __, out: seen.update(out=out[0])).remove)
             stack.callback(reader.register_forward_pre_hook(lambda _, inputs: seen.update(head=inputs[0])).remove)
         decoder = {"decoder_input_ids": ids} if layout.stock.takes_decoder_ids else {}
-        caches = layout.stock.decodes or layout.stock.is_language_model
+        caches = (layout.stock.decodes or layout.stock.is_language_model) and not layout.family.encoder_refuses_cache
         given = {"input_ids": ids, **decoder, **({"use_cache": True} if caches else {})}
         try:
             run_everywhere(model, layout, **given)
@@ -449,10 +452,10 @@ def run_short(model: Any, layout: Layout) -> bool:
 
 
 @contextmanager
-def first_layer(stack: nn.Module) -> Iterator[None]:
-    """Leave a stack only the first of its layers for a while."""
+def first_layers(stack: nn.Module, number: int) -> Iterator[None]:
+    """Leave a stack only so many of its first layers for a while."""
     (name, layers), *_ = ((n, m) for n, m in stack.named_children() if isinstance(m, nn.ModuleList))
-    setattr(stack, name, layers[:1])
+    setattr(stack, name, layers[:number])
     try:
         yield
     finally:

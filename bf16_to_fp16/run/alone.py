@@ -17,7 +17,16 @@ from torch.nn import functional
 
 from ..families.resolve import unscaled
 from ..families.spread import shared, spread_out
-from ..families.types import Attention, FeedForward, Layout, ResolvedStack, Sublayer, TensorSource
+from ..families.types import (
+    Attention,
+    Experts,
+    FeedForward,
+    Layout,
+    ResolvedStack,
+    Sublayer,
+    TensorSource,
+    feed_forwards_of,
+)
 
 
 class Weights:
@@ -89,6 +98,37 @@ class Weights:
         """Return what joins the stream of what a sublayer gives."""
         return self.norm(sublayer.post_norm, made) if sublayer.post_norm else made
 
+    def chosen(self, sublayer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which expert takes each token and with what probability, [tokens] each."""
+        largest = self.linear(sublayer.classifier, x).softmax(-1).max(-1)
+        return largest.indices, largest.values
+
+    def fed(self, sublayer: FeedForward, x: Tensor) -> list[Tensor]:
+        """Return what the linears of a feed-forward give, with the neurons before the last."""
+        if sublayer.gate:
+            made = [self.linear(module, x) for module in dict.fromkeys((sublayer.gate, sublayer.linear))]
+            made = list(made[0].chunk(2, 1)) if sublayer.fused else made
+            made.append(self.activated(sublayer, made[0]) * made[1])
+        else:
+            made = [self.linear(sublayer.linear, x)]
+            made.append(self.activated(sublayer, made[0]))
+        return [*made, self.linear(sublayer.output, made[-1])]
+
+    def handed_out(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
+        """Return the logits of a router, and what ``fed`` gives of the expert that takes each token, the last times its
+        probability."""
+        logits = self.linear(sublayer.classifier, x)
+        numbers, probabilities = self.chosen(sublayer, x)
+        made: list[Tensor] = []
+        for number in numbers.unique().tolist():
+            rows = numbers == number
+            *inside, output = self.fed(sublayer.experts[number], x[rows])
+            values = [*inside, output * probabilities[rows, None]]
+            made = made or [x.new_zeros(len(x), value.shape[1]) for value in values]
+            for whole, value in zip(made, values, strict=True):
+                whole[rows] = value
+        return [logits, *made]
+
     def activated(self, sublayer: FeedForward, x: Tensor) -> Tensor:
         """Return what the activation of a feed-forward makes of its input."""
         from transformers.activations import ACT2FN
@@ -102,7 +142,8 @@ class Step:
     """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each.
 
     ``sublayer``: None for the first and the final norm of a stack. ``stream``: what the norm reads. ``made``: its
-    output, then those of the sublayer's linears, with the neurons before the last, which joins the stream.
+    output, then those of the sublayer's linears, with the neurons before the last, which joins the stream. Of experts
+    those of the one that takes the token, behind the router's.
     """
 
     stack: ResolvedStack
@@ -127,16 +168,11 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
                 read = memory if sublayer.memory else normed
                 made = [weights.linear(sublayer.query, normed)]
                 made += [weights.linear(module, read) for module in (sublayer.key, sublayer.value)]
-                entering = weights.gathered(sublayer, made[-1])
-            elif sublayer.gate:
-                modules = dict.fromkeys((sublayer.gate, sublayer.linear))
-                made = [weights.linear(module, normed) for module in modules]
-                made = list(made[0].chunk(2, 1)) if sublayer.fused else made
-                made.append(entering := weights.activated(sublayer, made[0]) * made[1])
+                made.append(weights.linear(sublayer.output, weights.gathered(sublayer, made[-1])))
+            elif isinstance(sublayer, Experts):
+                made = weights.handed_out(sublayer, normed)
             else:
-                made = [weights.linear(sublayer.linear, normed)]
-                made.append(entering := weights.activated(sublayer, made[0]))
-            made.append(weights.linear(sublayer.output, entering))
+                made = weights.fed(sublayer, normed)
             yield Step(stack, sublayer.norm, sublayer, stream, [normed, *made])
             stream = stream + weights.joined(sublayer, made[-1])
         memory = weights.norm(stack.ends.norm, stream)
@@ -148,7 +184,8 @@ class Slopes:
     """How steep norms and neurons are for a typical token.
 
     ``norms``: one over the length that a norm divides by, by its path. ``neurons``: by feed-forward, [neurons] each,
-    what the output gains with each linear's: the gate first where there is one.
+    what the output gains with each linear's: the gate first where there is one; of an expert times the probability that
+    it takes a token.
     """
 
     norms: dict[str, float] = field(default_factory=dict)
@@ -167,13 +204,30 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
                 stream = stream - stream.mean(1, keepdim=True)
             found.norms[norm] = float((stream.square().mean(1) + weights.layout.eps_of(norm)).rsqrt().mean())
         if isinstance(sublayer, FeedForward):
-            with torch.enable_grad():
-                x = step.made[1].detach().requires_grad_()
-                y = weights.activated(sublayer, x)
-                (slope,) = torch.autograd.grad(y.sum(), x)
-            each = [slope * step.made[2], y.detach()] if sublayer.gate else [slope]
-            found.neurons[sublayer.at] = [values.mean(0) for values in each]
+            found.neurons[sublayer.at] = [x.mean(0) for x in neuron_slopes(weights, sublayer, step.made[1:])]
+        elif isinstance(sublayer, Experts):
+            numbers, probabilities = weights.chosen(sublayer, step.made[0])
+            for number, expert in enumerate(sublayer.experts):
+                share = probabilities * (numbers == number)
+                slopes_of = neuron_slopes(weights, expert, step.made[2:])
+                found.neurons[expert.at] = [(x * share[:, None]).mean(0) for x in slopes_of]
     return found
+
+
+def neuron_slopes(weights: Weights, sublayer: FeedForward, made: Sequence[Tensor]) -> list[Tensor]:
+    """Return what each neuron gains with each linear's output, [tokens, neurons]; made: what the linears give."""
+    with torch.enable_grad():
+        x = made[0].detach().requires_grad_()
+        y = weights.activated(sublayer, x)
+        (slope,) = torch.autograd.grad(y.sum(), x)
+    return [slope * made[1], y.detach()] if sublayer.gate else [slope]
+
+
+def through(weights: Weights, sublayer: FeedForward, rows: Tensor, typical: Slopes) -> Tensor:
+    """Return rows that read a feed-forward's output as rows that read its input."""
+    back = rows @ weights.matrix(sublayer.output)
+    pairs = zip(typical.neurons[sublayer.at], weights.into_neurons(sublayer), strict=True)
+    return sum(((back * slope) @ matrix for slope, matrix in pairs), torch.zeros(()))
 
 
 def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> dict[str, Tensor]:
@@ -190,11 +244,12 @@ def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> d
             back = rows
             if sublayer.post_norm:
                 back = weights.before(sublayer.post_norm, back) * typical.norms[sublayer.post_norm]
-            back = back @ weights.matrix(sublayer.output)
-            if isinstance(sublayer, FeedForward):
-                pairs = zip(typical.neurons[sublayer.at], weights.into_neurons(sublayer), strict=True)
-                back = sum(((back * slope) @ matrix for slope, matrix in pairs), torch.zeros(()))
+            if not isinstance(sublayer, Attention):
+                back = sum(
+                    (through(weights, each, back, typical) for each in feed_forwards_of(sublayer)), torch.zeros(())
+                )
             else:
+                back = back @ weights.matrix(sublayer.output)
                 heads = weights.layout.kv_heads(sublayer)
                 spread = (
                     heads,

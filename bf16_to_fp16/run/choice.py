@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..families.types import FeedForward, Layout, TensorSource
+from ..families.types import Attention, Layout, TensorSource, feed_forwards_of
 from .alone import Weights, forward, pulled_back, slopes
 
 CHOSEN, WHOLE = 256, 384
@@ -195,21 +195,24 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
         sublayer
         for stack in weights.layout.stacks()
         for place, sublayer in enumerate(stack.sublayers)
-        if place == 0 or isinstance(sublayer, FeedForward)
+        if place == 0 or not isinstance(sublayer, Attention)
     ]
     room = min(_DIRECTIONS, _PRODUCTS // weights.vocabulary)
-    neurons = max(1, room // 4 // max(1, sum(isinstance(w, FeedForward) for w in sublayers)))
+    # Of many experts as many as there is room for, one neuron each.
+    most = max(1, room // 4 // max(1, len(sublayers)))
+    feeds = {w.norm: feed_forwards_of(w)[:most] for w in sublayers}
+    neurons = max(1, room // 4 // max(1, sum(map(len, feeds.values()))))
     first = max(1, room // 4 // max(1, len(weights.layout.stacks()) * 3))
     read: dict[str, list[Tensor]] = {}
     for sublayer in sublayers:
-        if isinstance(sublayer, FeedForward):
-            made = [weights.before(sublayer.norm, matrix) for matrix in weights.into_neurons(sublayer)]
-            adds = weights.matrix(sublayer.output).norm(dim=0)
+        for feed in feeds[sublayer.norm]:
+            made = [weights.before(sublayer.norm, matrix) for matrix in weights.into_neurons(feed)]
+            adds = weights.matrix(feed.output).norm(dim=0)
             for x in made:
                 adds = adds * x.norm(dim=1)
             best = adds.argsort(descending=True, stable=True)[:neurons]
-            read[sublayer.norm] = [x[best] for x in made]
-        else:
+            read.setdefault(sublayer.norm, []).extend(x[best] for x in made)
+        if isinstance(sublayer, Attention):
             made = [
                 weights.before(sublayer.norm, weights.matrix(module))
                 for module in (sublayer.query, sublayer.key, sublayer.value)
@@ -219,11 +222,11 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
     places = torch.arange(sum(map(len, pulled.values())))
     groups: list[Tensor] = []
     gated: list[tuple[Tensor, Tensor]] = []
-    gates = {w.norm for w in sublayers if isinstance(w, FeedForward) and w.gate}
+    gates = {norm for norm, found in feeds.items() if found and found[0].gate}
     for norm in pulled:
         own = list(places.split([len(x) for x in read[norm]] + [len(places) - sum(map(len, read[norm]))]))
         places = own.pop()
         groups += own
         if norm in gates:
-            gated.append((own[0], own[1]))
+            gated += zip(own[::2], own[1::2], strict=True)
     return torch.cat([torch.empty(0, weights.width), *pulled.values()]), groups, gated

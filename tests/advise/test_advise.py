@@ -263,6 +263,7 @@ def test_the_rules_are_the_published_ones() -> None:
         ("t5", {"d_model": 96, "d_ff": 150, "d_kv": 20, "vocab_size": 400}),
         ("gated", {"d_model": 96, "d_ff": 150, "d_kv": 20, "initializer_factor": 0.5}),
         ("umt5", {"d_model": 96, "d_ff": 150, "d_kv": 20}),
+        ("switch", {"d_model": 96, "d_ff": 150, "d_kv": 20, "num_experts": 25}),
         ("pegasus", {"d_model": 96, "encoder_ffn_dim": 150, "decoder_ffn_dim": 150}),
     ],
 )

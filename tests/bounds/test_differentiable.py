@@ -13,7 +13,7 @@ from torch import Tensor
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.differentiable import DifferentiableBounds
 from bf16_to_fp16.families.resolve import effective
-from bf16_to_fp16.families.types import Layout
+from bf16_to_fp16.families.types import Layout, outputs_of
 
 
 def live(model: Any, *, stream: bool = True) -> tuple[Layout, dict[str, Tensor], DifferentiableBounds]:
@@ -25,7 +25,7 @@ def live(model: Any, *, stream: bool = True) -> tuple[Layout, dict[str, Tensor],
 
 def is_stream(site: str, layout: Layout) -> bool:
     """Whether a site is the residual stream or what joins it, where the certificate refines single rows."""
-    return any(site in (w.add, w.output) for stack in layout.stacks() for w in stack.sublayers)
+    return any(site in (w.add, *outputs_of(w)) for stack in layout.stacks() for w in stack.sublayers)
 
 
 @pytest.mark.parametrize("kind", tiny.SEARCHED)

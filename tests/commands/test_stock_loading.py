@@ -17,11 +17,13 @@ from bf16_to_fp16 import convert
 ENCODERS = ("t5-encoder", "mt5-encoder", "umt5-encoder")
 HEADS = ("t5-states", "t5-classifier", "t5-token-classifier", "umt5-spans")
 LONG = ("longt5", "longt5-local", "longt5-encoder")
+SPARSE = ("switch", "switch-untied", "switch-encoder")
 CAUSAL = ("gemma3", "gemma3-untied", "embeddinggemma", "gemma2", "gemma", "llama", "mistral", "qwen2", "qwen3", "glm4")
-KINDS = ("t5", "gated", "silu", "mt5", "umt5", "pegasus", "mbart", "bigbird_pegasus", *ENCODERS, *HEADS, *LONG, *CAUSAL)
+PEGASUS = ("pegasus", "mbart", "bigbird_pegasus")
+KINDS = ("t5", "gated", "silu", "mt5", "umt5", *PEGASUS, *ENCODERS, *HEADS, *LONG, *SPARSE, *CAUSAL)
 SCORED = ("gated",)
 DEMOS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")
-DRIFTING = ("pegasus", "mbart", "bigbird_pegasus", "pegasus-bytes", "gemma3-bytes", *CAUSAL)
+DRIFTING = (*PEGASUS, "pegasus-bytes", "gemma3-bytes", *CAUSAL)
 VOCABULARY = 384
 NEAR = 1e-5
 """Largest difference allowed, as a share of the version's own largest logit on the source."""

@@ -55,7 +55,9 @@ def largest(model: Any, inputs: Sequence[Batch]) -> dict[str, float]:
     return {site.name: site.amax for site in observer.sites() if site.calls}
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "umt5", "mbart", "t5-encoder", "gemma3", "llama-biased", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", ["t5", "gated", "umt5", "mbart", "t5-encoder", "gemma3", "llama-biased", "qwen3", "switch"]
+)
 def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
     model = model_of(kind)
     found = ids_of(model)
@@ -72,7 +74,8 @@ def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder", "gemma3", "glm4", "llama-biased", "qwen3"]
+    "kind",
+    ["t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder", "gemma3", "glm4", "llama-biased", "qwen3", "switch"],
 )
 def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> None:
     model = model_of(kind)

@@ -16,6 +16,7 @@ EDITS = {
     "t5": 1000,
     "umt5": 300,
     "longt5": 600,
+    "switch": 600,
     "pegasus": 500,
     "mbart": 300,
     "bigbird_pegasus": 200,

@@ -15,7 +15,7 @@ from support import tiny
 from torch import Tensor
 
 from bf16_to_fp16.families.spread import spread_out
-from bf16_to_fp16.families.types import Attention, FeedForward, Layout
+from bf16_to_fp16.families.types import Attention, Experts, Layout, feed_forwards_of
 from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.run.stock import run_everywhere
@@ -37,21 +37,23 @@ def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tens
         return state[name] @ spread_out(rows(w.value), read.spread)
 
     found = [torch.randn(8, gain.numel()), torch.eye(gain.numel())]
-    if isinstance(topology, FeedForward):
-        out = state[f"{topology.output}.weight"]
-        linear = rows(topology.linear)
-        gate = rows(topology.gate) if topology.gate else linear
-        if topology.fused:
+    if isinstance(topology, Experts):
+        found += [rows(topology.classifier)] * 4
+    for w in [] if topology is None else feed_forwards_of(topology):
+        out = state[f"{w.output}.weight"]
+        linear = rows(w.linear)
+        gate = rows(w.gate) if w.gate else linear
+        if w.fused:
             gate, linear = linear.chunk(2)
         found.append(linear)
         tallest = out.norm(dim=1).argsort(descending=True)[:3]
-        if topology.gate:
-            u, w = (torch.nn.functional.normalize(x, dim=1) for x in (gate, linear))
-            found += [gate, u + w, u - w]
+        if w.gate:
+            u, v = (torch.nn.functional.normalize(x, dim=1) for x in (gate, linear))
+            found += [gate, u + v, u - v]
             size = gate.norm(dim=1) * linear.norm(dim=1)
             for sign in (1, -1):
                 for r in tallest:
-                    z = u + sign * out[r].sign()[:, None] * w
+                    z = u + sign * out[r].sign()[:, None] * v
                     found.append(top(z * (out[r].abs() * size).sqrt()[:, None]))
         else:
             found += [

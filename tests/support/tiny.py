@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, FeedForward, Layout, StackEnds
+from bf16_to_fp16.families.types import Attention, Experts, FeedForward, Layout, StackEnds
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
 transformers.logging.set_verbosity_error()
@@ -45,6 +45,21 @@ TIED_LONGT5: dict[str, Any] = {
     "tie_word_embeddings": True,
     "local_radius": 4,
     "global_block_size": 3,
+}
+SWITCH_SHAPE = {
+    "num_layers": 3,
+    "num_sparse_encoder_layers": 1,
+    "num_decoder_layers": 2,
+    "num_sparse_decoder_layers": 2,
+    "num_experts": 2,
+    "router_bias": True,
+    "expert_capacity": 5,
+}
+UNTIED_SWITCH: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "dense_act_fn": "gelu",
+    "router_bias": False,
+    "num_layers": 2,
 }
 PEGASUS_SHAPE = {
     "d_model": 24,
@@ -110,6 +125,24 @@ def longt5(kind: str = "LongT5ForConditionalGeneration", **changes: Any) -> Any:
     shape = LONGT5_SHAPE | changes
     model = of_class(kind, **shape)()
     return untied(model) if hasattr(model, "lm_head") and not shape["tie_word_embeddings"] else model
+
+
+def switch(kind: str = "SwitchTransformersForConditionalGeneration", **changes: Any) -> Any:
+    """Return a Switch Transformer with experts in some blocks, too few places in each for every token, and a tied
+    head unless asked for another."""
+    shape = SWITCH_SHAPE | changes
+    model = of_class(kind, **shape)()
+    for module in model.modules():
+        if hasattr(module, "classifier"):
+            # What is loudest would choose for all tokens.
+            module.classifier.weight.data[:, :2] /= 100
+    if not shape.get("tie_word_embeddings", True):
+        for module in model.modules():
+            if hasattr(module, "embed_tokens"):
+                module.embed_tokens.weight = torch.nn.Parameter(model.shared.weight.detach().clone())
+        if hasattr(model, "lm_head"):
+            untied(model)
+    return model
 
 
 def mbart(name: str = "MBartForConditionalGeneration", **changes: Any) -> Any:
@@ -303,6 +336,23 @@ ENTRIES = (
         alike=("longt5-encoder", "longt5-states"),
     ),
     Entry(
+        kinds={
+            "switch": switch,
+            "switch-untied": lambda **changes: switch(**UNTIED_SWITCH | changes),
+            "switch-encoder": lambda **changes: switch("SwitchTransformersEncoderModel", **changes),
+            "switch-states": lambda **changes: switch("SwitchTransformersModel", **changes),
+        },
+        shape=T5_DRAWN
+        | {
+            "num_sparse_encoder_layers": range(3),
+            "num_sparse_decoder_layers": range(3),
+            "num_experts": range(1, 5),
+            "router_bias": (False, True),
+        },
+        outliers=dict.fromkeys(("switch", "switch-untied", "switch-encoder", "switch-states"), 100.0),
+        alike=("switch-encoder", "switch-states"),
+    ),
+    Entry(
         kinds={"pegasus": pegasus},
         shape=PEGASUS_DRAWN,
         outliers={"pegasus": 100.0},
@@ -380,7 +430,7 @@ def build(
     model = KINDS[kind](**changes).eval()
     model.config.architectures = [type(model).__name__]  # as a model that was loaded says
     layout = resolve(ModelTensors(model))
-    feed_forwards = [w for w in layout.topology if isinstance(w, FeedForward)]
+    feed_forwards = layout.feed_forwards
     sums = {w.output for w in feed_forwards}
     outputs = sums | {w.output for w in layout.topology if isinstance(w, Attention)}
     gated = {w.linear: w for w in feed_forwards if w.gate}
@@ -389,7 +439,7 @@ def build(
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module, _, what = name.rpartition(".")
-            if name in tables:
+            if name in (*tables, *layout.family.copies):
                 weight.mul_(factor)
             elif module in outputs and what == "weight":
                 weight.mul_(factor * entry.wide)
@@ -430,7 +480,7 @@ def gains(weight: torch.Tensor, layout: Layout, module: str, factor: float) -> N
     exponents that tests draw and plans choose.
     """
     gain, grid = torch.rand_like(weight) + 0.5, 64
-    if module in {w.post_norm for w in layout.topology if isinstance(w, (Attention, FeedForward))}:
+    if module in {w.post_norm for w in layout.topology if isinstance(w, (Attention, FeedForward, Experts))}:
         gain[::2] *= max(1.0, 15.0 * factor)
     if layout.tied and module == final_norm(layout):
         gain *= min(1.0, 5.0 / factor)

@@ -1,0 +1,155 @@
+"""Switch Transformers: T5 v1.0 in whose sparse blocks a router hands each token to one of several feed-forwards.
+
+Experts and router read one norm's output, so all of them are divided by its factor. The router computes in fp32
+whatever the model's dtype is, and its logits, which nothing moves, keep their every bit: so does the choice. Neurons
+move within each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..errors import UserError
+from . import t5
+from .t5 import DEFAULTS, INPUTS, T5
+from .types import (
+    Deviation,
+    Experts,
+    FeedForward,
+    Kind,
+    Part,
+    Signal,
+    Stack,
+    Tensor,
+    divided_by,
+    number_of,
+    output_of,
+)
+
+ACTIVATION, DTYPE, BIAS = "dense_act_fn", "router_dtype", "router_bias"
+
+
+SPARSE = {"encoder": "num_sparse_encoder_layers", "decoder": "num_sparse_decoder_layers"}
+
+
+LAYERS = {"encoder": "num_layers", "decoder": "num_decoder_layers"}
+
+
+def is_sparse(config: Mapping[str, object], stack: str, i: int) -> bool:
+    """Return whether block ``i`` of a stack has experts, as stock code counts: every n-th from the second on, n being
+    how often the number of sparse blocks goes into all, and all themselves for none."""
+    layers, sparse = (
+        number_of(SWITCH, config, names[stack], "a number of layers", least=0) for names in (LAYERS, SPARSE)
+    )
+    step = layers // sparse if sparse else layers
+    return step == 1 or (step > 0 and i % step == 1)
+
+
+def experts(at: str, config: Mapping[str, object]) -> Part:
+    """Return the records of the sublayer at ``at`` that a router and its experts are.
+
+    Raises UserError for a router that does not compute in fp32.
+    """
+    if config[DTYPE] != "float32":
+        raise UserError(
+            f"config.json: {DTYPE!r} is {config[DTYPE]!r}; only a router in float32 chooses the same experts after"
+            " rescaling"
+        )
+    number = number_of(SWITCH, config, "num_experts", "a number of experts")
+    parts = [t5.neurons(at, f"mlp.experts.expert_{i}", activation(config)) for i in range(number)]
+    each = [part.topology for part in parts if isinstance(part.topology, FeedForward)]
+    norm, router = each[0].norm, f"{at}.mlp.router"
+    classifier = f"{router}.classifier"
+    tensors = [Tensor(f"{classifier}.weight", ("experts", "model"), (None, divided_by(norm)))]
+    if config[BIAS]:
+        tensors.append(Tensor(f"{classifier}.bias", ("experts",), (None,)))
+    signals = {(signal.name, signal.seen): signal for part in parts for signal in part.signals}
+    return Part(
+        signals=(*signals.values(), Signal(classifier, Kind.FIXED, "experts", (output_of(classifier),))),
+        tensors=(*dict.fromkeys(t for part in parts for t in part.tensors), *tensors),
+        topology=Experts(
+            at=f"{at}.mlp.experts",
+            norm=norm,
+            router=router,
+            classifier=classifier,
+            noise="router_jitter_noise",
+            experts=tuple(each),
+            add=f"{at}:add",
+            dropouts=(f"{at}.dropout",),
+        ),
+    )
+
+
+def activation(config: Mapping[str, object]) -> str:
+    """Return the activation of every feed-forward; raise UserError for a gate, which no stock class has."""
+    name = str(config[ACTIVATION])
+    if name.startswith("gated-"):
+        raise UserError(f"config.json: {ACTIVATION!r} is {name!r}, and stock Switch Transformers has no gates")
+    return name
+
+
+def feed_forward(at: str, config: Mapping[str, object], stack: str, i: int) -> Part:
+    """Return the records of the last sublayer of block ``i``, sparse or dense."""
+    return experts(at, config) if is_sparse(config, stack, i) else t5.neurons(at, "mlp", activation(config))
+
+
+def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of encoder block ``i``."""
+    at = f"encoder.block.{i}.layer"
+    (attending, _) = t5.encoder_block(DENSE, i)
+    return (attending, feed_forward(f"{at}.1", config, "encoder", i))
+
+
+def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of decoder block ``i``."""
+    at = f"decoder.block.{i}.layer"
+    (attending, crossing, _) = t5.decoder_block(DENSE, i)
+    return (attending, crossing, feed_forward(f"{at}.2", config, "decoder", i))
+
+
+DENSE = {"feed_forward_proj": "relu"}
+
+
+CLASSES = (
+    "SwitchTransformersForConditionalGeneration",
+    "SwitchTransformersEncoderModel",
+    "SwitchTransformersModel",
+)
+
+
+SWITCH = replace(
+    T5,
+    name="switch_transformers",
+    title="Switch Transformers",
+    model_type="switch_transformers",
+    classes=tuple(stock for stock in t5.classes("SwitchTransformers") if stock.names[0] in CLASSES),
+    sizes=t5.SIZES | {"experts": ("num_experts",)},
+    defaults=DEFAULTS
+    | {
+        ACTIVATION: "relu",
+        BIAS: False,
+        DTYPE: "float32",
+        "num_layers": 12,
+        "num_decoder_layers": 12,
+        "num_sparse_encoder_layers": 3,
+        "num_sparse_decoder_layers": 3,
+        "num_experts": 8,
+        "router_jitter_noise": 0.01,
+    },
+    encoder=Stack("num_layers", encoder_block),
+    decoder=Stack("num_decoder_layers", decoder_block),
+    ignorable=(),
+    output_scale_key="",
+    kept_in_fp32=(),
+    # No token is in the bounds of more than one expert, and one that no expert takes is 0.
+    free_keys=("expert_capacity", "router_aux_loss_coef", "router_z_loss_coef", "router_ignore_padding_tokens"),
+    initialisation=replace(
+        T5.initialisation,
+        title="Switch Transformers",
+        modules={"*.expert_*.wo": INPUTS, **T5.initialisation.modules, "classifier": Deviation()},
+    ),
+    ties_all_or_nothing=True,
+    encoder_refuses_cache=True,
+    variants=({"num_sparse_encoder_layers": 12, "num_sparse_decoder_layers": 12},),
+)

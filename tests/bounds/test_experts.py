@@ -1,0 +1,91 @@
+"""Experts of which a router gives each token one: the bounds hold whatever it chooses, and are reached."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.adversary import ENCODER, free_norms
+from torch import Tensor
+
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.certificate import bound
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Experts, Layout
+from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.stock import run_everywhere
+
+
+def one_neuron_each(louder: int, noise: float = 0.0) -> tuple[Any, Layout, Experts, Tensor]:
+    """Return a model of two experts of one neuron, of which the router is sure, its layout and experts, and the
+    direction of its norm's output that the louder one answers to."""
+    model = tiny.build(
+        "switch-encoder",
+        0,
+        factor=1.0,
+        num_layers=2,
+        d_ff=1,
+        expert_capacity=64,
+        router_bias=False,
+        router_jitter_noise=noise,
+        dropout_rate=0.0,
+    )
+    layout = resolve(ModelTensors(model))
+    experts = next(w for w in layout.topology if isinstance(w, Experts))
+    with torch.no_grad():
+        model.shared.weight.mul_(1e-3)
+        for module in model.modules():
+            for output in ("o", "wo"):
+                if hasattr(module, output):
+                    getattr(module, output).weight.mul_(1e-3)
+        model.get_submodule(experts.norm).weight.fill_(1.0)
+        directions = []
+        for number, w in enumerate(experts.experts):
+            wi, wo = (model.get_submodule(path).weight for path in (w.linear, w.output))
+            wi.zero_()[0, 0] = 2.0 if number else -2.0
+            wo.fill_(10.0 if number == louder else 1.0)
+            directions.append(wi[0].clone())
+        model.get_submodule(experts.classifier).weight.copy_(4 * torch.stack(directions))
+    return model, layout, experts, directions[louder]
+
+
+def seen_with(model: Any, layout: Layout, experts: Experts, direction: Tensor) -> tuple[dict[str, float], float]:
+    """Return the largest value at each site of a model whose experts' norm reads a direction, and the length of what
+    the final norm then reads."""
+    lengths = []
+    final = model.get_submodule(layout.stacks()[0].ends.norm)
+    handle = final.register_forward_pre_hook(lambda _, args: lengths.append(float(args[0].float().norm(dim=-1).max())))
+    x = (300 * direction).expand(2, ENCODER, -1)
+    with torch.no_grad(), free_norms(model, {experts.norm: x}), SiteObserver(model) as observer:
+        run_everywhere(model, layout, input_ids=torch.ones(2, ENCODER, dtype=torch.int64))
+    handle.remove()
+    return {site.name: site.amax for site in observer.sites()}, max(lengths)
+
+
+@pytest.mark.parametrize("louder", [0, 1])
+@pytest.mark.parametrize("half", [False, True])
+def test_the_louder_expert_reaches_the_bound_of_all(louder: int, half: bool) -> None:
+    model, layout, experts, direction = one_neuron_each(louder)
+    certificate = bound(layout, lambda name: model.state_dict()[name])
+    served = model.half() if half else model
+    seen, length = seen_with(served, layout, experts, direction)
+    for site in (experts.classifier, experts.experts[louder].output, f"{experts.at}:mul", f"{experts.at}:index_add"):
+        top = certificate.at(site)
+        assert top is not None and 0.97 * top < seen[site] <= top, site
+    assert certificate.at(f"{experts.at}:index_add") == certificate.at(f"{experts.at}:mul")
+    final = certificate.ranges[layout.stacks()[0].ends.norm].norm
+    assert final is not None and 0.95 * final.norm_max < length <= final.norm_max
+
+
+def test_what_the_router_multiplies_in_training_is_in_the_bounds_for_training() -> None:
+    """Stock code multiplies in place, so that in fp32 the experts read what the router does."""
+    model, layout, experts, direction = one_neuron_each(0, noise=0.5)
+    served = bound(layout, lambda name: model.state_dict()[name])
+    training = bound(layout, lambda name: model.state_dict()[name], Arithmetic(), target="train")
+    torch.manual_seed(0)
+    seen, _ = seen_with(model.train(), layout, experts, direction)
+    for site in (experts.classifier, experts.experts[0].output, f"{experts.router}:mul"):
+        top = training.at(site)
+        assert top is not None and 0.9 * top < seen[site] <= top, site
+    assert seen[experts.classifier] > (served.at(experts.classifier) or 0.0)
