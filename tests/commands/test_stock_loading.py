@@ -101,13 +101,18 @@ def test_stock_fp16_loading_gives_finite_logits_in_both_versions(
 ) -> None:
     names = [*KINDS, *DEMOS]
     reference = compute_logits([pairs[name][0] for name in names], warm_python)
+    (uncapped,) = compute_logits([pairs["gemma2"][0]], compat_python)
     for python in (warm_python, compat_python):
         stock = compute_logits([pairs[name][1] for name in names], python, "float16")
         for name, fp32, fp16 in zip(names, reference, stock, strict=True):
-            scale = math.sqrt(tiny.T5_SHAPE["d_model"]) if name == "umt5" and python == compat_python else 1.0
+            expected = fp32.output
+            if python == compat_python and name == "umt5":
+                expected = expected * math.sqrt(tiny.T5_SHAPE["d_model"])
+            if python == compat_python and name == "gemma2":  # under SDPA 4.57 leaves the soft cap on scores out
+                expected = uncapped.output
             # Of LongT5's local attention stock fp16 bears no padding, and only the first row has none.
             rows = slice(1) if name == "longt5-local" else slice(None)
-            assert relative_error(fp16.output[rows], fp32.output[rows] * scale) <= 0.1, name
+            assert relative_error(fp16.output[rows], expected[rows]) <= 0.1, name
 
 
 def test_every_tensor_of_a_demo_is_fp16_and_under_4_mb(pairs: Pairs) -> None:
