@@ -84,19 +84,20 @@ def names_of(family: Family) -> tuple[str, ...]:
 def family_of(config: Mapping[str, object]) -> Family:
     """Return the family of a config by its ``model_type``.
 
-    Raises UserError with the list of the known ones where there is none, or where ``architectures`` names a class
-    that is not supported; with the reason for one of ``REFUSED``.
+    Raises UserError with the list of the known ones where there is none, and with that of its classes where
+    ``architectures`` names one that is not supported; with the reason for one of ``REFUSED``.
     """
     model_type = config.get("model_type")
-    known = "; ".join(f"{f.model_type}: {', '.join(names_of(f))}" for f in FAMILIES)
     family = of_model_type(model_type)
     if family is None and (reason := REFUSED.get(str(model_type))):
         raise UserError(f"config.json: model_type {model_type!r} cannot be converted: {reason}")
     if family is None:
+        known = ", ".join(each.model_type for each in FAMILIES)
         raise UserError(f"config.json: model_type {model_type!r} is not supported; the known ones are {known}")
     for name in architectures(config):
         if name not in names_of(family):
-            raise UserError(f"config.json: architecture {name} is not supported; the known ones are {known}")
+            known = ", ".join(names_of(family))
+            raise UserError(f"config.json: architecture {name} is not supported; those of {model_type} are {known}")
     return family
 
 

@@ -159,7 +159,7 @@ def test_what_torch_runs_well_comes_to_nothing_where_norms_square_in_fp16(demo: 
         encoder = half.half().get_encoder()
         with torch.no_grad():
             true = exact.get_encoder()(input_ids=ids).last_hidden_state
-            with fp16_runtime(encoder, sums=False):
+            with fp16_runtime(half, sums=False):
                 found = encoder(input_ids=ids).last_hidden_state.float()
         right[target] = float((found - true).norm() / true.norm()) < 0.02
     assert right == {"half": False, "auto": True}
