@@ -380,12 +380,12 @@ def _(at: Place) -> None:
     (at.source / "config.json").write_text("{")
 
 
-@row("unknown architecture", "config.json", "the known ones are t5: T5ForConditionalGeneration")
+@row("unknown architecture", "config.json", "the known ones are t5, mt5, umt5")
 def _(at: Place) -> None:
     configure(at, model_type="bert", architectures=["BertModel"])
 
 
-@row("a class that does not fit the family", "BartModel", "the known ones are")
+@row("a class that does not fit the family", "BartModel", "those of t5 are T5ForConditionalGeneration")
 def _(at: Place) -> None:
     configure(at, architectures=["BartModel"])
 
