@@ -104,7 +104,7 @@ def families_command(json_file: str | None) -> int:
 )
 @json_file
 def demo_command(out: Path, json_file: str | None) -> int:
-    """Break two small trained checkpoints in fp16, convert them, and show the difference; no network."""
+    """Break three small trained checkpoints in fp16, convert them, and show the difference; no network."""
     from ..demo import demo
 
     reports = demo(out, progress=make_progress(), show=json_file != "-")

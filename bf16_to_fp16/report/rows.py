@@ -161,8 +161,8 @@ def padding_advice(report: Report) -> str:
             return ""
         return (
             "padding that sees no position, left of a row under a causal mask or further from it than a sliding window,"
-            f" can be NaN in fp16 under eager attention in {title}, and its row with it; run sdpa, or where the class"
-            " has eager alone rows of one length together"
+            " can be NaN in fp16 under eager attention in stock code, and its row with it; use SDPA, or, where the"
+            " class has eager attention alone, run rows of one length together"
         )
     which, remedy = "a padded row is", "run rows of one length together"
     if report.padding is not None:

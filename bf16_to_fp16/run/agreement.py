@@ -34,6 +34,7 @@ from ..families.types import (
     Experts,
     Family,
     Layout,
+    Quotient,
     StackEnds,
     config_value,
     looked_up,
@@ -481,11 +482,11 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
             spelt = [
                 k for k, v in spelt_out(layout.config).items() if kind.attribute_map.get(k, k) == name and v == value
             ]
-            says = f"is {shown(value)}" if value is not _ABSENT else "is missing"
+            says, mend = (f"is {shown(value)}", "remove") if value is not _ABSENT else ("is missing", "set")
             follows = f"to be {wanted!r}" if wanted is not _ABSENT else "not to be there"
             found[name] = (
                 f"{where}: {next(iter(spelt), name)!r} {says}, which stock code goes by, where the other keys ask for"
-                f" it {follows}; remove it, or take the file from the original checkpoint"
+                f" it {follows}; {mend} it, or take the file from the original checkpoint"
             )
     if written.get(attention) not in ATTENTIONS:
         found[attention] = (
@@ -502,12 +503,17 @@ def following(kind: Any, keys: str) -> Mapping[str, object]:
 
 
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the keys that a layout is made from, with their values in a config or those that stock code takes."""
+    """Return the keys that a layout is made from, with their values in a config or those that stock code takes.
+
+    What stock code divides out of two others is theirs to say: of a config without ``head_dim`` Qwen2's class makes no
+    such attribute, Llama's does.
+    """
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
     keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
     keys -= LABELS
     there = {key for key in keys if looked_up(config, key) is not None}
-    found = {key: config_value(family, config, key) for key in keys if key in there or key in family.defaults}
+    stated = {key for key, default in family.defaults.items() if not isinstance(default, Quotient)}
+    found = {key: config_value(family, config, key) for key in keys if key in there or key in stated}
     for key in filter(None, (*family.eps_keys, family.output_scale_key)):
         if (said := looked_up(config, key)) is not None:
             found[key] = said

@@ -3,15 +3,17 @@ configs that leave sizes out or are refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from support import tiny
 from support.contract import certified
 
-from bf16_to_fp16 import UserError, convert
+from bf16_to_fp16 import UserError, certify, convert
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Kind
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -59,6 +61,20 @@ def test_the_head_size_that_a_config_leaves_out_is_that_of_the_stream_over_the_h
     w = next(w for w in layout.topology if isinstance(w, Attention))
     assert layout.tensors[f"{w.query}.weight"].shape == (24, 24) and layout.kv_heads(w) == 4
     assert layout.score_scale(w) == 6**-0.5
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
+def test_a_stock_config_without_a_head_size_agrees_with_its_class(kind: str, tmp_path: Path) -> None:
+    """As published Qwen2's are, whose class knows no such attribute."""
+    made = getattr(transformers, kind)
+    shape = {key: value for key, value in tiny.LLAMA_SHAPE.items() if key != "head_dim"}
+    folder = tiny.save(made(made.config_class(**shape)), tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    assert kind != "Qwen2ForCausalLM" or "head_dim" not in config
+    assert certify(folder)["certificate"]["holds"]
+    config.pop("head_dim", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert certify(folder)["certificate"]["holds"]
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
