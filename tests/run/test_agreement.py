@@ -49,6 +49,8 @@ def test_what_stock_code_saves_is_certified(
 
 
 NO_ANGLES = "inv_freq, by which positions are turned"
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+SHRINKING = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -1.0}
 LONG_AT_ONCE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -107,7 +109,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [0.0] * 5}}, NO_ANGLES),
     ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [1.0] * 3}}, "cannot turn position"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -0.5}}, NO_ANGLES),
-    ("gemma3", {"rope_parameters": ..., "rope_scaling": {"rope_type": "dynamic", "factor": -1.0}}, NO_ANGLES),
+    ("gemma3", {"rope_parameters": {"full_attention": SHRINKING, "sliding_attention": PLAIN}}, NO_ANGLES),
     ("embeddinggemma", {"sliding_window": 0}, "'sliding_window' is 0"),
     ("t5", {"tie_word_embeddings": None}, "'tie_word_embeddings' is None, and lm_head.weight is missing"),
 )
