@@ -252,6 +252,18 @@ class _Findings:
         # Kernels may round the factor 1/(1−p) to fp16 before they multiply with it.
         return (1 - rate) / (1 + UNIT) if rate else 1.0
 
+    def noise(self, w: Experts) -> float:
+        """Return how far from 1 the factor may be by which a router multiplies in training.
+
+        Raises UserError where the config's is no such number; stock code takes one under 0 for none.
+        """
+        found = config_value(self.layout.family, self.layout.config, w.noise)
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < math.inf:
+            raise UserError(
+                f"config.json: {w.noise!r} is {found!r}, not how far from 1 a factor may be; write 0 for none"
+            )
+        return float(found)
+
     def tensor(self, name: str) -> Tensor | None:
         """Return a tensor, None where the model has none of this name."""
         if name not in self.layout.tensors:
@@ -592,8 +604,7 @@ class _Walk(_Findings):
         source, square = self.norm(w.norm)
         if self.arithmetic.train:
             # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.
-            noise = float(str(config_value(self.layout.family, self.layout.config, w.noise)))
-            source = source.scaled(1 + noise, self.arithmetic)
+            source = source.scaled(1 + self.noise(w), self.arithmetic)
             self.note(f"{w.router}:mul", "norm", source.bound)
         self.linear(w.classifier, "routing", source, square)
         self.note(f"{w.router}:softmax", "weights", 1.0)

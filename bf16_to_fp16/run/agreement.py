@@ -330,7 +330,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
             if own.groups:
                 same(w.at, own.groups, heads // layout.kv_heads(w))
             same(w.at, "scaling", layout.score_scale(w), optional=not w.scaled or w.divides)
-            for attribute in rotary_scales(model, w):
+            for attribute in rotary_scales(model.get_submodule(w.rotary)) if w.rotary else ():
                 same(w.rotary, attribute, 1.0)
         elif isinstance(w, StackEnds) and names.embedding_scale:
             same(w.embedding if w.scales_itself else w.at, names.embedding_scale, layout.embedding_scale(w))
@@ -354,26 +354,36 @@ def functions(module: nn.Module) -> dict[str, object]:
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in found.items()}
 
 
-def rotary_scales(model: nn.Module, attention: Attention) -> list[str]:
-    """Return the attributes of an attention's rotary positions that multiply its cosines and sines, one for each kind
-    of layer."""
-    if not attention.rotary:
-        return []
-    return [name for name in vars(model.get_submodule(attention.rotary)) if name.endswith("attention_scaling")]
+def rotary_scales(module: nn.Module) -> list[str]:
+    """Return the attributes of rotary positions that multiply their cosines and sines, one for each kind of layer."""
+    return [name for name in vars(module) if name.endswith("attention_scaling")]
 
 
 def check_rotary(layout: Layout, model: Any, where: str) -> None:
-    """Raise UserError for rotary positions of which stock code makes no angles: its cosines and sines would be NaN."""
+    """Raise UserError for rotary positions of which stock code makes no angles, at the first position or far behind:
+    its cosines and sines would be NaN."""
     for path in sorted({w.rotary for w in layout.topology if isinstance(w, Attention) and w.rotary}):
         # Made again, since the model has no values; no file holds them.
         module = model.get_submodule(path)
         made = type(module)(module.config)
-        for name, frequencies in made.named_buffers():
-            if not bool((frequencies.float() * MOST_POSITIONS).isfinite().all()):
-                raise UserError(
-                    f"{where}: stock code makes inf or NaN of {path}.{name}, by which positions are turned; take the"
-                    " keys that begin with 'rope' from the original checkpoint"
-                )
+        kinds = [name.removesuffix("attention_scaling").removesuffix("_") for name in rotary_scales(made)]
+        for position in (0, int(MOST_POSITIONS) - 1):
+            # Some kinds make other frequencies for long inputs; of "dynamic" ones all in between lie between.
+            for kind in kinds:
+                of_kind = {"layer_type": kind} if kind else {}
+                try:
+                    made(torch.zeros(1), torch.tensor([[position]]), **of_kind)
+                except Exception as error:
+                    raise UserError(
+                        f"{where}: stock code cannot turn position {position} ({first_line(error)}); take the keys"
+                        " that begin with 'rope' from the original checkpoint"
+                    ) from error
+            for name, frequencies in made.named_buffers():
+                if not bool((frequencies.float() * MOST_POSITIONS).isfinite().all()):
+                    raise UserError(
+                        f"{where}: stock code makes inf or NaN of {path}.{name}, by which positions are turned; take"
+                        " the keys that begin with 'rope' from the original checkpoint"
+                    )
 
 
 def check_heads(layout: Layout) -> None:

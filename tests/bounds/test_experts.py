@@ -1,5 +1,6 @@
 """Experts of which a router gives each token one: the bounds hold whatever it chooses, and are reached."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
+from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Experts, Layout
 from bf16_to_fp16.observe.observer import SiteObserver
@@ -89,3 +91,13 @@ def test_what_the_router_multiplies_in_training_is_in_the_bounds_for_training() 
         top = training.at(site)
         assert top is not None and 0.9 * top < seen[site] <= top, site
     assert seen[experts.classifier] > (served.at(experts.classifier) or 0.0)
+
+
+@pytest.mark.parametrize("noise", [-0.5, float("nan"), float("inf"), "x", True])
+def test_what_is_no_noise_has_no_bound_for_training(noise: Any) -> None:
+    """Stock code draws nothing with a number under 0, with which the bounds would come out too small."""
+    model, layout, _, _ = one_neuron_each(0)
+    edited = replace(layout, config={**layout.config, "router_jitter_noise": noise})
+    assert bound(edited, lambda name: model.state_dict()[name]).holds
+    with pytest.raises(UserError, match="'router_jitter_noise' is"):
+        bound(edited, lambda name: model.state_dict()[name], target="train")

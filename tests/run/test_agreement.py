@@ -48,7 +48,17 @@ def test_what_stock_code_saves_is_certified(
     assert "error" not in capsys.readouterr().err
 
 
-NO_ANGLES = "attention_inv_freq, by which positions are turned"
+NO_ANGLES = "inv_freq, by which positions are turned"
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+SHRINKING = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -1.0}
+LONG_AT_ONCE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "attention_factor": 1.0,
+    "short_factor": [1.0] * 5,
+    "original_max_position_embeddings": 8,
+}
+"""Rotary positions with other frequencies for inputs of more than 8 tokens."""
 
 
 EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -96,6 +106,10 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma3", {"rope_parameters": ..., "rope_theta": -1.0}, NO_ANGLES),
     ("gemma3", {"rope_parameters": ..., "rope_scaling": {"rope_type": "linear", "factor": 0.0}}, NO_ANGLES),
     ("gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 3.0}}, "scaling is 3.0"),
+    ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [0.0] * 5}}, NO_ANGLES),
+    ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [1.0] * 3}}, "cannot turn position"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -0.5}}, NO_ANGLES),
+    ("gemma3", {"rope_parameters": {"full_attention": SHRINKING, "sliding_attention": PLAIN}}, NO_ANGLES),
     ("embeddinggemma", {"sliding_window": 0}, "'sliding_window' is 0"),
     ("t5", {"tie_word_embeddings": None}, "'tie_word_embeddings' is None, and lm_head.weight is missing"),
 )
