@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .gemma2 import GEMMA2, attention, classes, feed_forward, wired_attention, wired_feed_forward
-from .gemma3 import BODY, with_head
+from .gemma2 import GEMMA2, attention, feed_forward, wired_attention, wired_feed_forward
+from .gemma3 import BODY, STATES, classes, with_head
 from .types import Part, Stack
 
 ACTIVATIONS = {"gelu": "gelu_pytorch_tanh"}
@@ -35,7 +35,7 @@ GEMMA = replace(
     name="gemma",
     title="Gemma",
     model_type="gemma",
-    classes=classes("Gemma"),
+    classes=classes("GemmaForCausalLM", "GemmaModel", STATES),
     defaults={key: value for key, value in GEMMA2.defaults.items() if key not in OTHERS}
     | {
         "hidden_size": 3072,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .gemma3 import BODY, GEMMA3, STATES, WITHOUT_BIASES, check_window, gain, shared_values, with_head
+from .gemma3 import BODY, GEMMA3, STATES, WITHOUT_BIASES, check_window, classes, gain, shared_values, with_head
 from .types import (
     RESIDUAL,
     Attention,
@@ -21,7 +21,6 @@ from .types import (
     Signal,
     Spread,
     Stack,
-    StockClass,
     Tensor,
     divided_by,
     input_of,
@@ -155,20 +154,12 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     return attention(w, config), feed_forward(replace(f, post_norm=f"{at}.post_feedforward_layernorm"))
 
 
-def classes(name: str) -> tuple[StockClass, ...]:
-    """Return the stock classes of a family: with a language-modelling head, and without a head."""
-    return (
-        StockClass((f"{name}ForCausalLM",), decodes=False, takes_decoder_ids=False, end=None, body=BODY),
-        StockClass((f"{name}Model",), decodes=False, takes_decoder_ids=False, end=STATES, gives=("last_hidden_state",)),
-    )
-
-
 GEMMA2 = replace(
     GEMMA3,
     name="gemma2",
     title="Gemma 2",
     model_type="gemma2",
-    classes=classes("Gemma2"),
+    classes=classes("Gemma2ForCausalLM", "Gemma2Model", STATES),
     defaults={
         "vocab_size": 256_000,
         "hidden_size": 2304,

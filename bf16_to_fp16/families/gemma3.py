@@ -209,16 +209,20 @@ def with_head(weight: str, *, tied: bool, cap: str = "final_logit_softcapping") 
 STATES = final_norm("norm", tied=False)
 
 
+def classes(causal: str, bare: str, states: Part) -> tuple[StockClass, ...]:
+    """Return the stock classes of a causal family: with a language-modelling head, and without one; states: what its
+    last norm gives a user."""
+    return (
+        StockClass((causal,), decodes=False, takes_decoder_ids=False, end=None, body=BODY),
+        StockClass((bare,), decodes=False, takes_decoder_ids=False, end=states, gives=("last_hidden_state",)),
+    )
+
+
 GEMMA3 = Family(
     name="gemma3",
     title="Gemma 3 (text), EmbeddingGemma",
     model_type="gemma3_text",
-    classes=(
-        StockClass(("Gemma3ForCausalLM",), decodes=False, takes_decoder_ids=False, end=None, body=BODY),
-        StockClass(
-            ("Gemma3TextModel",), decodes=False, takes_decoder_ids=False, end=STATES, gives=("last_hidden_state",)
-        ),
-    ),
+    classes=classes("Gemma3ForCausalLM", "Gemma3TextModel", STATES),
     sizes={
         "vocab": ("vocab_size",),
         "model": ("hidden_size",),

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from . import llama
-from .gemma3 import number
-from .llama import LLAMA, QUERIES_KEYS_VALUES, attention, check_rotation
+from .gemma3 import classes, number
+from .llama import LLAMA, QUERIES_KEYS_VALUES, STATES, attention, check_rotation
 from .types import (
     RESIDUAL,
     FeedForward,
@@ -87,7 +86,7 @@ GLM4 = replace(
     name="glm4",
     title="GLM-4-0414",
     model_type="glm4",
-    classes=llama.classes("Glm4"),
+    classes=classes("Glm4ForCausalLM", "Glm4Model", STATES),
     sizes={**LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2)},
     defaults={
         "vocab_size": 151_552,

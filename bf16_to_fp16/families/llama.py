@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..errors import UserError
-from .gemma3 import check_window, shared_values
+from .gemma3 import BODY, check_window, classes, shared_values
 from .types import (
     RESIDUAL,
     Attention,
@@ -34,7 +34,6 @@ from .types import (
     Stack,
     StackEnds,
     StockAttributes,
-    StockClass,
     Tensor,
     divided_by,
     input_of,
@@ -174,10 +173,6 @@ def block(config: Mapping[str, object], i: int, *, biases: Biases, head_norms: b
     return (attention(at, config, biased, head_norms), feed_forward(at, config, biased))
 
 
-BODY = "model"
-"""Where the stack stands in a model with a head."""
-
-
 def final_norm(at: str) -> Part:
     """Return a final norm whose output users read."""
     seen = Signal(f"{at}.output", Kind.FIXED, "model", (output_of(at),))
@@ -205,14 +200,6 @@ UNTIED_HEAD = Part(
 STATES = final_norm("norm")
 
 
-def classes(name: str) -> tuple[StockClass, ...]:
-    """Return the stock classes of a family: with a language-modelling head, and without a head."""
-    return (
-        StockClass((f"{name}ForCausalLM",), decodes=False, takes_decoder_ids=False, end=None, body=BODY),
-        StockClass((f"{name}Model",), decodes=False, takes_decoder_ids=False, end=STATES, gives=("last_hidden_state",)),
-    )
-
-
 QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
 ATTENTION = (*QUERIES_KEYS_VALUES, "o_proj")
 
@@ -220,7 +207,7 @@ LLAMA = Family(
     name="llama",
     title="Llama",
     model_type="llama",
-    classes=classes("Llama"),
+    classes=classes("LlamaForCausalLM", "LlamaModel", STATES),
     sizes={
         "vocab": ("vocab_size",),
         "model": ("hidden_size",),
@@ -292,7 +279,7 @@ MISTRAL = replace(
     name="mistral",
     title="Mistral",
     model_type="mistral",
-    classes=classes("Mistral"),
+    classes=classes("MistralForCausalLM", "MistralModel", STATES),
     defaults=SHARED_DEFAULTS | {"intermediate_size": 14_336, "num_key_value_heads": 8},
     encoder=Stack("num_hidden_layers", partial(block, biases={})),
     free_keys=(*LLAMA.free_keys, "sliding_window"),
@@ -304,7 +291,7 @@ QWEN2 = replace(
     name="qwen2",
     title="Qwen2",
     model_type="qwen2",
-    classes=classes("Qwen2"),
+    classes=classes("Qwen2ForCausalLM", "Qwen2Model", STATES),
     defaults=SHARED_DEFAULTS | {"vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32},
     encoder=Stack("num_hidden_layers", partial(block, biases={"": QUERIES_KEYS_VALUES})),
     free_keys=(*LLAMA.free_keys, "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
@@ -316,7 +303,7 @@ QWEN3 = replace(
     name="qwen3",
     title="Qwen3",
     model_type="qwen3",
-    classes=classes("Qwen3"),
+    classes=classes("Qwen3ForCausalLM", "Qwen3Model", STATES),
     defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     encoder=Stack("num_hidden_layers", partial(block, biases={"attention_bias": ATTENTION}, head_norms=True)),
     initialisation=replace(LLAMA.initialisation, title="Qwen3"),
