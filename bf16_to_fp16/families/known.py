@@ -7,7 +7,7 @@ modules nothing is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ..errors import UserError
 from .bigbird_pegasus import BIGBIRD_PEGASUS
@@ -61,6 +61,13 @@ _POST_NORM = (
 )
 
 
+_WITH_IMAGES = (
+    "images enter its stream behind a vision tower, which no bound covers; its text stack alone can: in transformers,"
+    " save model.language_model and lm_head of AutoModelForImageTextToText as a Gemma3ForCausalLM of its text_config"
+    " (docs/converting.md has the lines), and convert that"
+)
+
+
 REFUSED: Mapping[str, str] = {
     "m2m_100": _OWN_POSITIONS,
     "nllb-moe": _OWN_POSITIONS,
@@ -72,8 +79,10 @@ REFUSED: Mapping[str, str] = {
         "what overflows in it is its scores, a product of queries and keys that rescaling leaves as it is; run its"
         " attention in fp32 or bf16"
     ),
+    "gemma3": _WITH_IMAGES,
 }
-"""Model types that no rescaling of their files helps, with the reason and what would."""
+"""Model types that are not converted, most because no rescaling of their files helps, with the reason and what
+would."""
 
 
 def names_of(family: Family) -> tuple[str, ...]:
@@ -139,6 +148,21 @@ def placed_family(config: Mapping[str, object]) -> Family:
     Raises UserError as ``class_of`` does.
     """
     return family_inside(family_of(config), class_of(config).body)
+
+
+def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
+    """Return the class of a config's family as which these tensors are named; None where that is the config's own
+    class, or none.
+
+    A class with a head holds its stacks in a module and one without does not: stock code takes either's names for
+    both, or fills what it does not find at random, as its version has it.
+    """
+    plain, own = family_of(config), class_of(config)
+    for stock in plain.classes:
+        family = family_inside(plain, stock.body)
+        if stock.body != own.body and any(name in tensors for name in (family.embedding, *family.copies)):
+            return stock
+    return None
 
 
 def is_known(config: Mapping[str, object]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from ..checkpoint.formats import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from .known import class_of, placed_family
+from .known import class_of, named_as, placed_family
 from .spread import channels_along
 from .types import (
     RESIDUAL,
@@ -62,7 +62,7 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     embedding = next((n for n in (family.embedding, *family.copies) if n in names), None)
     if embedding is None:
         raise UserError(
-            f"{checkpoint.source}: tensor {family.embedding} is missing; take the whole original checkpoint"
+            f"{checkpoint.source}: tensor {family.embedding} is missing{under_other_names(checkpoint, family, stock)}"
         )
     dropped = find_dropped(checkpoint, family, embedding, stock)
     tied = is_tied(checkpoint, family, embedding) if stock.is_language_model else None
@@ -113,6 +113,27 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
         dropped=dropped,
         head_scale=1.0 if separate and family.untie == "scaled" else scale,
         topology=tuple(part.topology for part in parts if part.topology is not None),
+    )
+
+
+def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClass) -> str:
+    """Return what to do about a checkpoint without an embedding under the name that its class has for it.
+
+    Where the names are another class's, stock code reads them and writes those of the class that it loaded, unless
+    that has a head which nothing is there for.
+    """
+    other = named_as(checkpoint.config, checkpoint.tensors)
+    if other is None:
+        return "; take the whole original checkpoint"
+    own, name = stock.names[0], other.names[0]
+    tied = checkpoint.config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings"))
+    if stock.is_language_model and tied is False and family.head not in checkpoint.tensors:
+        return (
+            f', its names are those of {name}, and it has no head; write "architectures": ["{name}"] into config.json'
+        )
+    return (
+        f" and its names are those of {name}; load it with {own}.from_pretrained of transformers 5 and save it with"
+        f" save_pretrained, which writes those of {own}"
     )
 
 
