@@ -299,7 +299,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("an expert left out", W.experts, "for each in made]).amax(0)", "for each in made])[0]"),
     ("what experts give a tenth smaller", W.experts, "bound = torch", "bound = 0.9 * torch"),
     ("the length of what experts give a tenth smaller", W.experts, "max(each.length", "0.9 * max(each.length"),
-    ("the noise of a router in training left out", W.experts, "(1 + noise,", "(1,"),
+    ("the noise of a router in training left out", W.experts, "(1 + self.noise(w),", "(1,"),
     ("the position bias of sums left out of the scores", W.scored, "(w.bias, w.block_bias)", "(w.bias,)"),
     # Too small: what arithmetic adds.
     ("the roundings of a sum left out", block_sums, "a.summed(source.bound * terms * grown)", "source.bound * terms"),
