@@ -491,7 +491,7 @@ def without_tensor(folder: Path) -> None:
     [
         (lambda f: (f / "config.json").unlink(), "no config.json"),
         (lambda f: (f / "config.json").write_text("{"), "config.json"),
-        (lambda f: broken_config(f, architectures=["BartForConditionalGeneration"]), "the known ones are t5, mt5"),
+        (lambda f: broken_config(f, architectures=["BartForConditionalGeneration"]), "those of t5 are T5For"),
         (lambda f: broken_config(f, model_type="nonsense"), "config.json"),
         (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes(b"123"), "3 bytes are too few for a safetensors file"),
