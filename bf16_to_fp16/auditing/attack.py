@@ -245,10 +245,10 @@ class _Subject:
         named = dict(model.named_parameters(remove_duplicate=False))
         embedding = model.get_input_embeddings().weight
         self.tables: list[Tensor] = []
-        """The rows that each side's inputs are made of."""
+        """The rows that the encoder's inputs are made of, and the decoder's where it has an embedding of its own."""
         # Embeddings that are given are not scaled by who looks them up: the table, or the stack (Pegasus's encoder; its
         # decoder scales both, as T5Gemma's stacks do).
-        for stack in layout.stacks():
+        for stack in layout.stacks()[: 1 if layout.shares_table else None]:
             table = (named[stack.ends.table] if stack.ends.table else embedding).detach()
             self.tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scales_itself else table)
         first = layout.stacks()[0].ends
@@ -394,24 +394,23 @@ class _Adversary(_Subject):
     def in_box(self, climb: _Climb) -> _Inputs:
         """Climb from embeddings over all that are, channel by channel, no larger than the table's rows and no longer
         than the longest; return each row's best."""
-        given, tables = climb.start.sides, (self.tables[0], self.tables[-1])
+        boxes = [(table.abs().amax(0), table.norm(dim=1).max()) for table in self.tables]
+        boxes = [boxes[0], boxes[-1]]
 
-        def inverse(x: Tensor, table: Tensor) -> Tensor:
-            top = table.abs().amax(0)
+        def inverse(x: Tensor, top: Tensor) -> Tensor:
             # Not too far out, where tanh has no gradient left.
             return (x / top.clamp(min=torch.finfo(top.dtype).tiny)).clamp(-0.95, 0.95).atanh().requires_grad_()
 
-        def embeddings(side: Tensor, table: Tensor) -> Tensor:
-            top, longest = table.abs().amax(0), table.norm(dim=1).max()
+        def embeddings(side: Tensor, top: Tensor, longest: Tensor) -> Tensor:
             x = torch.tanh(side) * top
             # A little inside, for the rounding of the length to fp16.
             return x * (longest * (1 - 2.0**-10) / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)).clamp(max=1)
 
-        sides = [inverse(side, table) for side, table in zip(given, tables, strict=False)]
+        sides = [inverse(side, top) for side, (top, _) in zip(climb.start.sides, boxes, strict=False)]
         optimizer = torch.optim.Adam(sides, lr=FREE_RATE)
 
         def made() -> _Inputs:
-            moved = [embeddings(side, table) for side, table in zip(sides, tables, strict=False)]
+            moved = [embeddings(side, *box) for side, box in zip(sides, boxes, strict=False)]
             return _Inputs(moved[0], moved[1] if len(moved) > 1 else None)
 
         return self.climb(climb, made, optimizer)
