@@ -36,6 +36,7 @@ from .types import (
     looked_up,
     multiplied_by,
     output_of,
+    whole_number,
 )
 
 WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no place; its own checkpoints have none")}
@@ -59,10 +60,7 @@ def gain(norm: str, size: str = "model") -> Tensor:
 
 def number(config: Mapping[str, object], key: str) -> int:
     """Return the config's number for a key; raise UserError where it is none."""
-    found = config[key]
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise UserError(f"config.json: {key!r} is {found!r}, not a number; take it from the original checkpoint")
-    return found
+    return whole_number(key, config[key], "a number")
 
 
 def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
@@ -243,6 +241,7 @@ GEMMA3 = Family(
         "query_pre_attn_scalar": 256,
         "attention_bias": False,
         "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "tie_word_embeddings": True,
     },
@@ -270,7 +269,7 @@ GEMMA3 = Family(
     centred_norm=False,
     norm_site="to#2",
     norm_rounds_once=True,
-    nullable=("final_logit_softcapping",),
+    nullable=("attn_logit_softcapping", "final_logit_softcapping"),
     alone=WITHOUT_BIASES
     | {"attn_logit_softcapping": (None, "stock code reads this cap on scores and does not apply it")},
     made_in_fp32=True,

@@ -33,7 +33,6 @@ from .types import (
     axis_size,
     config_value,
     full_config,
-    looked_up,
 )
 
 ROWS_AT_A_TIME = 4096
@@ -53,9 +52,7 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     try:
         stock, family = class_of(config), placed_family(config)
         for key, (only, why) in family.alone.items():
-            found = looked_up(config, key)
-            found = family.defaults.get(key) if found is None else found
-            if found != only:
+            if (found := config_value(family, config, key)) != only:
                 raise UserError(f"config.json: {key!r} is {found!r}, and {why}")
     except UserError as error:
         raise UserError(f"{checkpoint.source}/{error}") from None

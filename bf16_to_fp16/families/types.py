@@ -868,7 +868,14 @@ def number_of(family: Family, config: Mapping[str, object], key: str, what: str,
     what: it should be, in words.
     """
     number = config_value(family, config, key)
-    number = len(number) if isinstance(number, Mapping) else number
+    return whole_number(key, len(number) if isinstance(number, Mapping) else number, what, least=least)
+
+
+def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
+    """Return a config's number for ``key``; raise UserError unless it is a whole one and at least ``least``.
+
+    what: it should be, in words.
+    """
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise UserError(f"config.json: {key!r} is {number!r}, not {what}; take it from the original checkpoint")
     return number

@@ -451,13 +451,7 @@ def run_short(model: Any, layout: Layout) -> bool:
             stack.callback(reader.register_forward_pre_hook(lambda _, inputs: seen.update(head=inputs[0])).remove)
         decoder = {"decoder_input_ids": ids} if layout.stock.takes_decoder_ids else {}
         caches = (layout.stock.decodes or layout.stock.is_language_model) and not layout.family.encoder_refuses_cache
-        given = {"input_ids": ids, **decoder, **({"use_cache": True} if caches else {})}
-        try:
-            run_everywhere(model, layout, **given)
-        except RuntimeError:
-            # Stock code that makes a mask of ids asks for its values, which the meta device has not; one that is made
-            # already it takes as it is.
-            run_everywhere(model, layout, **given, attention_mask=torch.zeros(1, 1, 2, 2, device="meta"))
+        run_everywhere(model, layout, input_ids=ids, **decoder, **({"use_cache": True} if caches else {}))
     # Stock code may choose positions: what it then reads is a view.
     return layout.head is not None and not any(x is seen["out"] for x in (seen["head"], seen["head"]._base))
 

@@ -98,11 +98,6 @@ class Weights:
         """Return what joins the stream of what a sublayer gives."""
         return self.norm(sublayer.post_norm, made) if sublayer.post_norm else made
 
-    def chosen(self, sublayer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which expert takes each token and with what probability, [tokens] each."""
-        largest = self.linear(sublayer.classifier, x).softmax(-1).max(-1)
-        return largest.indices, largest.values
-
     def fed(self, sublayer: FeedForward, x: Tensor) -> list[Tensor]:
         """Return what the linears of a feed-forward give, with the neurons before the last."""
         if sublayer.gate:
@@ -118,7 +113,7 @@ class Weights:
         """Return the logits of a router, and what ``fed`` gives of the expert that takes each token, the last times its
         probability."""
         logits = self.linear(sublayer.classifier, x)
-        numbers, probabilities = self.chosen(sublayer, x)
+        numbers, probabilities = chosen(logits)
         made: list[Tensor] = []
         for number in numbers.unique().tolist():
             rows = numbers == number
@@ -135,6 +130,12 @@ class Weights:
 
         made: Tensor = ACT2FN[sublayer.activation](x)
         return made
+
+
+def chosen(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which expert takes each token and with what probability, [tokens] each, of a router's logits."""
+    largest = logits.softmax(-1).max(-1)
+    return largest.indices, largest.values
 
 
 @dataclass
@@ -206,7 +207,7 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
         if isinstance(sublayer, FeedForward):
             found.neurons[sublayer.at] = [x.mean(0) for x in neuron_slopes(weights, sublayer, step.made[1:])]
         elif isinstance(sublayer, Experts):
-            numbers, probabilities = weights.chosen(sublayer, step.made[0])
+            numbers, probabilities = chosen(step.made[1])
             for number, expert in enumerate(sublayer.experts):
                 share = probabilities * (numbers == number)
                 slopes_of = neuron_slopes(weights, expert, step.made[2:])
