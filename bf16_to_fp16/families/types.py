@@ -555,7 +555,7 @@ class Family:
     """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
     blind_padding: bool = False
-    """Whether padding may see no position at all under the masks of its one stack: left of a row where they are causal,
+    """Whether padding may see no position at all under the masks of a stack: left of a row where they are causal,
     and further from it than a sliding window. Stock masks are finite in fp16, but where all scores of such a position
     are under −16 they add up to −inf, and it is NaN under eager attention."""
 
