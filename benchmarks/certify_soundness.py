@@ -35,8 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import Certificate
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, Layout
+from bf16_to_fp16.families.types import Attention
 from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.rescaling.weights import ModelTensors

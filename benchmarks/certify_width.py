@@ -32,8 +32,9 @@ from support.adversary import free_norms
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, FeedForward, Layout
+from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.svg import follow_schemes
 

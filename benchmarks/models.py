@@ -13,8 +13,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, FeedForward, Layout
+from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors

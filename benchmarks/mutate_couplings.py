@@ -25,7 +25,8 @@ import torch
 from support import contract, tiny
 
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.families.types import RESIDUAL, Axis, Layout, divided_by, multiplied_by
+from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.families.types import RESIDUAL, Axis, divided_by, multiplied_by
 from bf16_to_fp16.rescaling.apply import apply
 
 KINDS = ("t5", "gated", "gelu", "umt5", "pegasus", "t5-encoder")

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..families.configs import axis_size
 from ..families.known import FAMILIES, family_of
-from ..families.types import Family, Initialisation, axis_size
+from ..families.types import Family, Initialisation
 from ..progress import Progress
 from .configs import config_alone, judged_config
 from .formats import chosen, open_weights, tensor_pieces

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..bounds.certificate import Certificate, bound, fp16_weights
 from ..families.known import spare_padding
-from ..families.types import Layout
+from ..families.layout import Layout
 from ..families.walk import walk
 from ..numerics import FP16_MAX, headroom_bits
 from ..observe.observer import SiteObserver

@@ -20,23 +20,11 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..families.configs import config_value
+from ..families.layout import Layout, ResolvedStack, TensorReader, TensorSource
 from ..families.resolve import effective, stored
 from ..families.spread import spread_out
-from ..families.types import (
-    Attention,
-    DropoutKind,
-    Experts,
-    FeedForward,
-    Head,
-    HeadLinear,
-    Layout,
-    ResolvedStack,
-    StackEnds,
-    Sublayer,
-    TensorReader,
-    TensorSource,
-    config_value,
-)
+from ..families.types import Attention, DropoutKind, Experts, FeedForward, Head, HeadLinear, StackEnds, Sublayer
 from ..families.walk import walk
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange

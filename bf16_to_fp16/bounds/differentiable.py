@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..families.layout import Layout, ResolvedStack, TensorReader
 from ..families.resolve import effective
 from ..families.types import (
     Attention,
@@ -26,11 +27,8 @@ from ..families.types import (
     Head,
     HeadLinear,
     Kind,
-    Layout,
-    ResolvedStack,
     StackEnds,
     Sublayer,
-    TensorReader,
     feed_forwards_of,
     outputs_of,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.side_modules import DENSE, MODES, NORMALIZE, POOLING, SideModule
 from ..errors import UserError
-from ..families.types import Layout
+from ..families.layout import Layout
 from ..numerics import FP16_MAX
 from .arithmetic import UNIT, Arithmetic, Bound, largest
 from .certificate import Certificate

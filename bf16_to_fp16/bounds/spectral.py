@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..devices import on_device
-from ..families.types import TensorReader
+from ..families.layout import TensorReader
 from .arithmetic import COMPUTED, full_precision
 from .factored import IN_CACHE, Tall
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..checkpoint.side_modules import SideModule
-from ..families.types import Layout, TensorReader
+from ..families.layout import Layout, TensorReader
 from .arithmetic import Arithmetic
 from .certificate import bound, is_certified
 from .side_modules import with_side_modules

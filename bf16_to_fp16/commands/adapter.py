@@ -24,8 +24,8 @@ from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import check_out, staged
 from ..errors import UserError, first_line
+from ..families.layout import Layout, TensorReader
 from ..families.resolve import head_scale, resolve
-from ..families.types import Layout, TensorReader
 from ..report.schema import REPORT, Source, read_report
 from ..report.stored import read_origin, read_plan
 from ..rescaling.adapters import Scaled, merged_update, part_of, scaled_adapter

@@ -26,7 +26,7 @@ from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known, padding_entry
-from ..families.types import Layout
+from ..families.layout import Layout
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of

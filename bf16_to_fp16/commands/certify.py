@@ -19,7 +19,7 @@ from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import padding_entry
-from ..families.types import Layout, TensorReader
+from ..families.layout import Layout, TensorReader
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..environment import SCHEMA, environment
 from ..errors import UserError
-from ..families.types import Layout
+from ..families.layout import Layout
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.schema import ArithmeticEntry, ComparisonEntry, Environment, RuntimeCheck, dump

@@ -20,9 +20,10 @@ from ..bounds.certificate import TARGETS, Certificate, bound, is_certified
 from ..bounds.spectral import Spectra
 from ..conversion.planning import bound_source
 from ..errors import UserError
+from ..families.configs import with_value
 from ..families.known import FAMILIES, class_named, names_of
+from ..families.layout import Layout, TensorReader
 from ..families.resolve import effective, resolve, stored
-from ..families.types import Layout, TensorReader, with_value
 from ..progress import Progress
 from ..quiet import quiet
 from ..rescaling.apply import apply, scale

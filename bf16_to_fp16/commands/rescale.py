@@ -8,8 +8,8 @@ from typing import Any
 
 from ..bounds.arithmetic import full_precision
 from ..errors import UserError
+from ..families.layout import Layout
 from ..families.resolve import resolve
-from ..families.types import Layout
 from ..observe.meter import observe_ranges
 from ..quiet import quiet
 from ..ranges import ModuleRange

@@ -35,9 +35,10 @@ from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..families.configs import looked_up
 from ..families.known import padding_entry
+from ..families.layout import Layout
 from ..families.resolve import resolve
-from ..families.types import Layout, looked_up
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of

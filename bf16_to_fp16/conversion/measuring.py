@@ -23,8 +23,8 @@ from ..bounds.tiers import certified_tiers
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.side_modules import read_side_modules
 from ..devices import Device, products_on
+from ..families.layout import Layout
 from ..families.resolve import resolve
-from ..families.types import Layout
 from ..progress import Progress
 from ..report.evidence import Decided, Measured
 from ..report.schema import FidelityEntry

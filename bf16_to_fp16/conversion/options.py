@@ -16,7 +16,7 @@ from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.reader import Checkpoint, own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
-from ..families.types import Layout
+from ..families.layout import Layout
 from ..report.remedies import finetuning_of
 from ..report.schema import Lineage, Report
 from ..rescaling.planner import MARGIN_BITS

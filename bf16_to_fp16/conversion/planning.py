@@ -19,8 +19,8 @@ from ..checkpoint.folder import tokenizer_beside
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device, products_on
 from ..errors import UserError
+from ..families.layout import Layout, TensorSource
 from ..families.resolve import check_norms, resolve
-from ..families.types import Layout, TensorSource
 from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of

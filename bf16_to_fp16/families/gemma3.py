@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..errors import UserError
+from .configs import looked_up, whole_number
 from .types import (
     RESIDUAL,
     Attention,
@@ -33,10 +34,8 @@ from .types import (
     Tensor,
     divided_by,
     input_of,
-    looked_up,
     multiplied_by,
     output_of,
-    whole_number,
 )
 
 WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no place; its own checkpoints have none")}

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 from ..errors import UserError
 from .bigbird_pegasus import BIGBIRD_PEGASUS
+from .configs import full_config
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
@@ -24,7 +25,7 @@ from .roles import Roles, roles
 from .switch import SWITCH
 from .t5 import T5
 from .t5gemma import T5GEMMA
-from .types import Attention, Family, StockClass, family_inside, full_config
+from .types import Attention, Family, StockClass, family_inside
 from .umt5 import UMT5
 
 FAMILIES: tuple[Family, ...] = (

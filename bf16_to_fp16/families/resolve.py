@@ -15,25 +15,11 @@ import torch
 from ..checkpoint.formats import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
+from .configs import axis_size, config_value, full_config
 from .known import class_of, named_as, placed_family
+from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorSource
 from .spread import channels_along
-from .types import (
-    RESIDUAL,
-    Family,
-    Layout,
-    OutputScale,
-    Part,
-    ResolvedSignal,
-    ResolvedTensor,
-    Stack,
-    StackEnds,
-    StockClass,
-    Tensor,
-    TensorSource,
-    axis_size,
-    config_value,
-    full_config,
-)
+from .types import RESIDUAL, Family, OutputScale, Part, Stack, StackEnds, StockClass, Tensor
 
 ROWS_AT_A_TIME = 4096
 

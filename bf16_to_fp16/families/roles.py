@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .types import Attention, Experts, Family, FeedForward, Stack, Sublayer, feed_forwards_of, full_config
+from .configs import full_config
+from .types import Attention, Experts, Family, FeedForward, Stack, Sublayer, feed_forwards_of
 
 STACKS = ("encoder", "decoder")
 """What the stacks of a family are called, in order; the only one of a family as the last."""

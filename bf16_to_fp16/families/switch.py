@@ -12,20 +12,9 @@ from dataclasses import replace
 
 from ..errors import UserError
 from . import t5
+from .configs import number_of
 from .t5 import DEFAULTS, INPUTS, T5
-from .types import (
-    Deviation,
-    Experts,
-    FeedForward,
-    Kind,
-    Part,
-    Signal,
-    Stack,
-    Tensor,
-    divided_by,
-    number_of,
-    output_of,
-)
+from .types import Deviation, Experts, FeedForward, Kind, Part, Signal, Stack, Tensor, divided_by, output_of
 
 ACTIVATION, DTYPE, BIAS = "dense_act_fn", "router_dtype", "router_bias"
 

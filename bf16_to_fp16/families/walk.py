@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .types import Attention, Layout, ResolvedStack, Sublayer
+from .layout import Layout, ResolvedStack
+from .types import Attention, Sublayer
 
 
 @dataclass(frozen=True)

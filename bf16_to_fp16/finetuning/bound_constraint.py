@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from ..bounds.arithmetic import Bound
 from ..bounds.certificate import Certificate, bound
 from ..bounds.differentiable import DifferentiableBounds
+from ..families.layout import Layout
 from ..families.resolve import effective
-from ..families.types import Attention, Layout, outputs_of
+from ..families.types import Attention, outputs_of
 from ..numerics import FP16_MAX
 from .penalty import Observation
 

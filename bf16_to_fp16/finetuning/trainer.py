@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ..auditing.attack import worst_ids
 from ..errors import UserError
+from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..families.roles import layer_of
-from ..families.types import Layout
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..families.types import Attention, Experts, Layout, feed_forwards_of
+from ..families.layout import Layout
+from ..families.types import Attention, Experts, feed_forwards_of
 from ..families.walk import norms_inside, walk
 from .tap import Tap
 

@@ -22,8 +22,9 @@ from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
 from ..environment import SCHEMA
 from ..families.known import padding_entry
+from ..families.layout import Layout
 from ..families.spread import carrying, spread_out
-from ..families.types import RESIDUAL, Layout
+from ..families.types import RESIDUAL
 from ..families.walk import walk
 from ..numerics import NORM_FLOOR
 from ..ranges import ModuleRange

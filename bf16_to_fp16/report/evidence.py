@@ -11,7 +11,7 @@ from ..auditing.fidelity import Fidelity, Outputs, Reference
 from ..auditing.regimes import RegimeResult
 from ..bounds.certificate import Certificate
 from ..checkpoint.writer import Written
-from ..families.types import Layout
+from ..families.layout import Layout
 from ..ranges import ModuleRange
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..families.types import Layout, ResolvedTensor
+from ..families.layout import Layout, ResolvedTensor
 from .plan import Plan, axis_exponents, check_plan_fits, correction_of
 
 PREFIX = "base_model.model."

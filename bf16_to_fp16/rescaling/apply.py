@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 from ..checkpoint.shards import Write
-from ..families.types import Layout, OutputScale, with_value
+from ..families.configs import with_value
+from ..families.layout import Layout
+from ..families.types import OutputScale
 from ..run.stock import eps_attribute
 from .plan import Plan, check_plan_fits, correction_of, exponents_of
 

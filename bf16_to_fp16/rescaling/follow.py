@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from ..families.types import Layout
+from ..families.layout import Layout
 from .apply import scale
 from .plan import Exponents, Plan, check_plan_fits, exponents_of
 

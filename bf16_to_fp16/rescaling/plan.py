@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..checkpoint.shards import LARGEST_EXPONENT
 from ..errors import UserError
+from ..families.layout import Layout, ResolvedTensor
 from ..families.spread import channels_along, spread_out
-from ..families.types import RESIDUAL, Kind, Layout, ResolvedTensor
+from ..families.types import RESIDUAL, Kind
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
 """An exponent of a plan; an element carries three at most, which the writer then can apply."""

@@ -31,18 +31,9 @@ import torch
 from ..bounds.arithmetic import growth
 from ..bounds.certificate import SQUARING
 from ..errors import UserError
+from ..families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from ..families.spread import shared, spread_out
-from ..families.types import (
-    RESIDUAL,
-    Kind,
-    Layout,
-    ObservationPoint,
-    ResolvedSignal,
-    ResolvedTensor,
-    Sign,
-    Spread,
-    TensorReader,
-)
+from ..families.types import RESIDUAL, Kind, ObservationPoint, Sign, Spread
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..bounds.arithmetic import growth
-from ..families.types import RESIDUAL, Layout
+from ..families.layout import Layout
+from ..families.types import RESIDUAL
 from ..numerics import FP16_MAX, NORM_FLOOR
 from ..ranges import NormRange
 from .plan import Plan

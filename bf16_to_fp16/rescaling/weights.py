@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..families.layout import Layout, TensorReader, TensorSource
 from ..families.resolve import unscaled
-from ..families.types import Layout, TensorReader, TensorSource
 
 
 def source_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:

@@ -15,18 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..families.layout import Layout, ResolvedStack, TensorSource
 from ..families.resolve import unscaled
 from ..families.spread import shared, spread_out
-from ..families.types import (
-    Attention,
-    Experts,
-    FeedForward,
-    Layout,
-    ResolvedStack,
-    Sublayer,
-    TensorSource,
-    feed_forwards_of,
-)
+from ..families.types import Attention, Experts, FeedForward, Sublayer, feed_forwards_of
 
 
 class Weights:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..families.types import Attention, Layout, TensorSource, feed_forwards_of
+from ..families.layout import Layout, TensorSource
+from ..families.types import Attention, feed_forwards_of
 from .alone import Weights, forward, pulled_back, slopes
 
 CHOSEN, WHOLE = 256, 384

@@ -30,8 +30,9 @@ from torch.nn import functional
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, first_line
 from ..families.known import class_named, of_model_type, spare_padding
+from ..families.layout import NOT_A_CHOICE, Layout, TensorSource
 from ..families.resolve import resolve
-from ..families.types import NOT_A_CHOICE, Layout, StockClass, TensorSource
+from ..families.types import StockClass
 from ..progress import Progress
 from . import choice, memory
 from .stock import described

@@ -14,7 +14,8 @@ from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
 from ..families.known import may_be_absent, placed_family, stock_class
-from ..families.types import Layout, Part, StockClass
+from ..families.layout import Layout
+from ..families.types import Part, StockClass
 from ..progress import Progress
 
 # Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.

@@ -14,7 +14,8 @@ from support.contract import broken, certified, layout_of
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.linear import NormOutput, block_sums
-from bf16_to_fp16.families.types import Attention, Layout
+from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.families.types import Attention
 
 BLOCK = 5
 """Positions of a block, of which a row of the adversary's has one and all but one of another: 9."""

@@ -46,8 +46,9 @@ from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue, larg
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.certify import certify
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import FeedForward, Layout
+from bf16_to_fp16.families.types import FeedForward
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 from bf16_to_fp16.run.probe import batches

@@ -12,8 +12,9 @@ from torch import Tensor
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Experts, Layout
+from bf16_to_fp16.families.types import Experts
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.stock import run_everywhere

@@ -12,16 +12,13 @@ import pytest
 import torch
 from support import tiny
 
+from bf16_to_fp16.families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import (
     RESIDUAL,
     Axis,
     Kind,
-    Layout,
     ObservationPoint,
-    ResolvedSignal,
-    ResolvedTensor,
-    TensorReader,
     divided_by,
     input_of,
     multiplied_by,

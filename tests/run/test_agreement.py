@@ -19,8 +19,9 @@ from support.learner import recipe_tree
 from bf16_to_fp16 import cli, convert, rescale
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.configs import axis_size
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, FeedForward, axis_size
+from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.report.schema import REPORT
 from bf16_to_fp16.run.agreement import agreed_layout, check_agreement
 

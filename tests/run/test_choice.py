@@ -14,8 +14,8 @@ from support.contract import layout_of
 from bf16_to_fp16 import cli
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.families.layout import TensorSource
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import TensorSource
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run import alone, choice, probe

@@ -14,8 +14,9 @@ import torch
 from support import tiny
 from torch import Tensor
 
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.spread import spread_out
-from bf16_to_fp16.families.types import Attention, Experts, Layout, feed_forwards_of
+from bf16_to_fp16.families.types import Attention, Experts, feed_forwards_of
 from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.run.stock import run_everywhere

@@ -28,7 +28,7 @@ from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.known import family_of, names_of, stock_class
-from bf16_to_fp16.families.types import Layout
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.quiet import quiet
 from bf16_to_fp16.run import agreement, probe

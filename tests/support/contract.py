@@ -25,9 +25,10 @@ from bf16_to_fp16 import convert, undo
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import Certificate, bound
 from bf16_to_fp16.families.known import class_named
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.spread import channels_along
-from bf16_to_fp16.families.types import RESIDUAL, Kind, Layout
+from bf16_to_fp16.families.types import RESIDUAL, Kind
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights

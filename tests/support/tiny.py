@@ -15,8 +15,9 @@ import pytest
 import torch
 import transformers
 
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, Experts, FeedForward, Layout, StackEnds
+from bf16_to_fp16.families.types import Attention, Experts, FeedForward, StackEnds
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
 transformers.logging.set_verbosity_error()

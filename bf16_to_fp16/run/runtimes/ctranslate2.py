@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UserError
-from ...families.types import Layout
+from ...families.layout import Layout
 from ..probe import Batch
 from .types import FP16, Arithmetic, Outcome
 

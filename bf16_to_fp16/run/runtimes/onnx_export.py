@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...errors import UserError
-from ...families.types import Layout
+from ...families.layout import Layout
 from ...wording import bytes_in_words
 from ..probe import Batch
 from .types import as_function, inputs_of, tracing

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...families.types import Layout
+from ...families.layout import Layout
 from ..probe import Batch
 from .onnx_export import all_in_fp16, export
 from .types import FLOATS, Arithmetic, Outcome, inputs_of

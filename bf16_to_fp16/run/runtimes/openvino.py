@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...families.types import Layout
+from ...families.layout import Layout
 from ..probe import Batch
 from .types import Arithmetic, Outcome, as_function, inputs_of, tracing
 

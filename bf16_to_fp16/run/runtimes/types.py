@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...families.types import Layout
+from ...families.layout import Layout
 from ..probe import Batch, config_of, is_causal, values_of
 from ..stock import load
 

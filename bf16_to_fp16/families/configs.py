@@ -1,0 +1,76 @@
+"""What a config says of a family's keys, or what the stock class takes where it says nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..errors import UserError
+from .types import Family, Quotient, SameAs
+
+_NOWHERE = object()
+
+
+def looked_up(config: Mapping[str, object], key: str, default: object = None) -> object:
+    """Return a config's value for a key, which with dots is one of a config inside it; the default for none."""
+    found: object = config
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return default
+        found = found[part]
+    return found
+
+
+def with_value(config: Mapping[str, object], key: str, value: object) -> dict[str, object]:
+    """Return a config with another value for a key, which with dots is one of a config inside it."""
+    first, _, rest = key.partition(".")
+    inner = config.get(first)
+    return {**config, first: with_value(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
+
+
+def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
+    """Return the config's value for ``key``, or what the stock class takes in its place; None for a part left out."""
+    found = looked_up(config, key)
+    optional = key in family.nullable
+    if found is None and not (optional and looked_up(config, key, _NOWHERE) is None):
+        found = family.defaults.get(key)
+        if isinstance(found, SameAs):
+            return config_value(family, config, found.key)
+        if isinstance(found, Quotient):
+            over, under = (number_of(family, config, part, "a size") for part in (found.over, found.under))
+            return over // under
+    if found is None and not optional:
+        raise UserError(f"config.json has no {key!r}, which {family.title} needs; take it from the original checkpoint")
+    return found
+
+
+def full_config(family: Family, config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config with what the stock class takes for every key that it leaves out."""
+    defaults = {key: config_value(family, config, key) for key in family.defaults}
+    return defaults | {key: value for key, value in config.items() if value is not None}
+
+
+def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:
+    """Return the config's number for ``key``, of a mapping its length; raise UserError unless it is a whole one and at
+    least ``least``.
+
+    what: it should be, in words.
+    """
+    number = config_value(family, config, key)
+    return whole_number(key, len(number) if isinstance(number, Mapping) else number, what, least=least)
+
+
+def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
+    """Return a config's number for ``key``; raise UserError unless it is a whole one and at least ``least``.
+
+    what: it should be, in words.
+    """
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise UserError(f"config.json: {key!r} is {number!r}, not {what}; take it from the original checkpoint")
+    return number
+
+
+def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
+    """Return the number of elements along the axis called ``name``."""
+    factors = family.sizes[name]
+    return math.prod(of if isinstance(of, int) else number_of(family, config, of, "a size") for of in factors)

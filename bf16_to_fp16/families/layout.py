@@ -1,0 +1,274 @@
+"""A family resolved against one checkpoint: which of its tensors is what, and how its modules are connected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import UserError
+from .configs import config_value, looked_up, number_of
+from .types import (
+    Attention,
+    Axis,
+    Experts,
+    Family,
+    FeedForward,
+    Head,
+    Kind,
+    ObservationPoint,
+    StackEnds,
+    StockClass,
+    Sublayer,
+    Topology,
+    feed_forwards_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+NOT_A_CHOICE = ("regression", "multi_label_classification")
+"""What a classifier's config calls a problem whose logits are no choice of one among several."""
+
+
+class TensorMetadata(Protocol):
+    """What the families need to know of a stored tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype in safetensors' spelling: BF16, F32."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape."""
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: a checkpoint on disk, or a model in memory."""
+
+    @property
+    def source(self) -> str:
+        """Return what to call it in messages."""
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """Return its config."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorMetadata]:
+        """Return its tensors by name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole tensor."""
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor."""
+
+
+TensorReader = Callable[[str], "torch.Tensor"]
+"""Gives a layout's tensor by name, in any floating dtype."""
+
+
+@dataclass(frozen=True)
+class ResolvedTensor:
+    """A tensor of one checkpoint: the source tensor it is made from (None: generated), its shape, and the
+    signal that each axis carries.
+
+    ``gain``: a factor on top of the exponents, other than 1 only for a head separated with its d^-1/2 folded in.
+    ``offset``, ``ahead`` as in ``Tensor``.
+    """
+
+    name: str
+    source: str | None
+    shape: tuple[int, ...]
+    axes: tuple[Axis | None, ...]
+    generate: Callable[[int, int], torch.Tensor] | None = None
+    gain: float = 1.0
+    offset: float = 0.0
+    ahead: int = 0
+
+
+@dataclass(frozen=True)
+class ResolvedSignal:
+    """A signal of one checkpoint with its number of channels."""
+
+    name: str
+    kind: Kind
+    size: int
+    seen: tuple[ObservationPoint, ...]
+
+
+@dataclass(frozen=True)
+class ResolvedStack:
+    """The encoder or the decoder of one checkpoint: its two ends, and its sublayers in the order in which they run.
+
+    ``is_encoder``: whether it is the first, or the only one. ``is_last``: whether its final norm gives what the head,
+    or the user, reads.
+    """
+
+    is_encoder: bool
+    is_last: bool
+    ends: StackEnds
+    sublayers: tuple[Sublayer, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A family resolved against one checkpoint: every tensor classified, every signal with its channels.
+
+    ``stock``: the class that it is for. ``tied``: True where the embedding serves as head, False for a head of its own,
+    None without a language-modelling head.
+    ``dropped``: source tensors that are not carried over, with the reason. ``head_scale``: what the stock class
+    multiplies the decoder's output with before the head.
+    """
+
+    family: Family
+    config: Mapping[str, object]
+    stock: StockClass
+    tied: bool | None
+    tensors: Mapping[str, ResolvedTensor]
+    signals: Mapping[str, ResolvedSignal]
+    dropped: Mapping[str, str]
+    head_scale: float
+    topology: tuple[Topology, ...] = ()
+    """Encoder ends, its sublayers in order, then the same of the decoder, and the head."""
+    eps_in_memory: Mapping[str, float] = field(default_factory=dict)
+    """Norms of a model in memory whose eps is another than stock code's and no config could say so, with that eps."""
+
+    @property
+    def head(self) -> Head | None:
+        """What reads the last norm's output; None where users do."""
+        return next((w for w in self.topology if isinstance(w, Head)), None)
+
+    @property
+    def gives_probabilities(self) -> bool:
+        """Whether what it gives are logits of a choice among several."""
+        if self.head is None:
+            return False
+        choices = self.tensors[self.head.linears[-1].weight].shape[0]
+        return choices > 1 and self.config.get("problem_type") not in NOT_A_CHOICE
+
+    def stacks(self) -> tuple[ResolvedStack, ...]:
+        """Return the encoder and, unless there is none, the decoder."""
+        found: list[tuple[StackEnds, list[Sublayer]]] = []
+        for topology in self.topology:
+            if isinstance(topology, StackEnds):
+                found.append((topology, []))
+            elif not isinstance(topology, Head):
+                found[-1][1].append(topology)
+        last = len(found) - 1
+        return tuple(
+            ResolvedStack(i == 0, i == last, ends, tuple(sublayers)) for i, (ends, sublayers) in enumerate(found)
+        )
+
+    def heads(self, attention: Attention) -> int:
+        """Return the number of heads of an attention."""
+        return number_of(self.family, self.config, attention.heads, "a number of heads")
+
+    def kv_heads(self, attention: Attention) -> int:
+        """Return the number of heads of an attention's keys and values."""
+        return number_of(self.family, self.config, attention.kv_heads or attention.heads, "a number of heads")
+
+    def score_scale(self, attention: Attention) -> float:
+        """Return what an attention multiplies its scores with."""
+        if not attention.scaled:
+            return 1.0
+        if attention.scale:
+            return float(number_of(self.family, self.config, attention.scale, "a positive number") ** -0.5)
+        return float((self.tensors[f"{attention.query}.weight"].shape[0] // self.heads(attention)) ** -0.5)
+
+    def cap(self, of: Attention | Head) -> float | None:
+        """Return the number at which a soft cap keeps an attention's scores, or a head's logits; None without one.
+
+        Raises UserError where the config's is not a positive number.
+        """
+        found = config_value(self.family, self.config, of.cap) if of.cap else None
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
+            raise UserError(
+                f"config.json: {of.cap!r} is {found!r}, not a positive number; take it from the original checkpoint"
+            )
+        return float(found)
+
+    def sees(self, attention: Attention, length: int) -> int:
+        """Return how many keys a row of an attention's scores has at most, in sequences of up to ``length``."""
+        if not attention.radius:
+            return length
+        near = 3 * (number_of(self.family, self.config, attention.radius, "a number of positions", least=0) + 1)
+        return near + (length // self.summed(attention) if attention.block else 0)
+
+    def summed(self, attention: Attention) -> int:
+        """Return of how many positions an attention makes one sum, apart from what is left over at the end."""
+        return number_of(self.family, self.config, attention.block, "a number of positions")
+
+    def embedding_scale(self, ends: StackEnds) -> float:
+        """Return what stock code multiplies a stack's embedding with: √d, or 1 for nothing."""
+        switch = config_value(self.family, self.config, ends.scale) if ends.scale else ends.scales_itself or ends.scales
+        return math.sqrt(self.tensors[self.table(ends)].shape[1]) if switch else 1.0
+
+    def stream(self, ends: StackEnds) -> str:
+        """Return the site at which a stack's residual stream begins, as the audit names it."""
+        return f"{ends.first_norm}:{self.family.norm_site}" if ends.first_norm else ends.embedded
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the residual signals: one, or one for each stack."""
+        return tuple(name for name, signal in self.signals.items() if signal.kind is Kind.RESIDUAL)
+
+    @property
+    def streams_read(self) -> Mapping[str, str]:
+        """Module paths of the norms that read a residual stream, in order, each with the signal's name."""
+        return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Module paths of the norms that read what carries a residual exponent, in order: a residual stream, what joins
+        it, and sums of a norm's output that carries it on."""
+        return tuple(self.streams_read)
+
+    def eps_of(self, norm: str) -> float:
+        """Return the eps of the norm at a path."""
+        return self.eps_in_memory.get(norm, self.eps)
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """Its feed-forwards in order, each expert among them."""
+        return tuple(
+            each for w in self.topology if isinstance(w, FeedForward | Experts) for each in feed_forwards_of(w)
+        )
+
+    @property
+    def gates(self) -> frozenset[str]:
+        """Module paths of the linears whose activation multiplies another's output."""
+        return frozenset(w.gate for w in self.feed_forwards if w.gate)
+
+    @property
+    def eps(self) -> float:
+        """The norms' eps as the stock class uses it.
+
+        Raises UserError where the config's is not a positive number.
+        """
+        said = {self.family.eps}
+        for number, key in enumerate(self.family.eps_keys):
+            found = looked_up(self.config, key, self.family.eps)
+            if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
+                raise UserError(f"config.json: {key!r} is {found!r}, not a small positive number such as 1e-06")
+            said = {float(found)} if not number else {*said, float(found)}
+        if len(said) > 1:
+            raise UserError(
+                f"config.json: {' and '.join(map(repr, self.family.eps_keys))} differ, and one exponent of the stream"
+                " serves all norms; such a checkpoint is not supported"
+            )
+        return said.pop()
+
+    def table(self, ends: StackEnds) -> str:
+        """Return the tensor of a stack's embedding."""
+        return ends.table or self.family.embedding
+
+    @property
+    def shares_table(self) -> bool:
+        """Whether all stacks begin with one embedding."""
+        return len({self.table(stack.ends) for stack in self.stacks()}) == 1
