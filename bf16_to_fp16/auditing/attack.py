@@ -36,7 +36,7 @@ from ..numerics import FP16_MAX, headroom_bits
 from ..observe.observer import SiteObserver
 from ..observe.points import watched
 from ..rescaling.weights import ModelTensors
-from ..run.stock import run_everywhere, set_attention
+from ..run.stock import run_everywhere, set_attention, setting
 
 LENGTH = 16
 """Positions of an attack's sequences: enough for every score and every mixture of values."""
@@ -672,4 +672,4 @@ class _AttackSearch:
 
 def longest(config: Any) -> int:
     """Return the most positions that a model takes; models without positions of their own take any number."""
-    return int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+    return int(setting(config, "max_position_embeddings") or 1 << 30)

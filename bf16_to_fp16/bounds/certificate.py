@@ -24,7 +24,17 @@ from ..families.configs import config_value
 from ..families.layout import Layout, ResolvedStack, TensorReader, TensorSource
 from ..families.resolve import effective, stored
 from ..families.spread import spread_out
-from ..families.types import Attention, DropoutKind, Experts, FeedForward, Head, HeadLinear, StackEnds, Sublayer
+from ..families.types import (
+    Attention,
+    DropoutKind,
+    Experts,
+    FeedForward,
+    Head,
+    HeadLinear,
+    Projector,
+    StackEnds,
+    Sublayer,
+)
 from ..families.walk import walk
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
@@ -359,6 +369,10 @@ class _Walk(_Findings):
             amax, square = self.rounded(amax + extra), square + extra_square
             length = a.rounded_length(length + extra_length, width)
             self.note(f"{ends.at}:add", "embedding" if ends.first_norm else "residual", amax)
+        if self.layout.projector is not None:
+            brought, brought_square = self.projected(self.layout.projector)
+            amax, square = torch.maximum(amax, brought), torch.maximum(square, brought_square)
+            length = max(length, float(brought.norm()))
         if ends.first_norm:
             made, square = self.normalised(ends.first_norm, amax, square, min(float(amax.norm()), length))
             amax, length = made.bound, made.length
@@ -369,6 +383,22 @@ class _Walk(_Findings):
             self.note(f"{path}:mul", "residual", amax)
             self.dropout(path, keep)
         self.stream, self.stream_square, self.stream_norm = amax, square, length
+
+    def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
+        """Return the bounds of what another model's outputs bring into the stream, and its mean squares.
+
+        Nothing is known of those but that fp16 holds them, which is all that a norm in fp32 needs.
+        """
+        weight = self.tensor(w.weight)
+        assert weight is not None
+        width = weight.shape[0]
+        entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
+        source, square = self.normalised(w.norm, entering, torch.ones_like(entering), FP16_MAX * math.sqrt(width))
+        made = bound_linear(source, weight.t(), None, self.arithmetic)
+        expected = (made.norms / made.radius).square()
+        self.note(w.at, "embedding", made.bound, made.partial)
+        self.inputs[w.at], self.outputs[w.at] = (source.bound, square), (made.bound, expected)
+        return made.bound, expected
 
     def end(self, stack: ResolvedStack) -> None:
         """Bound what a stack's final norm gives, and what the head makes of the last one's."""

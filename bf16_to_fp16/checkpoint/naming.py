@@ -1,4 +1,5 @@
-"""What the tensors of a T5 encoder are called: in stock code, and in the code of those who wrote their own.
+"""What tensors are called: those of a T5 encoder in stock code and in the code of those who wrote their own, and those
+of a stock class with images in its modules and in its files.
 
 ComfyUI, Forge, SD3's and Flux's files have the stock names, in a bundle behind a prefix. Wan's own T5
 (``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1) has others, which are the same tensors one by one:
@@ -76,6 +77,39 @@ WAN = Naming("wan", "Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.
 
 
 NAMINGS = (STOCK, WAN)
+
+
+WITH_IMAGES = (
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.model.", "model.language_model."),
+    ("vision_tower.vision_model.", "model.vision_tower."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+"""How names begin in files of stock classes that read images as well, of LLaVA's kind, and how in their modules: every
+version of transformers writes the former and reads either, but 4.57 of a vision tower no other than its own."""
+
+
+def names_in_files(names: Iterable[str]) -> dict[str, str]:
+    """Return the names in files of those tensors that modules call otherwise, by the names that these have.
+
+    Raises UserError for two tensors of one module name.
+    """
+    names = frozenset(names)
+    if not all(
+        any(name.startswith(begin) for name in names) for begin in ("language_model.", "multi_modal_projector.")
+    ):
+        return {}
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        for begin, other in WITH_IMAGES:
+            if name.startswith(begin):
+                module = other + name.removeprefix(begin)
+                if module in found or module in names:
+                    raise UserError(f"tensor {name} is there as {found.get(module, module)} too; remove one of them")
+                found[module] = name
+                break
+    return found
 
 
 @cache

@@ -39,6 +39,7 @@ from .formats import (
     state_of,
 )
 from .hub import reading_from
+from .naming import names_in_files
 from .places import local_source
 from .single_file import SingleFile, open_single_file
 
@@ -62,7 +63,8 @@ class Checkpoint:
     ``source``: what the user typed. ``revision``: the commit that a Hub id stood for, else None. ``tensors``: by
     name, sorted. ``weight_files``: in shard order. ``index``: the parsed index file, None for a single file.
     ``subfolder``: the folder below the source that was asked for. ``notes``: what was assumed of a source that is one
-    file, in sentences for its user.
+    file, in sentences for its user. ``stored_names``: what files call those tensors whose names are another in modules;
+    ``tensors`` has the latter.
     """
 
     folder: Path
@@ -75,6 +77,7 @@ class Checkpoint:
     states: Mapping[Path, FileState] = field(default_factory=dict)
     subfolder: str | None = None
     notes: tuple[str, ...] = ()
+    stored_names: Mapping[str, str] = field(default_factory=dict)
 
     def check_unchanged(self) -> None:
         """Raise UserError for a weight file that is not as it was when the checkpoint was opened.
@@ -181,7 +184,20 @@ def open_checkpoint(
     tensors = collect(files, index, folder)
     for info in tensors.values():
         check_not_quantised(info.dtype, info.name, info.file)
-    return Checkpoint(folder, str(source), revision, found, tensors, files, index, states, subfolder)
+    tensors, stored = by_modules(tensors, str(source))
+    return Checkpoint(
+        folder, str(source), revision, found, tensors, files, index, states, subfolder, stored_names=stored
+    )
+
+
+def by_modules(tensors: dict[str, TensorInfo], source: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Return tensors under the names that modules have for them, and the names in files of those where they differ."""
+    try:
+        stored = names_in_files(tensors)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    modules = {name: module for module, name in stored.items()}
+    return dict(sorted((modules.get(name, name), info) for name, info in tensors.items())), stored
 
 
 def view(opened: SingleFile, source: str | Path, subfolder: str | None) -> Checkpoint:

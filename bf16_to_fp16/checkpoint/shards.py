@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -142,8 +142,9 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
     return result
 
 
-def lay_out(groups: Sequence[Sequence[Write]], folder: Path) -> list[OutFile]:
-    """Return the files for groups of tensors, in each wider dtypes first, so that all are aligned, then by name."""
+def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str, str]) -> list[OutFile]:
+    """Return the files for groups of tensors, in each wider dtypes first, so that all are aligned, then by name; names:
+    what files call those that are called otherwise."""
     files = []
     for number, group in enumerate(groups, 1):
         name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -153,7 +154,7 @@ def lay_out(groups: Sequence[Sequence[Write]], folder: Path) -> list[OutFile]:
         for write in ordered:
             begins.append(end)
             end += size_of(write)
-            entries[write.name] = {
+            entries[names.get(write.name, write.name)] = {
                 "dtype": SAFETENSORS_NAMES[write.dtype],
                 "shape": list(write.shape),
                 "data_offsets": [begins[-1], end],
@@ -166,9 +167,9 @@ def lay_out(groups: Sequence[Sequence[Write]], folder: Path) -> list[OutFile]:
     return files
 
 
-def write_index(files: Sequence[OutFile], folder: Path, hashes: bool) -> FileRecord:
-    """Write the index of shards as transformers spells it."""
-    placed = {write.name: file.path.name for file in files for write, _ in file.tensors}
+def write_index(files: Sequence[OutFile], folder: Path, names: Mapping[str, str], hashes: bool) -> FileRecord:
+    """Write the index of shards as transformers spells it; names: as in ``lay_out``."""
+    placed = {names.get(write.name, write.name): file.path.name for file in files for write, _ in file.tensors}
     writes = [write for file in files for write, _ in file.tensors]
     index = {
         "metadata": {

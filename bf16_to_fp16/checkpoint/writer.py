@@ -66,7 +66,8 @@ def write_fp16(
     workers: int = 1,
     advance: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write tensors as safetensors into ``folder``: ``model.safetensors``, or shards and their index.
+    """Write tensors as safetensors into ``folder``: ``model.safetensors``, or shards and their index, under the names
+    that the source's files have for them.
 
     max_shard_size: bytes of tensors in a shard, else a tensor goes to the shard that its source came from and one
     without source to the last. advance: called with bytes done and in all, from one thread at a time. threads: that
@@ -80,7 +81,7 @@ def write_fp16(
         raise ValueError("two tensors to write have the same name")
     for write in writes:
         check_write(write, checkpoint)
-    files = lay_out(shards(checkpoint, writes, max_shard_size), folder)
+    files = lay_out(shards(checkpoint, writes, max_shard_size), folder, checkpoint.stored_names)
     whole = Workload(checkpoint, tuple(files), tuple(checkpoint.weight_files), hashes, threads)
     parts = whole.divided(workers)
     written = [write_workload(parts[0], advance)] if len(parts) == 1 else in_processes(parts, advance)
@@ -90,7 +91,7 @@ def write_fp16(
     records = [by_name[file.path.name] for file in files]
     if len(files) > 1:
         try:
-            records.append(write_index(files, folder, hashes))
+            records.append(write_index(files, folder, checkpoint.stored_names, hashes))
         except BaseException:
             remove(files)
             raise

@@ -5,11 +5,14 @@ gain allows, and norms of queries and keys, so that scores are bounded by their 
 stream's factor and share its eps. Gains are stored as gain − 1: a factor on them rounds (``Tensor.offset``), so only
 those that must move do, and all others stay. Several query heads read the same keys and values; queries and keys are
 turned by rotary positions. The embedding multiplies itself by √d.
+
+With images, what a vision tower gives goes through a norm and a linear into the stream, each in the place of a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..errors import UserError
 from .configs import looked_up, whole_number
@@ -25,6 +28,7 @@ from .types import (
     Kind,
     OutputScale,
     Part,
+    Projector,
     Signal,
     Spread,
     Stack,
@@ -34,6 +38,7 @@ from .types import (
     Tensor,
     divided_by,
     input_of,
+    keys_inside,
     multiplied_by,
     output_of,
 )
@@ -192,9 +197,10 @@ BODY = "model"
 """Where the stack stands in a model with a head."""
 
 
-def with_head(weight: str, *, tied: bool, cap: str = "final_logit_softcapping") -> Part:
-    """Return the final norm and the head that reads it; cap: config key of the cap on its logits, "" for none."""
-    norm = final_norm(f"{BODY}.norm", tied=tied)
+def with_head(weight: str, *, tied: bool, cap: str = "final_logit_softcapping", body: str = BODY) -> Part:
+    """Return the final norm and the head that reads it; cap: config key of the cap on its logits, "" for none. body:
+    where the stack stands."""
+    norm = final_norm(f"{body}.norm", tied=tied)
     own = () if tied else (Tensor(weight, ("vocab", "model"), (None, None)),)
     return Part(
         (*norm.signals, Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))),
@@ -294,4 +300,64 @@ GEMMA3 = Family(
         modules={"*norm": None, "*": Deviation()},
     ),
     untie="copy",
+)
+
+
+def projector() -> Part:
+    """Return what brings the outputs of a vision tower into the stream: the norm reads what carries nothing, and the
+    linear, whose outputs stand in the place of embeddings that have been scaled, writes the stream."""
+    at = f"{BODY}.multi_modal_projector"
+    norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
+    return Part(
+        signals=(
+            Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(at),)),
+            Signal(norm, Kind.FIXED, "vision", (output_of(norm),)),
+        ),
+        tensors=(gain(norm, "vision"), Tensor(weight, ("vision", "model"), (None, multiplied_by(RESIDUAL)))),
+        topology=Projector(at=at, norm=norm, weight=weight, tower=f"{BODY}.vision_tower"),
+    )
+
+
+INSIDE = f"{BODY}.language_model"
+"""Where the stack stands in a model with images."""
+
+
+TEXT = keys_inside(
+    replace(
+        GEMMA3,
+        tied_head=with_head(f"{INSIDE}.embed_tokens.weight", tied=True, body=INSIDE),
+        untied_head=with_head("lm_head.weight", tied=False, body=INSIDE),
+    ),
+    "text_config",
+)
+"""Gemma 3's text model under the keys of a config with images."""
+
+
+GEMMA3_WITH_IMAGES = replace(
+    TEXT,
+    name="gemma3-images",
+    title="Gemma 3 (text and images)",
+    model_type="gemma3",
+    classes=(
+        StockClass(
+            ("Gemma3ForConditionalGeneration",),
+            decodes=False,
+            takes_decoder_ids=False,
+            end=None,
+            body=INSIDE,
+            auto="AutoModelForImageTextToText",
+        ),
+    ),
+    sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
+    defaults={**TEXT.defaults, "vision_config.hidden_size": 768, "tie_word_embeddings": True},
+    free_keys=(
+        *TEXT.free_keys,
+        "vision_config.*",
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_index",
+        "mm_tokens_per_image",
+    ),
+    tie_keys=("tie_word_embeddings", *TEXT.tie_keys),
+    projector=projector(),
 )

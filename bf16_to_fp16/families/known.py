@@ -14,7 +14,7 @@ from .bigbird_pegasus import BIGBIRD_PEGASUS
 from .configs import full_config
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
-from .gemma3 import GEMMA3
+from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from .glm4 import GLM4
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .longt5 import LONGT5
@@ -38,6 +38,7 @@ FAMILIES: tuple[Family, ...] = (
     MBART,
     BIGBIRD_PEGASUS,
     GEMMA3,
+    GEMMA3_WITH_IMAGES,
     GEMMA2,
     GEMMA,
     LLAMA,
@@ -62,13 +63,6 @@ _POST_NORM = (
 )
 
 
-_WITH_IMAGES = (
-    "images enter its stream behind a vision tower, which no bound covers; its text stack alone can: in transformers,"
-    " save model.language_model and lm_head of AutoModelForImageTextToText as a Gemma3ForCausalLM of its text_config"
-    " (docs/converting.md has the lines), and convert that"
-)
-
-
 REFUSED: Mapping[str, str] = {
     "m2m_100": _OWN_POSITIONS,
     "nllb-moe": _OWN_POSITIONS,
@@ -80,7 +74,6 @@ REFUSED: Mapping[str, str] = {
         "what overflows in it is its scores, a product of queries and keys that rescaling leaves as it is; run its"
         " attention in fp32 or bf16"
     ),
-    "gemma3": _WITH_IMAGES,
 }
 """Model types that are not converted, most because no rescaling of their files helps, with the reason and what
 would."""
@@ -119,8 +112,8 @@ def class_named(name: str) -> StockClass | None:
 def loading_class(name: str) -> str:
     """Return under which name a user of transformers loads the stock class of this name."""
     stock = class_named(name)
-    if stock is not None and not stock.is_language_model:
-        return stock.names[0]
+    if stock is not None and (stock.auto or not stock.is_language_model):
+        return stock.auto or stock.names[0]
     return "AutoModelForSeq2SeqLM" if stock is None or stock.decodes else "AutoModelForCausalLM"
 
 

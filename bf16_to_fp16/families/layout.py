@@ -18,6 +18,7 @@ from .types import (
     Head,
     Kind,
     ObservationPoint,
+    Projector,
     StackEnds,
     StockClass,
     Sublayer,
@@ -138,6 +139,11 @@ class Layout:
     """Norms of a model in memory whose eps is another than stock code's and no config could say so, with that eps."""
 
     @property
+    def projector(self) -> Projector | None:
+        """What brings another model's outputs into the first stack; None where nothing does."""
+        return next((w for w in self.topology if isinstance(w, Projector)), None)
+
+    @property
     def head(self) -> Head | None:
         """What reads the last norm's output; None where users do."""
         return next((w for w in self.topology if isinstance(w, Head)), None)
@@ -156,7 +162,7 @@ class Layout:
         for topology in self.topology:
             if isinstance(topology, StackEnds):
                 found.append((topology, []))
-            elif not isinstance(topology, Head):
+            elif not isinstance(topology, Head | Projector):
                 found[-1][1].append(topology)
         last = len(found) - 1
         return tuple(

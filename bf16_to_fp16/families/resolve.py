@@ -15,11 +15,11 @@ import torch
 from ..checkpoint.formats import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from .configs import axis_size, config_value, full_config
+from .configs import axis_size, config_value, full_config, looked_up
 from .known import class_of, named_as, placed_family
 from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorSource
 from .spread import channels_along
-from .types import RESIDUAL, Family, OutputScale, Part, Stack, StackEnds, StockClass, Tensor
+from .types import RESIDUAL, Family, OutputScale, Part, Projector, Stack, StackEnds, StockClass, Tensor
 
 ROWS_AT_A_TIME = 4096
 
@@ -58,6 +58,7 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
         assert family.decoder is not None and family.decoder_ends is not None
         parts += [family.encoder_output, family.decoder_ends, *blocks(family.decoder, family, config, len(names))]
     parts.append(stock.end or (family.tied_head if tied and not separate else family.untied_head))
+    parts += filter(None, [family.projector])
 
     scale = head_scale(family, config, tied)
     sources = {family.embedding: embedding}
@@ -70,7 +71,7 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
             resolved = resolve_tensor(checkpoint, family, record, sources.get(record.name, record.name), gain)
             if resolved is not None:
                 tensors[record.name] = resolved
-    says_apart = tied is None and config.get("tie_word_embeddings") is False
+    says_apart = tied is None and says_untied(family, config)
     if family.ties_all_or_nothing and (separate or tied is False or says_apart):
         # What stock code does not tie and a file lacks, it makes at random.
         for copy in family.copies:
@@ -80,6 +81,7 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
             if dropped.pop(copy, None):
                 tensors[copy] = replace(tensors[copy], source=copy)
 
+    tensors |= carried(checkpoint, family)
     used = {t.source for t in tensors.values()}
     for name in sorted(names - used - set(dropped)):
         raise UserError(
@@ -109,7 +111,8 @@ def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClas
     if other is None:
         return "; take the whole original checkpoint"
     own, name = stock.names[0], other.names[0]
-    tied = checkpoint.config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings"))
+    key = family.tie_keys[0]
+    tied = looked_up(checkpoint.config, key, family.defaults.get(key))
     if stock.is_language_model and tied is False and family.head not in checkpoint.tensors:
         return (
             f', its names are those of {name}, and it has no head; write "architectures": ["{name}"] into config.json'
@@ -118,6 +121,23 @@ def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClas
         f" and its names are those of {name}; load it with {own}.from_pretrained of transformers 5 and save it with"
         f" save_pretrained, which writes those of {own}"
     )
+
+
+def carried(checkpoint: TensorSource, family: Family) -> dict[str, ResolvedTensor]:
+    """Return the tensors of the model that a projector reads, which carry nothing."""
+    w = None if family.projector is None else family.projector.topology
+    if not isinstance(w, Projector):
+        return {}
+    found = {name: info for name, info in checkpoint.tensors.items() if name.startswith(f"{w.tower}.")}
+    for name in found:
+        check_floating(checkpoint, name)
+    return {n: ResolvedTensor(n, n, tuple(info.shape), (None,) * len(info.shape)) for n, info in found.items()}
+
+
+def check_floating(checkpoint: TensorSource, name: str) -> None:
+    """Raise UserError for a tensor that is not of floating point."""
+    if (dtype := checkpoint.tensors[name].dtype) not in FLOATING_DTYPES:
+        raise UserError(f"{checkpoint.source}: tensor {name} is {dtype}; use the checkpoint from before quantisation")
 
 
 def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock: StockClass) -> dict[str, str]:
@@ -152,9 +172,14 @@ def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
     """
     if family.head not in checkpoint.tensors:
         return True
-    if checkpoint.config.get("tie_word_embeddings") is False:
+    if says_untied(family, checkpoint.config):
         return False
     return same_values(checkpoint, family.head, embedding)
+
+
+def says_untied(family: Family, config: Mapping[str, object]) -> bool:
+    """Return whether a config says in so many words that the embedding does not serve as head."""
+    return any(looked_up(config, key) is False for key in family.tie_keys)
 
 
 def head_scale(family: Family, config: Mapping[str, object], tied: bool | None) -> float:
@@ -216,10 +241,7 @@ def resolve_tensor(
             f"{checkpoint.source}: tensor {record.name} is missing, and stock code would fill it with random numbers;"
             " take the whole original checkpoint"
         )
-    if info.dtype not in FLOATING_DTYPES:
-        raise UserError(
-            f"{checkpoint.source}: tensor {source} is {info.dtype}; use the checkpoint from before quantisation"
-        )
+    check_floating(checkpoint, source)
     if tuple(info.shape) != shape:
         raise UserError(
             f"{checkpoint.source}: tensor {source} has shape {list(info.shape)} but config.json asks for {list(shape)};"

@@ -12,7 +12,7 @@ A family is a list of such records. Nothing here or in the family files computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -330,6 +330,22 @@ class Head:
     cap: str = ""
 
 
+@dataclass(frozen=True)
+class Projector:
+    """What brings the outputs of another model into the stream, each in the place of a token's embedding: an RMSNorm
+    and a linear.
+
+    ``at``: the module that computes both. ``norm``: module path, of an eps of its own. ``weight``: tensor of the
+    linear, [inputs, outputs]. ``tower``: the module that is the other model, of which nothing is known: its tensors are
+    carried over as they are, and no bound is about what flows in it.
+    """
+
+    at: str
+    norm: str
+    weight: str
+    tower: str
+
+
 Sublayer = Attention | FeedForward | Experts
 
 
@@ -345,7 +361,7 @@ def outputs_of(w: Sublayer) -> tuple[str, ...]:
     return tuple(each.output for each in w.experts) if isinstance(w, Experts) else (w.output,)
 
 
-Topology = Sublayer | StackEnds | Head
+Topology = Sublayer | StackEnds | Head | Projector
 
 
 @dataclass(frozen=True)
@@ -369,7 +385,8 @@ class StockClass:
     ``takes_decoder_ids``: whether it must be given the decoder's ids; what it makes itself are the encoder's. ``end``:
     what reads the last norm's output, None for a language-modelling head, of which the tensors say whether it is the
     embedding. ``gives``: the fields of its output. ``body``: the module that holds the stacks, "" for the model itself.
-    ``reads_end_token``: whether its head reads the last end token of a row and nothing else.
+    ``reads_end_token``: whether its head reads the last end token of a row and nothing else. ``auto``: the Auto class
+    that loads it, "" for the one of its kind.
     """
 
     names: tuple[str, ...]
@@ -379,6 +396,7 @@ class StockClass:
     gives: tuple[str, ...] = ("logits",)
     body: str = ""
     reads_end_token: bool = False
+    auto: str = ""
 
     @property
     def is_language_model(self) -> bool:
@@ -522,7 +540,7 @@ class Family:
     """Config keys of the dropout rates."""
     free_keys: tuple[str, ...]
     """Config keys that the stock class reads and no bound depends on, such as the rate of layers dropped in
-    training."""
+    training; with ``*`` at the end all that begin so."""
     buckets: tuple[str, str] | None
     """Config keys of a table of position buckets and of the distance that its last one stands for, None without. Stock
     code computes indices outside the table unless there are 4 buckets and the distance is more than half of them."""
@@ -554,6 +572,10 @@ class Family:
 
     eps_copies: tuple[str, ...] = ()
     """Further config keys that must say the same eps."""
+    tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
+    """Config keys of whether the embedding serves as head: every version of stock code goes by one of them."""
+    projector: Part | None = None
+    """What brings another model's outputs into the first stack, None where nothing does."""
 
     @property
     def eps_keys(self) -> tuple[str, ...]:
@@ -571,7 +593,11 @@ class Family:
         return (self.encoder_ends,) if self.decoder_ends is None else (self.encoder_ends, self.decoder_ends)
 
 
-_OF_CONFIG = frozenset({"heads", "kv_heads", "activation", "scale", "cap", "radius", "block", "noise"})
+_KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise"})
+"""Fields of a topology that are keys of the config."""
+
+
+_OF_CONFIG = _KEYS | {"activation"}
 """Fields of a topology that are no paths."""
 
 
@@ -609,6 +635,58 @@ def inside(part: Part, body: str) -> Part:
         ),
         tuple(replace(t, name=path(t.name), axes=tuple(axis(each) for each in t.axes)) for t in part.tensors),
         None if part.topology is None else topology(part.topology),
+    )
+
+
+def keys_inside(family: Family, part: str) -> Family:
+    """Return a family whose config is the one called ``part`` inside a config; what follows is still its own."""
+
+    def key(name: str) -> str:
+        return f"{part}.{name}" if name else name
+
+    def keys(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(map(key, names))
+
+    def default(of: object) -> object:
+        if isinstance(of, SameAs):
+            return SameAs(key(of.key))
+        return Quotient(key(of.over), key(of.under)) if isinstance(of, Quotient) else of
+
+    def topology(of: Topology) -> Topology:
+        at = [f.name for f in fields(of) if f.name in _KEYS]
+        return replace(of, **{name: key(getattr(of, name)) for name in at})  # type: ignore[arg-type]
+
+    def moved(of: Part) -> Part:
+        return of if of.topology is None else replace(of, topology=topology(of.topology))
+
+    def stack(of: Stack) -> Stack:
+        def block(config: Mapping[str, object], i: int) -> list[Part]:
+            inner, dotted = config.get(part), {n: value for n, value in config.items() if n.startswith(f"{part}.")}
+            own = dict(inner) if isinstance(inner, Mapping) else {}
+            own |= {name.removeprefix(f"{part}."): value for name, value in dotted.items()}
+            return [moved(each) for each in of.block(own, i)]
+
+        return Stack(key(of.layers), block)
+
+    return replace(
+        family,
+        sizes={name: tuple(f if isinstance(f, int) else key(f) for f in of) for name, of in family.sizes.items()},
+        defaults={key(name): default(value) for name, value in family.defaults.items()},
+        encoder=stack(family.encoder),
+        decoder=None if family.decoder is None else stack(family.decoder),
+        encoder_ends=moved(family.encoder_ends),
+        decoder_ends=None if family.decoder_ends is None else moved(family.decoder_ends),
+        tied_head=moved(family.tied_head),
+        untied_head=moved(family.untied_head),
+        output_scale_key=key(family.output_scale_key),
+        eps_key=None if family.eps_key is None else key(family.eps_key),
+        eps_copies=keys(family.eps_copies),
+        dropout={kind: key(name) for kind, name in family.dropout.items()},
+        free_keys=keys(family.free_keys),
+        nullable=keys(family.nullable),
+        alone={key(name): of for name, of in family.alone.items()},
+        initialisation=replace(family.initialisation, factor=key(family.initialisation.factor)),
+        tie_keys=keys(family.tie_keys),
     )
 
 

@@ -27,6 +27,7 @@ from torch.nn import functional
 from ..errors import UserError
 from ..families.known import spare_padding
 from ..run import probe
+from ..run.stock import vocabulary_of
 from ..run.texts import PlainRows, open_texts, plain_errors
 from .objectives import (
     BYTE_SENTINEL,
@@ -283,7 +284,7 @@ class Corpus:
     def __init__(self, data: Data, folder: Path, config: Any, *, seed: int) -> None:
         """Open the data and the tokenizer and settle the objective; see ``open_corpus``."""
         self.data, self.folder, self.seed = data, folder, seed
-        self.vocabulary = int(config.vocab_size)
+        self.vocabulary = vocabulary_of(config)
         self.tokenizer = probe.load_tokenizer(folder)
         self.conventions = conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
         own = data if data.held_out_path is None else data.model_copy(update={"held_out": 0.0})

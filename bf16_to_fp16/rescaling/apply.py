@@ -87,7 +87,8 @@ def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
     # The tie flag stays where it also switches on a scale that the head needs.
     scaled_by_flag = layout.family.output_scale is OutputScale.CONFIG and layout.head_scale != 1.0
     if layout.tied is False and not scaled_by_flag:
-        config["tie_word_embeddings"] = False
+        for key in layout.family.tie_keys:
+            config = with_value(config, key, False)
         if (switch := layout.family.output_scale_key) and switch in config:
             config[switch] = False
     if layout.tied:  # MT5Config says true by default in transformers 5, and false in 4
@@ -96,9 +97,16 @@ def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
     return config
 
 
+DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Config keys of the dtype: of transformers 5, and of earlier versions."""
+
+
 def set_dtype(config: dict[str, object], dtype: str) -> None:
-    """Set the dtype under the key that the config already uses; ``torch_dtype``, which every version reads, if it
-    has none."""
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    """Set the dtype under the key that the config already uses, as in configs inside it; ``torch_dtype``, which every
+    version reads, if it has none."""
+    keys = [key for key in DTYPE_KEYS if key in config] or ["torch_dtype"]
     for key in keys:
         config[key] = dtype
+    for name, inner in config.items():
+        if isinstance(inner, dict) and any(inner.get(key) for key in DTYPE_KEYS):
+            config[name] = inner | {key: dtype for key in DTYPE_KEYS if key in inner}

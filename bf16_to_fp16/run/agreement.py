@@ -393,13 +393,14 @@ def check_older(layout: Layout, where: str) -> None:
             f"{where}: {key!r} is {shown(layout.config[key])}, by which transformers 4 puts weights of one stack into"
             " the other and 5 does not; remove it"
         )
-    key = "tie_word_embeddings"
-    if layout.tied and not layout.config.get(key, True):
-        raise UserError(
-            f"{where}: {key!r} is {shown(layout.config[key])}, and {layout.family.head} is missing or the embedding"
-            " itself: transformers 4 would fill it with random numbers; use the whole original checkpoint and its"
-            " config.json"
-        )
+    for key in layout.family.tie_keys:
+        said = looked_up(layout.config, key, True)
+        if layout.tied and not said:
+            raise UserError(
+                f"{where}: {key!r} is {shown(said)}, and {layout.family.head} is missing or the embedding itself:"
+                " transformers 4 would fill it with random numbers; use the whole original checkpoint and its"
+                " config.json"
+            )
 
 
 def check_buckets(layout: Layout, where: str) -> None:
@@ -465,13 +466,14 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     free |= {known.initialisation.factor for known in FAMILIES}
+    beginnings = tuple(key.removesuffix("*") for key in free if key.endswith("*"))
     if not layout.stock.decodes:
         free.add("is_encoder_decoder")  # published encoders have either
     expected = following(kind, json.dumps(nested(understood(family, layout.config))))
     attention = "_attn_implementation_internal"
     found: dict[str, str] = {}
     for name in {*written, *expected} - {attention}:
-        if name in free or name.rpartition(".")[2] in free:
+        if name in free or name.rpartition(".")[2] in free or name.startswith(beginnings):
             continue
         value, wanted = written.get(name, _ABSENT), expected.get(name, _ABSENT)
         if not identical(value, wanted):

@@ -35,7 +35,7 @@ from ..families.resolve import resolve
 from ..families.types import StockClass
 from ..progress import Progress
 from . import choice, memory
-from .stock import described
+from .stock import described, setting, vocabulary_of
 from .texts import texts
 
 IGNORED_LABEL = -100
@@ -250,7 +250,7 @@ def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder
     each = [list(_rows(batch)) for batch in inputs if not batch.generate]
     turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
     positions = length if is_causal(config) else decoder_length
-    count = max(4, min(16, _PROBE_LOGITS // (int(config.vocab_size) * positions)))
+    count = max(4, min(16, _PROBE_LOGITS // (vocabulary_of(config) * positions)))
     encoder, decoder = zip(*turns[:count], strict=True)
     ids, mask = stack([row[:length] for row in encoder], _pad(config))
     if not takes_decoder_ids(config):
@@ -271,7 +271,7 @@ def _rows(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
 
 def is_small(config: Any) -> bool:
     """Return whether a vocabulary is so small that the probe runs every id."""
-    return int(config.vocab_size) <= choice.WHOLE
+    return vocabulary_of(config) <= choice.WHOLE
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
@@ -286,7 +286,7 @@ def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, 
     """Return the ids that a report lists where they are some, no more than are chosen and all in the vocabulary; else
     None."""
     ids = [i for chosen in by_reason.values() for i in chosen]
-    fits = 0 < len(ids) <= choice.CHOSEN and max(ids) < int(config.vocab_size)
+    fits = 0 < len(ids) <= choice.CHOSEN and max(ids) < vocabulary_of(config)
     return by_reason if fits else None
 
 
@@ -407,7 +407,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
 def _cacheable(config: Any) -> bool:
     """Whether stock code can generate with a cache: it makes one with as many layers as the encoder has."""
     family = of_model_type(config.model_type)
-    decoder = getattr(config, family.decoder.layers, None) if family and family.decoder else None
+    decoder = setting(config, family.decoder.layers) if family and family.decoder else None
     return decoder is None or int(decoder) <= int(config.num_hidden_layers)
 
 
@@ -474,7 +474,7 @@ def _readable(config: Any, batch: Batch) -> Batch:
     if not end:
         raise UserError(
             f"config.json: {stock.names[0]} reads the end token, and eos_token_id is"
-            f" {getattr(config, 'eos_token_id', None)!r}; take it from the original checkpoint"
+            f" {setting(config, 'eos_token_id')!r}; take it from the original checkpoint"
         )
     return ended(batch, end[0])
 
@@ -490,34 +490,34 @@ def values_of(output: Any) -> Tensor:
 
 def longest_sequence(config: Any) -> int:
     """Return the most positions that a model of ``config`` has; 2³⁰ where nothing bounds them."""
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = setting(config, "max_position_embeddings")
     return int(positions) if positions else 2**30
 
 
 def _start(config: Any) -> int:
     for name in ("decoder_start_token_id", "pad_token_id"):
-        token = getattr(config, name, None)
+        token = setting(config, name)
         if token is not None:
             return int(token)
     return 0
 
 
 def _pad(config: Any) -> int:
-    token = getattr(config, "pad_token_id", None)
+    token = setting(config, "pad_token_id")
     return 0 if token is None else int(token)
 
 
 def _special(config: Any) -> list[int]:
     """The ids with a meaning of their own: those that the config names, and the last, the first of T5's sentinels."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "decoder_start_token_id")
-    return sorted({int(config.vocab_size) - 1, *(i for name in names for i in _named(config, name))})
+    return sorted({vocabulary_of(config) - 1, *(i for name in names for i in _named(config, name))})
 
 
 def _named(config: Any, name: str) -> list[int]:
     """The ids of the vocabulary that a config gives under a name: none, one, or several ends of a text."""
-    found = getattr(config, name, None)
+    found = setting(config, name)
     several = found if isinstance(found, list) else [found]
-    return [i for i in several if isinstance(i, int) and 0 <= i < int(config.vocab_size)]
+    return [i for i in several if isinstance(i, int) and 0 <= i < vocabulary_of(config)]
 
 
 def _end(config: Any) -> list[int]:
@@ -540,7 +540,7 @@ def _begun(config: Any, ids: Tensor) -> Tensor:
 
 def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str, Sequence[int]] | None) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
-    vocabulary, decodes = int(config.vocab_size), takes_decoder_ids(config)
+    vocabulary, decodes = vocabulary_of(config), takes_decoder_ids(config)
 
     def ids(rows: int, columns: int) -> Tensor:
         return torch.randint(0, vocabulary, (rows, min(columns, length)), generator=generator)
@@ -586,7 +586,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 def _past_window(config: Any, length: int) -> int | None:
     """How long a row must be for its first tokens to be beyond a sliding window, None where one of ``length`` tokens is
     or none can be."""
-    window = getattr(config, "sliding_window", None)
+    window = setting(config, "sliding_window")
     if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or takes_decoder_ids(config):
         return None
     return past if (past := window + _BEYOND_WINDOW) <= longest_sequence(config) else None
@@ -615,7 +615,7 @@ def random_rows(
 
     left: the encoder's are filled up on the left.
     """
-    generator, vocabulary = torch.Generator().manual_seed(seed), int(config.vocab_size)
+    generator, vocabulary = torch.Generator().manual_seed(seed), vocabulary_of(config)
     most, special = longest_sequence(config), _special(config)
 
     def drawn(longest: int, *, framed: bool) -> Tensor:
@@ -663,7 +663,7 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
     """Rows of one token to ``longest``, and every special token alone, as they are and with what stands at the edge of
     a text: filled up on the right, then the same rows filled up on the left; the decoder's, which are shorter, on the
     right."""
-    vocabulary = int(config.vocab_size)
+    vocabulary = vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []
     for ids in [*drawn, *([i] for i in _special(config))]:
@@ -756,7 +756,7 @@ def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, l
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")
     tokenizer = load_tokenizer(source)
-    vocabulary, causal = int(config.vocab_size), is_causal(config)
+    vocabulary, causal = vocabulary_of(config), is_causal(config)
     generator = torch.Generator().manual_seed(seed)
 
     def encode(text: str, **options: Any) -> Tensor:

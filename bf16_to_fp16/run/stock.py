@@ -53,10 +53,10 @@ def load_config(folder: Path) -> Any:
     except UserError as error:
         raise UserError(f"{folder}/{error}") from None
     for key in ("decoder_start_token_id", "pad_token_id"):
-        token = getattr(config, key, None)
-        if token is not None and not (isinstance(token, int) and 0 <= token < config.vocab_size):
+        token, size = setting(config, key), vocabulary_of(config)
+        if token is not None and not (isinstance(token, int) and 0 <= token < size):
             raise UserError(
-                f"{folder}/config.json: {key} is {token!r}, not an id of the vocabulary of {config.vocab_size};"
+                f"{folder}/config.json: {key} is {token!r}, not an id of the vocabulary of {size};"
                 " take it from the original config.json"
             )
     return config
@@ -72,6 +72,18 @@ def any_config(folder: Path) -> Any:
         return transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each field has its own validation, with exceptions of its own
         raise UserError(f"{folder}/config.json: {' '.join(str(error).split())}; mend the file") from error
+
+
+def setting(config: Any, name: str) -> Any:
+    """Return what a stock config says under a name, or else the config of the text model inside it; None for
+    nothing."""
+    found = getattr(config, name, None)
+    return getattr(getattr(config, "text_config", None), name, None) if found is None else found
+
+
+def vocabulary_of(config: Any) -> int:
+    """Return the number of ids that a model of a stock config reads."""
+    return int(setting(config, "vocab_size"))
 
 
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
