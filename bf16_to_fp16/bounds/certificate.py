@@ -373,6 +373,7 @@ class _Walk(_Findings):
             brought, brought_square = self.projected(self.layout.projector)
             amax, square = torch.maximum(amax, brought), torch.maximum(square, brought_square)
             length = max(length, float(brought.norm()))
+            self.note(self.layout.projector.add, "residual", amax)
         if ends.first_norm:
             made, square = self.normalised(ends.first_norm, amax, square, min(float(amax.norm()), length))
             amax, length = made.bound, made.length
@@ -393,10 +394,11 @@ class _Walk(_Findings):
         assert weight is not None
         width = weight.shape[0]
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
+        self.inner[w.pool] = FP16_MAX
         source, square = self.normalised(w.norm, entering, torch.ones_like(entering), FP16_MAX * math.sqrt(width))
         made = bound_linear(source, weight.t(), None, self.arithmetic)
         expected = (made.norms / made.radius).square()
-        self.note(w.at, "embedding", made.bound, made.partial)
+        self.note(f"{w.at}:scores", "embedding", made.bound, made.partial)
         self.inputs[w.at], self.outputs[w.at] = (source.bound, square), (made.bound, expected)
         return made.bound, expected
 

@@ -314,7 +314,17 @@ def projector() -> Part:
             Signal(norm, Kind.FIXED, "vision", (output_of(norm),)),
         ),
         tensors=(gain(norm, "vision"), Tensor(weight, ("vision", "model"), (None, multiplied_by(RESIDUAL)))),
-        topology=Projector(at=at, norm=norm, weight=weight, tower=f"{BODY}.vision_tower"),
+        topology=Projector(
+            at=at,
+            pool=f"{at}.avg_pool:avg_pool2d",
+            add=f"{BODY}:masked_scatter",
+            norm=norm,
+            weight=weight,
+            tower=f"{BODY}.vision_tower",
+            token="image_token_index",
+            tokens="mm_tokens_per_image",
+            image=("vision_config.num_channels", "vision_config.image_size"),
+        ),
     )
 
 

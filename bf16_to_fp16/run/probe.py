@@ -3,7 +3,7 @@
 Two sources. Without data, a built-in probe needs no tokenizer and looks where activations differ: random ids, the
 longest sequence, one that is longer than a sliding window, one repeated token, padded rows of mixed lengths, rows of a
 few tokens, where nothing is averaged, on each side the ids that ``choice`` finds in the weights (of a small vocabulary
-every id, as on request of a large one), and a ``generate`` with cache and beams.
+every id, as on request of a large one), a ``generate`` with cache and beams, and an image where the model reads any.
 With data (JSONL, CSV, Parquet, text, or a dataset of the Hub) the checkpoint's own tokenizer makes the batches.
 A causal language model has one side, on which rows begin with its start token and are padded on the left as well, as
 people do who generate from several at once; a text and its target are one row.
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..errors import UserError, first_line
 from ..families.known import class_named, of_model_type, spare_padding
 from ..families.layout import NOT_A_CHOICE, Layout, TensorSource
 from ..families.resolve import resolve
-from ..families.types import StockClass
+from ..families.types import Projector, StockClass
 from ..progress import Progress
 from . import choice, memory
 from .stock import described, setting, vocabulary_of
@@ -68,7 +69,7 @@ _GENERATED = 4
 """Tokens that a generation makes."""
 
 
-RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, GENERATE, DATA = BATCH_KINDS = (
+RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, IMAGE, GENERATE, DATA = BATCH_KINDS = (
     "random ids",
     "long",
     "repeated",
@@ -76,6 +77,7 @@ RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, GENERATE, DATA = BATCH_KIN
     "short",
     "chosen ids",
     "vocabulary sweep",
+    "image",
     "generate",
     "data",
 )
@@ -92,7 +94,8 @@ class Batch:
     The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out (a vocabulary
     of 250,000 swept with them would cost its square); ``generate`` asks for beam search from ``input_ids``
     instead of a forward. ``kind`` is one of ``BATCH_KINDS``, "given" for a batch that was made elsewhere. ``chosen``:
-    the ids that were chosen, by reason, at the first batch of them.
+    the ids that were chosen, by reason, at the first batch of them. ``pixels``: fp32 [rows, channels, height, width] of
+    an image in each row, whose tokens ``image_tokens`` marks, 0/1 [rows, length].
     """
 
     description: str
@@ -104,12 +107,30 @@ class Batch:
     generate: bool = False
     kind: str = "given"
     chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    pixels: Tensor | None = None
+    image_tokens: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What it consists of, by name."""
+        ids = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+        return {name: getattr(self, name) for name in (*ids, *(("pixels", "image_tokens") if self.has_image else ()))}
+
+    @property
+    def has_image(self) -> bool:
+        """Whether there is an image in its rows."""
+        return self.pixels is not None
 
     def rows(self, chosen: slice | Tensor) -> Batch:
         """Return the batch of some of its rows, at the same length."""
-        tensors = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-        found = {name: getattr(self, name) for name in tensors}
-        return replace(self, **{name: x[chosen] for name, x in found.items() if x is not None})
+        found: dict[str, Any] = {name: x[chosen] for name, x in self.tensors.items() if x is not None}
+        return replace(self, **found)
+
+    def image_arguments(self, device: torch.device) -> dict[str, Tensor]:
+        """Return what stock code takes of the images; empty where there are none."""
+        if self.pixels is None or self.image_tokens is None:
+            return {}
+        return {"pixel_values": self.pixels.to(device), "token_type_ids": self.image_tokens.to(device)}
 
     def labels(self) -> Tensor:
         """Return what each position should predict, of the decoder where there is one: the next id, or -100 where that
@@ -247,7 +268,7 @@ def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder
     Rows are taken from each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length``
     positions and filled up with padding; the decoder's begin with the start token.
     """
-    each = [list(_rows(batch)) for batch in inputs if not batch.generate]
+    each = [list(_rows(batch)) for batch in inputs if not (batch.generate or batch.has_image)]
     turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
     positions = length if is_causal(config) else decoder_length
     count = max(4, min(16, _PROBE_LOGITS // (vocabulary_of(config) * positions)))
@@ -304,16 +325,12 @@ def describe_batches(
     digest = hashlib.sha256()
     entries: list[dict[str, Any]] = []
     for batch in inputs:
-        for tensor in (
-            batch.input_ids,
-            batch.attention_mask,
-            batch.decoder_input_ids,
-            batch.decoder_attention_mask,
-        ):
+        for tensor in batch.tensors.values():
             shape = None if tensor is None else tuple(tensor.shape)
             digest.update(repr(shape).encode())
             if tensor is not None:
-                digest.update(tensor.cpu().contiguous().numpy().astype("<i8").tobytes())
+                kind = "<f4" if tensor.is_floating_point() else "<i8"
+                digest.update(tensor.cpu().contiguous().numpy().astype(kind).tobytes())
         rows, encoder = batch.input_ids.shape
         decoder = None if batch.decoder_input_ids is None else batch.decoder_input_ids.shape[1]
         if entries and entries[-1]["kind"] == batch.kind:
@@ -374,12 +391,13 @@ def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
         if not is_causal(config_of(stock)):
             return stock(input_ids=ids, attention_mask=mask)
+        images = batch.image_arguments(device)
         if not batch.head:
-            stock.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+            stock.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **images)
             return None
         # Stock code compares what a position gives with the label of the next.
         shifted = {"labels": batch.labels().roll(1, dims=1).to(device)} if labels else {}
-        return stock(input_ids=ids, attention_mask=mask, use_cache=False, **shifted)
+        return stock(input_ids=ids, attention_mask=mask, use_cache=False, **images, **shifted)
     decoder_mask = batch.decoder_attention_mask.to(device)
     decoder: dict[str, Tensor | bool] = {"use_cache": False}
     if not bool(decoder_mask.all()):
@@ -571,7 +589,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
     if past := _past_window(config, length):
         row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
         made.append(Batch(f"one sequence of {past} tokens", row, torch.ones_like(row), kind=LONG))
-    made += _short(config, min(length, _SHORT), generator)
+    made += [*_short(config, min(length, _SHORT), generator), *images(config)]
     if sweep or is_small(config):
         made += _sweep(config, vocabulary, min(length, 128))
     else:
@@ -590,6 +608,22 @@ def _past_window(config: Any, length: int) -> int | None:
     if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or takes_decoder_ids(config):
         return None
     return past if (past := window + _BEYOND_WINDOW) <= longest_sequence(config) else None
+
+
+def images(config: Any) -> list[Batch]:
+    """Return a row of ids about an image of noise, as bright as images are once prepared; none for a model that
+    reads no images. Drawn apart, so that the other rows are those of a text model."""
+    family = of_model_type(config.model_type)
+    w = None if family is None or family.projector is None else family.projector.topology
+    if not isinstance(w, Projector):
+        return []
+    generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
+    token, tokens, channels, size = (attrgetter(key)(config) for key in (w.token, w.tokens, *w.image))
+    before, after = (torch.randint(0, vocabulary, (1, 4), generator=generator) for _ in range(2))
+    ids = torch.cat([_begun(config, before), torch.full((1, tokens), token), after], 1)
+    marks = torch.cat([torch.zeros_like(before), torch.ones(1, tokens, dtype=torch.int64), torch.zeros_like(after)], 1)
+    pixels = torch.rand(1, channels, size, size, generator=generator) * 2 - 1
+    return [Batch("an image", ids, torch.ones_like(ids), kind=IMAGE, pixels=pixels, image_tokens=marks)]
 
 
 def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:

@@ -260,8 +260,17 @@ def fill_in(model: Any, checkpoint: Checkpoint) -> None:
         else:
             module._parameters[attribute] = torch.nn.Parameter(value)
     with torch.random.fork_rng(devices=[]):
-        for module in made.values():
-            model._init_weights(module)
+        for path, module in made.items():
+            owner(model, path)._init_weights(module)
+
+
+def owner(model: Any, path: str) -> Any:
+    """Return the innermost stock model that the module at a path is in, or is: a model may hold others."""
+    from transformers import PreTrainedModel
+
+    parts = path.split(".") if path else []
+    around = [model, *(model.get_submodule(".".join(parts[:n])) for n in range(1, len(parts) + 1))]
+    return next(module for module in reversed(around) if isinstance(module, PreTrainedModel))
 
 
 def check_complete(folder: Path, config: Mapping[str, object], not_found: Iterable[str]) -> None:

@@ -97,6 +97,8 @@ def test_every_linear_embedding_norm_and_attention_has_a_range(kind: str) -> Non
     ranges = observe_ranges(model, batches(model.config, None, None)[:1])
     for path, module in model.named_modules():
         name = type(module).__name__
+        if ".vision_tower" in path:  # which ids alone do not go through
+            continue
         if isinstance(module, nn.Linear) or name.endswith("LayerNorm"):
             assert ranges[path].input.rows == ranges[path].output.rows > 0
             assert (ranges[path].norm is not None) is name.endswith("LayerNorm")

@@ -19,7 +19,7 @@ from bf16_to_fp16.families.spread import spread_out
 from bf16_to_fp16.families.types import Attention, Experts, feed_forwards_of
 from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.run.stock import run_everywhere
+from bf16_to_fp16.run.stock import run_everywhere, vocabulary_of
 
 DECODER, ENCODER = 7, 9
 """Positions of the two sides."""
@@ -153,7 +153,7 @@ def observe(model: Any, layout: Layout, inputs: Mapping[str, Tensor], *, attenti
     no other."""
     batch = next(iter(inputs.values())).shape[0]
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.vocab_size
+    vocabulary = vocabulary_of(model.config)
     ids = torch.randint(vocabulary, (batch, ENCODER), generator=generator)
     model.set_attn_implementation(attention if model._supports_sdpa else "eager")
     observer = SiteObserver(model)

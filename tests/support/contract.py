@@ -32,6 +32,8 @@ from bf16_to_fp16.families.types import RESIDUAL, Kind
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+from bf16_to_fp16.run.probe import images, run_batch
+from bf16_to_fp16.run.stock import setting
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 MOVABLE = (Kind.RESIDUAL, Kind.NORM, Kind.VALUE, Kind.QUERY_KEY, Kind.NEURON)
@@ -76,12 +78,12 @@ def layout_of(model: Any) -> Layout:
 
 def outputs(model: Any) -> tuple[torch.Tensor, ...]:
     """Return what a model gives of a padded batch whose rows end with the end token, with the encoder's output where
-    there are both."""
+    there are both, and what it gives of an image where it reads any."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, 97, (3, 17), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
-    ids[[0, 1, 2], [16, 8, 16]] = model.config.eos_token_id
+    ids[[0, 1, 2], [16, 8, 16]] = setting(model.config, "eos_token_id")
     if hasattr(model, "get_base_model"):  # PEFT's wrapper, whose parts are inside
         model = model.get_base_model()
     stock = class_named(type(model).__name__)
@@ -89,7 +91,9 @@ def outputs(model: Any) -> tuple[torch.Tensor, ...]:
     decoder = {"decoder_input_ids": ids[:, :11]} if stock.takes_decoder_ids else {}
     with torch.no_grad():
         out = model(input_ids=ids, attention_mask=mask, **decoder)
-    return tuple(out[name] for name in (*stock.gives, *(("encoder_last_hidden_state",) if stock.decodes else ())))
+        seen = tuple(run_batch(model, batch)[0] for batch in images(model.config))
+    given = (*stock.gives, *(("encoder_last_hidden_state",) if stock.decodes else ()))
+    return (*(out[name] for name in given), *seen)
 
 
 def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:

@@ -187,6 +187,29 @@ def gemma3_untied(**changes: Any) -> Any:
     return gemma3(**shape | {"final_logit_softcapping": 30.0} | changes)
 
 
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
+def gemma3_images(**changes: Any) -> Any:
+    """Return a Gemma 3 with a vision tower; changes: to the config of its text model."""
+    text = GEMMA3_SHAPE | {"num_hidden_layers": 2} | changes
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]} if "tie_word_embeddings" in text else {}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_index=96, **tied
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # stock code's are 0
+    return model
+
+
 def embedding_gemma(**changes: Any) -> Any:
     """Return an EmbeddingGemma: states, of a stack whose positions see one another both ways."""
     return transformers.Gemma3TextModel(
@@ -378,6 +401,11 @@ ENTRIES = (
         alike=("gemma3-untied",),
     ),
     Entry(
+        kinds={"gemma3-images": gemma3_images},
+        shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
+        alike=("gemma3-images",),
+    ),
+    Entry(
         kinds={"gemma2": gemma2},
         shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64), "attn_logit_softcapping": (0.5, 50.0, None)},
     ),
@@ -440,7 +468,7 @@ def build(
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module, _, what = name.rpartition(".")
-            if name in (*tables, *layout.family.copies):
+            if name in (*tables, *layout.family.copies, layout.projector and layout.projector.weight):
                 weight.mul_(factor)
             elif module in outputs and what == "weight":
                 weight.mul_(factor * entry.wide)
