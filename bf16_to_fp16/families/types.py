@@ -336,11 +336,11 @@ class Projector:
     and a linear.
 
     ``at``: the module that computes both. ``pool``: the site that averages several outputs into each that the norm
-    reads. ``add``: the site where they take the places of embeddings. ``norm``: module path, of an eps of its own. ``weight``: tensor of the
-    linear, [inputs, outputs]. ``tower``: the module that is the other model, of which nothing is known: its tensors are
-    carried over as they are, and no bound is about what flows in it. ``token``: config key of the id in whose places
-    the outputs stand, ``tokens``: of how many there are for one image. ``image``: config keys of an image's channels
-    and of its height and width in pixels.
+    reads. ``add``: the site where they take the places of embeddings. ``norm``: module path, of an eps of its own.
+    ``weight``: tensor of the linear, [inputs, outputs]. ``tower``: the module that is the other model, of which nothing
+    is known: its tensors are carried over as they are, and no bound is about what flows in it. ``token``: config key of
+    the id in whose places the outputs stand, ``tokens``: of how many there are for one image. ``image``: config keys of
+    an image's channels and of its height and width in pixels.
     """
 
     at: str

@@ -10,6 +10,8 @@ from typing import Any
 from ..bounds.tiers import TIERS
 from ..families.known import named, roles_of
 from ..families.roles import STACKS, block_of, stack_in
+from ..families.types import Projector
+from ..run.probe import IMAGE
 from ..wording import (
     below_limit,
     counted,
@@ -137,14 +139,34 @@ def found_by(report: Report) -> str:
     return "the inputs that were run, in pure fp16" if half else ""
 
 
-def padding_claim(padding: int | None, family: str | None) -> str:
-    """Return for which padding a claim holds, as the end of "every input"; empty for any. padding, family: as in a
-    report."""
+def claim_end(padding: int | None, family: str | None) -> str:
+    """Return for which padding a claim holds, and about what inside a model nothing is claimed, as the end of "every
+    input"; empty for any and nothing. padding, family: as in a report."""
+    aside = f", the {tower} aside" if (tower := tower_of(family)) else ""
     if padding == 0:
-        return " without padding that sees nothing" if has_blind_padding(family) else ""
+        return (" without padding that sees nothing" if has_blind_padding(family) else "") + aside
     if padding is None:
-        return " without padding"
-    return f" (padded on the right by at least {counted(padding, 'position')}, or not at all)"
+        return f" without padding{aside}"
+    return f" (padded on the right by at least {counted(padding, 'position')}, or not at all){aside}"
+
+
+def tower_of(family: str | None) -> str:
+    """Return in words what brings its outputs into models of the family of this name, "" for nothing."""
+    found = named(family)
+    w = None if found is None or found.projector is None else found.projector.topology
+    return w.tower.rpartition(".")[2].replace("_", " ") if isinstance(w, Projector) else ""
+
+
+def tower_advice(report: Report) -> str:
+    """Return what is known of a model inside a model, and what is not; empty where there is none."""
+    if not (tower := tower_of(report.family)):
+        return ""
+    seen = report.regimes and report.inputs and any(entry.kind == IMAGE for entry in report.inputs.batches)
+    ran = ", and an image of noise was run through it" if seen else ""
+    return (
+        f"whatever the {tower} gives, as long as it is finite, is within the bounds; the {tower} itself is carried over"
+        f" as it is and not covered{ran}"
+    )
 
 
 def has_blind_padding(family: str | None) -> bool:
@@ -184,7 +206,7 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
     sums = counted(certificate.splits, "partial sum")
     covers = [
         "every operation of the forward pass, in pure fp16, under AMP and as stock code loads it",
-        f"every input of up to {positions}{padding_claim(report.padding, report.family)}: any tokens, and embeddings"
+        f"every input of up to {positions}{claim_end(report.padding, report.family)}: any tokens, and embeddings"
         " anywhere in the hull of the table",
         f"kernels that accumulate in fp32 in any order, or in up to {sums} rounded to fp16 and added in fp16",
     ]
@@ -198,8 +220,7 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
         ("other weights than those in the files: adapters, quantisation", ""),
         ("precision: it says that nothing overflows, not that nothing is lost", ""),
     ]
-    if advice := padding_advice(report):
-        leaves.append((advice, ""))
+    leaves += [(advice, "") for advice in (padding_advice(report), tower_advice(report)) if advice]
     if squares:
         covers.append("norms that compute in fp16, squares of the residual stream included")
     else:
@@ -237,7 +258,7 @@ def _verdict(report: Report) -> str:
     if report.safe or report.short:
         beginning = "Safe in fp16"
         if report.proven:
-            beginning += f" for every input{padding_claim(report.padding, report.family)}, by bounds from the weights"
+            beginning += f" for every input{claim_end(report.padding, report.family)}, by bounds from the weights"
         elif report.short and regimes:
             beginning += " on what was run"
         if report.short:
@@ -305,7 +326,7 @@ def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
     rows = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            proven = f"holds for every input{padding_claim(report.padding, report.family)}"
+            proven = f"holds for every input{claim_end(report.padding, report.family)}"
             how = {"certified": proven, "observed": "holds on what was run", None: "not shown"}
             said = how[entry.proof] + (f": {entry.reason}" if entry.reason else "")
             rows.append((tier.name, tier.words, said, ", ".join(entry.runtimes)))

@@ -42,15 +42,16 @@ from .rows import (
     broken_by_search,
     by_design,
     carried_over,
+    claim_end,
     distinct,
     for_target,
     least_precise,
     missed,
     moved_by,
     padding_advice,
-    padding_claim,
     passed,
     tier_rows,
+    tower_advice,
 )
 from .schema import (
     PAGE,
@@ -107,7 +108,7 @@ def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool
     if report.signals:
         screen.print(source_line(report))
     screen.print(output_line(report))
-    print_padding(screen, report)
+    print_advice(screen, report)
     if report.tiers:
         screen.print(Text(tiers_line(report)), soft_wrap=True)
     if report.finetune is not None:
@@ -149,7 +150,7 @@ def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "
     if report.signals:
         screen.print(source_line(report))
     screen.print(output_line(report))
-    print_padding(screen, report)
+    print_advice(screen, report)
     screen.print(Text(tiers_line(report)), soft_wrap=True)
     for note in notes:
         screen.print(Text(note), soft_wrap=True)
@@ -157,10 +158,12 @@ def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "
     screen.print(Text(f"written: {out}"), soft_wrap=True)
 
 
-def print_padding(screen: Console, report: Report) -> None:
-    """Print what padding does in fp16 whatever the weights, where it does anything."""
-    if advice := padding_advice(report):
-        screen.print(Text(f"padding: {advice}"), soft_wrap=True)
+def print_advice(screen: Console, report: Report) -> None:
+    """Print what padding does in fp16 whatever the weights, where it does anything, and what is not covered of a model
+    inside."""
+    for what, advice in (("padding", padding_advice(report)), ("images", tower_advice(report))):
+        if advice:
+            screen.print(Text(f"{what}: {advice}"), soft_wrap=True)
 
 
 def source_line(report: Report) -> Text:
@@ -203,9 +206,7 @@ def output_line(report: Report) -> Text:
         return bad("output: unsafe", where)
     said = "nothing overflowed on what was run"
     if certificate is not None and certificate.holds:
-        inputs = (
-            f"every input of up to {certificate.max_length:,} positions{padding_claim(report.padding, report.family)}"
-        )
+        inputs = f"every input of up to {certificate.max_length:,} positions{claim_end(report.padding, report.family)}"
         said = f"proven for {inputs}{for_target(report)}"
     elif certificate is not None:
         said += (
@@ -251,7 +252,7 @@ def print_audit(report: Report, then: str = "") -> None:
     """Print an audit's verdict, its regimes and the tightest sites of each; ``then`` as for ``print_conversion``."""
     screen = console()
     print_verdict(screen, report)
-    print_padding(screen, report)
+    print_advice(screen, report)
     if named(report.family) is None:
         screen.print(
             f"no certificate: {report.family} is none of the classes that can be bounded and converted"
@@ -318,7 +319,7 @@ def print_certificate(report: Report, then: str = "") -> None:
     else:
         over_of = f"{len(over)} of {counted(len(certificate.sites), 'bound')} can pass their limit{for_target(report)}"
         screen.print(bad("not certified", over_of))
-    print_padding(screen, report)
+    print_advice(screen, report)
     ranked = sorted(certificate.sites, key=lambda site: site.headroom_bits)
     shown = ranked[: max(WORST_SITES, min(len(over), 4 * WORST_SITES))]
     title = f"tightest by bound{for_target(report)}"
@@ -356,7 +357,7 @@ def plain(value: float) -> str:
 
 def certificate_sentence(report: Report, certificate: CertificateEntry) -> str:
     """Return what a certificate that holds says, and for which target."""
-    inputs = f"input of up to {certificate.max_length:,} positions{padding_claim(report.padding, report.family)}"
+    inputs = f"input of up to {certificate.max_length:,} positions{claim_end(report.padding, report.family)}"
     return (
         f"no {inputs} can overflow it; the tightest of"
         f" {len(certificate.sites)} bounds{for_target(report)} is {below_limit(certificate.headroom_bits)}"
@@ -743,7 +744,7 @@ def print_verification(result: Verification) -> None:
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
         ran = "nothing was run" if kept is None else f"the largest value run is {below_limit(kept)}"
-        every = f"certified for every input{padding_claim(result.padding, result.report.family)}{for_target(result)}"
+        every = f"certified for every input{claim_end(result.padding, result.report.family)}{for_target(result)}"
         proof = every if result.certificate.holds else "safe on what was run"
         screen.print(good("verified", f"{counted(result.files, 'file')} as recorded, {proof}; {ran}"))
     else:
