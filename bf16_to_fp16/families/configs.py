@@ -28,6 +28,29 @@ def with_value(config: Mapping[str, object], key: str, value: object) -> dict[st
     return {**config, first: with_value(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
 
 
+def without(config: Mapping[str, object], key: str) -> dict[str, object]:
+    """Return a config without a key, which with dots is one of a config inside it."""
+    first, _, rest = key.partition(".")
+    inner = config.get(first)
+    if rest and isinstance(inner, Mapping):
+        return {**config, first: without(inner, rest)}
+    return {name: value for name, value in config.items() if name != key}
+
+
+def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """Return for every config key that differs its value before and after; an absent key has no entry. Keys of configs
+    inside both have dots."""
+    found: dict[str, dict[str, object]] = {}
+    for key in {**before, **after}:
+        sides = {name: side[key] for name, side in (("before", before), ("after", after)) if key in side}
+        one, other = before.get(key), after.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found |= {f"{key}.{inner}": of for inner, of in changes(one, other).items()}
+        elif len(sides) == 1 or one != other:
+            found[key] = sides
+    return found
+
+
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
     """Return the config's value for ``key``, or what the stock class takes in its place; None for a part left out."""
     found = looked_up(config, key)

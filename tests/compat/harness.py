@@ -84,9 +84,12 @@ def make_inputs(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
     """Return random int64 ids for a folder's model: three sources, each before the end token, and three targets.
 
     Keys ``input_ids`` and ``attention_mask`` (3, 12), rows 1 and 2 padded after 9 and 4 ids;
-    ``decoder_input_ids`` (3, 8), the start token first. No other special token is drawn.
+    ``decoder_input_ids`` (3, 8), the start token first. No other special token is drawn. Of a model that reads images
+    the first row is about one: ``pixel_values`` (1, 3, height, width), its tokens marked in ``token_type_ids`` (3, 12).
     """
-    config = read_config(folder)
+    whole = read_config(folder)
+    inner = whole.get("text_config")
+    config = inner if isinstance(inner, dict) else whole
     vocabulary = config["vocab_size"]
     assert isinstance(vocabulary, int)
     generator = np.random.default_rng(seed)
@@ -99,7 +102,16 @@ def make_inputs(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
     start = config.get("decoder_start_token_id", 0)
     assert isinstance(start, int)
     decoder_ids[:, 0] = start
-    return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoder_ids}
+    made = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoder_ids}
+    if not isinstance(vision := whole.get("vision_config"), dict):
+        return made
+    marks, size = np.zeros_like(ids), vision["image_size"]
+    tokens, token = whole["mm_tokens_per_image"], whole["image_token_index"]
+    assert isinstance(tokens, int) and isinstance(token, int)
+    marks[0, 2 : 2 + tokens] = 1
+    ids[marks == 1] = token
+    pixels = generator.random((1, vision["num_channels"], size, size), dtype=np.float32) * 2 - 1
+    return made | {"pixel_values": pixels, "token_type_ids": marks}
 
 
 def compute_logits(folders: Sequence[Path], python: str | Path, dtype: str = "float32") -> list[Outcome]:

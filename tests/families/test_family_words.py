@@ -51,6 +51,7 @@ OF_TRANSFORMERS = {
     "max_position_embeddings",
     "num_hidden_layers",
     "num_labels",
+    "text_config",
     "tie_word_embeddings",
     "vocab_size",
 }
@@ -85,7 +86,8 @@ def module_names() -> set[str]:
     """Return every part of a tensor's or a module's path in any family."""
     paths = set()
     for layout in map(layout_of, map(tiny.build, tiny.KINDS)):
-        paths |= {*layout.tensors, *layout.dropped}
+        inside = (f"{layout.projector.tower}.",) if layout.projector else ()  # another model, which has no family
+        paths |= {name for name in (*layout.tensors, *layout.dropped) if not name.startswith(inside)}
         paths |= {text.partition(":")[0] for record in layout.topology for text in paths_of(record) if "." in text}
     for family in FAMILIES:
         paths |= {*family.copies, *family.ignorable, *family.kept_in_fp32, family.logits_bias}

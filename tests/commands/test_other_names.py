@@ -1,9 +1,8 @@
-"""What is refused and can be saved in a form that converts: Gemma 3 with images, and names of another class."""
+"""Tensors under the names of another class: refused, with how to save them in a form that converts."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support import tiny
 
-from bf16_to_fp16 import UserError, convert
+from bf16_to_fp16 import UserError
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.cli import main
 from bf16_to_fp16.run.agreement import agreed_layout
 
 IDS = torch.tensor([[5, 9, 2, 77, 1]])
-PAGE = Path(__file__).parents[2] / "docs" / "converting.md"
-VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-}
 
 
 def logits(folder: Path, name: str) -> torch.Tensor:
@@ -36,46 +24,6 @@ def logits(folder: Path, name: str) -> torch.Tensor:
     model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return model(input_ids=IDS)[0]
-
-
-def with_images(folder: Path) -> Path:
-    """Save a small Gemma 3 with a vision tower, and a tokenizer."""
-    torch.manual_seed(0)
-    config = transformers.Gemma3Config(
-        text_config=tiny.GEMMA3_SHAPE, vision_config=VISION, mm_tokens_per_image=4, image_token_index=96
-    )
-    transformers.Gemma3ForConditionalGeneration(config).bfloat16().save_pretrained(folder)
-    transformers.ByT5Tokenizer().save_pretrained(folder)
-    return folder
-
-
-def test_gemma_3_with_images_is_refused_and_its_text_stack_converts_as_the_page_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, text, out = with_images(tmp_path / "source"), tmp_path / "text", tmp_path / "out"
-    capsys.readouterr()
-    assert main(["convert", str(source), str(out)]) == 2
-    line = capsys.readouterr().err.strip()
-    assert line.startswith("error: ") and "\n" not in line and not out.exists()
-    assert "vision tower" in line and "AutoModelForImageTextToText" in line and "Gemma3ForCausalLM" in line
-
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "save_text" in code]
-    names: dict[str, Any] = {}
-    exec(code, names)
-    names["save_text_stack"](str(source), str(text))
-    wanted = logits(source, "Gemma3ForConditionalGeneration")
-    assert torch.equal(logits(text, "Gemma3ForCausalLM"), wanted)
-    assert {"tokenizer_config.json", "generation_config.json"} <= {path.name for path in text.iterdir()}
-    convert(text, out, run_model=False)
-    # Gains that move are rounded.
-    assert (logits(out, "Gemma3ForCausalLM") - wanted).square().mean() < 1e-5 * wanted.square().mean()
-
-
-def test_stock_code_fills_the_text_stack_of_a_folder_with_images_at_random(tmp_path: Path) -> None:
-    """Why the page warns of the shorter way."""
-    source = with_images(tmp_path / "source")
-    _, info = transformers.Gemma3ForCausalLM.from_pretrained(source, output_loading_info=True)
-    assert "model.embed_tokens.weight" in info["missing_keys"]
 
 
 def under_names_of_another(model: Any, folder: Path) -> Path:

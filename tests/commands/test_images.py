@@ -1,0 +1,173 @@
+"""A model that reads images: its text stack and projector are rescaled, its vision tower is carried over as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compat.harness import compute_logits, relative_error
+from safetensors.torch import load_file, save_file
+from support import tiny
+
+from bf16_to_fp16 import UserError, convert, undo, verify
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.run.agreement import agreed_layout
+from bf16_to_fp16.run.probe import images, run_batch
+
+TOWER = "vision_tower."
+PROJECTION = "multi_modal_projector.mm_input_projection_weight"
+
+
+def as_written(name: str) -> str:
+    """Return the name that transformers 5 writes."""
+    return name
+
+
+def as_published(name: str) -> str:
+    """Return the name in published files, which are those of transformers 4."""
+    return name.replace(TOWER, f"{TOWER}vision_model.")
+
+
+def as_in_modules(name: str) -> str:
+    """Return the name of a parameter of the stock class."""
+    for begin, module in (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")):
+        if name.startswith(begin):
+            return module + name.removeprefix(begin)
+    return f"model.{name}"
+
+
+NAMES = (as_written, as_published, as_in_modules)
+
+
+def saved(folder: Path, naming: Callable[[str], str] = as_published, **changes: Any) -> Path:
+    """Save a model whose stream overflows, with images larger than any token."""
+    model = tiny.build("gemma3-images", vocab_size=384, **changes)
+    with torch.no_grad():
+        model.model.multi_modal_projector.mm_input_projection_weight.mul_(16)
+    file = tiny.save(model, folder) / "model.safetensors"
+    save_file({naming(name): weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    return folder
+
+
+def stock(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the logits of an image and the ids about it, as stock users load a folder."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    (batch,) = images(model.config)
+    with torch.no_grad():
+        found: torch.Tensor = run_batch(model, batch).logits.float()
+    return found
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a source under published names and what its conversion wrote."""
+    root = tmp_path_factory.mktemp("images")
+    source = saved(root / "source")
+    assert convert(source, root / "out").safe
+    return source, root / "out"
+
+
+def test_an_image_that_broke_the_source_is_finite_and_true_in_fp16(converted: tuple[Path, Path]) -> None:
+    source, out = converted
+    assert not stock(source, torch.float16).isfinite().all()
+    wanted, report = stock(source), json.loads((out / "fp16_report.json").read_text())
+    predicted = report["plan"]["drift"]["predicted_max_logit_error"]
+    assert (stock(out) - wanted).abs().max() <= max(1e-5 * wanted.abs().max(), 2 * predicted)
+    assert (stock(out, torch.float16) - wanted).abs().max() <= 0.05 * wanted.abs().max()
+    assert report["proof"] == "certified" and "image" in {batch["kind"] for batch in report["inputs"]["batches"]}
+    assert report["fidelity"]["kl_fp16"] < report["fidelity"]["kl_bf16"] / 32
+    assert verify(out, original=source)["verified"]
+
+
+def test_the_tower_is_carried_over_and_the_projector_scaled_with_the_stream(converted: tuple[Path, Path]) -> None:
+    source, out = (load_file(folder / "model.safetensors") for folder in converted)
+    assert source.keys() == out.keys()
+    tower = [name for name in source if name.startswith(TOWER)]
+    assert len(tower) > 20 and all(torch.equal(out[name], source[name].half()) for name in tower)
+    report = json.loads((converted[1] / "fp16_report.json").read_text())
+    r = report["plan"]["residual_exponent"]
+    assert r < 0 and torch.equal(out[PROJECTION].float(), source[PROJECTION].float() * 2.0**r)
+    config = json.loads((converted[1] / "config.json").read_text())
+    assert config["text_config"]["rms_norm_eps"] == 1e-6 * 4.0**r
+    assert config["vision_config"] == json.loads((converted[0] / "config.json").read_text())["vision_config"]
+    assert "text_config.rms_norm_eps" in report["source"]["config_changes"]
+
+
+def test_the_report_says_that_the_tower_is_not_covered(converted: tuple[Path, Path]) -> None:
+    card, page = ((converted[1] / name).read_text() for name in ("README.md", "fp16_report.html"))
+    for said in (card, page):
+        assert "the vision tower aside" in said and "is carried over as it is and not covered" in said
+    assert "AutoModelForImageTextToText" in card
+
+
+def test_older_transformers_loads_it_to_the_logits_of_the_source(
+    converted: tuple[Path, Path], warm_python: Path, compat_python: Path
+) -> None:
+    for python in (warm_python, compat_python):
+        source, out = compute_logits(converted, python)
+        assert out.missing == out.unexpected == ()
+        assert relative_error(out.output, source.output) < 0.01
+
+
+def test_what_images_bring_decides_over_the_exponent(tmp_path: Path, converted: tuple[Path, Path]) -> None:
+    """The bound of the projector is what holds for any image, whatever one image of noise shows."""
+    source = saved(tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights[PROJECTION] *= 64
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    assert convert(source, tmp_path / "out", run_model=False).safe
+    plans = [json.loads((out / "fp16_report.json").read_text())["plan"] for out in (converted[1], tmp_path / "out")]
+    assert plans[1]["residual_exponent"] < plans[0]["residual_exponent"]
+
+
+@pytest.mark.parametrize("naming", NAMES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_stay_as_the_files_have_them_and_undo_gives_them_back(
+    naming: Callable[[str], str], tied: bool, tmp_path: Path
+) -> None:
+    source = saved(tmp_path / "source", naming, tie_word_embeddings=tied)
+    convert(source, tmp_path / "out", run_model=False, max_shard_size=20_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    before = load_file(source / "model.safetensors")
+    assert index["weight_map"].keys() == before.keys()
+    undo(tmp_path / "out", tmp_path / "back")
+    config, again = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("source", "back"))
+    assert again == config
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    after = {name: weight for file in files for name, weight in load_file(file).items()}
+    assert after.keys() == before.keys()
+    assert all((after[name] - weight).abs().max() <= 2.0**-20 for name, weight in before.items())
+
+
+def test_a_tensor_that_the_tower_lacks_or_does_not_know_is_named(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", as_written)
+    weights = load_file(source / "model.safetensors")
+    gone = weights.pop("vision_tower.post_layernorm.weight")
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"tensor model\.vision_tower\.post_layernorm\.weight is missing"):
+        agreed_layout(open_checkpoint(source))
+    weights |= {"vision_tower.post_layernorm.weight": gone, "vision_tower.extra.weight": gone.clone()}
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"stock code drops tensor model\.vision_tower\.extra\.weight"):
+        agreed_layout(open_checkpoint(source))
+
+
+def test_two_tensors_of_one_module_name_are_refused(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", as_written)
+    weights = load_file(source / "model.safetensors")
+    weights["model.language_model.norm.weight"] = weights["language_model.model.norm.weight"].clone()
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.norm\.weight is there as model\.language_model\.norm\.weight too"):
+        open_checkpoint(source)
+
+
+def test_the_text_models_class_fills_its_stack_at_random_from_such_a_folder(tmp_path: Path) -> None:
+    """Why the page warns of it."""
+    _, info = transformers.Gemma3ForCausalLM.from_pretrained(saved(tmp_path / "source"), output_loading_info=True)
+    assert "model.embed_tokens.weight" in info["missing_keys"]
