@@ -239,6 +239,10 @@ class _Walk:
         amax = table.abs().amax(0) * self.layout.embedding_scale(ends)
         positions = self.weight(ends.positions) if ends.positions else None
         amax = amax if positions is None else amax + positions.abs().amax(0)
+        if (w := self.layout.projector) is not None:
+            brought, weight = self.norm(w.norm), self.weight(w.weight)
+            assert weight is not None
+            amax = torch.maximum(amax, rows_of(weight.mT, None, brought).partial)
         return self.normalised(ends.first_norm, amax).largest if ends.first_norm else amax
 
     def add(self, w: Sublayer, outputs: Mapping[str, Tensor], made: Tensor) -> None:

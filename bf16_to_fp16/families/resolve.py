@@ -16,10 +16,10 @@ from ..checkpoint.formats import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .configs import axis_size, config_value, full_config, looked_up
-from .known import class_of, named_as, placed_family
+from .known import class_of, named_as, placed_family, projector_of
 from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorSource
 from .spread import channels_along
-from .types import RESIDUAL, Family, OutputScale, Part, Projector, Stack, StackEnds, StockClass, Tensor
+from .types import RESIDUAL, Family, OutputScale, Part, Stack, StackEnds, StockClass, Tensor
 
 ROWS_AT_A_TIME = 4096
 
@@ -125,8 +125,8 @@ def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClas
 
 def carried(checkpoint: TensorSource, family: Family) -> dict[str, ResolvedTensor]:
     """Return the tensors of the model that a projector reads, which carry nothing."""
-    w = None if family.projector is None else family.projector.topology
-    if not isinstance(w, Projector):
+    w = projector_of(family)
+    if w is None:
         return {}
     found = {name: info for name, info in checkpoint.tensors.items() if name.startswith(f"{w.tower}.")}
     for name in found:

@@ -560,7 +560,8 @@ def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterat
             if value is not None:
                 tensors[tensor.name] = value.float().contiguous()
         # One storage under two names is refused.
-        tensors = {name: value.clone() if name in layout.family.copies else value for name, value in tensors.items()}
+        copies, names = layout.family.copies, checkpoint.stored_names
+        tensors = {names.get(n, n): value.clone() if n in copies else value for n, value in tensors.items()}
         save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
         shutil.copyfile(start / "config.json", work / "config.json")
         carry_over(start, work)

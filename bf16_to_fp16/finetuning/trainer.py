@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..auditing.attack import worst_ids
 from ..errors import UserError
+from ..families.known import of_model_type, projector_of
 from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..families.roles import layer_of
@@ -100,6 +101,14 @@ def learning_rate(schedule: Schedule, step: int) -> float:
     return schedule.learning_rate * share
 
 
+def freeze_unreached(student: Any) -> None:
+    """Take from training what no text of a stock model goes through: the model inside it that reads something else, and
+    its way into the stream. Processes that share gradients would wait for theirs."""
+    w = projector_of(of_model_type(student.config.model_type))
+    for path in (w.tower, w.at) if w is not None else ():
+        student.get_submodule(path).requires_grad_(False)
+
+
 class Trainer:
     """Trains ``student`` by a recipe and keeps the run's states in ``folder``.
 
@@ -138,6 +147,7 @@ class Trainer:
         if weights != torch.float32:
             student.to(weights)
         self.mixed_precision = self._mixed_precision(0)
+        freeze_unreached(student)
         trained = [p for p in student.parameters() if p.requires_grad]
         optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
         model, self.optimizer = self.processes.prepare(student, optimizer, recipe)

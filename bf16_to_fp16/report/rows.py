@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bounds.tiers import TIERS
-from ..families.known import named, roles_of
+from ..families.known import named, projector_of, roles_of
 from ..families.roles import STACKS, block_of, stack_in
-from ..families.types import Projector
 from ..run.probe import IMAGE
 from ..wording import (
     below_limit,
@@ -152,9 +151,8 @@ def claim_end(padding: int | None, family: str | None) -> str:
 
 def tower_of(family: str | None) -> str:
     """Return in words what brings its outputs into models of the family of this name, "" for nothing."""
-    found = named(family)
-    w = None if found is None or found.projector is None else found.projector.topology
-    return w.tower.rpartition(".")[2].replace("_", " ") if isinstance(w, Projector) else ""
+    w = projector_of(named(family))
+    return "" if w is None else w.tower.rpartition(".")[2].replace("_", " ")
 
 
 def tower_advice(report: Report) -> str:

@@ -30,10 +30,10 @@ from torch.nn import functional
 
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, first_line
-from ..families.known import class_named, of_model_type, spare_padding
+from ..families.known import class_named, of_model_type, projector_of, spare_padding
 from ..families.layout import NOT_A_CHOICE, Layout, TensorSource
 from ..families.resolve import resolve
-from ..families.types import Projector, StockClass
+from ..families.types import StockClass
 from ..progress import Progress
 from . import choice, memory
 from .stock import described, setting, vocabulary_of
@@ -613,9 +613,8 @@ def _past_window(config: Any, length: int) -> int | None:
 def images(config: Any) -> list[Batch]:
     """Return a row of ids about an image of noise, as bright as images are once prepared; none for a model that
     reads no images. Drawn apart, so that the other rows are those of a text model."""
-    family = of_model_type(config.model_type)
-    w = None if family is None or family.projector is None else family.projector.topology
-    if not isinstance(w, Projector):
+    w = projector_of(of_model_type(config.model_type))
+    if w is None:
         return []
     generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
     token, tokens, channels, size = (attrgetter(key)(config) for key in (w.token, w.tokens, *w.image))

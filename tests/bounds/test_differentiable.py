@@ -29,7 +29,7 @@ def is_stream(site: str, layout: Layout) -> bool:
     return any(site in (w.add, *outputs_of(w)) for stack in layout.stacks() for w in stack.sublayers)
 
 
-@pytest.mark.parametrize("kind", tiny.SEARCHED)
+@pytest.mark.parametrize("kind", [*tiny.SEARCHED, "gemma3-images"])
 def test_every_bound_is_the_certificates_but_for_what_refines_the_stream(kind: str) -> None:
     layout, named, bounds = live(tiny.build(kind, 1))
     certificate = bound(layout, lambda name: effective(layout.tensors[name], named[name].detach()))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import causal, tiny
 from support.learner import recipe_tree
 
@@ -17,11 +18,12 @@ from bf16_to_fp16.finetuning.distillation import Teacher, arguments, counted_pos
 from bf16_to_fp16.finetuning.evaluation import prompts
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe
 from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.finetuning.trainer import freeze_unreached
 from bf16_to_fp16.run.probe import IGNORED_LABEL
 
 TEXTS = ["a short one", "b", "a text that is much longer than the most tokens that are taken"]
 SKIP = IGNORED_LABEL
-CLASSES = {"gemma3": "Gemma3ForCausalLM", "llama-biased": "LlamaForCausalLM"}
+CLASSES = {"gemma3-images": "Gemma3ForConditionalGeneration", "llama-biased": "LlamaForCausalLM"}
 
 
 def opened(folder: Path, rows: list[dict[str, str]], **data: Any) -> tuple[Corpus, Any]:
@@ -85,7 +87,7 @@ def test_the_teacher_is_no_way_from_itself_where_tokens_are_predicted(tmp_path: 
     assert len(teachers[0].outputs(batch)) == int(batch.attention_mask.sum() - len(TEXTS))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "llama-biased"])
+@pytest.mark.parametrize("kind", CLASSES)
 def test_a_causal_model_is_finetuned_on_answers_and_keeps_its_class(kind: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.build(kind, 3, vocab_size=259, num_hidden_layers=2), tmp_path / "source")
     causal.tokenizer().save_pretrained(source)
@@ -104,6 +106,19 @@ def test_a_causal_model_is_finetuned_on_answers_and_keeps_its_class(kind: str, t
     assert first["held_out_divergence"] < 0.1 < last["held_out_divergence"]  # it begins as the original
     assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [CLASSES[kind]]
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    # What no text goes through is not trained.
+    kept = [name for name in before if name.startswith("vision_tower.")]
+    assert bool(kept) == ("images" in kind) and all(torch.equal(after[n], before[n].half()) for n in kept)
+
+
+def test_what_no_text_goes_through_waits_for_no_gradient() -> None:
+    model = tiny.build("gemma3-images")
+    freeze_unreached(model)
+    frozen = {name.split(".")[1] for name, p in model.named_parameters() if not p.requires_grad}
+    trained = {name.split(".")[1] for name, p in model.named_parameters() if p.requires_grad}
+    assert frozen == {"vision_tower", "multi_modal_projector"} and trained == {"language_model"}
 
 
 @pytest.mark.parametrize("objective", ["span-corruption", "gap-sentences"])
