@@ -26,6 +26,7 @@ from ..families.layout import Layout, TensorReader
 from ..families.resolve import effective, resolve, stored
 from ..progress import Progress
 from ..quiet import quiet
+from ..report.rows import tower_of
 from ..rescaling.apply import apply, scale
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.plan import Plan, exponents_of, inverse
@@ -76,8 +77,9 @@ class MadeSafe:
         over = (
             f"is {-self.headroom_bits:.2f} bits over its limit" if math.isfinite(self.headroom_bits) else "is infinite"
         )
+        aside = f", the {tower} aside" if (tower := tower_of(self.plan.family)) else ""
         proof = (
-            f"certified for {self.target}: no input overflows these weights in fp16 (least headroom {at});"
+            f"certified for {self.target}: no input overflows these weights in fp16{aside} (least headroom {at});"
             " training moves them, so certify what you save"
             if self.certified
             else f"not certified for {self.target}: the bound of {self.tightest} {over}; safe on what was observed only"

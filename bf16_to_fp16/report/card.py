@@ -34,7 +34,16 @@ from .page import (
     unsafe_rows,
     weight_rows,
 )
-from .rows import coverage, least_precise, moved_by, standing, tier_rows, uncertified_rows, verdict_sentence
+from .rows import (
+    coverage,
+    least_precise,
+    moved_by,
+    standing,
+    tier_rows,
+    tower_of,
+    uncertified_rows,
+    verdict_sentence,
+)
 from .schema import FinetuneEntry, Report, dump
 
 TAGS = ("fp16", "bf16-to-fp16")
@@ -269,6 +278,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         regimes=regime_rows(report.regimes),
         proven=report.proven,
         covers=covers,
+        tower=tower_of(report.family),
         leaves=leaves,
         tiers=tier_rows(report),
         unproven=uncertified_rows(report),
