@@ -112,6 +112,8 @@ def cases() -> list[tuple[Any, Arithmetic, Seen]]:
 
 
 QUICK = (
+    "test_no_output_of_a_tower_passes_the_bound_and_the_worst_reaches_it",
+    "test_the_stream_begins_with_the_larger_of_tokens_and_images",
     "test_the_roundings_of_a_norm_need_their_allowance",
     "test_the_roundings_of_a_linears_inputs_need_their_allowance",
     "test_inputs_that_are_subnormal_need_their_allowance",
@@ -299,6 +301,14 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("an expert left out", W.experts, "for each in made]).amax(0)", "for each in made])[0]"),
     ("what experts give a tenth smaller", W.experts, "bound = torch", "bound = 0.9 * torch"),
     ("the length of what experts give a tenth smaller", W.experts, "max(each.length", "0.9 * max(each.length"),
+    ("what images bring left out of the stream", W.begin, "torch.maximum(amax, brought)", "amax"),
+    ("tokens left out where images are larger", W.begin, "torch.maximum(amax, brought)", "brought"),
+    (
+        "what images bring a tenth smaller",
+        W.projected,
+        "made.bound, made.partial",
+        "0.9 * made.bound, 0.9 * made.partial",
+    ),
     ("the noise of a router in training left out", W.experts, "(1 + self.noise(w),", "(1,"),
     ("the position bias of sums left out of the scores", W.scored, "(w.bias, w.block_bias)", "(w.bias,)"),
     # Too small: what arithmetic adds.
