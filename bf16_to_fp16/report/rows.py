@@ -201,7 +201,7 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
     if advice := padding_advice(report):
         leaves.append((advice, ""))
     if squares:
-        covers.append("norms that compute in fp16, squares of the residual stream included")
+        covers.append("norms that square the residual stream and compute in fp16, where mean squares stay over 2⁻¹⁷")
     else:
         leaves.insert(1, ("norms that square the residual stream in fp16", "--target norm-safe"))
     if report.tiers and report.tiers[STRICTEST].proof == "certified":
