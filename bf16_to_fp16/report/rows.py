@@ -194,7 +194,7 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
         ("what is inf by design and harms nothing: masked scores, the cube inside GELU", ""),
         ("encoder outputs and caches from elsewhere, quantised caches, embeddings beyond the table's hull", ""),
         ("hardware that flushes subnormal numbers to zero", ""),
-        ("rows of attention that see no position at all", ""),
+        ("rows of attention that see no position at all, such as a decoder's that are padded on the left", ""),
         ("other weights than those in the files: adapters, quantisation", ""),
         ("precision: it says that nothing overflows, not that nothing is lost", ""),
     ]

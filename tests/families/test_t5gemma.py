@@ -47,6 +47,16 @@ def test_both_stacks_norms_get_the_scaled_eps_and_undo_takes_it_back(tmp_path: P
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
 
 
+def test_the_decoders_config_caps_the_logits() -> None:
+    model = tiny.build("t5gemma")
+    model.config.encoder.final_logit_softcapping, model.config.decoder.final_logit_softcapping = 20.0, 10.0
+    layout = layout_of(model)
+    assert layout.head is not None and layout.cap(layout.head) == 10.0
+    model.lm_head.out_proj.weight.data *= 100
+    ids = torch.arange(8)[None]
+    assert 9.9 < float(model(input_ids=ids, decoder_input_ids=ids).logits.detach().amax()) <= 10.0
+
+
 @pytest.mark.parametrize(
     ("stack", "key", "value"),
     [
