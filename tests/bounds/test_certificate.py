@@ -48,7 +48,7 @@ from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.certify import certify
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import FeedForward
+from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 from bf16_to_fp16.run.probe import batches
@@ -345,6 +345,17 @@ def test_dropout_multiplies_the_bounds_in_train_mode(kind: str) -> None:
     assert any(s.amax > (still.at(s.name) or math.inf) for s in forward) or kind == "gated"
     raised = {s.name: s.bound for s in certificate.sites}
     assert all(raised[s.name] >= s.bound * (1 - 1e-9) for s in still.sites if s.name in raised)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "t5gemma"])
+def test_dropout_of_attention_weights_is_in_what_they_gather(kind: str) -> None:
+    model = tiny.build(kind, factor=1.0, attention_dropout=0.5)
+    layout, certificate = certified(model, Arithmetic(train=True))
+    _, still = certified(model)
+    for w in layout.topology:
+        if isinstance(w, Attention):
+            more, less = certificate.at(f"{w.at}:context"), still.at(f"{w.at}:context")
+            assert more is not None and less is not None and 2 <= more / less < 2.01
 
 
 @pytest.mark.parametrize("kind", ["t5", "gated", "gelu", "pegasus"])
