@@ -121,6 +121,14 @@ def test_given_r_the_channels_are_an_exact_optimum() -> None:
     assert sum(float(costs[j, e]) for j, e in enumerate(chosen)) == pytest.approx(best[0], rel=1e-12)
 
 
+def test_a_tenth_of_a_percent_of_inexact_weights_costs_a_rounding_at_every_norm() -> None:
+    source = ModelTensors(tiny.build("gated"))
+    layout = resolve(source)
+    search = _PlanSearch(layout, source_weights(source, layout), {}, "half", 1.25)
+    elements = sum(math.prod(tensor.shape) for tensor in layout.tensors.values())
+    assert search.lossy_price * elements / 1000 == pytest.approx(ROUNDING * len(layout.norms)) and len(layout.norms) > 9
+
+
 def test_the_loss_table_counts_what_fp16_loses() -> None:
     """Every exponent's count of inexact elements, and the energy of the errors within a factor, against casting to
     fp16."""
