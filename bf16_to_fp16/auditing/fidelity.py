@@ -71,8 +71,9 @@ class Reference:
 
 
 def compared(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches on which models are compared: those that neither generate nor lack the head."""
-    return [b for b in batches if b.head and not b.generate]
+    """Return the batches on which models are compared: those that neither generate, lack the head nor have padding that
+    sees nothing, which not every attention makes a number in fp16."""
+    return [b for b in batches if b.head and not b.generate and not b.blind]
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:

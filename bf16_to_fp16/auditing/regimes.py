@@ -213,7 +213,7 @@ def audit_each(
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
     """Return what each regime shows on all ``inputs``, with the model that ``load`` gives for it, one at a time."""
-    share = len(attention) * len(inputs)
+    share = sum(len(probe.seen_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
     for i, regime in enumerate(regimes):
 
@@ -266,8 +266,9 @@ def run_regimes(
         for regime in ran
         for name in attention
     }
+    given = {name: probe.seen_padding(inputs, name) for name in attention}
     for (regime, name), shown in seen.items():
-        shown.add(walk, _share(inputs, regime == "half" or "half" not in ran, name == attention[0]))
+        shown.add(walk, _share(given[name], regime == "half" or "half" not in ran, name == attention[0]))
     plain = add_outputs(walk, inputs, torch.float32) if fp32 else []
     walk.run(advance)
     if "half" in ran and any(site.nonfinite or site.saturated for n in attention for site in seen["half", n].sites()):
@@ -275,7 +276,7 @@ def run_regimes(
         rest = Walk(checkpoint, device)
         for (_, name), shown in seen.items():
             ran_on = {id(batch) for batch in shown.inputs}
-            shown.add(rest, [b for b in _share(inputs, True, name == attention[0]) if id(b) not in ran_on])
+            shown.add(rest, [b for b in _share(given[name], True, name == attention[0]) if id(b) not in ran_on])
         rest.run(advance)
     results: dict[str, RegimeResult] = {}
     insides = insides_of(load_config(checkpoint.folder))
@@ -434,6 +435,7 @@ def audit_model(
     merged: dict[str, tuple[int, SiteResult]] = {}
     norms: dict[str, NormMeter] = {}
     nonfinite_logits = steps = 0
+    given = {implementation: probe.seen_padding(batches, implementation) for implementation in attention}
     model.train(train_mode)
     try:
         for implementation in attention:
@@ -443,15 +445,15 @@ def audit_model(
             metered = NormObserver(model, norms) if keeps else contextlib.nullcontext()
             with observer, metered, torch.random.fork_rng(devices=cards):
                 torch.manual_seed(seed)
-                for batch in batches:
+                for batch in given[implementation]:
                     nonfinite_logits += _step(model, batch, regime, train_mode)
                     steps += 1
                     if advance is not None:
-                        advance(steps, len(attention) * len(batches))
+                        advance(steps, sum(map(len, given.values())))
             if regime == "amp":
                 _check_autocast(model, observer)
             _merge(merged, observer.sites())
-        runs = tuple(Run.of(implementation, batches) for implementation in attention)
+        runs = tuple(Run.of(implementation, given[implementation]) for implementation in attention)
     finally:
         model.train(was_training)
         _set_attention(model, stock)

@@ -36,13 +36,13 @@ TIERS = (
     Tier(
         "norm-fp16",
         "norm-safe",
-        "norms square, sum and divide in fp16",
+        "norms square, sum and divide in fp16, mean squares over 2⁻¹⁷",
         ("ONNX exports in fp16 (ONNX Runtime, TensorRT)", "ComfyUI", "OpenVINO in fp16", "some NPUs"),
     ),
     Tier(
         "fp16-accumulate",
         "fp16-accumulate",
-        "every sum in fp16, in any order",
+        "every sum in fp16, in any order, mean squares over 2⁻¹⁷",
         ("ggml on a V100", "torch.backends.cuda.matmul.allow_fp16_accumulation", "mobile delegates"),
     ),
 )

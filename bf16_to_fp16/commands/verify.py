@@ -254,7 +254,7 @@ def examine(
         found.regimes = repeat_audit(checkpoint.folder, claim, progress, device, data=data)
         found.add("audit", check_audit(found.regimes))
     found.tiers = tiers_of(layout, certified, found.regimes)
-    found.add("tiers", check_tiers(found.tiers, claim, ran=run_model))
+    found.add("tiers", check_tiers(found.tiers, certified, claim, ran=run_model))
 
 
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Problem]:
@@ -624,9 +624,11 @@ def repeat_audit(
         )
 
 
-def check_tiers(tiers: Mapping[str, TierEntry], report: Report, *, ran: bool) -> list[Problem]:
-    """Return the tiers of which the report says more than the files give; ``ran``: whether the audit was repeated,
-    without which nothing is known of what it claims to have observed."""
+def check_tiers(
+    tiers: Mapping[str, TierEntry], certified: Mapping[str, bool], report: Report, *, ran: bool
+) -> list[Problem]:
+    """Return the tiers of which the report says more than the files give; certified: by tier whether its bounds hold.
+    ``ran``: whether the audit was repeated, without which nothing is known of what was observed."""
     problems = []
     for name, claim in report.tiers.items():
         found = tiers.get(name)
@@ -634,7 +636,7 @@ def check_tiers(tiers: Mapping[str, TierEntry], report: Report, *, ran: bool) ->
             reason = "is no tier of this program"
         elif claim.holds != (claim.proof is not None):
             reason = f"the report says that it holds: {claim.holds}, and by what: {claim.proof}"
-        elif claim.proof == "certified" and found.proof != "certified":
+        elif claim.proof == "certified" and found.proof != "certified" and (ran or not certified[name]):
             reason = f"the report says that it is certified, and {found.reason or 'it is only observed'}"
         elif claim.proof == "observed" and ran and not found.holds:
             reason = f"the report says that it was observed to hold, and {found.reason}"

@@ -36,7 +36,17 @@ from ..rescaling.rounding_loss import STEP_NOISE
 from ..rescaling.squares import squares_of
 from . import schema
 from .evidence import Decided, Measured, Rewritten
-from .remedies import OVER, THIN, inexact, overflowing, passed_limit, sinks, unsafe_sites, why_unproven
+from .remedies import (
+    OVER,
+    SQUARES_UNSEEN,
+    THIN,
+    inexact,
+    overflowing,
+    passed_limit,
+    sinks,
+    unsafe_sites,
+    why_unproven,
+)
 
 NOISE = 1e-9
 """Divergences under it are the noise of fp32 logits."""
@@ -152,25 +162,27 @@ def conclude(
 def tiers_of(
     layout: Layout, certified: Mapping[str, bool], regimes: Mapping[str, RegimeResult]
 ) -> dict[str, schema.TierEntry]:
-    """Return for each tier whether it holds, and by what: by its bounds, or on what was run; the lower end of squares
-    in fp16 is known from what was run alone."""
+    """Return for each tier whether it holds, and by what: by its bounds, or on what was run.
+
+    The lower end of squares in fp16 is known from what was run in ``half`` alone: without it no tier holds that needs
+    it.
+    """
     clean = "half" in regimes and verdict(regimes) == "safe"
     squares = squares_of(layout, regimes["half"].norms) if "half" in regimes else None
     # No run shows what sums in fp16 would come to.
     seen = ("half", "norm-safe") if squares is not None and squares.fits else ("half",)
     rows: dict[str, schema.TierEntry] = {}
     for tier in TIERS:
-        proven = certified[tier.name]
-        row = rows[tier.name] = schema.TierEntry(
-            holds=proven,
-            proof="certified" if proven else None,
-            runtimes=list(tier.runtimes),
-            reason="" if proven else OVER,
-        )
+        proof: Literal["certified", "observed"] | None
+        proof, reason = ("certified", "") if certified[tier.name] else (None, OVER)
         if tier.target in SQUARING and squares is not None and squares.least < NORM_FLOOR:
-            rows[tier.name] = row.model_copy(update={"holds": False, "proof": None, "reason": sinks(squares.least)})
-        elif not row.holds and clean and tier.target in seen:
-            rows[tier.name] = row.model_copy(update={"holds": True, "proof": "observed", "reason": ""})
+            proof, reason = None, sinks(squares.least)
+        elif tier.target in SQUARING and squares is None and proof is not None:
+            proof, reason = None, SQUARES_UNSEEN
+        elif proof is None and clean and tier.target in seen:
+            proof, reason = "observed", ""
+        runtimes = list(tier.runtimes)
+        rows[tier.name] = schema.TierEntry(holds=proof is not None, proof=proof, runtimes=runtimes, reason=reason)
     return rows
 
 

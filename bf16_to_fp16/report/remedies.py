@@ -72,6 +72,11 @@ THIN = "it is under its limit by less than the margin, and no exponent lowers it
 OVER = "its bound is over the limit with these weights"
 
 
+SQUARES_UNSEEN = (
+    "its bounds hold, and only an audit in half tells whether a token's mean square falls to where fp16 squares vanish"
+)
+
+
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
 
 

@@ -214,13 +214,13 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
         ("what is inf by design and harms nothing: masked scores, the cube inside GELU", ""),
         ("encoder outputs and caches from elsewhere, quantised caches, embeddings beyond the table's hull", ""),
         ("hardware that flushes subnormal numbers to zero", ""),
-        ("rows of attention that see no position at all", ""),
+        ("rows of attention that see no position at all, such as a decoder's that are padded on the left", ""),
         ("other weights than those in the files: adapters, quantisation", ""),
         ("precision: it says that nothing overflows, not that nothing is lost", ""),
     ]
     leaves += [(advice, "") for advice in (padding_advice(report), tower_advice(report)) if advice]
     if squares:
-        covers.append("norms that compute in fp16, squares of the residual stream included")
+        covers.append("norms that square the residual stream and compute in fp16, where mean squares stay over 2⁻¹⁷")
     else:
         leaves.insert(1, ("norms that square the residual stream in fp16", "--target norm-safe"))
     if report.tiers and report.tiers[STRICTEST].proof == "certified":

@@ -94,8 +94,9 @@ class Batch:
     The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out (a vocabulary
     of 250,000 swept with them would cost its square); ``generate`` asks for beam search from ``input_ids``
     instead of a forward. ``kind`` is one of ``BATCH_KINDS``, "given" for a batch that was made elsewhere. ``chosen``:
-    the ids that were chosen, by reason, at the first batch of them. ``pixels``: fp32 [rows, channels, height, width] of
-    an image in each row, whose tokens ``image_tokens`` marks, 0/1 [rows, length].
+    the ids that were chosen, by reason, at the first batch of them. ``blind``: whether padding in it may see nothing.
+    ``pixels``: fp32 [rows, channels, height, width] of an image in each row, whose tokens ``image_tokens`` marks, 0/1
+    [rows, length].
     """
 
     description: str
@@ -107,6 +108,7 @@ class Batch:
     generate: bool = False
     kind: str = "given"
     chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    blind: bool = False
     pixels: Tensor | None = None
     image_tokens: Tensor | None = None
 
@@ -170,7 +172,30 @@ def batches(
         raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
     else:
         made = _tokenised(config, source, data, seed, examples, length)
-    return [_readable(config, batch) for whole in made for batch in _bearable(config, whole)]
+    borne = [batch for whole in made for batch in _bearable(config, whole)]
+    return [replace(_readable(config, batch), blind=_is_blind(config, batch)) for batch in borne]
+
+
+def _is_blind(config: Any, batch: Batch) -> bool:
+    """Whether padding may see no position: left of a row under a causal mask, or half a sliding window away from it,
+    which is as far as one sees that looks both ways."""
+    family, empty = of_model_type(config.model_type), batch.attention_mask == 0
+    if family is None or not family.blind_padding or not bool(empty.any()):
+        return False
+    before, behind = (mask.cumprod(1).sum(1).amax() for mask in (empty.long(), empty.flip(1).long()))
+    causal = not takes_decoder_ids(config) and not getattr(config, "use_bidirectional_attention", False)
+    windows = [getattr(part, "sliding_window", None) for part in (config, getattr(config, "encoder", None))]
+    window = min((window for window in windows if window is not None), default=math.inf)
+    return bool(causal and before > 0) or 2 * int(torch.maximum(before, behind)) >= window
+
+
+def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
+    """Return what a claim in fp16 stands for under an attention: eager, where padding that sees nothing may be NaN, of
+    batches with such padding the rows that have none."""
+    if attention != "eager":
+        return list(inputs)
+    whole = [(batch, batch.attention_mask.bool().all(1)) for batch in inputs]
+    return [batch.rows(full) if batch.blind else batch for batch, full in whole if full.any() or not batch.blind]
 
 
 def _bearable(config: Any, batch: Batch) -> list[Batch]:

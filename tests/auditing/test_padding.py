@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from support import tiny
 from support.contract import certified
 
-from bf16_to_fp16 import convert
+from bf16_to_fp16 import convert, verify
+from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.families.known import spare_padding
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import MASK_REASON
-from bf16_to_fp16.run.probe import batches
+from bf16_to_fp16.run.probe import batches, seen_padding
 
 REAL, LONGEST = 6, 13
 
@@ -89,28 +91,42 @@ def test_verdict_card_and_page_say_for_which_padding_they_stand(kind: str, said:
 
 
 def with_low_scores(kind: str) -> Any:
-    """Return a Gemma 3 all of whose scores are under −16, whatever it reads: queries and keys lie opposite to each
-    other, in the pair of channels that turns slowest."""
-    model = tiny.build(kind, 0, factor=1.0, query_pre_attn_scalar=10)
-    body = model.get_submodule("model") if kind == "gemma3" else model
+    """Return a Gemma 3, Llama or Mistral all of whose scores are under −16, whatever it reads: queries and keys lie
+    opposite to each other, in the pair of channels that turns slowest."""
+    gemma, changes = "gemma" in kind, dict[str, Any]()
+    if gemma:
+        changes["query_pre_attn_scalar"] = 10
+    model = tiny.build(kind, 0, factor=1.0, **changes)
+    body = getattr(model, "model", model)
     with torch.no_grad():
         body.embed_tokens.weight[:, 1:].mul_(0.1)
         body.embed_tokens.weight[:, 0] = 4.0
         for layer in body.layers:
             attention = layer.self_attn
-            layer.input_layernorm.weight.zero_()
-            for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
-                norm.weight.fill_(-0.9)
+            layer.input_layernorm.weight.fill_(0.0 if gemma else 1.0)
+            for into in (attention.o_proj, layer.mlp.down_proj):
+                into.weight.mul_(0.1)
             for side, sign in (("q", 1.0), ("k", -1.0)):
-                getattr(attention, f"{side}_norm").weight.fill_(2.0)
                 weight = getattr(attention, f"{side}_proj").weight.mul_(0.01)
-                weight[attention.head_dim // 2 - 1 :: attention.head_dim, 0] = sign
+                weight[attention.head_dim // 2 - 1 :: attention.head_dim, 0] = sign if gemma else 4 * sign
+                if gemma:
+                    getattr(attention, f"{side}_norm").weight.fill_(2.0)
+            if gemma:
+                for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+                    norm.weight.fill_(-0.9)
     return model
 
 
 @pytest.mark.parametrize(
     ("kind", "left", "right"),
-    [("gemma3", 1, 0), ("gemma3", 0, 10), ("embeddinggemma", 4, 0), ("embeddinggemma", 0, 4)],  # windows of 6 and 4
+    [
+        ("gemma3", 1, 0),
+        ("gemma3", 0, 10),
+        ("embeddinggemma", 4, 0),
+        ("embeddinggemma", 0, 4),  # windows of 6 and 4
+        ("llama", 1, 0),
+        ("mistral", 0, 10),
+    ],
 )
 def test_padding_that_sees_nothing_is_nan_under_eager_attention_and_nothing_else_is(
     kind: str, left: int, right: int
@@ -128,6 +144,29 @@ def test_padding_that_sees_nothing_is_nan_under_eager_attention_and_nothing_else
             out = model(input_ids=ids, attention_mask=given)[0]
         assert bool(out[1].isfinite().all())
         assert bool(out[0].isfinite().all()) != broken
+
+
+@pytest.mark.parametrize("kind", ["embeddinggemma", "llama", "mistral"])
+def test_an_audit_runs_padding_that_sees_nothing_where_a_claim_stands_for_it(kind: str, tmp_path: Path) -> None:
+    """So what bounds alone call safe is not called unsafe by a run, nor by one that is repeated."""
+    model = with_low_scores(kind)
+    source = tiny.save(model, tmp_path / "source")
+    inputs = batches(model.config, None, None)
+    eager, others = (seen_padding(inputs, name) for name in ("eager", "sdpa"))
+    blind = [batch.description for batch in others if batch.blind]
+    assert "short rows, padded on the left" in blind and others == inputs
+    assert ("padded, mixed lengths" in blind) is (kind != "llama")  # which has no window
+    assert any(batch.blind for batch in eager) and all(bool(b.attention_mask.all()) for b in eager if b.blind)
+    for ran in (False, True):
+        report = convert(source, tmp_path / str(ran), run_model=ran).report
+        assert (report["verdict"], report["proof"]) == ("safe", "certified")
+    assert [run["attention"] for run in report["regimes"]["half"]["runs"]] == ["eager", "sdpa"]
+    for ran in (False, True):
+        assert verify(tmp_path / str(ran))["verified"]
+    # What is asked for by hand is run as it is.
+    [left] = [batch for batch in others if batch.description == "short rows, padded on the left"]
+    by_hand = audit_model(model.half(), [replace(left, blind=False)], regime="half", attention=("eager",))
+    assert not by_hand.safe
 
 
 def test_verdict_and_card_of_gemma_say_for_which_padding_they_stand(tmp_path: Path) -> None:

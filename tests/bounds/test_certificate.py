@@ -48,7 +48,7 @@ from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.certify import certify
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import FeedForward
+from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 from bf16_to_fp16.run.probe import batches
@@ -326,27 +326,38 @@ def test_rms_norms_stay_in_their_ball() -> None:
         assert 0.9999 * width**0.5 < float(lengths.max()) <= radius
 
 
-def test_dropout_multiplies_the_bounds_in_train_mode() -> None:
-    t5: dict[str, Any] = {"dropout_rate": 0.3}
-    for kind in ("gated", "t5", "pegasus"):
-        options: dict[str, Any] = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.25}
-        model = tiny.build(kind, 2, factor=1.0, **(options if kind == "pegasus" else t5)).half()
-        _, certificate = certified(model, Arithmetic(train=True))
-        _, still = certified(model)
-        inputs = [b for b in batches(model.config, None, None) if not b.generate][:4]
-        sites = audit_model(model, inputs, regime="half", attention=("eager",), train_mode=True).sites
-        forward = [s for s in sites if ":grad" not in s.name and "constant" not in s.name and s.dtype == "float16"]
-        # The loss is not covered; cubes are held to a limit of their own.
-        for site in forward:
-            if site.name.endswith("_log_softmax"):
-                continue
-            if site.benign is None and not site.name.endswith(("cubed", "pow")) and "loss" not in site.name:
-                limit = certificate.at(site.name)
-                assert limit is not None, site.name
-                assert site.amax <= limit, site.name
-        assert any(s.amax > (still.at(s.name) or math.inf) for s in forward) or kind != "t5"
-        raised = {s.name: s.bound for s in certificate.sites}
-        assert all(raised[s.name] >= s.bound * (1 - 1e-9) for s in still.sites if s.name in raised)
+@pytest.mark.parametrize("kind", ["gated", "t5", "switch", "t5gemma", "pegasus", "mbart", "bigbird_pegasus"])
+def test_dropout_multiplies_the_bounds_in_train_mode(kind: str) -> None:
+    centred: dict[str, Any] = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.25}
+    rates: dict[str, Any] = {"dropout_rate": 0.3} | ({"attention_dropout": 0.2} if kind == "t5gemma" else {})
+    model = tiny.build(kind, 2, factor=1.0, **(centred if kind in CENTRED else rates)).half()
+    _, certificate = certified(model, Arithmetic(train=True))
+    _, still = certified(model)
+    inputs = [b for b in batches(model.config, None, None) if not b.generate][:4]
+    sites = audit_model(model, inputs, regime="half", attention=("eager",), train_mode=True).sites
+    forward = [s for s in sites if ":grad" not in s.name and "constant" not in s.name and s.dtype == "float16"]
+    # The loss is not covered; cubes are held to a limit of their own.
+    for site in forward:
+        if site.name.endswith("_log_softmax"):
+            continue
+        if site.benign is None and not site.name.endswith(("cubed", "pow")) and "loss" not in site.name:
+            limit = certificate.at(site.name)
+            assert limit is not None, site.name
+            assert site.amax <= limit, site.name
+    assert any(s.amax > (still.at(s.name) or math.inf) for s in forward) or kind == "gated"
+    raised = {s.name: s.bound for s in certificate.sites}
+    assert all(raised[s.name] >= s.bound * (1 - 1e-9) for s in still.sites if s.name in raised)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "t5gemma"])
+def test_dropout_of_attention_weights_is_in_what_they_gather(kind: str) -> None:
+    model = tiny.build(kind, factor=1.0, attention_dropout=0.5)
+    layout, certificate = certified(model, Arithmetic(train=True))
+    _, still = certified(model)
+    for w in layout.topology:
+        if isinstance(w, Attention):
+            more, less = certificate.at(f"{w.at}:context"), still.at(f"{w.at}:context")
+            assert more is not None and less is not None and 2 <= more / less < 2.01
 
 
 @pytest.mark.parametrize("kind", ["t5", "gated", "gelu", "pegasus"])

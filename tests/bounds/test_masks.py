@@ -11,6 +11,7 @@ from support import masks
 from support.contract import certified
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.attention import Capped, Turned, capped_span, turned_score_bounds
 from bf16_to_fp16.bounds.certificate import Certificate
 from bf16_to_fp16.families.types import Attention
 from bf16_to_fp16.numerics import FP16_MAX
@@ -86,3 +87,11 @@ def test_no_masked_position_of_a_certified_model_has_weight(kind: str) -> None:
         assert seen.keys() == bounds.keys()
         assert all(site.saturated == 0 and site.amax <= bounds[name] for name, site in seen.items())
         assert max(site.amax for site in seen.values()) > 0.6 * FP16_MAX
+
+
+def test_two_scores_of_one_query_may_lie_on_either_side_of_0_and_each_be_off() -> None:
+    one = Turned(torch.ones(2), torch.zeros(2), 1.0, torch.ones(4))
+    assert 2 <= float(turned_score_bounds(one, one, 1, Arithmetic(exact=True), 1.0).span) < 2.001
+    span, large = torch.tensor([1.0]), torch.tensor([100.0])
+    assert float(capped_span(span, Capped(large, large, large, torch.tensor([0.5])))) == 2
+    assert float(capped_span(1000 * span, Capped(large, large, large, torch.tensor([0.5])))) == 200

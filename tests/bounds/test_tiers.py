@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from bf16_to_fp16.numerics import NORM_FLOOR
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.report.evidence import Decided
+from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
 from bf16_to_fp16.rescaling.planner import PROOF_WORTH, Fallback, Violation
 from bf16_to_fp16.rescaling.squares import can_fit
 from bf16_to_fp16.run.stock import load
@@ -89,8 +91,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Conversion]:
 def test_auto_takes_the_strictest_tier_that_costs_next_to_nothing(demo: dict[str, Conversion]) -> None:
     half, auto = (demo[target].report for target in ("half", "auto"))
     assert (half["target"], auto["target"]) == ("half", "norm-safe")
-    proofs = [[row["proof"] for row in report["tiers"].values()] for report in (half, auto)]
-    assert proofs == [["certified", None, None], ["certified", "certified", None]]
+    # Bounds alone do not know the lower end of squares, so what holds by them is not said to.
+    reasons = [[row["reason"] for row in report["tiers"].values()] for report in (half, auto)]
+    assert reasons == [["", OVER, OVER], ["", SQUARES_UNSEEN, OVER]]
     assert all(row["runtimes"] and bool(row["reason"]) is not row["holds"] for row in auto["tiers"].values())
 
 
@@ -148,6 +151,24 @@ def test_no_exponent_brings_both_ends_inside_where_they_are_too_far_apart() -> N
 
         assert can_fit(layout, seen(apart / 2.01)) and not can_fit(layout, seen(apart * 1.01))
     assert can_fit(layout, {})
+
+
+@pytest.mark.parametrize("kind", ["t5-encoder", "llama"])
+def test_a_row_of_zeros_breaks_norms_in_fp16_where_it_is_padding_too(kind: str, tmp_path: Path) -> None:
+    """So padding counts at the lower end: eps, rescaled, is nothing in fp16, and 0·NaN is what masks hide."""
+    model = tiny.build(kind)
+    model.config.pad_token_id = 0
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    out = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out", target="norm-safe", run_model=False).out
+    assert out is not None
+    half = load(out, torch.float16).half()
+    ids = torch.arange(3, 23).view(2, 10)
+    ids[1, 7:] = 0
+    for runtime, lost in ((nullcontext(), [0, 0]), (fp16_runtime(half, sums=False), [0, 7])):
+        with torch.no_grad(), runtime:
+            made = half(input_ids=ids, attention_mask=(ids != 0).long())[0]
+        assert [int(row[:7].isnan().any(-1).sum()) for row in made] == lost
 
 
 def test_what_torch_runs_well_comes_to_nothing_where_norms_square_in_fp16(demo: dict[str, Conversion]) -> None:

@@ -19,6 +19,7 @@ from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.commands.verify import repeat_audit
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.remedies import SQUARES_UNSEEN
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.run import probe
 from bf16_to_fp16.run.stock import load, load_config
@@ -271,16 +272,30 @@ def test_a_tier_of_which_the_report_says_more_than_the_files_give_is_found(
     assert all(str(reason) in said for _, _, said in found)
 
 
-def test_a_tier_that_only_the_bounds_speak_for_is_found_where_squares_vanish(source: Path, tmp_path: Path) -> None:
-    """The lower end of squares in fp16 has no bound: a folder that bounds alone call safe is run to see it."""
+def test_a_tier_that_only_the_bounds_speak_for_is_claimed_by_none_and_found_out(source: Path, tmp_path: Path) -> None:
+    """The lower end of squares in fp16 has no bound, so only what was run speaks of it."""
     model = load(source, torch.float32)
     with torch.no_grad():
         model.shared.weight[5] *= 2.0**-40
     model.save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "out", target="norm-safe", run_model=False)
-    assert verify(tmp_path / "out", run_model=False)["tiers"]["norm-fp16"]["proof"] == "certified"
-    [(check, name, reason)] = problems(tmp_path / "out")
+    for name, ran, reason in (("audited", True, "falls to"), ("bounded", False, SQUARES_UNSEEN)):
+        report = convert(tmp_path / "source", tmp_path / name, target="norm-safe", run_model=ran).report
+        assert [tier["holds"] for tier in report["tiers"].values()] == [True, False, False]
+        assert reason in report["tiers"]["norm-fp16"]["reason"]
+        assert problems(tmp_path / name) == problems(tmp_path / name, run_model=False) == []
+    assert certify(tmp_path / "bounded", target="norm-safe")["tiers"] == report["tiers"]
+    report["tiers"]["norm-fp16"] |= {"holds": True, "proof": "certified"}
+    (tmp_path / "bounded" / REPORT).write_text(json.dumps(report))
+    assert problems(tmp_path / "bounded", run_model=False) == []
+    [(check, name, reason)] = problems(tmp_path / "bounded")
     assert (check, name) == ("tiers", "norm-fp16") and "where fp16 squares vanish" in reason
+
+
+@pytest.mark.parametrize("kind", [next(iter(entry.kinds)) for entry in tiny.ENTRIES])
+def test_what_bounds_alone_claim_of_any_family_a_run_does_not_withdraw(kind: str, tmp_path: Path) -> None:
+    result = convert(tiny.save(tiny.build(kind), tmp_path / "source"), tmp_path / "out", run_model=False)
+    assert result.safe and result.report["tiers"]["torch"]["proof"] == "certified"
+    assert problems(tmp_path / "out") == []
 
 
 def test_audit_and_verify_give_the_tiers_of_the_conversion(converted: Path, capsys: pytest.CaptureFixture[str]) -> None:

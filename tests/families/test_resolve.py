@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support import tiny
-from support.contract import outputs
+from support.contract import layout_of, outputs
+from transformers import CONFIG_MAPPING
 
 from bf16_to_fp16 import UserError
+from bf16_to_fp16.families.configs import config_value, looked_up
 from bf16_to_fp16.families.known import FAMILIES, family_of, stock_class
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import RESIDUAL, Kind
+from bf16_to_fp16.families.types import RESIDUAL, Family, Kind
 from bf16_to_fp16.rescaling.apply import apply, writes
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run import probe
 
 
 def test_factors_that_are_not_powers_of_two_are_not_exact() -> None:
@@ -192,3 +197,31 @@ def test_a_config_that_names_no_class_says_what_to_add() -> None:
 
 def test_the_class_name_of_2020_is_known() -> None:
     assert stock_class({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]}) == "T5ForConditionalGeneration"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_choice"),
+    [
+        ({"num_labels": 3}, True),
+        ({"num_labels": 1}, False),
+        ({"num_labels": 3, "problem_type": "regression"}, False),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, False),
+    ],
+)
+def test_labels_are_a_choice_where_there_are_several_and_one_is_meant(changes: dict[str, Any], is_choice: bool) -> None:
+    model = tiny.build("t5-classifier", **changes)
+    assert layout_of(model).gives_probabilities is probe.gives_probabilities(model.config) is is_choice
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_what_a_config_leaves_out_is_stock_codes_default(family: Family) -> None:
+    stock = CONFIG_MAPPING[family.model_type]().to_dict()
+    others = {key: value for key, value in stock.items() if key not in family.defaults and not isinstance(value, dict)}
+    taken = {key: config_value(family, others, key) for key in family.defaults} | dict.fromkeys(
+        family.eps_keys, family.eps
+    )
+    defaults = {key: looked_up(stock, key, ...) for key in taken}
+    sized = {key: len(value) if isinstance(value, dict) else value for key, value in defaults.items()}
+    assert taken == {key: taken[key] if value is ... else value for key, value in sized.items()}
+    # What no config of stock code says is a number of labels, or a size that follows from others.
+    assert {key for key, value in sized.items() if value is ...} <= {"num_labels", "classifier_dropout", "head_dim"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.contract import layout_of
+from support.contract import certified, layout_of
 
 from bf16_to_fp16 import UserError, convert, undo
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
@@ -45,6 +45,29 @@ def test_both_stacks_norms_get_the_scaled_eps_and_undo_takes_it_back(tmp_path: P
         assert after[stack] == before[stack] | {"rms_norm_eps": after[stack]["rms_norm_eps"]}
     undo(tmp_path / "out", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
+
+
+def test_the_decoders_config_caps_the_logits() -> None:
+    model = tiny.build("t5gemma")
+    model.config.encoder.final_logit_softcapping, model.config.decoder.final_logit_softcapping = 20.0, 10.0
+    layout = layout_of(model)
+    assert layout.head is not None and layout.cap(layout.head) == 10.0
+    model.lm_head.out_proj.weight.data *= 100
+    ids = torch.arange(8)[None]
+    assert 9.9 < float(model(input_ids=ids, decoder_input_ids=ids).logits.detach().amax()) <= 10.0
+
+
+def test_what_a_feed_forward_adds_is_dropped_in_the_layers_own_dropout() -> None:
+    model = tiny.build("t5gemma", dropout_rate=0.5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("post_self_attn_layernorm.weight", "post_cross_attn_layernorm.weight")):
+                parameter.fill_(-1.0)
+    _, certificate = certified(model, Arithmetic(train=True))
+    for stack in ("encoder", "decoder"):
+        at = f"model.{stack}.layers.0"
+        added, dropped = (certificate.at(f"{at}.{s}") for s in ("post_feedforward_layernorm:to#2", "dropout:mul"))
+        assert added is not None and dropped is not None and dropped >= 2 * added > 0
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,14 @@ def test_given_r_the_channels_are_an_exact_optimum() -> None:
     assert sum(float(costs[j, e]) for j, e in enumerate(chosen)) == pytest.approx(best[0], rel=1e-12)
 
 
+def test_a_tenth_of_a_percent_of_inexact_weights_costs_a_rounding_at_every_norm() -> None:
+    source = ModelTensors(tiny.build("gated"))
+    layout = resolve(source)
+    search = _PlanSearch(layout, source_weights(source, layout), {}, "half", 1.25)
+    elements = sum(math.prod(tensor.shape) for tensor in layout.tensors.values())
+    assert search.lossy_price * elements / 1000 == pytest.approx(ROUNDING * len(layout.norms)) and len(layout.norms) > 9
+
+
 def test_the_loss_table_counts_what_fp16_loses() -> None:
     """Every exponent's count of inexact elements, and the energy of the errors within a factor, against casting to
     fp16."""
@@ -224,6 +232,8 @@ def test_stacks_that_nothing_ties_have_an_exponent_each() -> None:
     # With one exponent for both, the decoder would drift.
     search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
     search.stream = decoder
+    for names in ([signal.name for signal in search.of_stream()], search.norms()):
+        assert names and all(name.startswith("model.decoder.") for name in names)
     assert search.total_cost(plan.residual_exponent)[0] > 100 * search.total_cost(0)[0]
     held = make_plan(layout, source_weights(source, layout), ranges, held={decoder: -5}).plan
     assert held.residual_exponents == [plan.stream_exponent(encoder), -5] and held.drift is not None

@@ -262,7 +262,8 @@ def t5gemma(**changes: Any) -> Any:
         "decoder": {"hidden_size": 12, "num_hidden_layers": 2, "intermediate_size": 29, "head_dim": 6},
     }
     stacks = {stack: shape | sizes | changes for stack, sizes in own.items()}
-    return transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(**stacks, vocab_size=97))
+    rates = {key: value for key, value in changes.items() if "dropout" in key}
+    return transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(**stacks, vocab_size=97, **rates))
 
 
 def of_class(name: str, **shape: Any) -> Callable[..., Any]:
