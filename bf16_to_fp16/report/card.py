@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -235,58 +236,68 @@ def front_matter(folder: Path) -> dict[str, Any]:
     return result
 
 
-def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languages: bool = True) -> str:
-    """Return the Markdown of the card."""
+@cache
+def jinja_environment() -> Environment:
+    """Return the one Jinja2 environment of the card's template: nothing escaped, an unknown name is an error."""
     made = Environment(
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     made.filters |= {"prose": prose, "span": span, "oneline": oneline}
     made.filters |= {"bound": bound_magnitude, "magnitude": magnitude, "over": excess, "significant": significant_bits}
+    return made
+
+
+def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languages: bool = True) -> str:
+    """Return the Markdown of the card."""
     covers, leaves = coverage(report)
     architecture = str((checkpoint.config.get("architectures") or ["?"])[0])
     hub_id, revision = origin(checkpoint, report)
     run, plan = report.finetune, report.plan
     assert plan is not None  # a card is of a conversion
     recipe = run.recipe if run is not None else None
-    return made.get_template("card.md.jinja").render(
-        report=report,
-        run=run,
-        losses=losses(run) if run is not None else (),
-        moved=moved_by(run) if run is not None else "",
-        address=project_url(),
-        name=source_name(report),
-        hub_id=hub_id,
-        revision=revision,
-        licensed=licensed,
-        languages=languages,
-        plan=plan_in_full(plan),
-        recipe=yaml.safe_dump(recipe, sort_keys=False, width=120, allow_unicode=True) if recipe else "",
-        safe=report.safe,
-        sentence=verdict_sentence(report),
-        notice=notice(report),
-        unsafe=unsafe_rows(report),
-        figures=figures(report),
-        regimes=regime_rows(report.regimes),
-        proven=report.proven,
-        covers=covers,
-        leaves=leaves,
-        tiers=tier_rows(report),
-        unproven=uncertified_rows(report),
-        remedies=remedies_of(report, uncertified_rows(report)),
-        most_unproven=MOST_UNCERTIFIED_ON_CARD,
-        least_precise=least_precise(report),
-        fidelity=fidelity_rows(report.fidelity),
-        weights=weight_rows(report.weights, dtype=report.source.dtype),
-        moves=plan_rows(report),
-        exact=is_exact(plan),
-        histograms=histograms(plan.exponents),
-        model_class=loading_class(architecture),
-        sentences=MODULES in report.source.carried_over,
-        stock=class_named(architecture),
-        tokenizer=bool(TOKENIZER_FILES & set(report.source.carried_over)),
-        half="half" not in report.broken_regimes,
-        kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
-        made_in_fp32=family is not None and family.made_in_fp32,
+    return (
+        jinja_environment()
+        .get_template("card.md.jinja")
+        .render(
+            report=report,
+            run=run,
+            losses=losses(run) if run is not None else (),
+            moved=moved_by(run) if run is not None else "",
+            address=project_url(),
+            name=source_name(report),
+            hub_id=hub_id,
+            revision=revision,
+            licensed=licensed,
+            languages=languages,
+            plan=plan_in_full(plan),
+            recipe=yaml.safe_dump(recipe, sort_keys=False, width=120, allow_unicode=True) if recipe else "",
+            safe=report.safe,
+            sentence=verdict_sentence(report),
+            notice=notice(report),
+            unsafe=unsafe_rows(report),
+            figures=figures(report),
+            regimes=regime_rows(report.regimes),
+            proven=report.proven,
+            covers=covers,
+            leaves=leaves,
+            tiers=tier_rows(report),
+            unproven=uncertified_rows(report),
+            remedies=remedies_of(report, uncertified_rows(report)),
+            most_unproven=MOST_UNCERTIFIED_ON_CARD,
+            least_precise=least_precise(report),
+            fidelity=fidelity_rows(report.fidelity),
+            weights=weight_rows(report.weights, dtype=report.source.dtype),
+            moves=plan_rows(report),
+            exact=is_exact(plan),
+            histograms=histograms(plan.exponents),
+            model_class=loading_class(architecture),
+            sentences=MODULES in report.source.carried_over,
+            stock=class_named(architecture),
+            tokenizer=bool(TOKENIZER_FILES & set(report.source.carried_over)),
+            half="half" not in report.broken_regimes,
+            kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
+            made_in_fp32=family is not None and family.made_in_fp32,
+        )
     )
 
 
