@@ -60,7 +60,7 @@ def test_it_beats_random_inputs_on_trained_weights_and_passes_no_bound(name: str
 
 @pytest.mark.parametrize("kind", tiny.SEARCHED)
 def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str) -> None:
-    model = tiny.build(kind, 1, factor=1.0).half()
+    model = tiny.build(kind, 1, factor=1.0, **tiny.few_layers(kind)).half()
     source = ModelTensors(model)
     layout = resolve(source)
     result = attack(model, layout, steps=4, length=5)
@@ -169,7 +169,7 @@ def test_the_best_inputs_of_a_goal_may_come_from_any_row() -> None:
 
 @pytest.mark.parametrize("kind", tiny.SEARCHED)
 def test_what_it_climbs_is_what_the_audit_measures(kind: str) -> None:
-    model = tiny.build(kind, 3, factor=1.0).requires_grad_(False)
+    model = tiny.build(kind, 3, factor=1.0, **tiny.few_layers(kind)).requires_grad_(False)
     layout = resolve(ModelTensors(model))
     model.set_attn_implementation("eager")
     adversary = _Adversary(model, layout, 0, 6)

@@ -107,7 +107,7 @@ def test_a_short_finetune_from_plain_text_makes_it_safe_and_keeps_its_loss(
 
 def test_five_lines_are_enough_for_it_to_keep_the_headroom_asked_for(tmp_path: Path) -> None:
     """Shorter than by default."""
-    result = finetune(five_lines(tmp_path), overrides=("schedule.steps=110", "evaluation.every=1000"))
+    result = finetune(five_lines(tmp_path), overrides=("schedule.steps=60", "evaluation.every=1000"))
     report = assert_safe(result, tmp_path)
     assert all(regime["headroom_bits"] >= Penalty().headroom_bits for regime in report["regimes"].values())
     assert not report["finetune"].get("next")

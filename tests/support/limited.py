@@ -6,7 +6,6 @@ It is a process of its own, since one that has run other tests would compute in 
 from __future__ import annotations
 
 import ctypes
-import json
 import resource
 import sys
 from pathlib import Path
@@ -41,12 +40,8 @@ def repeated(*given: Any, **options: Any) -> list[probe.Batch]:
 
 
 def main(action: str, source: Path, out: Path, plan: Path) -> None:
-    """Do one thing: ``plan`` without a limit; ``load`` the whole model; ``convert`` with the plan, and before it what
-    making the plan observes."""
+    """Do one thing: ``load`` the whole model; ``convert`` with the plan, and before it what making a plan observes."""
     torch.set_num_threads(1)
-    if action == "plan":
-        plan.write_text(json.dumps(convert(source, out, run_model=False, dry_run=True).report))
-        return
     probe.audit_batches = repeated
     limit()
     if action == "load":

@@ -441,6 +441,23 @@ SEARCHED = [kind for entry in ENTRIES for kind in entry.kinds if kind not in ent
 """The kinds among which every part of every family is."""
 
 
+FEW_LAYERS = {
+    "num_layers": 2,
+    "encoder_layers": 2,
+    "num_hidden_layers": 2,
+    "num_decoder_layers": 1,
+    "decoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+}
+"""A stack whose first layer differs from the others, as T5's does, or every other one has two; a third repeats them."""
+
+
+def few_layers(kind: str) -> dict[str, Any]:
+    """Return the changes that leave a kind no more layers than differ, for what takes long in each."""
+    entry = next(entry for entry in ENTRIES if kind in entry.kinds)
+    return {key: number for key, number in FEW_LAYERS.items() if key in entry.shape}
+
+
 def untied(model: Any) -> Any:
     """Give a model that stock code ties a head of its own."""
     model.lm_head.weight = torch.nn.Parameter(torch.randn(model.config.vocab_size, model.config.d_model))

@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import huggingface_hub
 import numpy
 import psutil
 import torch
@@ -143,6 +144,7 @@ def run(program: str, *arguments: str) -> None:
     random.seed()
     numpy.random.seed()
     torch.manual_seed(random.getrandbits(32))
+    importlib.reload(huggingface_hub.constants)  # the Hub and the caches that its own environment names
     sys.executable = os.environ["PYTHON_EXEC"] = program  # torch's launcher starts its processes by the latter
     kind, *words = (word for word in arguments if word not in ("-u", "-I"))
     if kind == "-m":

@@ -35,6 +35,7 @@ from bf16_to_fp16.survey.worker import check_disk
 from bf16_to_fp16.wording import headroom, headroom_by_bound, reached, scientific
 
 ROOT = Path(__file__).parents[2]
+PYTHON = sys.executable
 
 
 def olmo2(folder: Path) -> Path:
@@ -73,6 +74,14 @@ def hub(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub
         patch.setattr(constants, "ENDPOINT", server.endpoint)
         yield server
     server.stop()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def started_warm(warm_python: Path) -> Iterator[None]:
+    """Let the processes of surveys begin with their imports done."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(warm_python))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +287,8 @@ def test_a_survey_that_is_killed_takes_its_processes_with_it_and_goes_on(
     listing, out = tmp_path / "list.yaml", tmp_path / "out"
     listing.write_text(json.dumps([{"source": str(sources / name)} for name in ("olmo2", "hot")]))
     done, cut = (out / "checkpoints" / entry.folder for entry in read_list(listing))
-    line = [sys.executable, "-m", "bf16_to_fp16", "survey", str(listing), str(out), "--jobs", "1"]
+    # Not warm: those would be ended with it by what has started them.
+    line = [PYTHON, "-m", "bf16_to_fp16", "survey", str(listing), str(out), "--jobs", "1"]
     running = subprocess.Popen(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
     wait_for((cut / "audit.json").exists)
     with pytest.raises(UserError, match="another survey is at work"):
