@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..checkpoint.folder import MODULES
 from ..checkpoint.reader import Checkpoint
@@ -237,14 +237,14 @@ def front_matter(folder: Path) -> dict[str, Any]:
 
 
 @cache
-def jinja_environment() -> Environment:
-    """Return the Jinja2 environment of the card, which compiles its template once in a process."""
+def card_template() -> Template:
+    """Return the template of the card, which is compiled once in a process."""
     made = Environment(
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     made.filters |= {"prose": prose, "span": span, "oneline": oneline}
     made.filters |= {"bound": bound_magnitude, "magnitude": magnitude, "over": excess, "significant": significant_bits}
-    return made
+    return made.get_template("card.md.jinja")
 
 
 def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languages: bool = True) -> str:
@@ -255,7 +255,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
     run, plan = report.finetune, report.plan
     assert plan is not None  # a card is of a conversion
     recipe = run.recipe if run is not None else None
-    return jinja_environment().get_template("card.md.jinja").render(
+    return card_template().render(
         report=report,
         run=run,
         losses=losses(run) if run is not None else (),
