@@ -54,8 +54,8 @@ LLAMA = ("llama-biased", "qwen3", "glm4")
 PEGASUS = ("pegasus", "mbart")
 KINDS = ("t5", "gated", "umt5", "t5-encoder", *PEGASUS, *HEADS, *GEMMA, *LLAMA)
 """One kind for each way in which a conversion can go: tied and untied, with eps in the config and without, encoders,
-every head, gains less 1, biases and norms behind sublayers. Of every other kind the contract of families converts one
-and undoes it, and ``test_stock_loading`` compares what both compute."""
+every head, gains less 1, biases and norms behind sublayers. The contract of families draws from all kinds, converts
+and undoes; ``test_stock_loading`` compares the outputs of most that are left out here."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
