@@ -269,14 +269,15 @@ def test_a_bug_is_status_70_and_one_line_that_names_the_file_with_the_traceback(
 
 
 @pytest.mark.parametrize("arguments", [["families"], ["families", "--json", "-"], ["certify", str(DATA / DEMOS[0])]])
-def test_a_reader_that_has_gone_is_status_141_and_never_a_verdict(arguments: list[str], tmp_path: Path) -> None:
+def test_a_reader_that_has_gone_is_status_141_and_never_a_verdict(
+    arguments: list[str], tmp_path: Path, warm_python: Path
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
         done = subprocess.run(
-            [sys.executable, "-m", "bf16_to_fp16", *arguments],
+            [warm_python, "-m", "bf16_to_fp16", *arguments],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=out,
             stderr=subprocess.PIPE,
             text=True,

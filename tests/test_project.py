@@ -147,14 +147,14 @@ def test_no_hint_needs_a_release_before_there_is_one() -> None:
     assert "pip install ." in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_gpu_test_is_deselected_where_there_is_no_gpu(tmp_path: Path) -> None:
+def test_a_gpu_test_is_deselected_where_there_is_no_gpu(tmp_path: Path, warm_python: Path) -> None:
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
     (tmp_path / "test_two.py").write_text(
         "import pytest\n\ndef test_any(): pass\n\n@pytest.mark.gpu\ndef test_on_gpu(): pass\n"
     )
     options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+        [warm_python, "-m", "pytest", "-p", "no:cacheprovider", *options],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -28,7 +28,7 @@ verify(out)
 
 def test_the_python_interface_prints_nothing(tmp_path: Path) -> None:
     """In a process of its own, where the libraries are imported and warn for the first time."""
-    source = tiny.save(tiny.build("gated"), tmp_path / "source")
+    source = tiny.save(tiny.build("t5-encoder", num_layers=1), tmp_path / "source")
     arguments = [sys.executable, "-c", CALLS, str(source), str(tmp_path / "out")]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -36,7 +36,7 @@ def test_the_python_interface_prints_nothing(tmp_path: Path) -> None:
 
 
 def test_a_command_prints_its_own_steps_and_no_more(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("gated"), tmp_path / "source")
+    source = tiny.save(tiny.build("t5-encoder", num_layers=1), tmp_path / "source")
     arguments = [sys.executable, "-m", "bf16_to_fp16", "certify", str(source)]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.stderr.splitlines() == [

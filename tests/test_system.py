@@ -57,14 +57,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 COMMANDS = (
     ("certify", "{root}/source"),
-    ("convert", "{root}/source", "empty", "--workers", "2"),
-    ("convert", "{root}/source", "out"),
-    ("convert", "{root}/source", "out", "--force"),
+    ("convert", "{root}/source", "empty", "--no-audit"),
+    ("convert", "{root}/source", "out", "--no-audit"),
+    ("convert", "{root}/source", "out", "--force", "--workers", "2"),
     ("certify", "out"),
     ("audit", "out", "--html", "page.html"),
     ("verify", "out"),
     ("undo", "out", "Ωback"),  # a letter that the output of the faked systems lacks
-    ("convert", "{root}/encoder", "one.safetensors", "--layout", "single"),
+    ("convert", "{root}/encoder", "one.safetensors", "--layout", "single", "--no-audit"),
     ("undo", "one.safetensors", "back-from-one"),
 )
 
@@ -88,7 +88,9 @@ def test_convert_certify_audit_verify_and_undo_work_elsewhere_and_write_the_same
 ) -> None:
     """Every module of the package is imported, too."""
     (tmp_path / "empty").mkdir()
-    commands = [[word.format(root=sources) for word in words] for words in COMMANDS]
+    # What a worker process could lack on macOS, it lacks on Windows too.
+    workers = () if name == "win32" else ("--workers", "2")
+    commands = [[word.format(root=sources) for word in words if word not in workers] for words in COMMANDS]
     done = elsewhere(name, "-m", "support.elsewhere", json.dumps(commands), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall("^done: (.*)$", done.stdout, re.MULTILINE) == [words[0] for words in COMMANDS]
@@ -99,13 +101,14 @@ def test_convert_certify_audit_verify_and_undo_work_elsewhere_and_write_the_same
     assert texts and not [path for path in texts if b"\r" in path.read_bytes()]
 
 
-LOCKS = """
+LOCKED_AND_HALF = """
 import os
 from pathlib import Path
 
 import support.elsewhere
 from bf16_to_fp16 import system
 from bf16_to_fp16.checkpoint import staging
+from bf16_to_fp16.checkpoint.disk import created, write_all
 
 assert system.fcntl is None
 dead, out = Path(".out.partial-0123456789abcdef"), Path("out")
@@ -115,14 +118,6 @@ with staging.scratch(out) as mine:
     staging.sweep(out)
     assert mine.is_dir() and {path.name for path in Path().iterdir()} == {mine.name, f"{mine.name}.lock"}
 assert not list(Path().iterdir())
-"""
-
-
-FAILURES = """
-from pathlib import Path
-
-import support.elsewhere
-from bf16_to_fp16.checkpoint.disk import created, write_all
 
 try:
     with created(Path("half"), 1000) as descriptor:
@@ -135,9 +130,8 @@ else:
 """
 
 
-@pytest.mark.parametrize("script", [LOCKS, FAILURES], ids=["locks", "failures"])
-def test_on_windows_a_file_beside_a_folder_holds_it_and_no_half_of_a_file_stays(script: str, tmp_path: Path) -> None:
-    done = elsewhere("win32", "-c", script, cwd=tmp_path)
+def test_on_windows_a_file_beside_a_folder_holds_it_and_no_half_of_a_file_stays(tmp_path: Path) -> None:
+    done = elsewhere("win32", "-c", LOCKED_AND_HALF, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

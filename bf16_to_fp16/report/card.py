@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..checkpoint.folder import MODULES
 from ..checkpoint.reader import Checkpoint
@@ -244,20 +245,26 @@ def front_matter(folder: Path) -> dict[str, Any]:
     return result
 
 
-def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languages: bool = True) -> str:
-    """Return the Markdown of the card."""
+@cache
+def card_template() -> Template:
+    """Return the template of the card, which is compiled once in a process."""
     made = Environment(
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     made.filters |= {"prose": prose, "span": span, "oneline": oneline}
     made.filters |= {"bound": bound_magnitude, "magnitude": magnitude, "over": excess, "significant": significant_bits}
+    return made.get_template("card.md.jinja")
+
+
+def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languages: bool = True) -> str:
+    """Return the Markdown of the card."""
     covers, leaves = coverage(report)
     architecture = str((checkpoint.config.get("architectures") or ["?"])[0])
     hub_id, revision = origin(checkpoint, report)
     run, plan = report.finetune, report.plan
     assert plan is not None  # a card is of a conversion
     recipe = run.recipe if run is not None else None
-    return made.get_template("card.md.jinja").render(
+    return card_template().render(
         report=report,
         run=run,
         losses=losses(run) if run is not None else (),

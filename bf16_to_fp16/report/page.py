@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +216,12 @@ def machine_rows(report: Report) -> list[tuple[str, object]]:
     return rows + [(f"device of the {part}", ", then ".join(names)) for part, names in devices.items()]
 
 
+@cache
 def jinja_environment() -> Environment:
-    """Return the Jinja2 environment of the HTML templates: everything escaped, an unknown name is an error."""
+    """Return the Jinja2 environment of the HTML templates: everything escaped, an unknown name is an error.
+
+    There is one in a process, which compiles each template once.
+    """
     made = Environment(
         loader=PackageLoader("bf16_to_fp16.report"),
         autoescape=True,

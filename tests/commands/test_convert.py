@@ -48,11 +48,14 @@ from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.probe import Batch, batches, run_batch
 from bf16_to_fp16.run.stock import load
 
-HEADS = ("t5-states", "t5-classifier", "mt5-classifier", "t5-token-classifier", "t5-spans")
-GEMMA = ("gemma3", "gemma3-untied", "embeddinggemma", "gemma2", "gemma")
-LLAMA = ("llama", "llama-biased", "qwen3", "glm4")
+HEADS = ("t5-classifier", "t5-token-classifier", "t5-spans")
+GEMMA = ("gemma3", "embeddinggemma", "gemma2")
+LLAMA = ("llama-biased", "qwen3", "glm4")
 PEGASUS = ("pegasus", "mbart")
-KINDS = ("t5", "gated", "silu", "mt5", "umt5", "t5-encoder", "umt5-encoder", *PEGASUS, *HEADS, *GEMMA, *LLAMA)
+KINDS = ("t5", "gated", "umt5", "t5-encoder", *PEGASUS, *HEADS, *GEMMA, *LLAMA)
+"""One kind for each way in which a conversion can go: tied and untied, with eps in the config and without, encoders,
+every head, gains less 1, biases and norms behind sublayers. The contract of families draws from all kinds, converts
+and undoes; ``test_stock_loading`` compares the outputs of most that are left out here."""
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -25,7 +25,7 @@ from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.conversion import planning, rewriting
 from bf16_to_fp16.errors import UserError
 
-KILLS = {"convert": 22, "convert --force": 10, "undo": 12, "convert a pipeline": 16}
+KILLS = {"convert": 16, "convert --force": 10, "undo": 12, "convert a pipeline": 12}
 """Random moments at which each is killed; with those at random times, and those of finetune, more than 50."""
 
 WRITERS = ("convert", "convert --force", "undo", "convert a pipeline")

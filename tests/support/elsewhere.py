@@ -55,7 +55,7 @@ def in_use(path: str) -> bool:
         except OSError:  # the one that lists them
             continue
     with open("/proc/self/maps", encoding="utf-8") as maps:
-        names += [line.split(maxsplit=5)[-1].strip() for line in maps]
+        names += [line.split(maxsplit=5)[-1].strip() for line in maps if path in line]
     return any(name == path or name.startswith(f"{path}/") for name in names)
 
 

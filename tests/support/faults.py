@@ -62,7 +62,12 @@ JOBS = {
     job.name: job
     for job in (
         Job("convert", ("convert", "{root}/source", "{root}/out", "--no-audit")),
-        Job("convert --force", ("convert", "{root}/source", "{root}/out", "--no-audit", "--force"), prepare=replaced),
+        Job(
+            "convert --force",  # with a plan, so that what it writes is all that it does
+            ("convert", "{root}/source", "{root}/out", "--no-audit", "--force", "--plan", "{root}/converted"),
+            ("source", "converted"),
+            prepare=replaced,
+        ),
         Job("convert, audited", ("convert", "{root}/source", "{root}/out")),
         Job("undo", ("undo", "{root}/converted", "{root}/out"), ("converted",)),
         Job("convert a pipeline", ("convert", "{root}/pipeline", "{root}/out", "--no-audit"), ("pipeline",)),
