@@ -35,7 +35,7 @@ from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.configs import looked_up
+from ..families.configs import changes, looked_up, without_value
 from ..families.known import padding_entry
 from ..families.layout import Layout
 from ..families.resolve import resolve
@@ -276,11 +276,11 @@ def check_config(original: Checkpoint, checkpoint: Checkpoint, source: Source) -
     for an original without a config of its own."""
     if original.folder in VIEWS:
         return []
-    changed = {*source.config_changes, *OF_NO_MODEL}
-    before, after = ({k: v for k, v in c.config.items() if k not in changed} for c in (original, checkpoint))
-    keys = (key for key in sorted({*before, *after}) if before.get(key, "absent") != after.get(key, "absent"))
+    before, after = original.config, checkpoint.config
+    for key in (*source.config_changes, *OF_NO_MODEL):
+        before, after = without_value(before, key), without_value(after, key)
     reason = "is not what it is in the original's config.json"
-    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in keys]
+    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(changes(before, after))]
 
 
 def packed_subject(file: Path) -> Subject:
@@ -470,10 +470,10 @@ def changed_keys(path: Path, report: Report) -> str:
     try:
         config = json.loads(path.read_bytes())
         edits = report.source.config_changes
-        wrong = {key: sides["after"] for key, sides in edits.items() if config.get(key) != sides.get("after")}
+        wrong = {key: sides["after"] for key, sides in edits.items() if looked_up(config, key) != sides.get("after")}
     except (ValueError, KeyError, AttributeError):
         return ""
-    return "".join(f", {key} is {config.get(key)} instead of {value}" for key, value in wrong.items())
+    return "".join(f", {key} is {looked_up(config, key)} instead of {value}" for key, value in wrong.items())
 
 
 # --- plan ------------------------------------------------------------------------------------------------------------
@@ -511,8 +511,8 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Sourc
         if found != plan.eps:
             problems.append(problem("config.json", f"{key} is {found} and the plan needs {plan.eps}"))
     for name, sides in source.config_changes.items():
-        if "after" in sides and checkpoint.config.get(name) != sides["after"]:
-            reason = f"{name} is {checkpoint.config.get(name)} and the report says {sides['after']}"
+        if "after" in sides and (found := looked_up(checkpoint.config, name)) != sides["after"]:
+            reason = f"{name} is {found} and the report says {sides['after']}"
             problems.append(problem("config.json", reason))
     return problems
 

@@ -28,6 +28,29 @@ def with_value(config: Mapping[str, object], key: str, value: object) -> dict[st
     return {**config, first: with_value(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
 
 
+def without_value(config: Mapping[str, object], key: str) -> dict[str, object]:
+    """Return a config without a key, which with dots is one of a config inside it."""
+    first, _, rest = key.partition(".")
+    inner = config.get(first)
+    if rest and isinstance(inner, Mapping):
+        return {**config, first: without_value(inner, rest)}
+    return {name: value for name, value in config.items() if rest or name != first}
+
+
+def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """Return for every config key that differs, with dots one of a config inside, its value before and after; an absent
+    key has no entry."""
+    found: dict[str, dict[str, object]] = {}
+    for key in (k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)):
+        sides = {side: c[key] for side, c in (("before", before), ("after", after)) if key in c}
+        old, new = sides.get("before"), sides.get("after")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= {f"{key}.{inner}": each for inner, each in changes(old, new).items()}
+        else:
+            found[key] = sides
+    return found
+
+
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
     """Return the config's value for ``key``, or what the stock class takes in its place; None for a part left out."""
     found = looked_up(config, key)

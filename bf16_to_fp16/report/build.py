@@ -21,6 +21,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
 from ..environment import SCHEMA
+from ..families.configs import changes
 from ..families.known import padding_entry
 from ..families.layout import Layout
 from ..families.spread import carrying, spread_out
@@ -234,12 +235,6 @@ def too_inexact(fidelity: Fidelity) -> list[schema.UnsafeEntry]:
         return []
     lost = math.log2(fp16 / max(bf16, NOISE)) / 2 if math.isfinite(fp16) else FP16_RANGE_BITS
     return [inexact(lost, finite=math.isfinite(fp16))]
-
-
-def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return for every config key that differs its value before and after; an absent key has no entry."""
-    keys = [k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)]
-    return {k: {side: c[k] for side, c in (("before", before), ("after", after)) if k in c} for k in keys}
 
 
 def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rewritten) -> schema.Source:

@@ -239,7 +239,8 @@ def t5gemma(**changes: Any) -> Any:
         "decoder": {"hidden_size": 12, "num_hidden_layers": 2, "intermediate_size": 29, "head_dim": 6},
     }
     stacks = {stack: shape | sizes | changes for stack, sizes in own.items()}
-    return transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(**stacks, vocab_size=97))
+    vocabulary = changes.get("vocab_size", shape["vocab_size"])
+    return transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(**stacks, vocab_size=vocabulary))
 
 
 def of_class(name: str, **shape: Any) -> Callable[..., Any]:
