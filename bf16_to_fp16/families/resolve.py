@@ -123,10 +123,11 @@ def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClas
 def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock: StockClass) -> dict[str, str]:
     """Return the tensors that are not carried over, each with the reason."""
     dropped = {}
+    of_logits = () if stock.is_language_model else (family.head, family.logits_bias)
     for name in checkpoint.tensors:
         if name in family.ignorable:
             dropped[name] = "stock classes ignore it"
-        elif name.startswith(unread(family, stock)) or (not stock.is_language_model and name == family.head):
+        elif name.startswith(unread(family, stock)) or name in of_logits:
             dropped[name] = f"{stock.names[0]} ignores it"
         elif name in family.copies and name != embedding:
             if not same_values(checkpoint, name, embedding):
