@@ -27,8 +27,8 @@ class Roles:
     """The last parts of module paths by role.
 
     ``attentions``: the modules that form scores. ``insides``: activation functions and position biases, whose outputs
-    are no signals of their own. ``sublayer_norms``: those with which sublayers begin. ``norms``: for each of ``STACKS`` that there is what each norm of a block reads for, in
-    order: self-attention, feed-forward.
+    are no signals of their own. ``sublayer_norms``: those with which sublayers begin. ``norms``: for each of ``STACKS``
+    that there is what each norm of a block reads for, in order: self-attention, feed-forward.
     """
 
     attentions: frozenset[str] = frozenset()

@@ -590,7 +590,7 @@ def test_one_reason_for_all_is_said_once_and_very_many_sites_are_cut() -> None:
 def test_a_pictures_lines_are_of_the_stream_at_sublayers_of_their_outputs_and_of_scores(kind: str) -> None:
     """Not of other norms' inputs; experts stand side by side, and the largest is drawn."""
     layout = layout_of(tiny.build(kind))
-    seen = [
+    seen: list[dict[str, Any]] = [
         {"module": p.module, "side": p.side, "kind": str(signal.kind), "before": 2.0 + n, "after": 1.0}
         for signal in layout.signals.values()
         for n, p in enumerate(signal.seen)
