@@ -82,7 +82,15 @@ RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, GENERATE, DATA = BATCH_KIN
 """What a batch is there for; the report lists the batches by it."""
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+    "vocab.json",
+)
+"""Files of which a tokenizer has one."""
 
 
 @dataclass(frozen=True)
@@ -804,7 +812,7 @@ def without_end(ids: Tensor, tokenizer: Any) -> Tensor:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has any file of a tokenizer."""
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(folder: Path) -> Any:
