@@ -17,7 +17,7 @@ from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import write_fp16
 from ..errors import UserError
-from ..families.configs import with_value, without
+from ..families.configs import with_value, without_value
 from ..families.resolve import resolve
 from ..progress import Progress
 from ..report.schema import REPORT, Source
@@ -73,7 +73,7 @@ def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
     """Return the config that a conversion made another one of."""
     found = dict(config)
     for key, sides in origin.config_changes.items():
-        found = with_value(found, key, sides["before"]) if "before" in sides else without(found, key)
+        found = with_value(found, key, sides["before"]) if "before" in sides else without_value(found, key)
     return found
 
 

@@ -14,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.configs import changes, looked_up, without
+from ..families.configs import changes, looked_up, without_value
 from ..families.known import padding_entry
 from ..families.layout import Layout
 from ..families.resolve import resolve
@@ -277,11 +276,11 @@ def check_config(original: Checkpoint, checkpoint: Checkpoint, source: Source) -
     for an original without a config of its own."""
     if original.folder in VIEWS:
         return []
-    changed = {*source.config_changes, *OF_NO_MODEL}
-    before, after = (reduce(without, changed, c.config) for c in (original, checkpoint))
-    keys = sorted(changes(before, after))
+    before, after = original.config, checkpoint.config
+    for key in (*source.config_changes, *OF_NO_MODEL):
+        before, after = without_value(before, key), without_value(after, key)
     reason = "is not what it is in the original's config.json"
-    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in keys]
+    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(changes(before, after))]
 
 
 def packed_subject(file: Path) -> Subject:
@@ -512,8 +511,7 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Sourc
         if found != plan.eps:
             problems.append(problem("config.json", f"{key} is {found} and the plan needs {plan.eps}"))
     for name, sides in source.config_changes.items():
-        found = looked_up(checkpoint.config, name)
-        if "after" in sides and found != sides["after"]:
+        if "after" in sides and (found := looked_up(checkpoint.config, name)) != sides["after"]:
             reason = f"{name} is {found} and the report says {sides['after']}"
             problems.append(problem("config.json", reason))
     return problems

@@ -28,25 +28,25 @@ def with_value(config: Mapping[str, object], key: str, value: object) -> dict[st
     return {**config, first: with_value(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
 
 
-def without(config: Mapping[str, object], key: str) -> dict[str, object]:
+def without_value(config: Mapping[str, object], key: str) -> dict[str, object]:
     """Return a config without a key, which with dots is one of a config inside it."""
     first, _, rest = key.partition(".")
     inner = config.get(first)
     if rest and isinstance(inner, Mapping):
-        return {**config, first: without(inner, rest)}
-    return {name: value for name, value in config.items() if name != key}
+        return {**config, first: without_value(inner, rest)}
+    return {name: value for name, value in config.items() if rest or name != first}
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return for every config key that differs its value before and after; an absent key has no entry. Keys of configs
-    inside both have dots."""
+    """Return for every config key that differs, with dots one of a config inside, its value before and after; an absent
+    key has no entry."""
     found: dict[str, dict[str, object]] = {}
-    for key in {**before, **after}:
-        sides = {name: side[key] for name, side in (("before", before), ("after", after)) if key in side}
-        one, other = before.get(key), after.get(key)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found |= {f"{key}.{inner}": of for inner, of in changes(one, other).items()}
-        elif len(sides) == 1 or one != other:
+    for key in (k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)):
+        sides = {side: c[key] for side, c in (("before", before), ("after", after)) if key in c}
+        old, new = sides.get("before"), sides.get("after")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= {f"{key}.{inner}": each for inner, each in changes(old, new).items()}
+        else:
             found[key] = sides
     return found
 

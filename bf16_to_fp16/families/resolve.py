@@ -32,16 +32,24 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     """Classify every tensor of ``checkpoint`` and return its layout.
 
     ``untie``: give an embedding that serves as head a copy of its own; no effect where it already has one.
-    Raises UserError for a tensor that is missing, unknown, of the wrong shape or not floating, by name.
+    Raises UserError for a tensor that is missing, unknown, of the wrong shape or not floating, by name, and for a
+    config.json that cannot be used.
     """
-    config, names = checkpoint.config, set(checkpoint.tensors)
     try:
-        stock, family = class_of(config), placed_family(config)
-        for key, (only, why) in family.alone.items():
-            if (found := config_value(family, config, key)) != only:
-                raise UserError(f"config.json: {key!r} is {found!r}, and {why}")
+        return classified(checkpoint, untie=untie)
     except UserError as error:
-        raise UserError(f"{checkpoint.source}/{error}") from None
+        if str(error).startswith("config.json"):  # what is wrong in a config is said where nothing knows whose it is
+            raise UserError(f"{checkpoint.source}/{error}") from None
+        raise
+
+
+def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
+    """Return what ``resolve`` does; an error of the config begins with the name of its file alone."""
+    config, names = checkpoint.config, set(checkpoint.tensors)
+    stock, family = class_of(config), placed_family(config)
+    for key, (only, why) in family.alone.items():
+        if (found := config_value(family, config, key)) != only:
+            raise UserError(f"config.json: {key!r} is {found!r}, and {why}")
     embedding = next((n for n in (family.embedding, *family.copies) if n in names), None)
     if embedding is None:
         raise UserError(
@@ -143,10 +151,11 @@ def check_floating(checkpoint: TensorSource, name: str) -> None:
 def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock: StockClass) -> dict[str, str]:
     """Return the tensors that are not carried over, each with the reason."""
     dropped = {}
+    of_logits = () if stock.is_language_model else (family.head, family.logits_bias)
     for name in checkpoint.tensors:
         if name in family.ignorable:
             dropped[name] = "stock classes ignore it"
-        elif name.startswith(unread(family, stock)) or (not stock.is_language_model and name == family.head):
+        elif name.startswith(unread(family, stock)) or name in of_logits:
             dropped[name] = f"{stock.names[0]} ignores it"
         elif name in family.copies and name != embedding:
             if not same_values(checkpoint, name, embedding):

@@ -27,14 +27,15 @@ class Roles:
     """The last parts of module paths by role.
 
     ``attentions``: the modules that form scores. ``insides``: activation functions and position biases, whose outputs
-    are no signals of their own. ``norms``: for each of ``STACKS`` that there is what each norm of a block reads for, in
-    order: self-attention, feed-forward.
+    are no signals of their own. ``sublayer_norms``: those with which sublayers begin. ``norms``: for each of ``STACKS``
+    that there is what each norm of a block reads for, in order: self-attention, feed-forward.
     """
 
     attentions: frozenset[str] = frozenset()
     attention_outputs: tuple[str, ...] = ()
     feed_forward_outputs: tuple[str, ...] = ()
     insides: frozenset[str] = frozenset()
+    sublayer_norms: frozenset[str] = frozenset()
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -53,6 +54,7 @@ def roles(family: Family) -> Roles:
         attention_outputs=tuple(dict.fromkeys(last(w.output) for w in attentions)),
         feed_forward_outputs=tuple(dict.fromkeys(last(w.output) for w in feed_forwards)),
         insides=frozenset(last(path) for path in (*(w.act for w in feed_forwards), *biases)),
+        sublayer_norms=frozenset(last(w.norm) for w in every),
         norms={name: tuple(readers(block)) for name, block in blocks.items()},
     )
 

@@ -308,17 +308,19 @@ class Corpus:
         self.density = data.noise_density or (DENOISING_DENSITY if whole else DENSITY)
         span = DENOISING_SPAN if whole else BYTE_SPAN if self.conventions.bytes else SUBWORD_SPAN
         self.mean_span = data.mean_span_length or span
-        self.window = self.input_length - 1
-        frame = (*self.conventions.before, *self.conventions.after) if whole else ()
+        before, after = self.conventions.before, self.conventions.after
+        # A decoder begins with a token that it is given, and must learn to end, whatever the tokenizer puts there.
+        self.target_frame = before[before[:1] == (probe.decoder_start(config),) :], after or (self.conventions.end,)
+        self.window = max(1, self.input_length - max(1, len(before) + len(after)))
         if whole:
-            self.window = max(1, min(self.input_length, self.target_length) - len(frame))
+            self.window = max(1, min(self.window, self.target_length - sum(map(len, self.target_frame))))
         if self.objective == "span-corruption":
             count = len(self.conventions.sentinels)
             self.window = window_length(self.input_length, self.target_length, self.density, self.mean_span, count)
         # Text may spell a special token; taken for one it would break the target. Bytes are text, whatever they mean.
         named = [k for k in self.conventions.sentinels if not (self.conventions.bytes and k <= BYTE_SENTINEL)]
-        names = ("pad", "start", "end", "mask", "span_mask")
-        self._reserved = {*named, *frame, *(getattr(self.conventions, name) for name in names)}
+        names = ("pad", "end", "mask", "span_mask")
+        self._reserved = {*named, *before, *after, *(getattr(self.conventions, name) for name in names)}
 
     def _objective(self) -> Objective:
         asked, path = self.data.objective, self.data.path
@@ -382,7 +384,10 @@ class Corpus:
             if target is None:
                 raise UserError(f"{self.data.path}: row {row} has no target; give every row one, or an objective")
             if not self.causal:
-                return self._cut(text, self.input_length), self._cut(target, self.target_length)
+                before, after = self.target_frame
+                room = max(1, self.target_length - len(before) - len(after))
+                ids = self._cut(target, room, add_special_tokens=False)
+                return self._cut(text, self.input_length), [*before, *ids, *after]
             answer = self._cut(target, self.target_length - 1, add_special_tokens=False)
             prompt = probe.without_end(torch.tensor(self._cut(text, self.input_length)), self.tokenizer)
             return prompt.tolist(), [*answer, self.conventions.end]
@@ -400,10 +405,11 @@ class Corpus:
         first = _first(len(tokens), self.window, rng)
         tokens = tokens[first : first + self.window]
         if self.objective == "next-token":
-            whole = tokens if self.conventions.start is None else [self.conventions.start, *tokens]
-            return whole[:1], whole[1:]
+            given = max(1, len(self.conventions.before))
+            tokens = [*self.conventions.before, *tokens]
+            return tokens[:given], tokens[given:]
         if self.objective == "text":
-            return [*tokens, end], []
+            return [*self.conventions.before, *tokens, *self.conventions.after], []
         spans = noise_spans(len(tokens), self.density, self.mean_span, rng)
         return span_corruption(tokens, spans, self.conventions.sentinels, end)
 
@@ -423,7 +429,8 @@ class Corpus:
         if mask is None:
             raise ValueError("denoising needs a mask")
         made = denoising(pieces, density=self.density, mean_span=self.mean_span, mask=mask, rng=rng)
-        source, target = ([*self.conventions.before, *ids, *self.conventions.after] for ids in made)
+        frames = (self.conventions.before, self.conventions.after), self.target_frame
+        source, target = ([*before, *ids, *after] for ids, (before, after) in zip(made, frames, strict=True))
         return source, target
 
     def _gaps(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:

@@ -182,8 +182,7 @@ def gap_sentences(
 @dataclass(frozen=True)
 class Conventions:
     """The ids that objectives need: ``sentinels`` in the order of their use (none for Pegasus), ``mask`` of a sentence
-    (None but for Pegasus), ``pad``, ``end``, whether tokens are bytes, and ``start``, with which the tokenizer begins a
-    text, None for nothing.
+    (None but for Pegasus), ``pad``, ``end`` and whether tokens are bytes.
 
     ``span_mask``: of any span, None for a tokenizer with a mask of sentences or sentinels. ``before``, ``after``: what
     the tokenizer puts around a text, mBART's language among it.
@@ -194,7 +193,6 @@ class Conventions:
     pad: int
     end: int
     bytes: bool
-    start: int | None = None
     span_mask: int | None = None
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -229,11 +227,9 @@ def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = No
     sentinels = tuple(sentinel for sentinel in found[:SENTINELS] if 0 <= sentinel < vocabulary)
     pad, end = 0 if pad is None else int(pad), int(tokenizer.eos_token_id)
     before, after = around(tokenizer)
-    bos = getattr(tokenizer, "bos_token_id", None)
-    start = bos if before[:1] == (bos,) else None
     span_mask = None if sentinels or mask is not None else tokenizer.mask_token_id
     span_mask = span_mask if span_mask is None or span_mask < vocabulary else None
-    return Conventions(sentinels, mask, pad, end, of_bytes, start, span_mask, before, after)
+    return Conventions(sentinels, mask, pad, end, of_bytes, span_mask, before, after)
 
 
 def around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -22,6 +22,7 @@ from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
 from ..rescaling.plan import Plan
+from ..run.probe import TOKENIZER_FILES
 from ..wording import bound_magnitude, bytes_in_words, excess, magnitude, significant_bits
 from .page import (
     fidelity_rows,
@@ -73,9 +74,6 @@ READ_BY = {"comfy": "ComfyUI, Forge", "wan": "Wan's tools", "single": "any tool,
 
 MOST_UNCERTIFIED_ON_CARD = 6
 """Sites without a proof that a card lists; the report has all."""
-
-
-TOKENIZER_FILES = frozenset(("tokenizer.json", "tokenizer_config.json", "spiece.model"))
 
 
 def write_card(path: Path, checkpoint: Checkpoint, report: Report) -> None:
@@ -260,6 +258,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
     """Return the Markdown of the card."""
     covers, leaves = coverage(report)
     architecture = str((checkpoint.config.get("architectures") or ["?"])[0])
+    stock = class_named(architecture)
     hub_id, revision = origin(checkpoint, report)
     run, plan = report.finetune, report.plan
     assert plan is not None  # a card is of a conversion
@@ -299,8 +298,9 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         histograms=histograms(plan.exponents),
         model_class=loading_class(architecture),
         sentences=MODULES in report.source.carried_over,
-        stock=class_named(architecture),
-        tokenizer=bool(TOKENIZER_FILES & set(report.source.carried_over)),
+        stock=stock,
+        goes_on=stock is not None and stock.is_language_model and not stock.takes_decoder_ids,
+        tokenizer=any(name in TOKENIZER_FILES for name in report.source.carried_over),
         half="half" not in report.broken_regimes,
         kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
         made_in_fp32=family is not None and family.made_in_fp32,

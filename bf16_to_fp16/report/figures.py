@@ -20,7 +20,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ..families.known import FAMILIES, named, roles_of
-from ..families.roles import STACKS, block_of, last, stack_in, stack_of
+from ..families.roles import STACKS, Roles, block_of, last, stack_in, stack_of
 from ..numerics import FP16_MAX
 from ..wording import bits, bound_magnitude, infinite, known, magnitude, power
 from .schema import BoundEntry, CertificateEntry, FinetuneEntry, SignalEntry, SiteEntry
@@ -110,44 +110,63 @@ def points(signals: Sequence[SignalEntry], stack: str, family: str | None) -> li
     """Return the points of one stack: norm inputs, sublayer outputs, neurons and scores, spread evenly within their
     block, and the logits behind the last.
 
-    A norm begins a sublayer, the output that follows in the report's order ends it. Zeros and infinite values have no
-    place on a log axis and are left out.
+    A norm of the stream begins a sublayer, the output that follows in the report's order ends it; of experts, which
+    stand side by side, the largest counts. Zeros and infinite values have no place on a log axis and are left out.
     """
-    outputs = roles_of(named(family)).feed_forward_outputs
+    known_as = roles_of(named(family))
     found = [
         s for s in signals if stack_in(s.module, named(family)) == stack or (s.kind, stack) == ("logits", STACKS[-1])
     ]
-    place: dict[tuple[str, str], tuple[int, int]] = {}
-    sublayers: Counter[int] = Counter()
-    for s in found:
-        number = block_of(s.module)
-        if s.kind == "residual" and number is not None:
-            sublayers[number] += s.side == "input"
-            place[s.module, s.side] = (number, max(0, sublayers[number] - 1))
+    place, sublayers = places(found, known_as)
     end = max(sublayers, default=-1) + 1
-    result = []
+    result: dict[tuple[Series, float], Point] = {}
     for s in found:
         written = place.get((s.module, s.side if s.kind == "residual" else "output"))
         if s.kind == "logits":
             series, x = SCORES, float(end)
-        elif s.kind == "scores":
-            within = next((xy for (module, _), xy in place.items() if module.startswith(f"{s.module}.")), None)
-            if within is None:
-                continue
+        elif s.kind == "residual" and s.side == "input" and block_of(s.module) is None:
+            series, x = STREAM, float(end)
+        elif s.kind == "scores" and (within := attention_at(s.module, place)) is not None:
             series, x = SCORES, at(within, sublayers)
-        elif s.kind == "residual" and s.side == "input":
-            series, x = STREAM, float(end) if written is None else at(written, sublayers)
         elif written is not None and s.kind == "residual":
-            series = FEED_FORWARD if last(s.module) in outputs else ATTENTION
-            x = at(written, sublayers)
+            outputs = FEED_FORWARD if last(s.module) in known_as.feed_forward_outputs else ATTENTION
+            series, x = STREAM if s.side == "input" else outputs, at(written, sublayers)
         elif written is not None and s.kind == "neuron" and s.side == "input":
             series, x = PRODUCT, at(written, sublayers)
         else:
             continue
         before, after = known(s.before), known(s.after)
         if before and after:
-            result.append(Point(series, x, before, after))
-    return sorted(result, key=lambda p: p.x)
+            same = result.get((series, x), Point(series, x, before, after))
+            result[series, x] = Point(series, x, max(before, same.before), max(after, same.after))
+    return sorted(result.values(), key=lambda p: p.x)
+
+
+def places(
+    signals: Sequence[SignalEntry], known_as: Roles
+) -> tuple[dict[tuple[str, str], tuple[int, int]], Counter[int]]:
+    """Return by (module, side) in which block and which of its sublayers the stream is read and outputs are, and how
+    many sublayers each block has; other norms than those with which sublayers begin are left out."""
+    place: dict[tuple[str, str], tuple[int, int]] = {}
+    sublayers: Counter[int] = Counter()
+    outputs = (*known_as.attention_outputs, *known_as.feed_forward_outputs)
+    for s in signals:
+        number, reads = block_of(s.module), s.side == "input"
+        named_so = last(s.module) in (known_as.sublayer_norms if reads else outputs)
+        if s.kind != "residual" or number is None or not named_so or (s.module, s.side) in place:
+            continue
+        sublayers[number] += reads
+        place[s.module, s.side] = (number, max(0, sublayers[number] - 1))
+    return place, sublayers
+
+
+def attention_at(module: str, place: Mapping[tuple[str, str], tuple[int, int]]) -> tuple[int, int] | None:
+    """Return where an attention's output is, which is inside it or beside it."""
+    for outer in (module, module.rpartition(".")[0]):
+        for (path, side), found in place.items():
+            if side == "output" and path.startswith(f"{outer}."):
+                return found
+    return None
 
 
 def at(place: tuple[int, int], sublayers: Mapping[int, int]) -> float:

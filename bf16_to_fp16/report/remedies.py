@@ -45,7 +45,10 @@ NOT_CONVERTED = f"{CONVERT}; what cannot, a finetune lowers"
 CONVERTED = f"rescaling was not enough; {FINETUNE}"
 
 
-NO_FAMILY = "stay with bf16, or finetune it with ActivationPenalty in a loop of your own"
+STAY = "stay with bf16 (fp32 on a card without it)"
+
+
+NO_FAMILY = f"{STAY}, or finetune it with ActivationPenalty in a loop of your own"
 
 
 OBSERVED = "its observed range with margin decides; finetune with penalty.certify: true to prove it as well"
@@ -89,7 +92,7 @@ REMOVE = "remove it, or keep it elsewhere"
 RIGHT_REVISION = "give --original at the revision that the report names"
 
 
-UNSAFE_BY_REPORT = "finetune it, or stay with bf16"
+UNSAFE_BY_REPORT = f"finetune it, or {STAY}"
 
 
 def passed_limit(violation: Violation) -> UnsafeEntry:
@@ -238,7 +241,7 @@ def going_on_from(
         return finetuning_of(source, f"{source}-finetuned", clean, certify=not regimes, subfolder=subfolder)
     out = f"{PurePath(source.partition('@')[0]).name}-fp16"
     words = ["bf16-to-fp16", "convert", source, out, *(["--subfolder", subfolder] if subfolder else [])]
-    return f"convert it, which is exact and lowers most of this: {shlex.join(words)}"
+    return f"convert it, which lowers most of this, exactly or with a drift that it measures: {shlex.join(words)}"
 
 
 def finetuning_of(
@@ -256,5 +259,5 @@ def finetuning_of(
         recipe["penalty"] = {"certify": True}
     # JSON is YAML as well, whatever is in the names.
     written = f"echo {shlex.quote(json.dumps(recipe, ensure_ascii=False))} > recipe.yaml"
-    otherwise = f"use {listed(clean)}, where nothing broke" if clean else "stay with bf16"
+    otherwise = f"use {listed(clean)}, where nothing broke" if clean else STAY
     return f"{otherwise}, or finetune it on plain text, here {TEXT}: {written} && bf16-to-fp16 finetune recipe.yaml"

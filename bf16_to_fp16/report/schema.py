@@ -109,8 +109,8 @@ class Source(ReportObject):
     ``subfolder``: of the source, where one was asked for (of one file the names' prefix); a local path ends in it.
     ``sha256`` and ``other_sha256``: of its weight files and of the others. ``dtype``: of most tensors, in safetensors'
     spelling; ``dtypes``: of the others by name. ``made``: tensors that the conversion made. ``dropped``: those that it
-    left out, with the reason. ``config_changes``: keys of config.json with their values before and after, those of
-    configs inside it with dots. ``carried_over`` and ``left_out``: files besides the weights. ``side_dtypes``: what the
+    left out, with the reason. ``config_changes``: keys of config.json with their values before and after; a dot leads
+    into a config inside. ``carried_over`` and ``left_out``: files besides the weights. ``side_dtypes``: what the
     tensors of a sentence encoder's other modules were in, by sub-folder and name. Of a checkpoint that was finetuned,
     path, revision and hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged with it.
     """

@@ -84,7 +84,15 @@ RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, IMAGE, GENERATE, DATA = BA
 """What a batch is there for; the report lists the batches by it."""
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+    "vocab.json",
+)
+"""Files of which a tokenizer has one."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +310,7 @@ def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder
     if not takes_decoder_ids(config):
         return _readable(config, _repeated(config, Batch("rows of every kind", ids, mask)))
     decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], _pad(config))
-    decoder_ids[:, 0] = _start(config)
+    decoder_ids[:, 0] = decoder_start(config)
     return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
 
 
@@ -537,12 +545,10 @@ def longest_sequence(config: Any) -> int:
     return int(positions) if positions else 2**30
 
 
-def _start(config: Any) -> int:
-    for name in ("decoder_start_token_id", "pad_token_id"):
-        token = setting(config, name)
-        if token is not None:
-            return int(token)
-    return 0
+def decoder_start(config: Any) -> int:
+    """Return the token with which a decoder begins, as ``generate`` takes it; T5's is the padding's."""
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    return next((token for name in names for token in _named(config, name)), 0)
 
 
 def _pad(config: Any) -> int:
@@ -592,7 +598,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         if not decodes:
             return Batch(description, encoder, torch.ones_like(encoder), kind=kind)
         started = decoder.clone()
-        started[:, 0] = _start(config)
+        started[:, 0] = decoder_start(config)
         return Batch(
             description,
             encoder,
@@ -804,7 +810,7 @@ def _padded(
     ids, mask = stack(encoder, _pad(config))
     if not takes_decoder_ids(config):
         return Batch(description, ids, mask, kind=kind)
-    start = torch.tensor([_start(config)])
+    start = torch.tensor([decoder_start(config)])
     shifted = [torch.cat([start, row[:-1]]) for row in decoder]
     return Batch(description, ids, mask, *stack(shifted, _pad(config)), kind=kind)
 
@@ -830,7 +836,8 @@ def _tokenised(config: Any, source: Path, data: str, seed: int, examples: int, l
     def pair(text: str, target: str | None) -> tuple[Tensor, Tensor]:
         encoder = encode(text)
         if not causal and target is not None:
-            return encoder, encode(target)
+            ids = encode(target)  # of which the first may be the token that a decoder is given anyway
+            return encoder, ids[1:] if len(ids) > 1 and ids[0] == decoder_start(config) else ids
         if not causal:
             return encoder, torch.randint(0, vocabulary, (min(32, length),), generator=generator)
         if target is not None:
@@ -863,7 +870,7 @@ def without_end(ids: Tensor, tokenizer: Any) -> Tensor:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has any file of a tokenizer."""
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -23,8 +23,6 @@ DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-byte
 FAMILIES = [
     "t5",
     "gated",
-    "silu",
-    "mt5",
     "umt5",
     "pegasus",
     "t5-encoder",
@@ -32,6 +30,8 @@ FAMILIES = [
     "t5-spans",
     "longt5",
     "gemma3",
+    "glm4",
+    "t5gemma",
 ]
 
 

@@ -85,7 +85,7 @@ def test_positions_that_multiply_by_more_than_a_rotation_are_refused(key: str) -
     source.config[key] = {kind: "llama3", "factor": 8.0}
     resolve(source)
     source.config[key] = {kind: "yarn", "factor": 4.0}
-    with pytest.raises(UserError, match=rf"config\.json: '{key}' is of the kind 'yarn'"):
+    with pytest.raises(UserError, match=rf"^LlamaForCausalLM/config\.json: '{key}' is of the kind 'yarn'"):
         resolve(source)
 
 

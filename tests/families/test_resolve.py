@@ -144,6 +144,14 @@ def test_an_embedding_that_differs_between_encoder_and_decoder_is_refused() -> N
         resolve(source)
 
 
+def test_what_is_of_logits_is_left_behind_by_a_class_without_a_head() -> None:
+    source = ModelTensors(tiny.build("mbart-states"))
+    shared = next(iter(source.tensors.values()))
+    source.tensors |= dict.fromkeys(("lm_head.weight", "final_logits_bias"), shared)
+    dropped = resolve(source).dropped
+    assert dropped["lm_head.weight"] == dropped["final_logits_bias"] == "MBartModel ignores it"
+
+
 def test_t5s_stray_cross_attention_bias_is_dropped_with_a_reason() -> None:
     source = ModelTensors(tiny.build("t5"))
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"

@@ -16,9 +16,11 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.attention import ScoreBounds, score_bounds
 from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.families.configs import looked_up, with_value
+from bf16_to_fp16.commands.verify import check_config
+from bf16_to_fp16.families.configs import changes, looked_up, with_value, without_value
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.agreement import agreed_layout
 
@@ -32,6 +34,15 @@ def test_keys_with_dots_are_of_configs_inside_a_config() -> None:
     assert changed == {"a": 1, "encoder": {"b": 2, "deep": {"c": 5}}}
     assert config["encoder"] == {"b": 2, "deep": {"c": None}}
     assert with_value({}, "x.y", 1) == {"x": {"y": 1}}
+    assert without_value(changed, "encoder.deep.c") == {"a": 1, "encoder": {"b": 2, "deep": {}}}
+    assert without_value(changed, "a") == {"encoder": changed["encoder"]} and without_value(changed, "a.b") == changed
+    assert without_value(config, "encoder.d.c") == config
+    after = with_value(changed, "encoder.new", [7]) | {"a": {"b": 1}}
+    assert changes(config, after) == {
+        "a": {"before": 1, "after": {"b": 1}},
+        "encoder.deep.c": {"before": None, "after": 5},
+        "encoder.new": {"after": [7]},
+    }
 
 
 def test_both_stacks_norms_get_the_scaled_eps_and_undo_takes_it_back(tmp_path: Path) -> None:
@@ -43,6 +54,16 @@ def test_both_stacks_norms_get_the_scaled_eps_and_undo_takes_it_back(tmp_path: P
     for stack in ("encoder", "decoder"):
         assert after[stack]["rms_norm_eps"] == before[stack]["rms_norm_eps"] * 4.0**r
         assert after[stack] == before[stack] | {"rms_norm_eps": after[stack]["rms_norm_eps"]}
+    told = result.report["source"]["config_changes"]
+    assert {f"{stack}.rms_norm_eps" for stack in ("encoder", "decoder")} <= set(told) and "encoder" not in told
+    recorded = read(Report, result.report).source
+    assert not check_config(open_checkpoint(source), open_checkpoint(tmp_path / "out"), recorded)
+    after["decoder"]["head_dim"] += 1
+    written = (tmp_path / "out" / "config.json").read_bytes()
+    (tmp_path / "out" / "config.json").write_text(json.dumps(after))
+    (problem,) = check_config(open_checkpoint(source), open_checkpoint(tmp_path / "out"), recorded)
+    assert problem.name == "config.json, decoder.head_dim"
+    (tmp_path / "out" / "config.json").write_bytes(written)
     undo(tmp_path / "out", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
 

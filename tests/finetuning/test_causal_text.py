@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support import causal, tiny
 from support.learner import recipe_tree
+from tokenizers import processors
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, open_corpus
@@ -53,6 +54,21 @@ def test_each_position_of_a_text_predicts_the_next_and_the_last_its_end(tmp_path
     assert float(own) / int(counted_positions(batch).sum()) == pytest.approx(float(stock), rel=1e-5)
 
 
+def test_all_that_a_tokenizer_puts_before_a_text_is_given_and_none_of_it_predicted(tmp_path: Path) -> None:
+    tokenizer = causal.tokenizer()  # with two tokens, as GLM-4's
+    framed = processors.TemplateProcessing("<bos> <pad> $A", special_tokens=[("<bos>", 2), ("<pad>", 0)])
+    tokenizer.backend_tokenizer.post_processor = framed
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "data.txt").write_text("\n".join(TEXTS))
+    data = Data(path=str(tmp_path / "data.txt"), input_length=12, held_out=0.0, batch_size=3)
+    corpus = open_corpus(data, tmp_path, causal.make("llama", vocab_size=259).config)
+    batch = next(corpus.training_batches())
+    assert batch.labels is not None and batch.input_ids.shape == (3, 12)
+    for ids, mask, labels in zip(batch.input_ids, batch.attention_mask, batch.labels, strict=True):
+        row = ids[mask == 1].tolist()
+        assert row[:2] == [2, 0] and labels.tolist() == [SKIP, *row[2:], *[SKIP] * (13 - len(row))]
+
+
 def test_of_a_pair_the_target_counts_and_follows_its_prompt(tmp_path: Path) -> None:
     rows = [{"input": "ab", "target": "cde"}, {"input": "abcdef", "target": "g" * 40}]
     corpus, model = opened(tmp_path, rows, target_length=4)
@@ -87,11 +103,15 @@ def test_the_teacher_is_no_way_from_itself_where_tokens_are_predicted(tmp_path: 
     assert len(teachers[0].outputs(batch)) == int(batch.attention_mask.sum() - len(TEXTS))
 
 
-@pytest.mark.parametrize("kind", CLASSES)
-def test_a_causal_model_is_finetuned_on_answers_and_keeps_its_class(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "objective"), [("gemma3-images", "pairs"), ("llama-biased", "next-token")])
+def test_a_causal_model_is_finetuned_on_answers_or_texts_and_keeps_its_class(
+    kind: str, objective: str, tmp_path: Path
+) -> None:
     source = tiny.save(tiny.build(kind, 3, vocab_size=259, num_hidden_layers=2), tmp_path / "source")
     causal.tokenizer().save_pretrained(source)
     rows = [{"input": f"line {i} ", "target": f"of {i} numbers"} for i in range(40)]
+    if objective == "next-token":
+        rows = [{"text": "".join(row.values())} for row in rows]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu"}
     tree["evaluation"] = {"every": 100, "generate": True, "max_new_tokens": 4}
@@ -102,7 +122,7 @@ def test_a_causal_model_is_finetuned_on_answers_and_keeps_its_class(kind: str, t
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     run = report["finetune"]
     first, last = run["evaluations"]
-    assert run["data"]["objective"] == "pairs" and last["held_out_loss"] < first["held_out_loss"]
+    assert run["data"]["objective"] == objective and last["held_out_loss"] < first["held_out_loss"]
     assert first["held_out_divergence"] < 0.1 < last["held_out_divergence"]  # it begins as the original
     assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [CLASSES[kind]]

@@ -19,6 +19,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import causal, tiny
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, TrainingBatches, epoch_order, open_corpus
@@ -33,6 +34,7 @@ from bf16_to_fp16.finetuning.objectives import (
     window_length,
 )
 from bf16_to_fp16.finetuning.recipe import Data
+from bf16_to_fp16.run.probe import decoder_start
 
 datasets = pytest.importorskip("datasets")
 torch.set_num_threads(1)
@@ -377,6 +379,26 @@ def test_a_denoised_text_is_the_target_and_its_sentences_change_places_under_mas
     assert orders == {True, False}  # of one sentence the order stays
     plain = opened("mbart")
     assert (plain.density, plain.mean_span) == (0.35, 3.5)
+
+
+def test_a_target_ends_and_does_not_begin_with_what_a_decoder_is_given(tmp_path: Path) -> None:
+    """Gemma's tokenizer puts a token before every text and none behind it."""
+    tokenizer = causal.tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"input": "abc", "target": "defghij"}))
+    (tmp_path / "text.txt").write_text("a text of some length that is cut")
+    model = tiny.t5gemma(vocab_size=260, bos_token_id=2, eos_token_id=1, pad_token_id=0)
+    for name, most in (("pairs.jsonl", 6), ("pairs.jsonl", 20), ("text.txt", 9)):
+        data = Data(path=str(tmp_path / name), target_length=most, held_out=0.0, batch_size=1)
+        corpus = open_corpus(data, tmp_path, model.config)
+        batch = next(corpus.training_batches())
+        assert corpus.objective == ("denoising" if most == 9 else "pairs") and batch.labels is not None
+        (ids,), (labels,) = batch.input_ids.tolist(), batch.labels.tolist()
+        assert ids[0] == 2 and ids[-1] != 1
+        assert labels[-1] == 1 and 2 not in labels and len(labels) == min(most, 8 if most == 20 else 9)
+        given = model.prepare_decoder_input_ids_from_labels(labels=batch.labels)
+        assert given.tolist() == [[decoder_start(model.config), *labels[:-1]]] and given[0, 0] == 2
 
 
 def test_special_tokens_that_a_text_spells_are_no_sentinels(opened: Open) -> None:

@@ -205,11 +205,18 @@ def test_the_usage_runs(tmp_path: Path, kind: str) -> None:
     states = kind in ("t5-encoder", "embeddinggemma")
     assert scope["last_hidden_state" if states else "tokens"].shape[0] == 1
     assert ("AutoModelForCausalLM" in code[1]) == (kind in ("gemma3", "gemma2"))
+    # What goes on with its input is not shown a text that has ended.
+    assert ("[[5, 6, 7]]" in code[1]) == (kind in ("gemma3", "gemma2"))
 
 
 def test_the_usage_brings_the_tokenizer_where_there_is_one(tmp_path: Path) -> None:
-    text = card(tmp_path, fakes.conversion()).text
+    report = fakes.conversion()
+    text = card(tmp_path, report).text
     assert "AutoTokenizer.from_pretrained(folder)" in text and '"input_ids"' not in text
+    for name, has in (("tokenizer.model", True), ("sentencepiece.bpe.model", True), ("merges.txt", False)):
+        report["source"]["carried_over"] = [name]
+        (tmp_path / name).mkdir()
+        assert ("AutoTokenizer" in card(tmp_path / name, report).text) is has
     compile(text.split("```python\n")[1].split("```")[0], "usage", "exec")
 
 

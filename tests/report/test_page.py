@@ -21,7 +21,8 @@ from support.contract import layout_of
 
 from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
-from bf16_to_fp16.families.roles import STACKS
+from bf16_to_fp16.families.roles import STACKS, stack_in
+from bf16_to_fp16.families.types import Attention, Sublayer
 from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
@@ -31,7 +32,7 @@ from bf16_to_fp16.losses.report import loss_report, write_loss_page
 from bf16_to_fp16.report import card, page, terminal
 from bf16_to_fp16.report import figures as pictures
 from bf16_to_fp16.report.build import tiers_of
-from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, dump, read
+from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, SignalEntry, dump, read
 from bf16_to_fp16.wording import (
     about,
     bits,
@@ -565,6 +566,7 @@ def test_what_is_not_certified_is_listed_with_reason_and_remedy() -> None:
     words, rest = Page(html).text, len(report["uncertified"]) - 12
     assert f"{rest} more" in words and all(words.count(f"{site['remedy']}.") == 1 for site in report["uncertified"])
     assert f"Not proven: {rest + 12} of 37 sites" in words and "not certified" in words
+    assert "It covers" not in words and "The bounds cover, until something overflows" in words
     assert (
         figures(report)[1].value == f"{rest + 12} sites" and report["uncertified"][0]["name"] in figures(report)[1].note
     )
@@ -582,6 +584,33 @@ def test_one_reason_for_all_is_said_once_and_very_many_sites_are_cut() -> None:
     # Where the whole has a next step, that is it.
     assert "What helps" not in Page(render(report | {"next": "go on: c"})).text
     assert "place 399" in text and "place 400" not in text and "50 more are in the JSON report only" in text
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "switch", "bigbird_pegasus"])
+def test_a_pictures_lines_are_of_the_stream_at_sublayers_of_their_outputs_and_of_scores(kind: str) -> None:
+    """Not of other norms' inputs; experts stand side by side, and the largest is drawn."""
+    layout = layout_of(tiny.build(kind))
+    seen: list[dict[str, Any]] = [
+        {"module": p.module, "side": p.side, "kind": str(signal.kind), "before": 2.0 + n, "after": 1.0}
+        for signal in layout.signals.values()
+        for n, p in enumerate(signal.seen)
+    ]
+    attentions = [w.at for w in layout.topology if isinstance(w, Attention)]
+    seen += [{"module": at, "side": "output", "kind": "scores", "before": 2.0, "after": 1.0} for at in attentions]
+    for stack in layout.stacks():
+        name = STACKS[-1] if len(layout.stacks()) == 1 else stack.ends.at.rpartition(".")[2]
+        sublayers = [w for w in layout.topology if isinstance(w, Sublayer) and stack_in(w.at, layout.family) == name]
+        found = pictures.points([read(SignalEntry, each) for each in seen], name, layout.family.name)
+        drawn = {line: [p for p in found if p.series is line] for line in pictures.SERIES}
+        of_attention = sum(isinstance(w, Attention) for w in sublayers)
+        assert len(drawn[pictures.STREAM]) == len(sublayers) + 1
+        assert len(drawn[pictures.ATTENTION]) == len(drawn[pictures.SCORES]) == of_attention
+        assert len(drawn[pictures.FEED_FORWARD]) == len(drawn[pictures.PRODUCT]) == len(sublayers) - of_attention
+        for line in (pictures.ATTENTION, pictures.FEED_FORWARD):
+            assert {p.x for p in drawn[line]} <= {p.x for p in drawn[pictures.STREAM]}
+        if kind == "switch":
+            experts = [s["before"] for s in seen if f"{name}.block.0" in s["module"] and ".wo" in s["module"]]
+            assert max((p.before for p in drawn[pictures.FEED_FORWARD] if p.x < 1), default=0) in experts
 
 
 def test_what_the_proof_covers_follows_its_arithmetic() -> None:

@@ -263,7 +263,9 @@ def t5gemma(**changes: Any) -> Any:
     }
     stacks = {stack: shape | sizes | changes for stack, sizes in own.items()}
     rates = {key: value for key, value in changes.items() if "dropout" in key}
-    return transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(**stacks, vocab_size=97, **rates))
+    vocabulary = changes.get("vocab_size", shape["vocab_size"])
+    config = transformers.T5GemmaConfig(**stacks, vocab_size=vocabulary, **rates)
+    return transformers.T5GemmaForConditionalGeneration(config)
 
 
 def of_class(name: str, **shape: Any) -> Callable[..., Any]:
