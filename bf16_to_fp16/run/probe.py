@@ -192,7 +192,7 @@ def _is_blind(config: Any, batch: Batch) -> bool:
         return False
     before, behind = (mask.cumprod(1).sum(1).amax() for mask in (empty.long(), empty.flip(1).long()))
     causal = not takes_decoder_ids(config) and not getattr(config, "use_bidirectional_attention", False)
-    windows = [getattr(part, "sliding_window", None) for part in (config, getattr(config, "encoder", None))]
+    windows = [setting(part, "sliding_window") for part in (config, getattr(config, "encoder", None))]
     window = min((window for window in windows if window is not None), default=math.inf)
     return bool(causal and before > 0) or 2 * int(torch.maximum(before, behind)) >= window
 

@@ -624,7 +624,7 @@ def test_what_the_proof_covers_follows_its_arithmetic() -> None:
     report["certificate"]["sites"].append(bound("encoder.x (sum of squares)", "squares", 100.0))
     covers, leaves = Page(render(report)).text.split("It covers")[1].split("It does not cover")
     assert "up to 512 positions" in covers and "up to 1 partial sum " in covers
-    assert "dropout at the config's rates" in covers and "squares of the residual stream" in covers
+    assert "dropout at the config's rates" in covers and "square the residual stream" in covers
     assert leaves.split("The ways people run it")[0].count("--target") == 1
 
 
