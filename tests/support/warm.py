@@ -92,16 +92,22 @@ def import_all() -> None:
         importlib.import_module(name)
 
 
-def start(connection: socket.socket) -> int:
-    """Fork for what a caller has lent, and return the child's process id."""
+def start(connection: socket.socket) -> int | None:
+    """Fork for what a caller has lent, and return the child's process id; None for a caller that was killed before it
+    had lent all."""
     head, streams, _, _ = socket.recv_fds(connection, 8, 3)
-    length, parts = int.from_bytes(head, "little"), b""
-    while len(parts) < length:
-        parts += connection.recv(length - len(parts))
+    left, parts = int.from_bytes(head, "little"), b""
+    while left and (part := connection.recv(left)):
+        parts, left = parts + part, left - len(part)
+    if left or not parts:
+        for stream in streams:
+            os.close(stream)
+        return None
     arguments, environment, folder = json.loads(parts)
     number = os.fork()
     if number:
-        connection.sendall(number.to_bytes(8, "little"))
+        with suppress(OSError):  # of a caller that has gone meanwhile ``serve`` kills the fork
+            connection.sendall(number.to_bytes(8, "little"))
     else:
         for stream, place in zip(streams, (0, 1, 2), strict=True):
             os.dup2(stream, place)
@@ -166,18 +172,21 @@ def serve(listener: socket.socket, owner: int) -> None:
         for each in ready:
             if each is listener:
                 connection, _ = listener.accept()
-                running[connection] = start(connection)
+                if (number := start(connection)) is None:
+                    connection.close()
+                else:
+                    running[connection] = number
             else:
                 kill(running[each])
         for connection, number in list(running.items()):
             ended, status = os.waitpid(number, os.WNOHANG)
             if ended:
-                if connection not in ready:
+                with suppress(OSError):  # where it has gone
                     connection.sendall(status.to_bytes(8, "little"))
                 connection.close()
                 del running[connection]
-    for number in running.values():
-        kill(number)
+    for child in running.values():
+        kill(child)
 
 
 def kill(number: int) -> None:
