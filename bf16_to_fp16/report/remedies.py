@@ -51,7 +51,10 @@ STAY = "stay with bf16 (fp32 on a card without it)"
 NO_FAMILY = f"{STAY}, or finetune it with ActivationPenalty in a loop of your own"
 
 
-OBSERVED = "its observed range with margin decides; finetune with penalty.certify: true to prove it as well"
+OBSERVED = (
+    "its observed range with margin decides; convert --no-audit plans by the bounds alone and proves it where an"
+    " exponent can, convert --plan then runs that plan; or finetune with penalty.certify: true"
+)
 
 
 TOO_FEW_BITS = "fp16 is further from the fp32 source than bf16: the limits leave too few bits"

@@ -155,15 +155,15 @@ def tower_of(family: str | None) -> str:
     return "" if w is None else w.tower.rpartition(".")[2].replace("_", " ")
 
 
-def tower_advice(report: Report) -> str:
-    """Return what is known of a model inside a model, and what is not; empty where there is none."""
+def tower_advice(report: Report) -> tuple[str, str]:
+    """Return what the bounds say of a model inside a model, and what they do not; both empty where there is none."""
     if not (tower := tower_of(report.family)):
-        return ""
+        return "", ""
     seen = report.regimes and report.inputs and any(entry.kind == IMAGE for entry in report.inputs.batches)
-    ran = ", and an image of noise was run through it" if seen else ""
+    ran = "; an image of noise was run through it" if seen else ""
     return (
-        f"whatever the {tower} gives, as long as it is finite, is within the bounds; the {tower} itself is carried over"
-        f" as it is and not covered{ran}"
+        f"what the {tower} brings into the stream, whatever it gives, as long as that is finite",
+        f"what happens inside the {tower}, which is carried over as it is{ran}",
     )
 
 
@@ -218,7 +218,9 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
         ("other weights than those in the files: adapters, quantisation", ""),
         ("precision: it says that nothing overflows, not that nothing is lost", ""),
     ]
-    leaves += [(advice, "") for advice in (padding_advice(report), tower_advice(report)) if advice]
+    brought, inside = tower_advice(report)
+    covers += [brought] if brought else []
+    leaves += [(advice, "") for advice in (padding_advice(report), inside) if advice]
     if squares:
         covers.append("norms that square the residual stream and compute in fp16, where mean squares stay over 2⁻¹⁷")
     else:
