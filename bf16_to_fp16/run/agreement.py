@@ -12,6 +12,7 @@ refused.
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -337,6 +338,23 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
     for path in (*layout.norms, *first):
         same(path, eps_attribute(model.get_submodule(path)), layout.eps_of(path))
     check_rotary(layout, model, where)
+    check_projector(layout, model, where)
+
+
+def check_projector(layout: Layout, model: Any, where: str) -> None:
+    """Raise UserError for an eps with which the norm of another model's outputs makes NaN of zeros, and for a number
+    that can be no id in the places of those outputs."""
+    if (w := layout.projector) is None:
+        return
+    norm = model.get_submodule(w.norm)
+    eps, token = getattr(norm, eps_attribute(norm)), getattr(model.config, w.token)
+    if not 0 < torch.tensor(eps, dtype=torch.float32) < math.inf:
+        raise UserError(
+            f"{where}: in stock code the eps of {w.norm} is {shown(eps)}, not a small positive number such as 1e-06;"
+            " take it from the original checkpoint"
+        )
+    if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        raise UserError(f"{where}: {w.token!r} is {shown(token)}, not an id; take it from the original checkpoint")
 
 
 def functions(module: nn.Module) -> dict[str, object]:

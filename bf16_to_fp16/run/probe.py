@@ -643,14 +643,15 @@ def _past_window(config: Any, length: int) -> int | None:
 
 def images(config: Any) -> list[Batch]:
     """Return a row of ids about an image of noise, as bright as images are once prepared; none for a model that
-    reads no images. Drawn apart, so that the other rows are those of a text model."""
+    reads no images. Drawn apart, so that the other rows are those of a text model; no id about it is an image's."""
     w = projector_of(of_model_type(config.model_type))
     if w is None:
         return []
     generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
     token, tokens, channels, size = (attrgetter(key)(config) for key in (w.token, w.tokens, *w.image))
     before, after = (torch.randint(0, vocabulary, (1, 4), generator=generator) for _ in range(2))
-    ids = torch.cat([_begun(config, before), torch.full((1, tokens), token), after], 1)
+    before, after = (x.where(x != token, (token + 1) % vocabulary) for x in (_begun(config, before), after))
+    ids = torch.cat([before, torch.full((1, tokens), token), after], 1)
     marks = torch.cat([torch.zeros_like(before), torch.ones(1, tokens, dtype=torch.int64), torch.zeros_like(after)], 1)
     pixels = torch.rand(1, channels, size, size, generator=generator) * 2 - 1
     return [Batch("an image", ids, torch.ones_like(ids), kind=IMAGE, pixels=pixels, image_tokens=marks)]

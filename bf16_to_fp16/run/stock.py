@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def any_config(folder: Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each field has its own validation, with exceptions of its own
-        raise UserError(f"{folder}/config.json: {' '.join(str(error).split())}; mend the file") from error
+        raise UserError(f"{folder}/config.json: {shorten(str(error), 500, placeholder=' …')}; mend the file") from error
 
 
 def setting(config: Any, name: str) -> Any:
@@ -82,8 +83,9 @@ def setting(config: Any, name: str) -> Any:
 
 
 def vocabulary_of(config: Any) -> int:
-    """Return the number of ids that a model of a stock config reads."""
-    return int(setting(config, "vocab_size"))
+    """Return the number of ids that a model of a stock config reads: the text model's where there is one inside it,
+    whatever stands outside."""
+    return int(setting(getattr(config, "text_config", None) or config, "vocab_size"))
 
 
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:

@@ -16,8 +16,10 @@ from support import tiny
 
 from bf16_to_fp16 import UserError, convert, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.families.configs import with_value
 from bf16_to_fp16.run.agreement import agreed_layout
 from bf16_to_fp16.run.probe import images, run_batch
+from bf16_to_fp16.run.stock import load_config, vocabulary_of
 
 TOWER = "vision_tower."
 PROJECTION = "multi_modal_projector.mm_input_projection_weight"
@@ -53,6 +55,12 @@ def saved(folder: Path, naming: Callable[[str], str] = as_published, **changes: 
     save_file({naming(name): weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     return folder
+
+
+def edited(folder: Path, key: str, value: object) -> None:
+    """Give a folder's config another value for a key."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(with_value(config, key, value)))
 
 
 def stock(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -165,6 +173,38 @@ def test_two_tensors_of_one_module_name_are_refused(tmp_path: Path) -> None:
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"model\.norm\.weight is there as model\.language_model\.norm\.weight too"):
         open_checkpoint(source)
+
+
+def test_no_other_id_of_the_probes_row_is_an_images(tmp_path: Path) -> None:
+    """Stock code counts them, and what is drawn may be any id of the vocabulary."""
+    config = load_config(saved(tmp_path / "source"))
+    for config.image_token_index in range(384):
+        (batch,) = images(config)
+        assert (batch.input_ids == config.image_token_index).equal(batch.image_tokens == 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("vision_config.layer_norm_eps", 0.0, r"the eps of .*soft_emb_norm is 0\.0, not a small positive number"),
+        ("vision_config.layer_norm_eps", 1e-50, "the eps of .*soft_emb_norm is 1e-50, not a small positive number"),
+        ("image_token_index", -1, "'image_token_index' is -1, not an id"),
+    ],
+)
+def test_a_value_with_which_images_would_be_nan_or_nowhere_is_one_line(
+    key: str, value: object, line: str, tmp_path: Path
+) -> None:
+    source = saved(tmp_path / "source")
+    edited(source, key, value)
+    with pytest.raises(UserError, match=line):
+        agreed_layout(open_checkpoint(source))
+
+
+def test_a_vocabulary_outside_the_text_model_is_of_no_account(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source")
+    edited(source, "vocab_size", 500)
+    agreed_layout(open_checkpoint(source))
+    assert vocabulary_of(load_config(source)) == 384
 
 
 def test_the_text_models_class_fills_its_stack_at_random_from_such_a_folder(tmp_path: Path) -> None:
