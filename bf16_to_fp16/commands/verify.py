@@ -61,7 +61,7 @@ from ..report.schema import (
     regimes_of,
 )
 from ..report.stored import Packed, read_packed
-from ..rescaling.apply import writes
+from ..rescaling.apply import edited_config, writes
 from ..rescaling.plan import Plan, exponents_of
 from ..run import probe
 from ..run.agreement import agreed_layout
@@ -238,9 +238,7 @@ def examine(
     found.add("plan", check_plan(checkpoint, layout, plan, subject.source))
     if original is not None:
         replayed = replay(original, checkpoint, plan, subject.source, progress)
-        if subject.packed is not None:
-            replayed += check_config(original, checkpoint, subject.source)
-        found.add("replay", replayed)
+        found.add("replay", [*replayed, *check_config(original, checkpoint, plan)])
     if subject.packed is None:
         found.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
         found.add("certificate", check_certificate(found.certificate, claim))
@@ -271,16 +269,16 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Pr
     return problems
 
 
-def check_config(original: Checkpoint, checkpoint: Checkpoint, source: Source) -> list[Problem]:
-    """Return the keys of one file's config that are not the original's, besides those that the conversion changed; none
-    for an original without a config of its own."""
+def check_config(original: Checkpoint, checkpoint: Checkpoint, plan: Plan) -> list[Problem]:
+    """Return the keys of a config that are not what the plan makes of the original's; none for an original without a
+    config of its own."""
     if original.folder in VIEWS:
         return []
-    before, after = original.config, checkpoint.config
-    for key in (*source.config_changes, *OF_NO_MODEL):
-        before, after = without_value(before, key), without_value(after, key)
-    reason = "is not what it is in the original's config.json"
-    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(changes(before, after))]
+    wanted, found = edited_config(resolve(original, untie=plan.untied_head), plan), checkpoint.config
+    for key in OF_NO_MODEL:
+        wanted, found = without_value(wanted, key), without_value(found, key)
+    reason = "is not what the conversion makes of the original's config.json"
+    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(changes(wanted, found))]
 
 
 def packed_subject(file: Path) -> Subject:

@@ -51,3 +51,20 @@ def test_the_stream_begins_with_the_larger_of_tokens_and_images() -> None:
     (large, after_large), (tokens, after_tokens), (small, after_small) = found
     assert large is not None and tokens is not None and small == tokens < large
     assert after_small == after_tokens < after_large
+
+
+def test_a_norm_reads_vectors_as_long_as_images_bring() -> None:
+    model = tiny.build("gemma3-images", 3, factor=2.0).half()
+    with torch.no_grad():
+        model.model.multi_modal_projector.mm_input_projection_weight.mul_(64)
+    layout = resolve(source := ModelTensors(model))
+    certificate = bound(layout, source_weights(source, layout), target="norm-safe")
+    w, first = layout.projector, layout.stacks()[0].sublayers[0].norm
+    assert w is not None
+    outputs = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        brought = deepcopy(model.get_submodule(w.at)).float()(outputs)
+    longest, squares = float(brought.norm(dim=-1).max()), certificate.at(f"{first} (sum of squares)")
+    norm = certificate.ranges[first].norm
+    assert norm is not None and norm.norm_max >= longest
+    assert squares is not None and squares >= longest**2

@@ -177,6 +177,18 @@ def test_a_hidden_change_that_no_bound_shows_is_found_by_the_replay(folder: Path
     assert ("replay", name, "is not what the plan makes of the original") in found
 
 
+def test_a_hidden_key_of_the_config_is_found_by_the_replay(folder: Path, source: Path) -> None:
+    """One on which no bound depends, in a report that says it was changed so."""
+    config = json.loads((folder / "config.json").read_text()) | {"initializer_factor": 3.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    report = json.loads((folder / "fp16_report.json").read_text())
+    report["source"]["config_changes"]["initializer_factor"] = {"before": 1.0, "after": 3.0}
+    (folder / "fp16_report.json").write_text(json.dumps(report))
+    rehash(folder)
+    reason = "is not what the conversion makes of the original's config.json"
+    assert problems(folder, original=source, run_model=False) == [("replay", "config.json, initializer_factor", reason)]
+
+
 def test_a_hidden_overflow_is_found_by_the_audit(folder: Path) -> None:
     weights = load_file(folder / TWO)
     for name in weights:
