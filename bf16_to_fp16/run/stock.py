@@ -85,7 +85,8 @@ def setting(config: Any, name: str) -> Any:
 def vocabulary_of(config: Any) -> int:
     """Return the number of ids that a model of a stock config reads: the text model's where there is one inside it,
     whatever stands outside."""
-    return int(setting(getattr(config, "text_config", None) or config, "vocab_size"))
+    inside = getattr(getattr(config, "text_config", None), "vocab_size", None)  # of a stray mapping nothing
+    return int(config.vocab_size if inside is None else inside)
 
 
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
