@@ -237,8 +237,7 @@ def examine(
         found.add("files", check_tensors(subject.place, checkpoint, subject.packed))
     found.add("plan", check_plan(checkpoint, layout, plan, subject.source))
     if original is not None:
-        replayed = replay(original, checkpoint, plan, subject.source, progress)
-        found.add("replay", [*replayed, *check_config(original, checkpoint, plan)])
+        found.add("replay", replay(original, checkpoint, plan, subject.source, progress))
     if subject.packed is None:
         found.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
         found.add("certificate", check_certificate(found.certificate, claim))
@@ -269,12 +268,9 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Pr
     return problems
 
 
-def check_config(original: Checkpoint, checkpoint: Checkpoint, plan: Plan) -> list[Problem]:
-    """Return the keys of a config that are not what the plan makes of the original's; none for an original without a
-    config of its own."""
-    if original.folder in VIEWS:
-        return []
-    wanted, found = edited_config(resolve(original, untie=plan.untied_head), plan), checkpoint.config
+def check_config(layout: Layout, checkpoint: Checkpoint, plan: Plan) -> list[Problem]:
+    """Return the keys of a config that are not what the plan makes of the original's; layout: the original's."""
+    wanted, found = edited_config(layout, plan), checkpoint.config
     for key in OF_NO_MODEL:
         wanted, found = without_value(wanted, key), without_value(found, key)
     reason = "is not what the conversion makes of the original's config.json"
@@ -518,7 +514,8 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Sourc
 def replay(
     original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Source, progress: Progress
 ) -> list[Problem]:
-    """Return where applying the recorded plan to the original does not give the checkpoint's weights, bit for bit."""
+    """Return where applying the recorded plan to the original does not give the checkpoint's weights, bit for bit, and
+    its config, where the original has one of its own."""
     for file in original.weight_files:
         name = original.file_name(file)
         if source.sha256.get(name) != original.sha256(file):
@@ -536,7 +533,8 @@ def replay(
             if ours.dtype != theirs.dtype or ours.shape != theirs.shape or bytes_of(ours) != bytes_of(theirs):
                 differing.append(name)
     reason = "is not what the plan makes of the original"
-    return [Problem("replay", name, reason, CONVERT_AGAIN) for name in differing]
+    problems = [Problem("replay", name, reason, CONVERT_AGAIN) for name in differing]
+    return problems if original.folder in VIEWS else problems + check_config(layout, checkpoint, plan)
 
 
 # --- certificate and audit -------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import other_sha256
 from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
-from ..rescaling.apply import edited_config, writes
+from ..rescaling.apply import edited_config, set_dtype, writes
 from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS
 from ..run.agreement import agreed_layout
@@ -452,10 +452,8 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
             f"Writing {len(tensors)} rescaled tensors in fp32" if recipe.rescale else "Copying in fp32"
         ) as a:
             write_fp16(checkpoint, tensors, work, advance=a)
-        config = dict(edited_config(layout, plan))
-        for key in ("dtype", "torch_dtype"):
-            if key in config:
-                config[key] = "float32"
+        config = edited_config(layout, plan)
+        set_dtype(config, "float32")
         write_json(work / "config.json", config)
         carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, recipe.subfolder))
 

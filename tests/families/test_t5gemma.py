@@ -55,11 +55,11 @@ def test_both_stacks_norms_get_the_scaled_eps_and_undo_takes_it_back(tmp_path: P
         assert after[stack] == before[stack] | {"rms_norm_eps": after[stack]["rms_norm_eps"]}
     told = result.report["source"]["config_changes"]
     assert {f"{stack}.rms_norm_eps" for stack in ("encoder", "decoder")} <= set(told) and "encoder" not in told
-    assert not check_config(open_checkpoint(source), open_checkpoint(tmp_path / "out"), result.plan)
+    assert not check_config(resolve(open_checkpoint(source)), open_checkpoint(tmp_path / "out"), result.plan)
     after["decoder"]["head_dim"] += 1
     written = (tmp_path / "out" / "config.json").read_bytes()
     (tmp_path / "out" / "config.json").write_text(json.dumps(after))
-    (problem,) = check_config(open_checkpoint(source), open_checkpoint(tmp_path / "out"), result.plan)
+    (problem,) = check_config(resolve(open_checkpoint(source)), open_checkpoint(tmp_path / "out"), result.plan)
     assert problem.name == "config.json, decoder.head_dim"
     (tmp_path / "out" / "config.json").write_bytes(written)
     undo(tmp_path / "out", tmp_path / "back")
