@@ -361,10 +361,11 @@ def test_a_dry_run_knows_the_size_of_the_weights_and_a_time_only_where_something
     assert written.nbytes is None
 
 
-def test_an_audit_can_be_written_as_a_page(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
-    assert cli.main(["audit", str(source), "--regime", "half", "--html", str(tmp_path / "page.html")]) == 1
-    assert "<html" in (tmp_path / "page.html").read_text()
+def test_an_audit_can_be_written_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, page = tiny.save(tiny.build("t5-encoder"), tmp_path / "source"), tmp_path / "page.html"
+    assert cli.main(["audit", str(source), "--regime", "half", "--html", str(page)]) == 1
+    assert "<html" in page.read_text()
+    assert f"report: {page}" in capsys.readouterr().out
 
 
 def test_a_train_mode_audit_sees_the_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ def audit_command(
             raise UserError(f"{html}: {error.strerror}; choose another file for --html") from error
     if json_file != "-":
         report = read(Report, result)
-        terminal.print_audit(report, exact_next(report, source, subfolder))
+        terminal.print_audit(report, exact_next(report, source, subfolder), page=html)
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 

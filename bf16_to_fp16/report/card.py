@@ -55,6 +55,10 @@ NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}
 """How the text of a card begins by the report's standing."""
 
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files of which a processor, which makes a model's input of images and text, has one."""
+
+
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n.*?\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
 
 
@@ -301,6 +305,7 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         stock=stock,
         goes_on=stock is not None and stock.is_language_model and not stock.takes_decoder_ids,
         tokenizer=any(name in TOKENIZER_FILES for name in report.source.carried_over),
+        reads_images=bool(tower_of(report.family)) and not set(PROCESSOR_FILES).isdisjoint(report.source.carried_over),
         half="half" not in report.broken_regimes,
         kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
         made_in_fp32=family is not None and family.made_in_fp32,

@@ -143,7 +143,7 @@ def claim_end(padding: int | None, family: str | None) -> str:
     input"; empty for any and nothing. padding, family: as in a report."""
     aside = f", the {tower} aside" if (tower := tower_of(family)) else ""
     if padding == 0:
-        return (" without padding that sees nothing" if has_blind_padding(family) else "") + aside
+        return (" in which every position sees a token" if has_blind_padding(family) else "") + aside
     if padding is None:
         return f" without padding{aside}"
     return f" (padded on the right by at least {counted(padding, 'position')}, or not at all){aside}"
@@ -179,10 +179,12 @@ def padding_advice(report: Report) -> str:
     if report.padding == 0:
         if not has_blind_padding(report.family):
             return ""
+        ran = {entry.attention for regime in report.regimes.values() for entry in regime.runs}
+        first = "" if ran == {"eager"} else f"use SDPA{'' if ran else ', where the class has it'}, or "
         return (
             "padding that sees no position, left of a row under a causal mask or further from it than a sliding window,"
-            " can be NaN in fp16 under eager attention in stock code, and its row with it; use SDPA, or, where the"
-            " class has eager attention alone, run rows of one length together"
+            f" can be NaN in fp16 under eager attention in stock code, and its row with it;"
+            f" {first}run rows of one length together"
         )
     which, remedy = "a padded row is", "run rows of one length together"
     if report.padding is not None:
@@ -220,7 +222,7 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
     ]
     brought, inside = tower_advice(report)
     covers += [brought] if brought else []
-    leaves += [(advice, "") for advice in (padding_advice(report), inside) if advice]
+    leaves += [(inside, "")] if inside else []
     if squares:
         covers.append("norms that square the residual stream and compute in fp16, where mean squares stay over 2⁻¹⁷")
     else:

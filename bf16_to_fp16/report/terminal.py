@@ -249,8 +249,9 @@ def print_title(title: str) -> None:
     console().print(Text(f"\n{title}", "bold"))
 
 
-def print_audit(report: Report, then: str = "") -> None:
-    """Print an audit's verdict, its regimes and the tightest sites of each; ``then`` as for ``print_conversion``."""
+def print_audit(report: Report, then: str = "", page: Path | None = None) -> None:
+    """Print an audit's verdict, its regimes and the tightest sites of each; ``then`` as for ``print_conversion``,
+    ``page`` where the report was written as one."""
     screen = console()
     print_verdict(screen, report)
     print_advice(screen, report)
@@ -271,6 +272,8 @@ def print_audit(report: Report, then: str = "") -> None:
         print_attack(screen, report.attack, report.certificate)
         print_uncertified(screen, report)
     print_next(screen, then or report.next)
+    if page is not None:
+        screen.print(Text(f"report: {page}"), soft_wrap=True)
 
 
 def print_underflow(screen: Console, regimes: Mapping[str, RegimeEntry]) -> None:

@@ -175,5 +175,5 @@ def test_verdict_and_card_of_gemma_say_for_which_padding_they_stand(tmp_path: Pa
     assert result.safe and result.report["padding"] == 0
     for name in ("README.md", "fp16_report.html"):
         text = " ".join((tmp_path / "out" / name).read_text(encoding="utf-8").split())
-        assert "for every input without padding that sees nothing, by bounds" in text
+        assert "for every input in which every position sees a token, by bounds" in text
         assert "can be NaN in fp16 under eager attention in stock code" in text

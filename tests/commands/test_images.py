@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,13 @@ import pytest
 import torch
 import transformers
 from compat.harness import compute_logits, relative_error
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from support import tiny
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from bf16_to_fp16 import UserError, convert, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -43,6 +49,14 @@ def as_in_modules(name: str) -> str:
     return f"model.{name}"
 
 
+MARKS = {
+    "image_token": "<image_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+}
+"""What stands in a text for an image: the token of each of its places, and those around them."""
+
+
 NAMES = (as_written, as_published, as_in_modules)
 
 
@@ -54,6 +68,22 @@ def saved(folder: Path, naming: Callable[[str], str] = as_published, **changes: 
     file = tiny.save(model, folder) / "model.safetensors"
     save_file({naming(name): weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    return folder
+
+
+def with_processor(folder: Path) -> Path:
+    """Put what makes a model's input of text and images into its folder: an id for each mark, 96 first, and byte."""
+    ids = [*(f"<unused{place}>" for place in range(96)), *MARKS.values(), *sorted(ByteLevel.alphabet())]
+    text = Tokenizer(BPE(vocab={token: place for place, token in enumerate(ids)}, merges=[]))
+    text.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    text.add_special_tokens([*MARKS.values()])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=text, pad_token="<unused0>", extra_special_tokens=MARKS
+    )
+    size = {"height": tiny.VISION["image_size"], "width": tiny.VISION["image_size"]}
+    transformers.Gemma3Processor(Gemma3ImageProcessorPil(size=size), tokenizer, image_seq_length=4).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -76,7 +106,7 @@ def stock(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a source under published names and what its conversion wrote."""
     root = tmp_path_factory.mktemp("images")
-    source = saved(root / "source")
+    source = with_processor(saved(root / "source"))
     assert convert(source, root / "out").safe
     return source, root / "out"
 
@@ -112,6 +142,19 @@ def test_the_report_says_that_the_tower_is_not_covered(converted: tuple[Path, Pa
     for said in (card, page):
         assert "the vision tower aside" in said and "what happens inside the vision tower, which is carried" in said
     assert "AutoModelForImageTextToText" in card
+
+
+def test_the_usage_on_the_card_runs_on_text_and_on_an_image(
+    converted: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.effect_noise((20, 30), 64).convert("RGB").save("image.png")
+    scope: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", (converted[1] / "README.md").read_text(), re.DOTALL):
+        exec(code.replace("path/to/this/folder", str(converted[1])), scope)
+    ids = scope["inputs"]["input_ids"]
+    assert (ids == 96).sum() == 4 and scope["inputs"]["pixel_values"].shape[0] == 1
+    assert scope["tokens"].shape[1] > ids.shape[1] and scope["model"].dtype == torch.float16
 
 
 def test_older_transformers_loads_it_to_the_logits_of_the_source(
