@@ -12,6 +12,7 @@ import torch
 from support import tiny
 from support.masks import spanning
 
+from bf16_to_fp16.auditing import attack as attacking
 from bf16_to_fp16.auditing.attack import _Adversary, _Climb, _Elite, _Inputs, attack, deal, worst_ids
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -38,28 +39,40 @@ HARD = {
 }
 """Sites of the trained demos that random inputs hardly stir."""
 
-LEAST_GAIN = {"t5-gated-bytes": 1.5, "pegasus-bytes": 1.05}
-"""What 60 steps reach, over as many random inputs; more steps reach more."""
+LEAST_GAIN = {"t5-gated-bytes": (16, 1.5), "pegasus-bytes": (8, 1.1)}
+"""How many steps reach how much on 6 positions, over as many random inputs; more steps reach more."""
+
+
+@pytest.fixture
+def few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a search run a tiny model, of which batches cost next to nothing and forwards all, on fewer and larger
+    ones: all goals in one batch, one of random inputs to start from, one change of a token at each step."""
+    for name, number in {"GROUP": 128, "POOL": 1, "FLIPS": 1}.items():
+        monkeypatch.setattr(attacking, name, number)
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_it_beats_random_inputs_on_trained_weights_and_passes_no_bound(name: str) -> None:
+def test_it_beats_random_inputs_on_trained_weights_and_passes_no_bound(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, least = LEAST_GAIN[name]
+    monkeypatch.setattr(attacking, "FLIPS", 2)
     checkpoint = open_checkpoint(DEMO / name)
     layout = resolve(checkpoint)
     # As trained it overflows fp16; what is searched here is fp32 arithmetic on the rounded weights.
     model = load(checkpoint.folder, torch.float16, half=True)
-    result = attack(model, layout, steps=60, sites=HARD[name])
+    result = attack(model, layout, steps=steps, length=6, sites=HARD[name])
     certificate = bound(layout, fp16_weights(checkpoint, layout))
     gains = {f.name: max(f.tokens, f.embeddings) / f.random for f in result.found if f.name in HARD[name]}
     assert len(gains) == len(HARD[name])
-    assert max(gains.values()) > LEAST_GAIN[name], gains
+    assert max(gains.values()) > least, gains
     for found in result.found:
         top = certificate.at(found.name)
         assert top is not None and max(found.random, found.tokens, found.embeddings) <= top, found.name
 
 
 @pytest.mark.parametrize("kind", tiny.SEARCHED)
-def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str) -> None:
+def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str, few_forwards: None) -> None:
     model = tiny.build(kind, 1, factor=1.0, **tiny.few_layers(kind)).half()
     source = ModelTensors(model)
     layout = resolve(source)
@@ -108,8 +121,8 @@ def test_the_worst_ids_of_a_model_that_trains_are_found_and_it_trains_on(kind: s
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_a_seed_decides_everything_and_nothing_else_is_touched() -> None:
-    model = tiny.build("pegasus", 2, factor=1.0)
+def test_a_seed_decides_everything_and_nothing_else_is_touched(few_forwards: None) -> None:
+    model = tiny.build("pegasus", 2, factor=1.0, **tiny.few_layers("pegasus"))
     before = {name: p.clone() for name, p in model.named_parameters()}
     layout = resolve(ModelTensors(model))
     torch.manual_seed(5)
@@ -191,8 +204,10 @@ def test_what_it_climbs_is_what_the_audit_measures(kind: str) -> None:
     assert torch.allclose(values[last], again[last], rtol=1e-4, atol=1e-5)
 
 
-def test_the_command_reports_the_bracket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tiny.save(tiny.build("gated", 0, factor=1.0), tmp_path / "source")
+def test_the_command_reports_the_bracket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], few_forwards: None
+) -> None:
+    source = tiny.save(tiny.build("gated", 0, factor=1.0, **tiny.few_layers("gated")), tmp_path / "source")
     report = tmp_path / "report.json"
     arguments = ["audit", str(source), "--regime", "half", "--attack", "4", "--json", str(report)]
     assert main(arguments) == 0
@@ -204,7 +219,7 @@ def test_the_command_reports_the_bracket(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["audit", str(source), "--attack", "0"]) == 2
 
 
-def test_what_the_search_has_no_way_to_is_gone_after_by_what_it_comes_from() -> None:
+def test_what_the_search_has_no_way_to_is_gone_after_by_what_it_comes_from(few_forwards: None) -> None:
     """Of scores it follows their products; the mask that has to hide them passes its limit where these do not."""
     model = spanning("t5", 0.75 * FP16_MAX)
     layout, path = resolve(ModelTensors(model)), "decoder.block.0.layer.0.SelfAttention"

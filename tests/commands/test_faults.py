@@ -10,12 +10,13 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-from support import faults, forked
+from support import faults, forked, tiny
 from support.faults import JOBS
 from support.hub_server import HubServer
 
@@ -24,6 +25,7 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.conversion import planning, rewriting
 from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.run import probe
 
 KILLS = {"convert": 16, "convert --force": 10, "undo": 12, "convert a pipeline": 12}
 """Random moments at which each is killed; with those at random times, and those of finetune, more than 50."""
@@ -32,8 +34,17 @@ WRITERS = ("convert", "convert --force", "undo", "convert a pipeline")
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return faults.make_inputs(tmp_path_factory.mktemp("faults"))
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the jobs begin with; their audits run few batches and their pages have no pictures, for which no moment
+    waits."""
+    gather = probe.audit_batches
+
+    def few(*given: Any, **options: Any) -> list[probe.Batch]:
+        return [b for b in gather(*given, **options) if b.kind in (probe.PADDED, probe.GENERATE)]
+
+    with tiny.no_pictures(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "audit_batches", few)
+        yield faults.make_inputs(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,8 @@ from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.known import FAMILIES, may_be_absent
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Kind
-from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.apply import apply, scale
+from bf16_to_fp16.rescaling.plan import exponents_of
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.stock import eps_attribute
 
@@ -98,6 +99,7 @@ def test_every_axis_matters(kind: str) -> None:
     model = tiny.build(kind, factor=1e-3, **few) if normed else tiny.build(kind, **few)
     layout, before = layout_of(model), outputs(model)
     plan = random_plan(layout, MOVABLE, seed=2)
+    weights, moved = model.state_dict(), apply(deepcopy(model), layout, plan)
     for name, tensor in layout.tensors.items():
         if name == layout.family.embedding and set(layout.family.copies) & set(layout.tensors):
             continue  # what is read are its copies
@@ -105,11 +107,14 @@ def test_every_axis_matters(kind: str) -> None:
             if axis is None:
                 continue
             axes = tuple(None if p == position else a for p, a in enumerate(tensor.axes))
-            wrong = replace(layout, tensors={**layout.tensors, name: replace(tensor, axes=axes)})
-            moved = deepcopy(model)
-            apply(moved, wrong, plan)
+            stored = moved.state_dict()[name]
+            right = stored.clone()
+            stored.copy_(weights[name])
+            scale(stored, exponents_of(replace(tensor, axes=axes), plan).full(tensor.shape), tensor.offset)
             after = outputs(moved)
             assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (name, position)
+            stored.copy_(right)
+    assert all(torch.equal(a, b) for a, b in zip(before, outputs(moved), strict=True))
 
 
 @each_kind

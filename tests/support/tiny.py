@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from markupsafe import Markup
 
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Experts, FeedForward, StackEnds
+from bf16_to_fp16.report import figures
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
 transformers.logging.set_verbosity_error()
@@ -442,6 +444,9 @@ KINDS = {kind: make for entry in ENTRIES for kind, make in entry.kinds.items()}
 SEARCHED = [kind for entry in ENTRIES for kind in entry.kinds if kind not in entry.alike]
 """The kinds among which every part of every family is."""
 
+FIRST = [kinds[0] for entry in ENTRIES if (kinds := [kind for kind in entry.kinds if kind in SEARCHED])]
+"""One of them for each family."""
+
 
 FEW_LAYERS = {
     "num_layers": 2,
@@ -561,4 +566,12 @@ def no_models() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(without_values))
+        yield
+
+
+@contextmanager
+def no_pictures() -> Iterator[None]:
+    """Let reports have no pictures of brackets, whose drawing takes as long as a tiny model's plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "draw_brackets", lambda *_: Markup(""))
         yield
