@@ -1,7 +1,9 @@
 """Each regime is what it says, and its verdict sees what the logits hide."""
 
+import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from bf16_to_fp16.report.schema import (
     Report,
     regimes_of,
 )
-from bf16_to_fp16.run.probe import Batch, audit_batches, batches, describe_batches
+from bf16_to_fp16.run.probe import GENERATE, PADDED, RANDOM, Batch, audit_batches, batches, describe_batches
 from bf16_to_fp16.run.stock import load, load_config, set_attention
 
 WO = "encoder.block.1.layer.1.DenseReluDense.wo"
@@ -56,6 +58,25 @@ def overflow(model: Any) -> None:
     model.get_submodule(WO).weight[:2] *= 1e5
 
 
+Audits = Callable[..., dict[str, RegimeResult]]
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory: pytest.TempPathFactory) -> Audits:
+    """Return a function that gives the audit in every regime of what ``saved`` saves, which it runs once."""
+
+    def audit_of(kind: str, change: Any = None) -> dict[str, RegimeResult]:
+        return audit_folder(saved(kind, tmp_path_factory.mktemp(kind), change))
+
+    return functools.cache(audit_of)
+
+
+def few(folder: Path, *kinds: str, seed: int = 0) -> list[Batch]:
+    """Return a batch of each of these kinds for a folder: enough where the others would show no other site."""
+    every = audit_batches(load_config(folder), folder, None, seed=seed)
+    return [next(batch for batch in every if batch.kind == kind) for kind in kinds or (RANDOM, PADDED)]
+
+
 def site(result: RegimeResult, name: str) -> Any:
     return next(s for s in result.sites if s.name == name)
 
@@ -63,8 +84,8 @@ def site(result: RegimeResult, name: str) -> Any:
 @pytest.mark.parametrize(
     "kind", ["t5", "gated", "silu", "mt5", "umt5", "pegasus", "mbart", "t5-encoder", "umt5-encoder"]
 )
-def test_a_model_that_fits_is_safe_in_every_regime(kind: str, tmp_path: Path) -> None:
-    results = audit_folder(saved(kind, tmp_path))
+def test_a_model_that_fits_is_safe_in_every_regime(kind: str, audited: Audits) -> None:
+    results = audited(kind)
     assert list(results) == list(REGIMES)
     for result in results.values():
         assert result.safe
@@ -74,8 +95,8 @@ def test_a_model_that_fits_is_safe_in_every_regime(kind: str, tmp_path: Path) ->
         assert result.underflow == ()
 
 
-def test_an_overflow_that_the_clamp_hides_is_named_in_half_alone(tmp_path: Path) -> None:
-    results = audit_folder(saved("t5", tmp_path, overflow))
+def test_an_overflow_that_the_clamp_hides_is_named_in_half_alone(audited: Audits) -> None:
+    results = audited("t5", overflow)
     half = results["half"]
     assert not half.safe
     assert half.nonfinite_logits == 0  # what a check of the logits would go by
@@ -89,15 +110,15 @@ def test_an_overflow_that_the_clamp_hides_is_named_in_half_alone(tmp_path: Path)
     assert results["amp"].sites[0].name == WO
 
 
-def test_stock_keeps_wo_in_fp32_and_half_does_not(tmp_path: Path) -> None:
-    results = audit_folder(saved("t5", tmp_path), regimes=("stock", "half"))
+def test_stock_keeps_wo_in_fp32_and_half_does_not(audited: Audits) -> None:
+    results = audited("t5")
     assert site(results["stock"], WO).dtype == "float32"
     assert site(results["stock"], WO).limit is None
     assert site(results["half"], WO).dtype == "float16"
 
 
-def test_amp_runs_the_linear_layers_in_fp16_and_the_residual_in_fp32(tmp_path: Path) -> None:
-    amp = audit_folder(saved("gated", tmp_path), regimes=("amp",))["amp"]
+def test_amp_runs_the_linear_layers_in_fp16_and_the_residual_in_fp32(audited: Audits) -> None:
+    amp = audited("gated")["amp"]
     assert site(amp, WO).dtype == "float16"
     assert site(amp, "encoder.block.0.layer.0:add").dtype == "float32"
 
@@ -113,7 +134,7 @@ def test_amp_that_does_not_happen_is_an_error(tmp_path: Path, monkeypatch: pytes
 def test_eager_shows_scores_that_sdpa_keeps_to_itself(tmp_path: Path) -> None:
     folder = saved("t5", tmp_path)
     eager, sdpa = (
-        audit_folder(folder, regimes=("half",), attention=(implementation,))["half"]
+        audit_folder(folder, inputs=few(folder), regimes=("half",), attention=(implementation,))["half"]
         for implementation in ("eager", "sdpa")
     )
     assert any(s.name.endswith(":scores") for s in eager.sites)
@@ -138,8 +159,8 @@ def test_a_masked_position_that_counts_is_unsafe_where_the_mask_is_finite_alone(
     assert half["half"].saturated == sum(row.saturated or 0 for row in rows)
 
 
-def test_totals_are_those_of_the_sites_and_the_tightest_comes_first(tmp_path: Path) -> None:
-    half = audit_folder(saved("t5", tmp_path, overflow), regimes=("half",))["half"]
+def test_totals_are_those_of_the_sites_and_the_tightest_comes_first(audited: Audits) -> None:
+    half = audited("t5", overflow)["half"]
     assert half.nonfinite == sum(s.nonfinite for s in half.sites)
     assert half.saturated == sum(s.saturated for s in half.sites)
     bits = [s.headroom_bits for s in half.sites if s.headroom_bits is not None]
@@ -155,7 +176,8 @@ def test_signals_sunk_below_the_smallest_normal_number_are_named_and_do_not_move
     def sink(model: Any) -> None:
         model.get_submodule(FEED_FORWARD).wi_1.weight *= 1e-6
 
-    results = audit_folder(saved("gated", tmp_path, sink))
+    folder = saved("gated", tmp_path, sink)
+    results = audit_folder(folder, inputs=few(folder, RANDOM, PADDED, GENERATE))
     assert verdict(results) == "safe"
     for regime, names in {
         "half": {"wi_1", "wo", ":mul"},
@@ -174,7 +196,8 @@ def test_a_signal_that_is_zero_is_named_only_where_fp32_has_one(tmp_path: Path) 
         model.get_submodule(FEED_FORWARD).wi_1.weight *= 1e-9  # zero in fp16
         model.encoder.block[2].layer[1].DenseReluDense.wi_1.weight.zero_()
 
-    half = audit_folder(saved("gated", tmp_path, sink), regimes=("half",))["half"]
+    folder = saved("gated", tmp_path, sink)
+    half = audit_folder(folder, inputs=few(folder), regimes=("half",))["half"]
     silent = {s.name for s in half.sites if s.amax == 0 and "constant" not in s.name}
     assert "encoder.block.2.layer.1.DenseReluDense.wi_1" in silent
     assert {s.name for s in half.underflow} == {f"{FEED_FORWARD}{part}" for part in (".wi_1", ":mul", ".wo")}
@@ -192,7 +215,7 @@ def test_what_is_small_by_nature_is_not_taken_for_a_sunken_signal(tmp_path: Path
         model.get_submodule(FEED_FORWARD).wi_0.weight *= 2e-3
 
     folder = saved("gated", tmp_path, small)
-    half = audit_folder(folder, regimes=("half",), train_mode=True)["half"]
+    half = audit_folder(folder, inputs=few(folder), regimes=("half",), train_mode=True)["half"]
     tiny_sites = {s.name for s in half.sites if 0 < s.amax < 2.0**-14}
     assert {
         "encoder.block.0.layer.0.SelfAttention:scores",
@@ -222,8 +245,8 @@ def test_statistics_copies_and_masks_are_no_signals() -> None:
     assert [s.name for s in _signals(sites, ())] == [names[i] for i in (0, 3, 8, 9)]
 
 
-def test_the_report_entry_is_strict_json_with_the_promised_keys(tmp_path: Path) -> None:
-    half = audit_folder(saved("t5", tmp_path, overflow), regimes=("half",))["half"]
+def test_the_report_entry_is_strict_json_with_the_promised_keys(audited: Audits) -> None:
+    half = audited("t5", overflow)["half"]
     entry = json.loads(json.dumps(half.to_json(), allow_nan=False))
     assert {"nonfinite", "saturated", "amax", "headroom_bits", "sites"} <= set(entry)
     promised = {"name", "amax", "limit", "headroom_bits", "nonfinite", "saturated", "benign"}
@@ -237,7 +260,8 @@ def test_the_report_entry_is_strict_json_with_the_promised_keys(tmp_path: Path) 
 
 def test_train_mode_adds_dropout_and_the_backward(tmp_path: Path) -> None:
     folder = saved("gated", tmp_path)
-    plain, training = (audit_folder(folder, regimes=("half",), train_mode=train)["half"] for train in (False, True))
+    options: dict[str, Any] = {"inputs": few(folder), "regimes": ("half",)}
+    plain, training = (audit_folder(folder, train_mode=train, **options)["half"] for train in (False, True))
     assert not any(":grad" in s.name or "bernoulli" in s.name for s in plain.sites)
     gradients = {s.name for s in training.sites if ":grad" in s.name}
     assert {f"{WO}:grad", "lm_head:grad", "decoder.block.0.layer.1.EncDecAttention:scores:grad"} <= gradients
@@ -253,7 +277,8 @@ def test_an_overflow_of_the_gradients_alone_is_unsafe_in_training_alone(tmp_path
         model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight *= 80
 
     folder = saved("gated", tmp_path, cubed)
-    plain, training = (audit_folder(folder, regimes=("half",), train_mode=train)["half"] for train in (False, True))
+    options: dict[str, Any] = {"inputs": few(folder), "regimes": ("half",)}
+    plain, training = (audit_folder(folder, train_mode=train, **options)["half"] for train in (False, True))
     assert plain.safe
     assert plain.nonfinite_logits == 0
     assert not training.safe
@@ -265,7 +290,9 @@ def test_an_overflow_of_the_gradients_alone_is_unsafe_in_training_alone(tmp_path
 @pytest.mark.parametrize("train", [False, True])
 def test_the_same_seed_gives_the_same_audit(train: bool, tmp_path: Path) -> None:
     folder = saved("t5", tmp_path)
-    first, second = (audit_folder(folder, regimes=("half",), train_mode=train, seed=5) for _ in range(2))
+    first, second = (
+        audit_folder(folder, inputs=few(folder, seed=5), regimes=("half",), train_mode=train, seed=5) for _ in range(2)
+    )
     assert first == second
 
 
@@ -288,7 +315,8 @@ def test_where_eager_alone_breaks_the_scores_come_first(tmp_path: Path) -> None:
         attention.q.weight *= 400
         attention.k.weight *= 400
 
-    half = audit_folder(saved("gated", tmp_path, large_scores), regimes=("half",))["half"]
+    folder = saved("gated", tmp_path, large_scores)
+    half = audit_folder(folder, inputs=few(folder), regimes=("half",))["half"]
     assert half.sites[0].name == "encoder.block.0.layer.0.SelfAttention:scores"
 
 
@@ -447,14 +475,14 @@ def test_progress_rises_to_its_total(tmp_path: Path) -> None:
     assert total == 2 * (3 + 1 + 2 + 1 + 1 + 3)  # blocks, final norms, head, embeddings; once more for generate
 
 
-def test_what_half_shows_to_fit_runs_on_less_in_stock_and_amp_and_else_on_all(tmp_path: Path) -> None:
-    fits, breaks = audit_folder(saved("t5", tmp_path / "a")), audit_folder(saved("t5", tmp_path / "b", overflow))
+def test_what_half_shows_to_fit_runs_on_less_in_stock_and_amp_and_else_on_all(audited: Audits) -> None:
+    fits, breaks = audited("t5"), audited("t5", overflow)
     ran = {name: [run.batches for run in result.runs] for name, result in fits.items()}
     assert ran["stock"] == ran["amp"] == [3, 1] and ran["half"][0] > 4 and ran["half"][1] == 2
     assert fits["amp"].runs[0].kinds == ("random ids", "padded", "generate")
     assert {tuple(run.batches for run in result.runs) for result in breaks.values()} == {tuple(ran["half"])}
     assert {name: result.same_as for name, result in fits.items()} == dict.fromkeys(ran)
-    pegasus = audit_folder(saved("pegasus", tmp_path / "c"))
+    pegasus = audited("pegasus")
     assert pegasus["stock"].same_as == "half" and pegasus["stock"].sites == pegasus["half"].sites
 
 
@@ -521,7 +549,7 @@ def test_pegasus_positions_may_be_missing_from_the_file(tmp_path: Path) -> None:
     kept = {name: t for name, t in tensors.items() if not name.endswith(("embed_positions.weight", "logits_bias"))}
     assert len(kept) < len(tensors)
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    assert audit_folder(folder, regimes=("half",))["half"].safe
+    assert audit_folder(folder, inputs=few(folder), regimes=("half",))["half"].safe
 
 
 # -- the report in words ----------------------------------------------------------------------------------------------
