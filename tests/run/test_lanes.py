@@ -107,7 +107,7 @@ def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way:
 @pytest.mark.parametrize("kind", ["t5", "gated", "pegasus", "mbart"])
 def test_lanes_of_every_way_in_one_walk_share_no_weights(kind: str, tmp_path: Path) -> None:
     """16 bits first, of weights that lose by them."""
-    folder = tiny.save(tiny.build(kind, dtype=torch.float32), tmp_path, torch.float32)
+    folder = tiny.save(tiny.build(kind, dtype=torch.float32, **tiny.few_layers(kind)), tmp_path, torch.float32)
     batch = batches(load(folder, torch.float32).config, None, None)[0]
 
     def smaller(name: str, tensor: Tensor) -> Tensor:
