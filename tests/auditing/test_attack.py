@@ -131,7 +131,7 @@ def test_a_seed_decides_everything_and_nothing_else_is_touched(few_forwards: Non
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(7)
     assert attack(model, layout, steps=4, length=5, seed=3).to_json() == one.to_json()
-    assert attack(model, layout, steps=4, length=5, seed=4).to_json() != one.to_json()
+    assert attack(model, layout, steps=4, length=5, seed=4).found != one.found
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
