@@ -62,7 +62,7 @@ and undoes; ``test_stock_loading`` compares the outputs of most that are left ou
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Conversion]:
     """Return a source folder and its conversion."""
     root = tmp_path_factory.mktemp(request.param)
-    source = tiny.save(tiny.build(request.param), root / "source")
+    source = tiny.save(tiny.build(request.param, **tiny.few_layers(request.param)), root / "source")
     return source, convert(source, root / "out")
 
 
