@@ -12,19 +12,8 @@ from support import tiny
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.run import texts
-from bf16_to_fp16.run.probe import (
-    IGNORED_LABEL,
-    SHORT,
-    SWEEP,
-    Batch,
-    audit_batches,
-    batches,
-    describe_batches,
-    one_batch,
-    random_rows,
-    rows_of,
-    run_batch,
-)
+from bf16_to_fp16.run.batch import IGNORED_LABEL, SHORT, SWEEP, Batch, describe_batches, run_batch
+from bf16_to_fp16.run.probe import audit_batches, batches, one_batch, random_rows, rows_of
 
 TEXTS = ["the cat sat", "a dog ran far away", "the dog sat", "it rained"]
 
