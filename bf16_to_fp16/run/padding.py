@@ -48,7 +48,8 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 def bearable(config: Any, batch: Batch) -> list[Batch]:
     """Return the batch as stock code can run it in fp16: where that asks for more padding than none, with as much;
-    where it bears none, as one batch for each length of the encoder's rows."""
+    where it bears none, as one batch for each length of the encoder's rows. Either way nothing of a batch that is
+    padded on the left, as its rows are those of another."""
     spare, lengths = spare_padding(config.to_dict()), batch.attention_mask.sum(1)
     if spare == 0 or bool(batch.attention_mask.all()):
         return [batch]
