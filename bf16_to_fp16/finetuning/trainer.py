@@ -31,8 +31,11 @@ from ..families.roles import layer_of
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
-from ..run.probe import Batch, is_causal, random_rows, rows_of, spared, values_of
+from ..run.batch import Batch, values_of
+from ..run.interface import is_causal
+from ..run.padding import spared
 from ..run.probe import batches as probe_batches
+from ..run.probe import random_rows, rows_of
 from ..wording import counted
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch

@@ -45,7 +45,8 @@ from bf16_to_fp16.report.stored import read_plan
 from bf16_to_fp16.rescaling.apply import apply, edited_config
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.probe import Batch, batches, run_batch
+from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
 HEADS = ("t5-classifier", "t5-token-classifier", "t5-spans")

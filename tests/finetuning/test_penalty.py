@@ -21,7 +21,8 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.penalty import SHARPNESS, ActivationPenalty, _where_largest
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.run.probe import batches, run_batch
+from bf16_to_fp16.run.batch import run_batch
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.products import FastProducts
 
 SCORES = "encoder.block.1.layer.0.SelfAttention:scores"

@@ -19,6 +19,7 @@ from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Experts, FeedForward, StackEnds
 from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.interface import config_of
 
 transformers.logging.set_verbosity_error()
 
@@ -452,6 +453,11 @@ FEW_LAYERS = {
     "num_sparse_decoder_layers": 1,
 }
 """A stack whose first layer differs from the others, as T5's does, or every other one has two; a third repeats them."""
+
+
+def config(kind: str, **changes: Any) -> Any:
+    """Return the config of a kind's model, naming its class as that of a loaded one does."""
+    return config_of(KINDS[kind](**changes))
 
 
 def few_layers(kind: str) -> dict[str, Any]:
