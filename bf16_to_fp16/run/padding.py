@@ -53,7 +53,7 @@ def bearable(config: Any, batch: Batch) -> list[Batch]:
     spare, lengths = spare_padding(config.to_dict()), batch.attention_mask.sum(1)
     if spare == 0 or bool(batch.attention_mask.all()):
         return [batch]
-    if "left" in batch.description:  # the same rows again
+    if not bool(batch.attention_mask[:, 0].all()):  # on the left: the same rows again
         return []
     if spare < math.inf:
         return [_filled(batch, int(spare), pad_id(config))]

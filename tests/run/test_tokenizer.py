@@ -51,6 +51,15 @@ def test_each_kind_of_file_gives_the_same_tokens(kind: str, source: Path, tmp_pa
     assert describe_batches(made, seed=0)["sha256"] == describe_batches(other, seed=0)["sha256"]
 
 
+@pytest.mark.parametrize("kind", ["longt5", "longt5-local"])
+def test_texts_are_run_whatever_their_file_is_called(kind: str, source: Path, tmp_path: Path) -> None:
+    """Where stock code bears little padding, the probe's rows that are padded on the left are left out."""
+    data = tmp_path / "left.txt"
+    data.write_text("\n".join(TEXTS))
+    made = [batch for batch in batches(tiny.config(kind), source, str(data)) if not batch.generate]
+    assert sum(len(batch.input_ids) for batch in made) == len(TEXTS)
+
+
 def test_a_target_is_shifted_behind_the_start_token(source: Path, tmp_path: Path) -> None:
     path = write("jsonl", tmp_path, [{"input": TEXTS[0], "target": TEXTS[1]}])
     batch = batches(tiny.config("t5"), source, str(path))[0]
