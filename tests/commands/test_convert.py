@@ -95,7 +95,7 @@ def compared(source: Path, out: Path, dtype: torch.dtype = torch.float32) -> flo
 
 def test_half_is_broken_before_and_clean_after(converted: tuple[Path, Conversion]) -> None:
     source, result = converted
-    before = audit(source, regimes=("half",))
+    before = audit(source, regimes=("half",), attention=("eager",))
     assert before["verdict"] == "unsafe" and before["regimes"]["half"]["nonfinite"] > 0
     assert result.safe
     for regime in result.report["regimes"].values():
@@ -257,8 +257,9 @@ def test_the_probe_runs_a_decoder_deeper_than_the_encoder(kind: str) -> None:
 
 
 def test_shards_stay_shards_and_can_be_made(tmp_path: Path) -> None:
-    whole = tiny.save(tiny.build("gated"), tmp_path / "whole")
-    sharded = tiny.save(tiny.build("gated"), tmp_path / "sharded", max_shard_size="20KB")
+    model = tiny.build("gated", **tiny.few_layers("gated"))
+    whole = tiny.save(model, tmp_path / "whole")
+    sharded = tiny.save(model, tmp_path / "sharded", max_shard_size="20KB")
     shards = sorted(p.name for p in sharded.glob("*.safetensors"))
     assert len(shards) > 1
     kept = convert(sharded, tmp_path / "kept", run_model=False).out
@@ -437,13 +438,14 @@ def test_what_rescaling_cannot_fix_is_unsafe_with_the_reason(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("brief")
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize(
     ("up", "down", "by"),
     [("v", "o", 1e-9), ("q", "k", 1e-9), ("q", "k", 1e7), ("wi_1", "wo", 1e-9), ("wi_1", "wo", 1e-6)],
 )
 def test_lopsided_pairs_of_weights_are_evened_out(up: str, down: str, by: float, tmp_path: Path) -> None:
     """A weight near one end of fp16 and its partner near the other: one exponent fixes both."""
-    model = tiny.build("gated")
+    model = tiny.build("gated", **tiny.few_layers("gated"))
     layer = model.encoder.block[1].layer[1 if "w" in up else 0]
     part = layer.DenseReluDense if "w" in up else layer.SelfAttention
     with torch.no_grad():
@@ -554,7 +556,7 @@ def test_a_pegasus_that_is_small_early_and_large_late_drifts_as_predicted(tmp_pa
 
 def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
     """Running the source with eps·4^-r is the same function as the rescaled files with the stock eps."""
-    source = tiny.save(tiny.build("pegasus", factor=40000.0), tmp_path / "source")
+    source = tiny.save(tiny.build("pegasus", factor=40000.0, **tiny.few_layers("pegasus")), tmp_path / "source")
     result = convert(source, tmp_path / "out")
     assert result.out is not None and result.plan.drift is not None
     inputs = batches(load(source, torch.float32).config, None, None)
@@ -936,7 +938,7 @@ def test_a_place_without_room_for_the_output_is_known_before_the_work(
 def test_the_report_lists_the_inputs_from_which_the_audit_can_be_repeated(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.build("t5-encoder", num_layers=1), tmp_path / "source")
     ByT5Tokenizer(extra_ids=0).save_pretrained(source)
     data = tmp_path / "texts.txt"
     data.write_text("!!\n!\n")
