@@ -63,7 +63,7 @@ and undoes; ``test_stock_loading`` compares the outputs of most that are left ou
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Conversion]:
     """Return a source folder and its conversion."""
     root = tmp_path_factory.mktemp(request.param)
-    source = tiny.save(tiny.build(request.param, **tiny.few_layers(request.param)), root / "source")
+    source = tiny.save(tiny.small(request.param), root / "source")
     return source, convert(source, root / "out")
 
 
@@ -257,7 +257,7 @@ def test_the_probe_runs_a_decoder_deeper_than_the_encoder(kind: str) -> None:
 
 
 def test_shards_stay_shards_and_can_be_made(tmp_path: Path) -> None:
-    model = tiny.build("gated", **tiny.few_layers("gated"))
+    model = tiny.small("gated")
     whole = tiny.save(model, tmp_path / "whole")
     sharded = tiny.save(model, tmp_path / "sharded", max_shard_size="20KB")
     shards = sorted(p.name for p in sharded.glob("*.safetensors"))
@@ -445,7 +445,7 @@ def test_what_rescaling_cannot_fix_is_unsafe_with_the_reason(tmp_path: Path) -> 
 )
 def test_lopsided_pairs_of_weights_are_evened_out(up: str, down: str, by: float, tmp_path: Path) -> None:
     """A weight near one end of fp16 and its partner near the other: one exponent fixes both."""
-    model = tiny.build("gated", **tiny.few_layers("gated"))
+    model = tiny.small("gated")
     layer = model.encoder.block[1].layer[1 if "w" in up else 0]
     part = layer.DenseReluDense if "w" in up else layer.SelfAttention
     with torch.no_grad():
@@ -556,7 +556,7 @@ def test_a_pegasus_that_is_small_early_and_large_late_drifts_as_predicted(tmp_pa
 
 def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
     """Running the source with eps·4^-r is the same function as the rescaled files with the stock eps."""
-    source = tiny.save(tiny.build("pegasus", factor=40000.0, **tiny.few_layers("pegasus")), tmp_path / "source")
+    source = tiny.save(tiny.small("pegasus", factor=40000.0), tmp_path / "source")
     result = convert(source, tmp_path / "out")
     assert result.out is not None and result.plan.drift is not None
     inputs = batches(load(source, torch.float32).config, None, None)

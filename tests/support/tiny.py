@@ -522,6 +522,11 @@ def build(
     return model
 
 
+def small(kind: str, seed: int = 0, **options: Any) -> Any:
+    """Return a model as ``build`` does, of no more layers than differ."""
+    return build(kind, seed, **few_layers(kind) | options)
+
+
 def final_norm(layout: Layout) -> str:
     """Return the path of the last norm."""
     return [w.norm for w in layout.topology if isinstance(w, StackEnds)][-1]
