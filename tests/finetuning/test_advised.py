@@ -107,7 +107,7 @@ def test_a_run_takes_the_pair_and_goes_on_with_it(tmp_path: Path, capsys: pytest
     # The pair written out is the same run, and a killed one goes on from its state.
     plain = {**tree, "out": str(tmp_path / "plain"), "data": {**tree["data"], "gradient_accumulation": passes}}
     plain["schedule"] = {**tree["schedule"], "learning_rate": rate, "advised": False}
-    states = {
+    states: dict[str, Any] = {
         "out": load_file(tmp_path / "out.run" / "step-00000002" / "model.safetensors"),
         "plain": train(parse_recipe(plain), open_checkpoint(source)).weights,
     }
