@@ -21,6 +21,7 @@ import sentencepiece
 import torch
 
 from bf16_to_fp16.run import probe
+from bf16_to_fp16.run.batch import Batch
 from bf16_to_fp16.run.runtimes.types import in_torch
 from bf16_to_fp16.run.stock import load_config
 
@@ -60,7 +61,7 @@ def tokens(ids: list[int]) -> llama_cpp.llama_batch:
     return batch
 
 
-def logits(path: Path, batch: probe.Batch, vocabulary: int) -> list[np.ndarray]:
+def logits(path: Path, batch: Batch, vocabulary: int) -> list[np.ndarray]:
     """Return each row's logits from a GGUF file, [length, vocabulary]."""
     assert batch.decoder_input_ids is not None and batch.decoder_attention_mask is not None
     options = llama_cpp.llama_context_default_params()

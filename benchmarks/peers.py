@@ -40,7 +40,8 @@ from bf16_to_fp16.auditing.fidelity import compared, fidelity, output_on
 from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
 from bf16_to_fp16.finetuning.recipe import Data
-from bf16_to_fp16.run.probe import Batch, audit_batches, run_batch
+from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.probe import audit_batches
 from bf16_to_fp16.run.products import FastProducts
 from bf16_to_fp16.run.stock import load, load_config
 from bf16_to_fp16.svg import follow_schemes

@@ -35,7 +35,8 @@ from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run import choice
-from bf16_to_fp16.run.probe import Batch, batches, chosen_ids, run_batch
+from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.probe import batches, chosen_ids
 from bf16_to_fp16.run.stock import load
 
 TIGHT = 0.95

@@ -26,7 +26,8 @@ from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.cli.converting import parse_size
 from bf16_to_fp16.environment import SCHEMA
 from bf16_to_fp16.report.schema import Report, dump, read
-from bf16_to_fp16.run.probe import batches, run_batch
+from bf16_to_fp16.run.batch import run_batch
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
 DEMOS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")

@@ -34,7 +34,7 @@ class Said(Progress):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tiny.build("t5-encoder"), tmp_path_factory.mktemp("devices") / "source")
+    return tiny.save(tiny.small("t5-encoder"), tmp_path_factory.mktemp("devices") / "source")
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:0 ", "CPU", "cpu:0", "", "meta"])

@@ -32,7 +32,7 @@ from ..optim.formats import FORMATS, Format, half_gaps
 from ..optim.stalls import DEFAULT_SHARE, Layer
 from ..progress import Advance, Progress
 from ..quiet import quiet
-from ..run.probe import predicts_tokens
+from ..run.interface import predicts_tokens
 from ..run.stock import attentions_of, load
 from ..wording import rounded_up
 from .formats import chosen, open_weights, tensor_pieces

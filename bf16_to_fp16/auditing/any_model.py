@@ -20,7 +20,7 @@ from ..families.known import architectures
 from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
 from ..run import probe
-from ..run.probe import Batch
+from ..run.batch import Batch
 from ..run.stock import all_half, any_config, attentions_of, described, from_files
 from .regimes import DTYPES, RegimeResult, SiteResult, audit_each, audit_model, beside_fp32, check_names
 

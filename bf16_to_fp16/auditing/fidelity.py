@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
 from ..progress import Advance
+from ..run.batch import Batch, run_batch, values_of
 from ..run.lanes import Change, Lane, Walk
-from ..run.probe import Batch, run_batch, values_of
 from ..run.products import FastProducts
 
 NO_CHOICE = -1e9

@@ -34,8 +34,9 @@ from ..observe.sites import Site
 from ..progress import Advance
 from ..ranges import NormRange
 from ..run import probe
+from ..run.batch import IGNORED_LABEL, SHORT, Batch, run_batch, seen_padding, values_of
+from ..run.interface import config_of, predicts_tokens
 from ..run.lanes import Lane, Walk
-from ..run.probe import Batch
 from ..run.scaled_attention import SCALED, register
 from ..run.stock import attentions_of, load, load_config, set_attention
 from .fidelity import Outputs, add_outputs, compared, output_on
@@ -213,7 +214,7 @@ def audit_each(
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
     """Return what each regime shows on all ``inputs``, with the model that ``load`` gives for it, one at a time."""
-    share = sum(len(probe.seen_padding(inputs, name)) for name in attention)
+    share = sum(len(seen_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
     for i, regime in enumerate(regimes):
 
@@ -266,7 +267,7 @@ def run_regimes(
         for regime in ran
         for name in attention
     }
-    given = {name: probe.seen_padding(inputs, name) for name in attention}
+    given = {name: seen_padding(inputs, name) for name in attention}
     for (regime, name), shown in seen.items():
         shown.add(walk, _share(given[name], regime == "half" or "half" not in ran, name == attention[0]))
     plain = add_outputs(walk, inputs, torch.float32) if fp32 else []
@@ -329,7 +330,7 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
     """
 
     def own(batch: Batch) -> bool:
-        return batch.generate or (batch.kind != probe.SHORT and not bool(batch.attention_mask.all()))
+        return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
 
     if first:
         return inputs if all_regimes else [*inputs[:1], *filter(own, inputs[1:])]
@@ -435,7 +436,7 @@ def audit_model(
     merged: dict[str, tuple[int, SiteResult]] = {}
     norms: dict[str, NormMeter] = {}
     nonfinite_logits = steps = 0
-    given = {implementation: probe.seen_padding(batches, implementation) for implementation in attention}
+    given = {implementation: seen_padding(batches, implementation) for implementation in attention}
     model.train(train_mode)
     try:
         for implementation in attention:
@@ -484,14 +485,14 @@ def _step(model: nn.Module, batch: Batch, regime: str, train_mode: bool) -> int:
     if not train_mode or batch.generate:
         output = _forward(model, batch, regime)
     else:
-        labelled = batch.head and probe.predicts_tokens(probe.config_of(model))
+        labelled = batch.head and predicts_tokens(config_of(model))
         # A causal model has nothing to predict behind a token that stands alone.
-        labelled = labelled and bool((batch.labels() != probe.IGNORED_LABEL).any())
+        labelled = labelled and bool((batch.labels() != IGNORED_LABEL).any())
         with _autocast(model, regime):
-            output = probe.run_batch(model, batch, labels=labelled)
+            output = run_batch(model, batch, labels=labelled)
         if output is not None:
             # Without labels there is no loss: pull what it gives towards zero.
-            loss = output.loss if labelled else probe.values_of(output).float().square().mean()
+            loss = output.loss if labelled else values_of(output).float().square().mean()
             (loss * LOSS_SCALE).backward()
             model.zero_grad(set_to_none=True)
     return 0 if output is None else _nonfinite(output)
@@ -499,11 +500,11 @@ def _step(model: nn.Module, batch: Batch, regime: str, train_mode: bool) -> int:
 
 def _forward(model: nn.Module, batch: Batch, regime: str) -> Any:
     with torch.no_grad(), _autocast(model, regime):
-        return probe.run_batch(model, batch)
+        return run_batch(model, batch)
 
 
 def _nonfinite(output: Any) -> int:
-    final = probe.values_of(output)
+    final = values_of(output)
     return int(final.numel() - final.detach().isfinite().sum())
 
 

@@ -32,9 +32,8 @@ from ..quiet import quiet
 from ..report.build import tiers_of
 from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
-from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.probe import Batch
+from ..run.batch import Batch, describe_batches
 from ..run.stock import attentions_of
 
 BOUNDED_FOR = "half"
@@ -145,7 +144,7 @@ def observation(
     generates: bool,
 ) -> dict[str, Any]:
     """Return what every audit reports: what was run, on what, and what it showed; generates: whether the class can."""
-    described = probe.describe_batches(inputs, seed=asked.seed, data=asked.data, generates=generates)
+    described = describe_batches(inputs, seed=asked.seed, data=asked.data, generates=generates)
     return {
         "source": Source.of(checkpoint),
         "train_mode": asked.train_mode,

@@ -24,7 +24,7 @@ from ..quiet import quiet
 from ..report.schema import ArithmeticEntry, ComparisonEntry, Environment, RuntimeCheck, dump
 from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.probe import Batch
+from ..run.batch import Batch
 from ..run.runtimes.known import installed
 from ..run.runtimes.types import Runtime, in_torch
 from ..run.stock import load_config

@@ -39,7 +39,7 @@ from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import MARGIN_BITS, Planned
-from ..run import probe
+from ..run.batch import describe_batches
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +148,7 @@ def convert_by(
         return Conversion(dump(summary), None, decided.planned, decided.plan, nbytes, seconds)
     generates = decided.layout.stock.is_language_model
     inputs = (
-        probe.describe_batches(opened.inputs, seed=options.seed, data=options.data, generates=generates)
+        describe_batches(opened.inputs, seed=options.seed, data=options.data, generates=generates)
         if options.run_model
         else None
     )

@@ -18,7 +18,9 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS, make_plan
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.agreement import check_modules
-from ..run.probe import Batch, batches, chosen_ids, config_of
+from ..run.batch import Batch
+from ..run.interface import config_of
+from ..run.probe import batches, chosen_ids
 
 FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
 

@@ -65,6 +65,7 @@ from ..rescaling.apply import edited_config, writes
 from ..rescaling.plan import Plan, exponents_of
 from ..run import probe
 from ..run.agreement import agreed_layout
+from ..run.batch import SWEEP
 from ..run.stock import load_config
 from ..wording import bytes_in_words
 from .certify import bounded
@@ -605,7 +606,7 @@ def repeat_audit(
     """Return what every regime shows on the files as stock code loads them, on the probe that the report names."""
     said, config = report.inputs or Inputs(), load_config(folder)
     seed = said.seed or 0
-    swept = any(entry.kind == probe.SWEEP for entry in said.batches)
+    swept = any(entry.kind == SWEEP for entry in said.batches)
     chosen = probe.usable(said.chosen, config)
     inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, chosen=chosen, progress=progress)
     with torch.random.fork_rng(devices=[]), progress.step(f"Auditing {', '.join(REGIMES)}") as advance:

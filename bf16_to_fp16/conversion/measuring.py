@@ -30,8 +30,8 @@ from ..report.evidence import Decided, Measured
 from ..report.schema import FidelityEntry
 from ..rescaling.plan import Drift, Plan
 from ..run.agreement import agreed_layout
+from ..run.batch import Batch
 from ..run.lanes import Walk
-from ..run.probe import Batch
 from ..run.stock import attentions_of, eps_attribute, load
 from .options import Options
 from .planning import Opened, checkpoint_batches, drifted_outputs, reference_of

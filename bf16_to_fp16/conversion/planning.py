@@ -32,9 +32,10 @@ from ..rescaling.squares import can_fit, squares_of
 from ..rescaling.weights import source_weights
 from ..run import probe
 from ..run.agreement import agreed_layout
+from ..run.batch import Batch, run_batch
 from ..run.lanes import Walk
-from ..run.probe import Batch, run_batch
 from ..run.stock import eps_attribute, load_config
+from ..run.tokenizer import has_tokenizer
 from .options import AUTO, Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128
@@ -157,7 +158,7 @@ def checkpoint_batches(
     given."""
     config, opened, folder = load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
     beside = tokenizer_beside(checkpoint, checkpoint.subfolder)  # where pipelines have it
-    if beside is not None and probe.has_tokenizer(beside) and not probe.has_tokenizer(folder):
+    if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
         folder = beside
     return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress)
 

@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..progress import Progress
 from ..report.evidence import Decided, Rewritten
 from ..rescaling.apply import edited_config, writes
-from ..run import probe
+from ..run.tokenizer import has_tokenizer
 from .options import Options
 from .planning import Opened
 
@@ -37,7 +37,7 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     there = [path.name for path in checkpoint.folder.iterdir()]
     if options.layout == FOLDER_LAYOUT and (options.variant or has_variant(there)):
         name_variants(work)  # for from_pretrained(variant="fp16")
-    if not probe.has_tokenizer(work):
+    if not has_tokenizer(work):
         progress.say(f"{checkpoint.name} has no tokenizer, so the output has none; copy a tokenizer into it to use it")
     return Rewritten(written, carried, left_out, write_in_fp16(checkpoint.folder, work))
 

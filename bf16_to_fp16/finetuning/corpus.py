@@ -26,9 +26,11 @@ from torch.nn import functional
 
 from ..errors import UserError
 from ..families.known import spare_padding
-from ..run import probe
+from ..run.batch import IGNORED_LABEL, stack
+from ..run.interface import class_in, decoder_start, is_causal, longest_sequence, predicts_tokens
 from ..run.stock import vocabulary_of
 from ..run.texts import PlainRows, open_texts, plain_errors
+from ..run.tokenizer import load_tokenizer, without_end
 from .objectives import (
     BYTE_SENTINEL,
     BYTE_SPAN,
@@ -285,7 +287,7 @@ class Corpus:
         """Open the data and the tokenizer and settle the objective; see ``open_corpus``."""
         self.data, self.folder, self.seed = data, folder, seed
         self.vocabulary = vocabulary_of(config)
-        self.tokenizer = probe.load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder)
         self.conventions = conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
         own = data if data.held_out_path is None else data.model_copy(update={"held_out": 0.0})
         self.source: _Source = _StreamedRows(own, seed) if data.streaming else _TableRows(own, seed)
@@ -294,11 +296,11 @@ class Corpus:
             self.held_out_source = _TableRows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
         spare = spare_padding(config.to_dict())
         self.spare = int(spare) if spare < math.inf else 0
-        self.predicts, self.causal = probe.predicts_tokens(config), probe.is_causal(config)
-        stock = probe.class_in(config)
+        self.predicts, self.causal = predicts_tokens(config), is_causal(config)
+        stock = class_in(config)
         self.reads_end_token = stock is not None and stock.reads_end_token
         self.objective = self._objective()
-        longest = probe.longest_sequence(config)
+        longest = longest_sequence(config)
         self.target_length = min(data.target_length, longest)
         if self.causal and self.objective == "pairs":  # both are in one row
             self.target_length = min(self.target_length, max(1, longest // 2))
@@ -310,7 +312,7 @@ class Corpus:
         self.mean_span = data.mean_span_length or span
         before, after = self.conventions.before, self.conventions.after
         # A decoder begins with a token that it is given, and must learn to end, whatever the tokenizer puts there.
-        self.target_frame = before[before[:1] == (probe.decoder_start(config),) :], after or (self.conventions.end,)
+        self.target_frame = before[before[:1] == (decoder_start(config),) :], after or (self.conventions.end,)
         self.window = max(1, self.input_length - max(1, len(before) + len(after)))
         if whole:
             self.window = max(1, min(self.window, self.target_length - sum(map(len, self.target_frame))))
@@ -389,7 +391,7 @@ class Corpus:
                 ids = self._cut(target, room, add_special_tokens=False)
                 return self._cut(text, self.input_length), [*before, *ids, *after]
             answer = self._cut(target, self.target_length - 1, add_special_tokens=False)
-            prompt = probe.without_end(torch.tensor(self._cut(text, self.input_length)), self.tokenizer)
+            prompt = without_end(torch.tensor(self._cut(text, self.input_length)), self.tokenizer)
             return prompt.tolist(), [*answer, self.conventions.end]
         rng = np.random.default_rng([self.seed, _HELD_OUT if held_out else _TRAINING, epoch, row])
         if len(text) > (most := self.window * _CHARACTERS):
@@ -468,13 +470,13 @@ class Corpus:
         made = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
         if self.causal:
             made = [in_one_row(source, target) for source, target in made]
-        ids, mask = probe.stack([torch.tensor(source) for source, _ in made], self.conventions.pad)
+        ids, mask = stack([torch.tensor(source) for source, _ in made], self.conventions.pad)
         if self.spare:
             ids = functional.pad(ids, (0, self.spare), value=self.conventions.pad)
             mask = functional.pad(mask, (0, self.spare))
         labels = None
         if self.predicts:
-            labels, _ = probe.stack([torch.tensor(target) for _, target in made], probe.IGNORED_LABEL)
+            labels, _ = stack([torch.tensor(target) for _, target in made], IGNORED_LABEL)
         targets = tuple(target or "" for _, _, (_, target) in rows) if self.objective == "pairs" else None
         examples = tuple((epoch, row) for epoch, row, _ in rows)
         return TrainingBatch(ids, mask, labels, examples, targets, row_wise=self.reads_end_token, causal=self.causal)
@@ -510,7 +512,7 @@ class Corpus:
                 made.append(self.batch(part, held_out=True))
                 continue
             filler = self.batch(found[first : first + 1], held_out=True)
-            labels = None if filler.labels is None else torch.full_like(filler.labels, probe.IGNORED_LABEL)
+            labels = None if filler.labels is None else torch.full_like(filler.labels, IGNORED_LABEL)
             made.append(replace(filler, labels=labels, examples=(), targets=None, row_wise=False))
         return made
 
@@ -538,7 +540,7 @@ class Corpus:
 def in_one_row(source: Sequence[int], target: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the ids of an input and of the target behind it, and what each of them should predict: the target from the
     input's last token on, and nothing before and behind it."""
-    nothing = [probe.IGNORED_LABEL]
+    nothing = [IGNORED_LABEL]
     return [*source, *target], [*nothing * (len(source) - 1), *target, *nothing]
 
 

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from ..errors import UserError
-from ..run.probe import IGNORED_LABEL, gives_probabilities, takes_decoder_ids, values_of
+from ..run.batch import IGNORED_LABEL, values_of
+from ..run.interface import gives_probabilities, takes_decoder_ids
 from .corpus import TrainingBatch
 from .states import on_a_disk
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..run.probe import stack
+from ..run.batch import stack
 from .corpus import Corpus, TrainingBatch
 from .distillation import Teacher, arguments, counted_positions, kl_divergence, task_loss
 from .mixed_precision import MixedPrecision

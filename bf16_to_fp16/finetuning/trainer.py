@@ -31,8 +31,11 @@ from ..families.roles import layer_of
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
-from ..run.probe import Batch, is_causal, random_rows, rows_of, spared, values_of
+from ..run.batch import Batch, values_of
+from ..run.interface import is_causal
+from ..run.padding import spared
 from ..run.probe import batches as probe_batches
+from ..run.probe import random_rows, rows_of
 from ..wording import counted
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
@@ -228,8 +231,7 @@ class Trainer:
             while p.step < schedule.steps:
                 self._choose_precision(fits)
                 self._search_hard_inputs()
-                with self.mixed_precision.whole_step():
-                    seen = self._step()
+                seen = self._step()
                 advance(p.step, schedule.steps)
                 if (undo := self.watch.spike(p, seen)) is not None:
                     self._rewind(*undo)
@@ -264,7 +266,9 @@ class Trainer:
         rate = learning_rate(recipe.schedule, p.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("scale", 1.0)
-        norm, sums = self._search_scale(batches, data_step, positions)
+        # What holds the bounds afterwards is thousands of small fp32 operations, which its modes would only slow.
+        with self.mixed_precision.whole_step():
+            norm, sums = self._search_scale(batches, data_step, positions)
         taken = norm < math.inf
         p.step += 1
         self._hold_bounds()

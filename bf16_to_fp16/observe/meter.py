@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..families.known import of_model_type, roles_of
 from ..ranges import ChannelRange, ModuleRange, NormRange, Ranges, ScoreRange
-from ..run.probe import Batch, run_batch
+from ..run.batch import Batch, run_batch
 from .observer import SiteObserver
 
 _STEPS_IN_A_BINADE = 8

@@ -26,6 +26,7 @@ from .origins import (
     MASKING,
     UNINITIALISED,
     Origin,
+    ceiling,
     forget_origin,
     is_sum_of_positions,
     masked_positions,
@@ -463,9 +464,10 @@ def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = Fals
     if math.isfinite(amax) and not (half and amax >= SATURATED_FROM):
         site.amax = max(site.amax, amax)
         return
-    nans = int(out.isnan().sum())
-    infinite = int(out.isinf().sum())
-    saturated = int((out.abs() >= SATURATED_FROM).sum()) - infinite if half else 0
+    size = out.abs()
+    nans = out.numel() - _count(size <= math.inf)
+    infinite = _count(size == math.inf)
+    saturated = _count(size >= SATURATED_FROM) - infinite if half else 0
     site.amax = math.inf if nans or infinite else max(site.amax, amax)
     site.nonfinite += nans
     if pending:
@@ -476,13 +478,19 @@ def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = Fals
         site.saturated += saturated
 
 
+def _count(chosen: Tensor) -> int:
+    """The number of true elements; ``sum`` makes int64 of each first."""
+    return int(torch.count_nonzero(chosen))
+
+
 def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
     """Count the masked positions of rows that see others and have a weight all the same."""
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
     origin = origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:
-        masked = origin.masked & ~origin.masked.all(-1, keepdim=True)
-        site.saturated += int((weights.masked_fill(~masked, 0.0) > FP16_STEP).sum())
+        found = (weights > FP16_STEP) & origin.masked
+        if bool(found.any()):
+            site.saturated += _count(found & ~origin.masked.all(-1, keepdim=True))
 
 
 def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
@@ -490,10 +498,11 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
     # A positive value or a NaN where a mask was added does not come from the mask.
     if not high < -MASK_FROM:
         masked = masked & (out < 0)
-    kept = out.masked_fill(masked, 0.0)
+    most = ceiling(masked, 0.0, out.dtype)
+    kept = out.clamp(-most, most)
     low, high = (float(x) for x in torch.aminmax(kept))
     _note(site, kept, low, high)
-    site.benign += int(masked.sum()) * (out.numel() // masked.numel())
+    site.benign += _count(masked) * (out.numel() // masked.numel())
     site.reason = MASK_REASON
 
 
@@ -509,7 +518,7 @@ def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
     kept = out.masked_fill(nans, 0.0)
     low, high = (float(x) for x in torch.aminmax(kept))
     _note(site, kept, low, high)
-    if (count := int(nans.sum())) > 0:
+    if (count := _count(nans)) > 0:
         frame.pending.append((site, count, order))
 
 
@@ -532,9 +541,9 @@ def _settle(frame: _Frame, output: Any) -> None:
 
 def _note_constant(site: Site, out: Tensor) -> None:
     site.reason, site.limit = CONSTANT_REASON, None
-    nans = int(out.isnan().sum())
+    nans = _count(out.isnan())
     site.nonfinite += nans
     extreme = out.abs() >= -MASK_FROM
-    site.benign += int(extreme.sum())
+    site.benign += _count(extreme)
     rest = out.masked_fill(extreme, 0.0)
     site.amax = math.inf if nans else max(site.amax, float(rest.abs().max()))

@@ -73,7 +73,7 @@ def build(
 ) -> schema.Report:
     """Return the report of a conversion of ``checkpoint`` from what its steps found.
 
-    command: that does the same again. inputs: what was run on, as ``probe.describe_batches`` returns it. others:
+    command: that does the same again. inputs: what was run on, as ``run.batch.describe_batches`` returns it. others:
     records of the files in the output besides its weights, as ``checkpoint.folder.records`` returns them.
     """
     layout, planned, ranges, written = decided.layout, decided.planned, decided.ranges, rewritten.written

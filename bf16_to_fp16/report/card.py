@@ -22,7 +22,7 @@ from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
 from ..rescaling.plan import Plan
-from ..run.probe import TOKENIZER_FILES
+from ..run.tokenizer import TOKENIZER_FILES
 from ..wording import bound_magnitude, bytes_in_words, excess, magnitude, significant_bits
 from .page import (
     fidelity_rows,

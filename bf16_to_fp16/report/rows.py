@@ -10,7 +10,7 @@ from typing import Any
 from ..bounds.tiers import TIERS
 from ..families.known import named, projector_of, roles_of
 from ..families.roles import STACKS, block_of, stack_in
-from ..run.probe import IMAGE
+from ..run.batch import IMAGE
 from ..wording import (
     below_limit,
     counted,

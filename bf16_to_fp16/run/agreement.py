@@ -27,14 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoint.formats import shown
 from ..checkpoint.reader import Checkpoint
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..families.configs import config_value, looked_up, with_value
 from ..families.known import FAMILIES, may_be_absent, stock_class
 from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..families.types import Attention, Experts, Family, Quotient, StackEnds
 from .stock import eps_attribute, load_config, run_everywhere, without_values
-from .texts import first_line
 
 FREE_KEYS = frozenset(
     {

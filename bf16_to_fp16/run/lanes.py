@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -38,6 +39,9 @@ _STACK = 1 << 21
 """Bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited."""
 
 
+_COLLECTIONS = (dict, OrderedDict, set)
+
+
 class _Ended(BaseException):
     """Raised in a lane that is to end because another one failed or the walk was interrupted."""
 
@@ -54,7 +58,10 @@ class _Model:
 
     def copy(self, attention: str) -> Any:
         """Return a model of its own modules and settings with these parameters."""
-        shared = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+        # Every module has a dozen empty collections, for hooks and the like, that deepcopy would take to pieces.
+        for module in self.module.modules():
+            shared |= {id(x): type(x)() for x in vars(module).values() if type(x) in _COLLECTIONS and not x}
         model = copy.deepcopy(self.module, shared)
         set_attention(model, attention)
         return model

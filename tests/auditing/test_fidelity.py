@@ -19,7 +19,8 @@ from bf16_to_fp16.report.build import NOISE, conclude, passed_limits, too_inexac
 from bf16_to_fp16.report.remedies import INEXACT, OUTPUT, SOMETHING_INSIDE, inexact
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Planned, Violation
-from bf16_to_fp16.run.probe import Batch, batches, run_batch
+from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.probe import batches
 
 
 def model_of(kind: str) -> Any:

@@ -19,7 +19,8 @@ from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.families.known import spare_padding
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import MASK_REASON
-from bf16_to_fp16.run.probe import batches, seen_padding
+from bf16_to_fp16.run.batch import seen_padding
+from bf16_to_fp16.run.probe import batches
 
 REAL, LONGEST = 6, 13
 

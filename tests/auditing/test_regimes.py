@@ -37,7 +37,8 @@ from bf16_to_fp16.report.schema import (
     Report,
     regimes_of,
 )
-from bf16_to_fp16.run.probe import GENERATE, PADDED, RANDOM, Batch, audit_batches, batches, describe_batches
+from bf16_to_fp16.run.batch import GENERATE, PADDED, RANDOM, Batch, describe_batches
+from bf16_to_fp16.run.probe import audit_batches, batches
 from bf16_to_fp16.run.stock import load, load_config, set_attention
 
 WO = "encoder.block.1.layer.1.DenseReluDense.wo"

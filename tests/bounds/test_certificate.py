@@ -51,7 +51,8 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
-from bf16_to_fp16.run.probe import GENERATE, PADDED, RANDOM, REPEATED, batches
+from bf16_to_fp16.run.batch import GENERATE, PADDED, RANDOM, REPEATED
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import attentions_of
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
@@ -219,7 +220,7 @@ def test_trained_weights_keep_their_bounds(name: str) -> None:
     observer = SiteObserver(model)
     with torch.no_grad(), observer:
         for batch in batches(model.config, checkpoint.folder, None)[:4]:
-            from bf16_to_fp16.run.probe import run_batch
+            from bf16_to_fp16.run.batch import run_batch
 
             run_batch(model, batch)
     assert not broken(certificate, {s.name: s.amax for s in observer.sites()})
@@ -377,7 +378,7 @@ def test_the_norm_safe_bound_covers_the_length_of_the_stream(kind: str) -> None:
 
     for path in layout.norms:
         model.get_submodule(path).register_forward_pre_hook(look(path))
-    from bf16_to_fp16.run.probe import run_batch
+    from bf16_to_fp16.run.batch import run_batch
 
     with torch.no_grad():
         for batch in batches(model.config, None, None):

@@ -35,7 +35,7 @@ Pair = tuple[Path, Path]
 
 def converted_by(kind: str, folder: Path, kinds: tuple[Kind, ...] = MOVED, **changes: Any) -> Pair:
     """Return a source and its conversion by a plan that moves every channel of all kinds, and loses no bit."""
-    model = tiny.build(kind, factor=30.0, **changes)
+    model = tiny.small(kind, factor=30.0, **changes)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.copy_((tensor * 256).round() / 256)  # no bit so low that the plan would take it below fp16's last
@@ -220,7 +220,7 @@ def test_dora_follows_where_rows_have_one_exponent_and_is_refused_where_they_hav
 @pytest.mark.parametrize("width", [16, 24])
 def test_an_adapter_on_a_head_that_the_conversion_separated_takes_its_factor(width: int, tmp_path: Path) -> None:
     """T5 v1.0 multiplies by d^-1/2 before its tied head; a head of its own has that folded in."""
-    model = tiny.build("t5", factor=3000.0, d_model=width)
+    model = tiny.small("t5", factor=3000.0, d_model=width)
     with torch.no_grad():
         model.decoder.final_layer_norm.weight.mul_(2.0**18)
     source = tiny.save(model, tmp_path / "source")
@@ -316,7 +316,7 @@ def test_certify_bounds_the_weights_that_an_adapter_is_merged_into(pair: Pair, t
 
 
 def test_an_adapter_can_bring_certified_weights_past_their_limit(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("gated"), tmp_path / "source")
+    source = tiny.save(tiny.small("gated"), tmp_path / "source")
     out = convert(source, tmp_path / "out", target="half", run_model=False).out
     assert out is not None and certify(out)["verdict"] == "safe"
     gate = f"{PREFIX}encoder.block.0.layer.1.DenseReluDense.wi_0"
@@ -461,7 +461,7 @@ def test_what_cannot_be_merged_by_itself_is_refused_by_name(pair: Pair, tmp_path
 
 def test_a_dora_magnitude_is_scaled_as_the_length_of_its_row_is() -> None:
     """By the row's exponent and the one of all columns: exactly what a row's norm is scaled by."""
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     layout = resolve(ModelTensors(model))
     norm, path = "encoder.block.0.layer.0.layer_norm", "encoder.block.0.layer.0.SelfAttention"
     value = [i % 5 - 2 for i in range(15)]
@@ -476,7 +476,7 @@ def test_a_dora_magnitude_is_scaled_as_the_length_of_its_row_is() -> None:
 
 def test_what_stands_on_shared_values_and_on_gains_less_1_moves_as_the_weights_do() -> None:
     """The two factors of an update to an output projection, and a norm's gain saved whole."""
-    model = tiny.build("gemma3")
+    model = tiny.small("gemma3")
     layout = resolve(ModelTensors(model))
     at, value = "model.layers.0", "model.layers.0.self_attn.value"
     plan = Plan(family="gemma3", residual_exponent=-4, exponents={value: [i % 5 - 2 for i in range(20)]})

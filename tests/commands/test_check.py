@@ -20,7 +20,7 @@ from bf16_to_fp16 import UserError, check, cli, convert
 from bf16_to_fp16.demo import CHECKPOINTS
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.report.schema import RuntimeCheck
-from bf16_to_fp16.run.probe import Batch
+from bf16_to_fp16.run.batch import Batch
 from bf16_to_fp16.run.runtimes import known
 from bf16_to_fp16.run.runtimes.types import Outcome, Runtime
 

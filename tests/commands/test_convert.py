@@ -45,7 +45,8 @@ from bf16_to_fp16.report.stored import read_plan
 from bf16_to_fp16.rescaling.apply import apply, edited_config
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.probe import Batch, batches, run_batch
+from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
 HEADS = ("t5-classifier", "t5-token-classifier", "t5-spans")
@@ -62,7 +63,7 @@ and undoes; ``test_stock_loading`` compares the outputs of most that are left ou
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Conversion]:
     """Return a source folder and its conversion."""
     root = tmp_path_factory.mktemp(request.param)
-    source = tiny.save(tiny.build(request.param), root / "source")
+    source = tiny.save(tiny.small(request.param), root / "source")
     return source, convert(source, root / "out")
 
 
@@ -94,7 +95,7 @@ def compared(source: Path, out: Path, dtype: torch.dtype = torch.float32) -> flo
 
 def test_half_is_broken_before_and_clean_after(converted: tuple[Path, Conversion]) -> None:
     source, result = converted
-    before = audit(source, regimes=("half",))
+    before = audit(source, regimes=("half",), attention=("eager",))
     assert before["verdict"] == "unsafe" and before["regimes"]["half"]["nonfinite"] > 0
     assert result.safe
     for regime in result.report["regimes"].values():
@@ -184,7 +185,7 @@ def test_a_plan_for_something_else_is_refused(
     assert result.out is not None
     with pytest.raises(UserError, match=f"the plan was made for --target {result.report['target']}"):
         convert(source, tmp_path / "out", plan=result.out, target="train", dry_run=dry_run)
-    other = tiny.save(tiny.build("t5" if result.plan.family == "pegasus" else "pegasus"), tmp_path / "other")
+    other = tiny.save(tiny.small("t5" if result.plan.family == "pegasus" else "pegasus"), tmp_path / "other")
     with pytest.raises(UserError, match="use the plan of this checkpoint"):
         convert(other, tmp_path / "out", plan=result.out, dry_run=dry_run)
     assert not (tmp_path / "out").exists()
@@ -223,7 +224,7 @@ def test_replaying_a_plan_gives_the_same_bytes(converted: tuple[Path, Conversion
 
 @pytest.mark.usefixtures("brief")
 def test_a_true_fp32_source_is_converted_and_its_ratio_reported(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("gated", dtype=torch.float32), tmp_path / "source", torch.float32)
+    source = tiny.save(tiny.small("gated", dtype=torch.float32), tmp_path / "source", torch.float32)
     report = convert(source, tmp_path / "out").report
     assert report["verdict"] == "safe" and report["source"]["dtype"] == "F32"
     assert report["weights"]["lossless_fraction"] < 0.5
@@ -231,7 +232,7 @@ def test_a_true_fp32_source_is_converted_and_its_ratio_reported(tmp_path: Path) 
 
 
 def test_mixed_dtypes_come_back_as_they_were(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("t5"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5"), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     norms = [n for n in tensors if "layer_norm" in n]
     save_file({n: t.float() if n in norms else t for n, t in tensors.items()}, source / "model.safetensors")
@@ -248,7 +249,7 @@ def test_the_probe_runs_a_decoder_deeper_than_the_encoder(kind: str) -> None:
     deeper: dict[str, Any] = (
         {"num_layers": 1, "num_decoder_layers": 3} if kind == "gated" else {"encoder_layers": 1, "decoder_layers": 3}
     )
-    model = tiny.build(kind, **deeper)
+    model = tiny.small(kind, **deeper)
     probe = batches(model.config, None, None)
     assert any(batch.generate for batch in probe)
     for batch in probe:
@@ -256,8 +257,9 @@ def test_the_probe_runs_a_decoder_deeper_than_the_encoder(kind: str) -> None:
 
 
 def test_shards_stay_shards_and_can_be_made(tmp_path: Path) -> None:
-    whole = tiny.save(tiny.build("gated"), tmp_path / "whole")
-    sharded = tiny.save(tiny.build("gated"), tmp_path / "sharded", max_shard_size="20KB")
+    model = tiny.small("gated")
+    whole = tiny.save(model, tmp_path / "whole")
+    sharded = tiny.save(model, tmp_path / "sharded", max_shard_size="20KB")
     shards = sorted(p.name for p in sharded.glob("*.safetensors"))
     assert len(shards) > 1
     kept = convert(sharded, tmp_path / "kept", run_model=False).out
@@ -270,7 +272,7 @@ def test_shards_stay_shards_and_can_be_made(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("brief")
 def test_a_pickled_checkpoint_is_read_safely_and_left_behind(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("t5"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5"), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     torch.save(tensors | {"lm_head.weight": tensors["shared.weight"]}, source / "pytorch_model.bin")
     (source / "model.safetensors").unlink()
@@ -289,7 +291,7 @@ class Runs:
 
 def test_a_pickle_that_would_run_code_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    source = tiny.save(tiny.build("t5"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5"), tmp_path / "source")
     (source / "model.safetensors").unlink()
     torch.save({"shared.weight": Runs()}, source / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model\.bin"):
@@ -299,7 +301,7 @@ def test_a_pickle_that_would_run_code_does_not(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("brief")
 def test_positions_that_a_file_lacks_are_made_scaled_and_written(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("pegasus", factor=60000.0), tmp_path / "source")
+    source = tiny.save(tiny.small("pegasus", factor=60000.0), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     kept = {n: t for n, t in tensors.items() if "embed_positions" not in n and n != "final_logits_bias"}
     save_file(kept, source / "model.safetensors", metadata={"format": "pt"})
@@ -319,7 +321,7 @@ def test_positions_that_a_file_lacks_are_made_scaled_and_written(tmp_path: Path)
 @pytest.mark.usefixtures("brief")
 def test_a_tied_head_that_cannot_hold_the_factor_is_separated(tmp_path: Path) -> None:
     """With d_model a power of 4, T5's d^-1/2 folds into the new head exactly, so the fp32 logits keep every bit."""
-    model = tiny.build("t5", factor=3000.0, d_model=16)
+    model = tiny.small("t5", factor=3000.0, d_model=16)
     with torch.no_grad():
         model.decoder.final_layer_norm.weight.mul_(2.0**18)
     source = tiny.save(model, tmp_path / "source")
@@ -335,7 +337,7 @@ def test_a_tied_head_that_cannot_hold_the_factor_is_separated(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("brief")
 def test_a_diffusers_folder_is_read_by_its_subfolder(tmp_path: Path) -> None:
-    tiny.save(tiny.build("t5-encoder"), tmp_path / "pipeline" / "text_encoder_2")
+    tiny.save(tiny.small("t5-encoder"), tmp_path / "pipeline" / "text_encoder_2")
     (tmp_path / "pipeline" / "tokenizer_2").mkdir()
     (tmp_path / "pipeline" / "tokenizer_2" / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
     result = convert(tmp_path / "pipeline", tmp_path / "out", subfolder="text_encoder_2")
@@ -344,7 +346,7 @@ def test_a_diffusers_folder_is_read_by_its_subfolder(tmp_path: Path) -> None:
 
 
 def test_the_modules_of_a_sentence_encoder_are_carried_over_or_missed_by_name(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     listing = [{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"idx": 2, "path": "2_Dense"}]
     (source / "modules.json").write_text(json.dumps(listing))
     (source / "1_Pooling").mkdir()
@@ -359,7 +361,7 @@ def test_the_modules_of_a_sentence_encoder_are_carried_over_or_missed_by_name(tm
 
 
 def test_out_is_never_touched_unless_forced(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("keep")
@@ -373,7 +375,7 @@ def test_out_is_never_touched_unless_forced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["source", "source/inside", "."])
 def test_out_may_not_overlap_the_source(tmp_path: Path, place: str) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     with pytest.raises(UserError, match="output path"):
         convert(source, tmp_path / place, force=True)
     assert (source / "model.safetensors").exists()
@@ -382,7 +384,7 @@ def test_out_may_not_overlap_the_source(tmp_path: Path, place: str) -> None:
 def test_a_forced_replacement_that_fails_puts_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("keep")
@@ -404,7 +406,7 @@ def test_a_failure_after_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("planted")
 
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     # After the last write no input fails: the failure has to be planted.
     monkeypatch.setattr(measuring, "run_regimes", fail)
     with pytest.raises(RuntimeError, match="planted"):
@@ -413,7 +415,7 @@ def test_a_failure_after_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     tensors[name][0, 0] = float("nan")
@@ -425,7 +427,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("brief")
 def test_what_rescaling_cannot_fix_is_unsafe_with_the_reason(tmp_path: Path) -> None:
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     with torch.no_grad():
         model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight.mul_(1e5)
         model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e-5)
@@ -436,13 +438,14 @@ def test_what_rescaling_cannot_fix_is_unsafe_with_the_reason(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("brief")
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize(
     ("up", "down", "by"),
     [("v", "o", 1e-9), ("q", "k", 1e-9), ("q", "k", 1e7), ("wi_1", "wo", 1e-9), ("wi_1", "wo", 1e-6)],
 )
 def test_lopsided_pairs_of_weights_are_evened_out(up: str, down: str, by: float, tmp_path: Path) -> None:
     """A weight near one end of fp16 and its partner near the other: one exponent fixes both."""
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     layer = model.encoder.block[1].layer[1 if "w" in up else 0]
     part = layer.DenseReluDense if "w" in up else layer.SelfAttention
     with torch.no_grad():
@@ -459,10 +462,10 @@ def test_lopsided_pairs_of_weights_are_evened_out(up: str, down: str, by: float,
 @pytest.mark.usefixtures("brief")
 def test_a_model_shrunk_until_nothing_is_left_is_not_safe(tmp_path: Path) -> None:
     """Early layers 1e14 times smaller than late ones: fp16 has no room for both, and no overflow check can tell."""
-    model = tiny.build("gated", factor=1.0)
+    model = tiny.small("gated", factor=1.0)
     with torch.no_grad():
         model.shared.weight.mul_(1e-4)
-        model.encoder.block[2].layer[1].DenseReluDense.wo.weight.mul_(1e10)
+        model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e10)
         for tensor in model.state_dict().values():
             tensor.copy_(tensor.bfloat16().float())
     report = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out").report
@@ -472,7 +475,7 @@ def test_a_model_shrunk_until_nothing_is_left_is_not_safe(tmp_path: Path) -> Non
 
 
 def test_a_finite_weight_that_no_exponent_carries_is_refused_by_name(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     tensors[name][0, 0] = -1e6
@@ -522,7 +525,7 @@ def test_a_gain_correction_takes_most_of_the_drift_out(tmp_path: Path) -> None:
 
 def small_early_large_late() -> Any:
     """Return a Pegasus whose stream has a variance of about 1 in its first layers and passes 65504 only in its last."""
-    model = tiny.build("pegasus", factor=1.0, encoder_layers=6, d_model=48, encoder_ffn_dim=64)
+    model = tiny.small("pegasus", factor=1.0, encoder_layers=6, d_model=48, encoder_ffn_dim=64)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("shared.weight"):
@@ -553,7 +556,7 @@ def test_a_pegasus_that_is_small_early_and_large_late_drifts_as_predicted(tmp_pa
 
 def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
     """Running the source with eps·4^-r is the same function as the rescaled files with the stock eps."""
-    source = tiny.save(tiny.build("pegasus", factor=40000.0), tmp_path / "source")
+    source = tiny.save(tiny.small("pegasus", factor=40000.0), tmp_path / "source")
     result = convert(source, tmp_path / "out")
     assert result.out is not None and result.plan.drift is not None
     inputs = batches(load(source, torch.float32).config, None, None)
@@ -565,7 +568,7 @@ def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
 
 def test_generated_tensors_do_not_count_as_carried_over() -> None:
     """Positions that a file lacks have no source to be equal to; only the largest written weight is theirs too."""
-    source = ModelTensors(tiny.build("pegasus"))
+    source = ModelTensors(tiny.small("pegasus"))
     source.tensors = {name: info for name, info in source.tensors.items() if "embed_positions" not in name}
     layout = resolve(source)
     made = [name for name, tensor in layout.tensors.items() if tensor.source is None]
@@ -586,14 +589,14 @@ def test_generated_tensors_do_not_count_as_carried_over() -> None:
 def test_a_source_that_is_not_finite_in_fp32_is_refused_where_it_breaks(
     up: float, value: float, tmp_path: Path
 ) -> None:
-    model = tiny.build("t5-encoder")
-    broken = model.encoder.block[2].layer[1].DenseReluDense
+    model = tiny.small("t5-encoder")
+    broken = model.encoder.block[1].layer[1].DenseReluDense
     with torch.no_grad():
         broken.wi_1.weight.mul_(up)
         broken.wo.weight[0, 0] = value
     checkpoint = open_checkpoint(tiny.save(model, tmp_path / "source", torch.float32))
     inputs = batches(model.config, None, None)[:1]
-    with pytest.raises(UserError, match=r"encoder\.block\.2\.layer\.1\.DenseReluDense\.wo gives inf or NaN in fp32"):
+    with pytest.raises(UserError, match=r"encoder\.block\.1\.layer\.1\.DenseReluDense\.wo gives inf or NaN in fp32"):
         observe_source(checkpoint, inputs, Progress(quiet=True), Device("cpu"))
 
 
@@ -601,7 +604,7 @@ def test_a_source_that_is_not_finite_in_fp32_is_refused_where_it_breaks(
 def test_a_weight_that_is_not_finite_is_named_though_a_replayed_plan_observes_nothing(
     value: float, tmp_path: Path
 ) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     tensors[name][0, 0] = value
@@ -687,7 +690,7 @@ def test_simulated_drift_is_to_the_bit_the_rescaled_weights_under_the_stock_eps(
 def test_data_is_observed_audited_and_compared_on_besides_the_probe(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
-    source = tiny.save(tiny.build("t5", num_layers=1, num_decoder_layers=1), tmp_path / "source")
+    source = tiny.save(tiny.small("t5", num_layers=1, num_decoder_layers=1), tmp_path / "source")
     ByT5Tokenizer(extra_ids=0).save_pretrained(source)
     text = tmp_path / "data.txt"
     text.write_text("IN UPPER CASE, OF WHICH EVERY BYTE IS IN THE VOCABULARY OF 97.\n" * 3)
@@ -735,7 +738,7 @@ def test_of_a_config_only_what_the_plan_needs_is_edited(
     kind: str, r: int, config: dict[str, Any], edits: dict[str, Any]
 ) -> None:
     """Three dots stand for a key that is absent."""
-    source = ModelTensors(tiny.build(kind.split()[0]))
+    source = ModelTensors(tiny.small(kind.split()[0]))
     for key in ("dtype", "torch_dtype", "scale_decoder_outputs"):
         source.config.pop(key, None)
     config = source.config | {"tie_word_embeddings": True} | config | {"torch_dtype": "bfloat16"}
@@ -747,7 +750,7 @@ def test_of_a_config_only_what_the_plan_needs_is_edited(
 
 @pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])
 def test_the_dtype_is_written_under_the_keys_that_a_config_has(keys: list[str]) -> None:
-    source = ModelTensors(tiny.build("t5-encoder"))
+    source = ModelTensors(tiny.small("t5-encoder"))
     for key in ("dtype", "torch_dtype"):
         source.config.pop(key, None)
     source.config |= dict.fromkeys(keys, "bfloat16")
@@ -774,7 +777,7 @@ def test_a_conversion_is_certified_by_default_and_says_what_that_cost(converted:
 def test_without_an_audit_nothing_is_run_and_the_certificate_decides(
     tmp_path: Path,
 ) -> None:
-    source = tiny.save(tiny.build("gated"), tmp_path / "source")
+    source = tiny.save(tiny.small("gated"), tmp_path / "source")
     usual = convert(source, tmp_path / "usual")
     with tiny.no_models():
         assert cli.main(["convert", str(source), str(tmp_path / "out"), "--no-audit"]) == 0
@@ -791,7 +794,7 @@ def test_without_an_audit_nothing_is_run_and_the_certificate_decides(
 
 @pytest.mark.usefixtures("brief")
 def test_what_cannot_be_proven_is_named_and_decides_the_exit_status_only_without_an_audit(tmp_path: Path) -> None:
-    model = tiny.build("gated", factor=1.0)
+    model = tiny.small("gated", factor=1.0)
     with torch.no_grad():
         # Scores that no coupling moves: their bound passes 65504, what the probe reaches does not.
         attention = model.encoder.block[1].layer[0].SelfAttention
@@ -810,7 +813,7 @@ def test_what_cannot_be_proven_is_named_and_decides_the_exit_status_only_without
 @pytest.mark.parametrize("kind", ["gated", "t5", "umt5-encoder"])
 @pytest.mark.parametrize("target", ["norm-safe", "fp16-accumulate", "train"])
 def test_the_other_targets_are_certified_too(kind: str, target: str, tmp_path: Path) -> None:
-    source = tiny.save(tiny.build(kind), tmp_path / "source")
+    source = tiny.save(tiny.small(kind), tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--target", target, "--no-audit"]) == 0
     report = certify(tmp_path / "out", target=target)
     assert report["verdict"] == "safe"
@@ -821,7 +824,7 @@ def test_the_other_targets_are_certified_too(kind: str, target: str, tmp_path: P
 
 @pytest.mark.usefixtures("brief")
 def test_for_training_the_output_is_run_as_in_training(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("t5-encoder", num_layers=1), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "source")
     regimes = convert(source, tmp_path / "out", target="train").report["regimes"]
     names = {regime: {site["name"] for site in shown["sites"]} for regime, shown in regimes.items()}
     assert set(names) == {"stock", "amp", "half"}
@@ -831,7 +834,7 @@ def test_for_training_the_output_is_run_as_in_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("margin", [0.0, 6.0])
 def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, margin: float) -> None:
-    source = tiny.save(tiny.build("t5-encoder", num_layers=1), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "source")
     checkpoint = open_checkpoint(source)
     progress = Progress(quiet=True)
     layout = resolve(checkpoint)
@@ -844,7 +847,7 @@ def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, m
 
 
 def test_a_norm_that_is_zero_throughout_is_refused_by_name(tmp_path: Path) -> None:
-    model = tiny.build("t5-encoder", num_layers=1)
+    model = tiny.small("t5-encoder", num_layers=1)
     name = "encoder.block.0.layer.1.layer_norm.weight"
     model.get_parameter(name).data.zero_()
     with pytest.raises(UserError, match=f"tensor {name} is zero throughout; the file is damaged"):
@@ -877,9 +880,9 @@ def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(tmp
 def test_an_unsafe_conversion_with_logits_that_are_not_finite_prints_its_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny.build("gated", factor=1.0)
+    model = tiny.small("gated", factor=1.0)
     with torch.no_grad():
-        model.encoder.block[2].layer[1].DenseReluDense.wi_0.weight.mul_(1e5)
+        model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight.mul_(1e5)
     source = tiny.save(model, tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "-v"]) == 1
     printed = capsys.readouterr().out
@@ -893,7 +896,7 @@ def test_an_unsafe_conversion_with_logits_that_are_not_finite_prints_its_tables(
 def test_a_margin_that_cannot_be_kept_is_refused(
     margin: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), f"--margin={margin}"]) == 2
     assert "margin" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
@@ -904,7 +907,7 @@ def test_a_margin_that_cannot_be_kept_is_refused(
 def test_a_report_that_cannot_be_written_is_known_before_the_work(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.save(tiny.build("t5-encoder"), tmp_path / "s")
+    tiny.save(tiny.small("t5-encoder"), tmp_path / "s")
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     with tiny.no_models():
@@ -935,7 +938,7 @@ def test_a_place_without_room_for_the_output_is_known_before_the_work(
 def test_the_report_lists_the_inputs_from_which_the_audit_can_be_repeated(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "source")
     ByT5Tokenizer(extra_ids=0).save_pretrained(source)
     data = tmp_path / "texts.txt"
     data.write_text("!!\n!\n")
@@ -963,7 +966,7 @@ def test_the_report_lists_the_inputs_from_which_the_audit_can_be_repeated(tmp_pa
 def test_steps_name_their_target_and_a_converted_source_is_called_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], brief: None
 ) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--target", "norm-safe"]) == 0
     said = capsys.readouterr().err.splitlines()
     assert len(set(said)) == len(said) and "Planning the exponents for norm-safe" in said
@@ -984,7 +987,7 @@ def test_steps_name_their_target_and_a_converted_source_is_called_one(
 
 
 def test_undo_brings_the_sources_card_back_and_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     for card in (None, "the publisher's words"):
         if card:
             (source / "README.md").write_text(card)
@@ -1000,7 +1003,7 @@ def test_undo_brings_the_sources_card_back_and_not_its_own(tmp_path: Path, capsy
 
 @pytest.mark.usefixtures("brief")
 def test_the_command_in_the_report_names_no_folders_of_this_machine(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     report = convert(source, tmp_path / "out", target="norm-safe", margin_bits=2).report
     assert report["command"] == "bf16-to-fp16 convert source out --target norm-safe --margin 2"
     report = convert(source, tmp_path / "other", seed=3, max_length=64, max_shard_size=10**6, run_model=False).report
@@ -1013,12 +1016,12 @@ def test_the_command_in_the_report_names_no_folders_of_this_machine(tmp_path: Pa
 
 def test_rescaling_a_model_in_16_bits_is_refused() -> None:
     with pytest.raises(UserError, match=r"torch\.float32"):
-        rescale(tiny.build("t5-encoder").bfloat16())
+        rescale(tiny.small("t5-encoder").bfloat16())
 
 
 @pytest.mark.parametrize(("kind", "exponent"), [("t5", 40), ("gated", 57), ("pegasus", 61)])
 def test_weights_that_no_exponent_holds_are_one_line(kind: str, exponent: int, tmp_path: Path) -> None:
-    model = tiny.build(kind)
+    model = tiny.small(kind)
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.dim() == 2:

@@ -22,7 +22,7 @@ ONE_FILE = 10**12
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny.build("gated")
+    return tiny.small("gated")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def converted(source: Path, out: Path, **options: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("run_model", [False, True])
 def test_the_number_of_threads_changes_no_byte(run_model: bool, tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("t5-encoder", num_layers=1), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "source")
     found = []
     before = torch.get_num_threads()
     try:

@@ -25,7 +25,7 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.conversion import planning, rewriting
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.run import probe
+from bf16_to_fp16.run import batch, probe
 
 KILLS = {"convert": 16, "convert --force": 10, "undo": 12, "convert a pipeline": 12}
 """Random moments at which each is killed; with those at random times, and those of finetune, more than 50."""
@@ -39,8 +39,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     waits."""
     gather = probe.audit_batches
 
-    def few(*given: Any, **options: Any) -> list[probe.Batch]:
-        return [b for b in gather(*given, **options) if b.kind in (probe.PADDED, probe.GENERATE)]
+    def few(*given: Any, **options: Any) -> list[batch.Batch]:
+        return [b for b in gather(*given, **options) if b.kind in (batch.PADDED, batch.GENERATE)]
 
     with tiny.no_pictures(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "audit_batches", few)

@@ -24,7 +24,8 @@ from bf16_to_fp16 import UserError, convert, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.configs import with_value
 from bf16_to_fp16.run.agreement import agreed_layout
-from bf16_to_fp16.run.probe import images, run_batch
+from bf16_to_fp16.run.batch import run_batch
+from bf16_to_fp16.run.probe import images
 from bf16_to_fp16.run.stock import load_config, vocabulary_of
 
 TOWER = "vision_tower."

@@ -65,7 +65,7 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> lis
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_outputs_keep_every_bit_and_undo_gives_every_weight_back(kind: str) -> None:
-    model = tiny.build(kind).train()
+    model = tiny.small(kind).train()
     before, after = weights(model), copy.deepcopy(model)
     config = model.config.to_dict()
     safe = make_fp16_safe(after)
@@ -80,7 +80,7 @@ def test_outputs_keep_every_bit_and_undo_gives_every_weight_back(kind: str) -> N
 def test_pegasus_keeps_every_bit_where_its_plan_would_correct_gains() -> None:
     """In memory the eps of LayerNorm is scaled as well, so nothing drifts that a correction should take out."""
     for take in (make_fp16_safe, rescale):
-        model = tiny.build("pegasus", factor=60000.0)
+        model = tiny.small("pegasus", factor=60000.0)
         before = outputs(model)
         take(model)
         assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
@@ -88,7 +88,7 @@ def test_pegasus_keeps_every_bit_where_its_plan_would_correct_gains() -> None:
 
 def test_in_memory_the_norm_of_an_embedding_keeps_its_eps() -> None:
     """What it reads is not scaled, so its bound is the file's; its stream's norms have the eps of the scaled stream."""
-    model = tiny.build("mbart")
+    model = tiny.small("mbart")
     before = outputs(model)
     safe = make_fp16_safe(model)
     assert safe.plan.residual_exponent < 0
@@ -107,7 +107,7 @@ def test_in_memory_the_norm_of_an_embedding_keeps_its_eps() -> None:
 
 @pytest.mark.parametrize("kind", ["gated", "t5", "pegasus", "mbart"])
 def test_what_was_trained_is_undone_to_exactly_the_trained_function(kind: str) -> None:
-    model = tiny.build(kind)
+    model = tiny.small(kind)
     safe = make_fp16_safe(model)
     start = weights(model)
     trained(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -141,7 +141,7 @@ def test_the_certificate_is_that_of_the_weights_as_saved(tmp_path: Path) -> None
 
 
 def test_where_no_certificate_can_be_had_it_says_so() -> None:
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     with torch.no_grad():
         for block in model.encoder.block:
             block.layer[1].DenseReluDense.wi_0.weight.mul_(100)  # what enters a GELU moves under no plan
@@ -150,7 +150,7 @@ def test_where_no_certificate_can_be_had_it_says_so() -> None:
 
 
 def test_a_save_writes_weights_with_the_eps_that_goes_with_them(tmp_path: Path) -> None:
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     reference = outputs(model)
     model.config.tie_word_embeddings = False
     safe = make_fp16_safe(model)
@@ -168,7 +168,7 @@ def test_a_save_writes_weights_with_the_eps_that_goes_with_them(tmp_path: Path) 
 
 
 def test_a_model_that_was_made_safe_is_left_alone_and_so_is_one_that_needs_nothing() -> None:
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     first, now = make_fp16_safe(model), weights(model)
     again = make_fp16_safe(model)
     assert again.again and again.plan == first.plan and str(again).startswith("made safe before; nothing was done")
@@ -189,7 +189,7 @@ def test_a_converted_checkpoint_needs_nothing(tmp_path: Path) -> None:
 
 
 def test_tied_heads_stay_tied_and_heads_of_their_own_apart() -> None:
-    tied, apart = tiny.build("t5"), tiny.build("gated")
+    tied, apart = tiny.small("t5"), tiny.small("gated")
     for model in (tied, apart):
         make_fp16_safe(model)
     assert tied.lm_head.weight is tied.shared.weight is tied.encoder.embed_tokens.weight
@@ -198,7 +198,7 @@ def test_tied_heads_stay_tied_and_heads_of_their_own_apart() -> None:
 
 def test_a_copy_of_the_embedding_that_is_not_tied_to_it_is_refused() -> None:
     """It would be taken for the embedding and left unscaled."""
-    model = tiny.build("t5")
+    model = tiny.small("t5")
     model.lm_head.weight = torch.nn.Parameter(model.shared.weight.detach().clone())
     before = weights(model)
     with pytest.raises(UserError, match=r"lm_head\.weight has the values .* not tied"):
@@ -209,7 +209,7 @@ def test_a_copy_of_the_embedding_that_is_not_tied_to_it_is_refused() -> None:
 def test_gradient_checkpointing_stays_on_and_changes_nothing() -> None:
     paths = []
     for make in (False, True):
-        model = tiny.build("gated", dropout_rate=0.0, factor=30.0).train()
+        model = tiny.small("gated", dropout_rate=0.0, factor=30.0).train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         safe = make_fp16_safe(model) if make else None
@@ -223,7 +223,7 @@ def test_gradient_checkpointing_stays_on_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_in_16_bits_is_refused_with_the_dtype_to_load(dtype: torch.dtype) -> None:
-    model = tiny.build("t5").to(dtype)
+    model = tiny.small("t5").to(dtype)
     before = weights(model)
     with pytest.raises(UserError, match=r"dtype=torch\.float32"):
         make_fp16_safe(model)
@@ -231,7 +231,7 @@ def test_a_model_in_16_bits_is_refused_with_the_dtype_to_load(dtype: torch.dtype
 
 
 def test_what_was_cast_to_fp16_is_not_undone() -> None:
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     safe = make_fp16_safe(model)
     with pytest.raises(UserError, match=r"undo before half"):
         safe.undo(model.half())
@@ -239,18 +239,18 @@ def test_what_was_cast_to_fp16_is_not_undone() -> None:
 
 def test_other_models_are_one_line_that_says_what_to_use_in_their_place() -> None:
     gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11))
-    stack = tiny.build("t5").encoder
+    stack = tiny.small("t5").encoder
     for model in (gpt, stack, torch.nn.Linear(2, 2)):
         with pytest.raises(UserError, match="ActivationPenalty, which takes any model") as caught:
             make_fp16_safe(model)
         assert "\n" not in str(caught.value) and "T5ForConditionalGeneration" in str(caught.value)
     with pytest.raises(UserError, match="target 'fp8' is unknown"):
-        make_fp16_safe(tiny.build("t5"), target="fp8")
+        make_fp16_safe(tiny.small("t5"), target="fp8")
 
 
 def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
     peft: Any = pytest.importorskip("peft")
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     safe = make_fp16_safe(model)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q"]))
     for inside in (wrapped, model):
@@ -285,7 +285,7 @@ OPTIMIZERS = {
 def test_an_optimizer_that_follows_takes_the_very_steps_of_the_original(name: str) -> None:
     paths = {}
     for way in ("original", "safe", "follows"):
-        model = tiny.build("gated", dropout_rate=0.0, factor=300.0).train()
+        model = tiny.small("gated", dropout_rate=0.0, factor=300.0).train()
         optimizer = OPTIMIZERS[name](model.parameters())
         safe = None if way == "original" else make_fp16_safe(model)
         if way == "follows":
@@ -300,7 +300,7 @@ def test_an_optimizer_that_follows_steps_gains_that_are_stored_less_1() -> None:
     """As close as fp32 holds such a gain."""
     paths = {}
     for way in ("original", "follows"):
-        model = tiny.build("gemma3").train()
+        model = tiny.small("gemma3").train()
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         safe = None if way == "original" else make_fp16_safe(model)
         if safe is not None:
@@ -323,7 +323,7 @@ def test_an_optimizer_that_follows_steps_gains_that_are_stored_less_1() -> None:
 
 def test_an_adapters_own_parameters_are_stepped_as_they_are() -> None:
     """Only what was rescaled is moved around a step."""
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     safe = make_fp16_safe(model)
     extra = torch.nn.Parameter(torch.ones(3))
     optimizer = safe.follow(torch.optim.SGD([*model.parameters(), extra], lr=1.0), model)
@@ -334,7 +334,7 @@ def test_an_adapters_own_parameters_are_stepped_as_they_are() -> None:
 
 
 def test_a_parameter_in_shards_cannot_be_followed() -> None:
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     safe = make_fp16_safe(model)
     optimizer = safe.follow(torch.optim.SGD(model.parameters(), lr=1.0), model)
     model.shared.weight.data = model.shared.weight.data[:5].clone()
@@ -346,7 +346,7 @@ def test_a_parameter_in_shards_cannot_be_followed() -> None:
 @pytest.mark.parametrize("named", [False, True])
 def test_a_step_with_a_closure_cannot_be_followed(named: bool) -> None:
     """Its gradients come after the hook that scales them, so that weights alone would be moved."""
-    model = tiny.build("gated")
+    model = tiny.small("gated")
     safe = make_fp16_safe(model)
     before = weights(model)
     optimizer = safe.follow(torch.optim.SGD(model.parameters(), lr=1.0), model)
@@ -390,7 +390,7 @@ def test_a_trainers_checkpoints_are_safe_ones_from_which_a_run_resumes(tmp_path:
     rows = [{"input_ids": ids, "labels": ids.flip(0)} for ids in batch()["input_ids"]]
 
     def run(steps: int, resume: bool = False) -> tuple[Any, Any]:
-        model = tiny.build("gated", dropout_rate=0.0)
+        model = tiny.small("gated", dropout_rate=0.0)
         model.config.tie_word_embeddings = False
         safe = make_fp16_safe(model)
         optimizer = safe.follow(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
@@ -416,7 +416,7 @@ def test_a_trainers_checkpoints_are_safe_ones_from_which_a_run_resumes(tmp_path:
 
 
 def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_path: Path) -> None:
-    model = tiny.build("pegasus", factor=40000.0)
+    model = tiny.small("pegasus", factor=40000.0)
     model.save_pretrained(tmp_path / "source")
     safe = make_fp16_safe(model)
     model.save_pretrained(tmp_path / "safe")
@@ -431,7 +431,7 @@ def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_pa
 
 
 def test_certified_weights_are_left_alone_though_another_plan_would_hold_more_bits() -> None:
-    model = tiny.build("gated", factor=1.0)
+    model = tiny.small("gated", factor=1.0)
     with torch.no_grad():
         for block in model.encoder.block:
             block.layer[0].SelfAttention.v.weight.mul_(2.0**-20)
@@ -444,7 +444,7 @@ def test_certified_weights_are_left_alone_though_another_plan_would_hold_more_bi
 def test_the_plan_is_the_same_in_train_mode_and_draws_no_random_number() -> None:
     plans = []
     for training in (False, True):
-        model = tiny.build("t5", dropout_rate=0.6).train(training)
+        model = tiny.small("t5", dropout_rate=0.6).train(training)
         state = torch.get_rng_state()
         plans.append(rescale(model))
         assert torch.equal(state, torch.get_rng_state()) and model.training is training

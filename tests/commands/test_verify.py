@@ -21,7 +21,7 @@ from bf16_to_fp16.devices import Device
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.remedies import SQUARES_UNSEEN
 from bf16_to_fp16.report.schema import Report, read
-from bf16_to_fp16.run import probe
+from bf16_to_fp16.run import batch, probe
 from bf16_to_fp16.run.stock import load, load_config
 
 REPORT = "fp16_report.json"
@@ -52,8 +52,8 @@ def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let audits run on a batch of each shape, where any would do."""
     gather = probe.audit_batches
 
-    def few(*given: Any, **options: Any) -> list[probe.Batch]:
-        return [b for b in gather(*given, **options) if b.kind in (probe.PADDED, probe.REPEATED, probe.IMAGE)]
+    def few(*given: Any, **options: Any) -> list[batch.Batch]:
+        return [b for b in gather(*given, **options) if b.kind in (batch.PADDED, batch.REPEATED, batch.IMAGE)]
 
     monkeypatch.setattr(probe, "audit_batches", few)
 

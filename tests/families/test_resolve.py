@@ -18,7 +18,7 @@ from bf16_to_fp16.families.types import RESIDUAL, Family, Kind
 from bf16_to_fp16.rescaling.apply import apply, writes
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run import probe
+from bf16_to_fp16.run.interface import gives_probabilities
 
 
 def test_factors_that_are_not_powers_of_two_are_not_exact() -> None:
@@ -218,7 +218,7 @@ def test_the_class_name_of_2020_is_known() -> None:
 )
 def test_labels_are_a_choice_where_there_are_several_and_one_is_meant(changes: dict[str, Any], is_choice: bool) -> None:
     model = tiny.build("t5-classifier", **changes)
-    assert layout_of(model).gives_probabilities is probe.gives_probabilities(model.config) is is_choice
+    assert layout_of(model).gives_probabilities is gives_probabilities(model.config) is is_choice
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

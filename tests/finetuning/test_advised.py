@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from support.learner import recipe_tree, saved
 
 from bf16_to_fp16.advise.updates import advise_updates
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.advised import with_advised_pair
-from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
-from bf16_to_fp16.finetuning.run import check_recipe, finetune
+from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe, read_recipe
+from bf16_to_fp16.finetuning.run import check_recipe, finetune, train
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.progress import Progress
 
@@ -84,6 +85,7 @@ def test_a_run_takes_the_pair_and_goes_on_with_it(tmp_path: Path, capsys: pytest
     source = saved(tmp_path / "source", 60, dtype=torch.bfloat16)
     tree: dict[str, Any] = recipe_tree(source, tmp_path / "out") | {
         "device": "cpu",
+        "rescale": False,
         "precision": "fp32",
         "penalty": {"form": "none", "certify": False},
         "optimizer": {"weights": "bf16"},
@@ -105,14 +107,19 @@ def test_a_run_takes_the_pair_and_goes_on_with_it(tmp_path: Path, capsys: pytest
     # The pair written out is the same run, and a killed one goes on from its state.
     plain = {**tree, "out": str(tmp_path / "plain"), "data": {**tree["data"], "gradient_accumulation": passes}}
     plain["schedule"] = {**tree["schedule"], "learning_rate": rate, "advised": False}
-    finetune(plain)
+    states: dict[str, Any] = {
+        "out": load_file(tmp_path / "out.run" / "step-00000002" / "model.safetensors"),
+        "plain": train(parse_recipe(plain), open_checkpoint(source)).weights,
+    }
     more = ("schedule.steps=3", f"out={tmp_path / 'more'}", f"checkpointing.folder={tmp_path / 'out.run'}")
     assert RunFolder(tmp_path / "out.run", 3).steps()[-1] == 2
-    finetune(recipe, overrides=more)
-    finetune({**plain, "out": str(tmp_path / "whole"), "schedule": {**plain["schedule"], "steps": 3}})
+    states["more"] = train(read_recipe(recipe, more), open_checkpoint(source)).weights
+    whole = {**plain, "out": str(tmp_path / "whole"), "schedule": {**plain["schedule"], "steps": 3}}
+    states["whole"] = train(parse_recipe(whole), open_checkpoint(source)).weights
     for one, other in (("out", "plain"), ("more", "whole")):
-        left, right = (load_file(tmp_path / name / "model.safetensors") for name in (one, other))
-        assert all(torch.equal(left[name], right[name]) for name in left)
+        left, right = states[one], states[other]
+        assert left and right and all(torch.equal(left[name], right[name]) for name in left)
+    assert not torch.equal(states["out"]["shared.weight"], states["more"]["shared.weight"])
     with pytest.raises(UserError, match="holds a run with another schedule; restore the recipe"):
         finetune(
             recipe,

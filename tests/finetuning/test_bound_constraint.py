@@ -418,7 +418,7 @@ def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
-    assert main(["finetune", str(written(tmp_path))]) == 1
+    assert main(["finetune", str(written(tmp_path, "evaluation: {attack_steps: 0}"))]) == 1
     report = report_of(tmp_path)
     assert report["verdict"] == "unsafe" and report["proof"] == "observed"
     missed = next(entry for entry in report["unsafe"] if entry["signal"] == "certificate")
@@ -430,10 +430,10 @@ def test_a_certificate_that_was_not_asked_for_is_not_missed_and_what_lacks_it_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
-    path = written(tmp_path, "evaluation: {attack_steps: 4}")
+    path = written(tmp_path, "evaluation: {attack_steps: 1}")
     path.write_text(path.read_text().replace("certify: true, ", ""))
     main(["finetune", str(path)])
     report = report_of(tmp_path)
     assert report["finetune"]["settled"]["penalty.certify"] is True and report["proof"] == "observed"
     assert "certificate" not in {entry["signal"] for entry in report["unsafe"]}
-    assert report["attack"]["steps"] == 4 and report["attack"]["sites"]
+    assert report["attack"]["steps"] == 1 and report["attack"]["sites"]

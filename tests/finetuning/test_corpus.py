@@ -34,7 +34,7 @@ from bf16_to_fp16.finetuning.objectives import (
     window_length,
 )
 from bf16_to_fp16.finetuning.recipe import Data
-from bf16_to_fp16.run.probe import decoder_start
+from bf16_to_fp16.run.interface import decoder_start
 
 datasets = pytest.importorskip("datasets")
 torch.set_num_threads(1)

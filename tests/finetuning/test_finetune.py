@@ -128,7 +128,8 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
     start = load(tmp_path / "out.run" / "start", torch.float32)
     for name, tensor in load(tmp_path / "model", torch.float32).state_dict().items():
         assert torch.equal(tensor, start.state_dict()[name]), name
-    result = finetune(recipe, overrides=("rescale=true", "checkpointing.folder=" + str(tmp_path / "other")))
+    other = ("rescale=true", "schedule.steps=1", "schedule.warmup=1", f"checkpointing.folder={tmp_path / 'other'}")
+    result = finetune(recipe, overrides=other)
     assert result is not None and result.safe
 
 
@@ -195,7 +196,7 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
             "rescale": False,
             "precision": "fp16",
             "data": {"path": str(DEMO_DATA / "held_out.txt"), "input_length": 66, "target_length": 34, "batch_size": 4},
-            "schedule": {"steps": 25, "warmup": 5},
+            "schedule": {"steps": 12, "warmup": 3},
             "penalty": {"form": "none"},
             "distillation": {"weight": 0.0},
             "evaluation": {"every": 1000, "examples": 8, "generate": False},
@@ -213,7 +214,7 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
 def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not_at_all(
     demo: str, tmp_path: Path
 ) -> None:
-    """25 steps here; `python benchmarks/finetune.py --amp 500` is the long version."""
+    """12 steps here; `python benchmarks/finetune.py --amp 500` is the long version."""
     convert(DEMO_DATA / demo, tmp_path / "converted", run_model=False)
     trainer = in_fp16(tmp_path / "converted", tmp_path)
     linears = [module for module in trainer.stock.modules() if isinstance(module, torch.nn.Linear)]
@@ -224,7 +225,7 @@ def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not
         handle.remove()
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "loss" in row]
-    assert outcome.steps == len(rows) == 25 and outcome.skipped == ()
+    assert outcome.steps == len(rows) == 12 and outcome.skipped == ()
     assert computed == {torch.float16} and {row["precision"] for row in rows} == {"fp16"}
     # Really a scale, which the first step found without being lost, and really training.
     assert len({row["loss_scale"] for row in rows}) == 1 and rows[0]["loss_scale"] >= 64

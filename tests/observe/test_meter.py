@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.run.probe import Batch, batches, run_batch
+from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.probe import batches
 
 
 def model_of(kind: str, attention: str = "eager") -> Any:

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from bf16_to_fp16.numerics import GELU_CUBE_BACKWARD_LIMIT
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import CUBE_REASON, MASK_REASON, Site
-from bf16_to_fp16.run.probe import Batch, batches, run_batch
+from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.probe import batches
 
 
 def model_of(kind: str, attention: str = "eager") -> Any:

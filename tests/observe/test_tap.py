@@ -18,7 +18,8 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import MASK_REASON
 from bf16_to_fp16.observe.tap import Tap
-from bf16_to_fp16.run.probe import batches, run_batch
+from bf16_to_fp16.run.batch import run_batch
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.products import FastProducts
 
 NOT_HANDED_OVER = (

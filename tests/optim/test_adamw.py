@@ -503,13 +503,13 @@ if not alone:
 """
 
 
-def test_fsdp2_on_two_processes_gives_the_bits_of_one(tmp_path: Path) -> None:
+def test_fsdp2_on_two_processes_gives_the_bits_of_one(warm_python: Path, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, rank, port, str(tmp_path)],
+            [warm_python, "-c", TWO_PROCESSES, rank, port, str(tmp_path)],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,

@@ -50,7 +50,8 @@ from bf16_to_fp16.report.schema import (
 )
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.probe import batches, describe_batches
+from bf16_to_fp16.run.batch import describe_batches
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.runtimes.known import RUNTIMES
 
 ROOT = Path(__file__).parents[2]

@@ -46,7 +46,8 @@ from bf16_to_fp16.rescaling.planner import (
 )
 from bf16_to_fp16.rescaling.rounding_loss import GRID, STEP_NOISE, loss_table
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
-from bf16_to_fp16.run.probe import PADDED, RANDOM, REPEATED, Batch, batches
+from bf16_to_fp16.run.batch import PADDED, RANDOM, REPEATED, Batch
+from bf16_to_fp16.run.probe import batches
 
 
 def shown_to(model: Any) -> list[Batch]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from bf16_to_fp16.auditing.fidelity import fidelity, output_on
 from bf16_to_fp16.auditing.regimes import LOSS_SCALE, audit_model
-from bf16_to_fp16.run.probe import (
+from bf16_to_fp16.run.batch import (
     DATA,
     GENERATE,
     IGNORED_LABEL,
@@ -22,18 +22,11 @@ from bf16_to_fp16.run.probe import (
     PADDED,
     SHORT,
     Batch,
-    batches,
-    config_of,
     describe_batches,
-    gives_probabilities,
-    is_causal,
-    one_batch,
-    predicts_tokens,
-    random_rows,
-    rows_of,
     run_batch,
-    takes_decoder_ids,
 )
+from bf16_to_fp16.run.interface import config_of, gives_probabilities, is_causal, predicts_tokens, takes_decoder_ids
+from bf16_to_fp16.run.probe import batches, one_batch, random_rows, rows_of
 from bf16_to_fp16.run.stock import described
 
 

@@ -19,7 +19,8 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run import alone, choice, probe
-from bf16_to_fp16.run.probe import CHOSEN, SWEEP, Batch, audit_batches, batches, chosen_ids, describe_batches, run_batch
+from bf16_to_fp16.run.batch import CHOSEN, SWEEP, Batch, describe_batches, run_batch
+from bf16_to_fp16.run.probe import audit_batches, batches, chosen_ids
 
 VOCABULARY = 3000
 LONG, SHORT, HIGH, LOW, CHANNEL = 1234, 77, 2021, 2022, 5

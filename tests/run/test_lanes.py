@@ -27,9 +27,9 @@ from bf16_to_fp16.observe.sites import Site
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import REPORT
 from bf16_to_fp16.rescaling.plan import describe_plan
-from bf16_to_fp16.run import probe
+from bf16_to_fp16.run.batch import GENERATE, REPEATED, Batch, run_batch
 from bf16_to_fp16.run.lanes import Change, Walk
-from bf16_to_fp16.run.probe import Batch, batches, run_batch
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
 WAYS = {
@@ -245,4 +245,4 @@ def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_ce
     assert converted.returncode == 0, converted.stderr
     report = json.loads((out / REPORT).read_text())
     assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
-    assert report["regimes"]["half"]["runs"][0]["kinds"] == [probe.REPEATED, probe.GENERATE]
+    assert report["regimes"]["half"]["runs"][0]["kinds"] == [REPEATED, GENERATE]

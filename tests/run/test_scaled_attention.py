@@ -12,7 +12,8 @@ from support import tiny
 
 from bf16_to_fp16 import UserError, audit
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.run.probe import batches, run_batch
+from bf16_to_fp16.run.batch import run_batch
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.scaled_attention import SCALED, register
 
 

@@ -31,7 +31,8 @@ from bf16_to_fp16.families.known import family_of, names_of, stock_class
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.quiet import quiet
-from bf16_to_fp16.run import agreement, probe
+from bf16_to_fp16.run import agreement
+from bf16_to_fp16.run.interface import config_of, takes_decoder_ids
 from bf16_to_fp16.run.stock import load
 
 LOADER = (
@@ -169,7 +170,7 @@ def keys_of(checkpoint: Checkpoint) -> str:
 def run_on(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits of a model, or the last hidden state."""
     with torch.no_grad():
-        decoder = {"decoder_input_ids": ids.flip(0)[:, :7]} if probe.takes_decoder_ids(probe.config_of(model)) else {}
+        decoder = {"decoder_input_ids": ids.flip(0)[:, :7]} if takes_decoder_ids(config_of(model)) else {}
         return model(input_ids=ids, **decoder)[0]
 
 

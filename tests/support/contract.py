@@ -32,7 +32,8 @@ from bf16_to_fp16.families.types import RESIDUAL, Kind
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
-from bf16_to_fp16.run.probe import images, run_batch
+from bf16_to_fp16.run.batch import run_batch
+from bf16_to_fp16.run.probe import images
 from bf16_to_fp16.run.stock import setting
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

@@ -20,6 +20,7 @@ from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run import probe
+from bf16_to_fp16.run.batch import REPEATED, Batch
 from bf16_to_fp16.run.stock import load
 
 ROOM = 185 * 2**20
@@ -34,9 +35,9 @@ def limit() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM,) * 2)
 
 
-def repeated(*given: Any, **options: Any) -> list[probe.Batch]:
+def repeated(*given: Any, **options: Any) -> list[Batch]:
     """Gather one batch, which shows the use of memory as well as all, and what generates."""
-    return [batch for batch in gather(*given, **options) if batch.kind == probe.REPEATED or batch.generate]
+    return [batch for batch in gather(*given, **options) if batch.kind == REPEATED or batch.generate]
 
 
 def main(action: str, source: Path, out: Path, plan: Path) -> None:

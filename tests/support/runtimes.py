@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.run.probe import Batch
+from bf16_to_fp16.run.batch import Batch
 from bf16_to_fp16.run.runtimes.types import Arithmetic, Outcome, Runtime, in_torch
 
 

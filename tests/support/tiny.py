@@ -21,6 +21,7 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Experts, FeedForward, StackEnds
 from bf16_to_fp16.report import figures
 from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.interface import config_of
 
 transformers.logging.set_verbosity_error()
 
@@ -459,6 +460,11 @@ FEW_LAYERS = {
 """A stack whose first layer differs from the others, as T5's does, or every other one has two; a third repeats them."""
 
 
+def config(kind: str, **changes: Any) -> Any:
+    """Return the config of a kind's model, naming its class as that of a loaded one does."""
+    return config_of(KINDS[kind](**changes))
+
+
 def few_layers(kind: str) -> dict[str, Any]:
     """Return the changes that leave a kind no more layers than differ, for what takes long in each."""
     entry = next(entry for entry in ENTRIES if kind in entry.kinds)
@@ -519,6 +525,11 @@ def build(
         for tensor in model.state_dict().values():
             tensor.copy_(tensor.to(dtype).to(tensor.dtype))
     return model
+
+
+def small(kind: str, seed: int = 0, **options: Any) -> Any:
+    """Return a model as ``build`` does, of no more layers than differ."""
+    return build(kind, seed, **few_layers(kind) | options)
 
 
 def final_norm(layout: Layout) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...families.layout import Layout
-from ..probe import Batch
+from ..batch import Batch
 from .types import FP16, Arithmetic, Outcome
 
 

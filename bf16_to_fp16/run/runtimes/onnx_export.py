@@ -16,7 +16,7 @@ import torch
 from ...errors import UserError
 from ...families.layout import Layout
 from ...wording import bytes_in_words
-from ..probe import Batch
+from ..batch import Batch
 from .types import as_function, inputs_of, tracing
 
 LARGEST = 2**31 - 1

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...families.layout import Layout
-from ..probe import Batch
+from ..batch import Batch
 from .onnx_export import all_in_fp16, export
 from .types import FLOATS, Arithmetic, Outcome, inputs_of
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...families.layout import Layout
-from ..probe import Batch
+from ..batch import Batch
 from .onnx_export import export
 from .types import FLOATS, Arithmetic, Outcome, inputs_of
 

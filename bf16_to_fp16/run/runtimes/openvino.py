@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...families.layout import Layout
-from ..probe import Batch
+from ..batch import Batch
 from .types import Arithmetic, Outcome, as_function, inputs_of, tracing
 
 NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ...families.layout import Layout
-from ..probe import Batch, config_of, is_causal, values_of
+from ..batch import Batch, values_of
+from ..interface import config_of, is_causal
 from ..stock import load
 
 FP16 = "float16"

@@ -1,0 +1,258 @@
+"""A batch: the record of one input, what a report says of several, and a stock model run on one."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError, first_line
+from ..families.known import of_model_type
+from .interface import config_of, is_causal
+from .stock import setting
+
+IGNORED_LABEL = -100
+"""The label that stock losses leave out."""
+
+
+LOGIT_BUDGET = 2**27
+"""Most logits of one batch (half a gigabyte in fp32): large vocabularies get fewer rows."""
+
+
+GENERATED_TOKENS = 4
+"""Tokens that a generation makes."""
+
+
+RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, IMAGE, GENERATE, DATA = BATCH_KINDS = (
+    "random ids",
+    "long",
+    "repeated",
+    "padded",
+    "short",
+    "chosen ids",
+    "vocabulary sweep",
+    "image",
+    "generate",
+    "data",
+)
+"""What a batch is there for; the report lists the batches by it."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length].
+
+    The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out (a vocabulary
+    of 250,000 swept with them would cost its square); ``generate`` asks for beam search from ``input_ids``
+    instead of a forward. ``kind`` is one of ``BATCH_KINDS``, "given" for a batch that was made elsewhere. ``chosen``:
+    the ids that were chosen, by reason, at the first batch of them. ``blind``: whether padding in it may see nothing.
+    ``pixels``: fp32 [rows, channels, height, width] of an image in each row, whose tokens ``image_tokens`` marks, 0/1
+    [rows, length].
+    """
+
+    description: str
+    input_ids: Tensor
+    attention_mask: Tensor
+    decoder_input_ids: Tensor | None = None
+    decoder_attention_mask: Tensor | None = None
+    head: bool = True
+    generate: bool = False
+    kind: str = "given"
+    chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    blind: bool = False
+    pixels: Tensor | None = None
+    image_tokens: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What it consists of, by name."""
+        ids = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+        return {name: getattr(self, name) for name in (*ids, *(("pixels", "image_tokens") if self.has_image else ()))}
+
+    @property
+    def has_image(self) -> bool:
+        """Whether there is an image in its rows."""
+        return self.pixels is not None
+
+    def rows(self, chosen: slice | Tensor) -> Batch:
+        """Return the batch of some of its rows, at the same length."""
+        found: dict[str, Any] = {name: x[chosen] for name, x in self.tensors.items() if x is not None}
+        return replace(self, **found)
+
+    def image_arguments(self, device: torch.device) -> dict[str, Tensor]:
+        """Return what stock code takes of the images; empty where there are none."""
+        if self.pixels is None or self.image_tokens is None:
+            return {}
+        return {"pixel_values": self.pixels.to(device), "token_type_ids": self.image_tokens.to(device)}
+
+    def labels(self) -> Tensor:
+        """Return what each position should predict, of the decoder where there is one: the next id, or -100 where that
+        or the position itself is padding; int64 of the ids' shape."""
+        ids, mask = self.decoder_input_ids, self.decoder_attention_mask
+        if ids is None or mask is None:
+            ids, mask = self.input_ids, self.attention_mask
+        labels = torch.full_like(ids, IGNORED_LABEL)
+        labels[:, :-1] = ids[:, 1:].masked_fill(mask[:, 1:] * mask[:, :-1] == 0, IGNORED_LABEL)
+        return labels
+
+
+def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
+    """Return ids and 0/1 mask, int64 [rows, longest], of one-dimensional ``rows`` filled up with ``padding``."""
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), padding, dtype=torch.int64)
+    mask = torch.zeros((len(rows), longest), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+        mask[i, : len(row)] = 1
+    return ids, mask
+
+
+def ended(batch: Batch, end: int) -> Batch:
+    """Return the batch with the end token in the last place of every row that is not padding, and nowhere else."""
+    ids = batch.input_ids.clone()
+    ids[ids == end] = end - 1 if end else 1
+    places = torch.arange(ids.shape[1]) * batch.attention_mask
+    ids[torch.arange(len(ids)), places.amax(1)] = end
+    return replace(batch, input_ids=ids)
+
+
+def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
+    """Return what a claim in fp16 stands for under an attention: eager, where padding that sees nothing may be NaN, of
+    batches with such padding the rows that have none."""
+    if attention != "eager":
+        return list(inputs)
+    whole = [(batch, batch.attention_mask.bool().all(1)) for batch in inputs]
+    return [batch.rows(full) if batch.blind else batch for batch, full in whole if full.any() or not batch.blind]
+
+
+def describe_batches(
+    inputs: Sequence[Batch], *, seed: int, data: str | None = None, generates: bool = False
+) -> dict[str, Any]:
+    """Return the report's ``inputs``, from which the same can be run again and be told from anything else.
+
+    ``batches``: in their order, each run of one kind as one entry: kind, number of batches, rows of them all, and the
+    longest encoder and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the
+    name of a dataset of the Hub, and how many rows of it were drawn; None without data. ``chosen``: ids by the reason
+    that each was chosen for, empty where every id is run. ``left_out``: ``generate`` of a model that ``generates``
+    where no batch does, as memory was short. ``sha256``: of all ids and masks.
+    """
+    digest = hashlib.sha256()
+    entries: list[dict[str, Any]] = []
+    for batch in inputs:
+        for tensor in batch.tensors.values():
+            shape = None if tensor is None else tuple(tensor.shape)
+            digest.update(repr(shape).encode())
+            if tensor is not None:
+                kind = "<f4" if tensor.is_floating_point() else "<i8"
+                digest.update(tensor.cpu().contiguous().numpy().astype(kind).tobytes())
+        rows, encoder = batch.input_ids.shape
+        decoder = None if batch.decoder_input_ids is None else batch.decoder_input_ids.shape[1]
+        if entries and entries[-1]["kind"] == batch.kind:
+            last = entries[-1]
+            last["batches"] += 1
+            last["rows"] += rows
+            last["encoder"] = max(last["encoder"], encoder)
+            last["decoder"] = decoder if last["decoder"] is None else max(last["decoder"], decoder or 0)
+        else:
+            entries.append({"kind": batch.kind, "batches": 1, "rows": rows, "encoder": encoder, "decoder": decoder})
+    drawn = sum(entry["rows"] for entry in entries if entry["kind"] == DATA)
+    shown = data if data is None or not Path(data).exists() else Path(data).name
+    return {
+        "seed": seed,
+        "data": None if data is None else {"name": shown, "rows": drawn},
+        "batches": entries,
+        "chosen": {reason: list(ids) for batch in inputs for reason, ids in batch.chosen.items()},
+        "left_out": [GENERATE] if generates and not any(batch.generate for batch in inputs) else [],
+        "sha256": digest.hexdigest(),
+    }
+
+
+def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
+    """Run ``model`` on ``batch`` and return the stock output object (None for a batch that generates or has no head).
+
+    The batch is moved to the model's device. With ``labels`` the output carries the stock loss. Raises UserError where
+    stock code fails, as it does for impossible settings that it did not look at when it loaded them.
+    """
+    try:
+        return _run(model, batch, labels)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("transformers", "torch"):
+            raise
+        name = getattr(model.config, "name_or_path", "") or type(model).__name__
+        raise UserError(
+            f"{name}: stock code cannot run it ({first_line(error)}); mend its config.json or generation_config.json"
+        ) from error
+
+
+def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
+    device = next(model.parameters()).device
+    ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
+    stock: Any = model
+    if batch.generate:
+        stock.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            num_beams=2,
+            do_sample=False,
+            max_new_tokens=GENERATED_TOKENS,
+            min_new_tokens=GENERATED_TOKENS,
+            use_cache=_cacheable(stock.config),
+        )
+        return None
+    if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
+        if not is_causal(config_of(stock)):
+            return stock(input_ids=ids, attention_mask=mask)
+        images = batch.image_arguments(device)
+        if not batch.head:
+            stock.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **images)
+            return None
+        # Stock code compares what a position gives with the label of the next.
+        shifted = {"labels": batch.labels().roll(1, dims=1).to(device)} if labels else {}
+        return stock(input_ids=ids, attention_mask=mask, use_cache=False, **images, **shifted)
+    decoder_mask = batch.decoder_attention_mask.to(device)
+    decoder: dict[str, Tensor | bool] = {"use_cache": False}
+    if not bool(decoder_mask.all()):
+        decoder["decoder_attention_mask"] = decoder_mask
+    if not batch.head:
+        states = stock.get_encoder()(input_ids=ids, attention_mask=mask)[0]
+        stock.get_decoder()(
+            input_ids=batch.decoder_input_ids.to(device),
+            encoder_hidden_states=states,
+            encoder_attention_mask=mask,
+            attention_mask=decoder.get("decoder_attention_mask"),
+            use_cache=False,
+        )
+        return None
+    if labels:
+        decoder["labels"] = batch.labels().to(device)
+    return stock(
+        input_ids=ids,
+        attention_mask=mask,
+        decoder_input_ids=batch.decoder_input_ids.to(device),
+        **decoder,
+    )
+
+
+def _cacheable(config: Any) -> bool:
+    """Whether stock code can generate with a cache: it makes one with as many layers as the encoder has."""
+    family = of_model_type(config.model_type)
+    decoder = setting(config, family.decoder.layers) if family and family.decoder else None
+    return decoder is None or int(decoder) <= int(config.num_hidden_layers)
+
+
+def values_of(output: Any) -> Tensor:
+    """Return what a stock output holds for its users: logits, the logits of a span's start and end as [rows, positions,
+    2], or what comes first, which of a model without a head are its last hidden states."""
+    if "start_logits" in output:
+        return torch.stack([output.start_logits, output.end_logits], -1)
+    values: Tensor = output["logits"] if "logits" in output else output[0]
+    return values

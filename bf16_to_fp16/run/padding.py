@@ -1,0 +1,106 @@
+"""Padding: rows of mixed lengths as one batch, and batches with as much of it as stock code bears in fp16.
+
+Of that a family says two things: how many padded positions a row needs, if it bears any (``spare_padding``), and
+whether padding may see no position at all (``blind_padding``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..families.known import of_model_type, spare_padding
+from .batch import PADDED, Batch, stack
+from .interface import decoder_start, pad_id, takes_decoder_ids
+from .stock import setting
+
+
+def padded(
+    config: Any,
+    encoder: Sequence[Tensor],
+    decoder: Sequence[Tensor],
+    description: str = "padded, mixed lengths",
+    kind: str = PADDED,
+) -> Batch:
+    """Return one-dimensional rows of the encoder, and of the decoder behind its start token and without their last id,
+    as one batch, filled up on the right; for a model that takes no decoder's ids without those."""
+    ids, mask = stack(encoder, pad_id(config))
+    if not takes_decoder_ids(config):
+        return Batch(description, ids, mask, kind=kind)
+    start = torch.tensor([decoder_start(config)])
+    shifted = [torch.cat([start, row[:-1]]) for row in decoder]
+    return Batch(description, ids, mask, *stack(shifted, pad_id(config)), kind=kind)
+
+
+def padded_left(config: Any, right: Batch) -> Batch:
+    """Return a batch, filled up on the right, with its encoder's rows, or its only ones, filled up on the left."""
+    ids = torch.full_like(right.input_ids, pad_id(config))
+    mask = right.attention_mask.flip(1)
+    ids[mask.bool()] = right.input_ids[right.attention_mask.bool()]
+    return replace(right, description=f"{right.description}, padded on the left", input_ids=ids, attention_mask=mask)
+
+
+def bearable(config: Any, batch: Batch) -> list[Batch]:
+    """Return the batch as stock code can run it in fp16: where that asks for more padding than none, with as much;
+    where it bears none, as one batch for each length of the encoder's rows. Either way nothing of a batch that is
+    padded on the left, as its rows are those of another."""
+    spare, lengths = spare_padding(config.to_dict()), batch.attention_mask.sum(1)
+    if spare == 0 or bool(batch.attention_mask.all()):
+        return [batch]
+    if not bool(batch.attention_mask[:, 0].all()):  # on the left: the same rows again
+        return []
+    if spare < math.inf:
+        return [_filled(batch, int(spare), pad_id(config))]
+    parts = [(n, (lengths == n).nonzero()[:, 0]) for n in lengths.unique(sorted=True).tolist()]
+    return [
+        replace(part, input_ids=part.input_ids[:, :n], attention_mask=part.attention_mask[:, :n])
+        for n, rows in parts
+        for part in [batch.rows(rows)]
+    ]
+
+
+def spared(config: Any, batch: Batch) -> Batch:
+    """Return the batch with as much padding as stock code asks for in fp16.
+
+    A backward pass needs it in every batch, since what fills up a last block must see something as well.
+    """
+    spare = spare_padding(config.to_dict())
+    return _filled(batch, int(spare), pad_id(config)) if 0 < spare < math.inf else batch
+
+
+def bearable_as_one(config: Any, batch: Batch) -> Batch:
+    """Return the batch as one that stock code can run in fp16: where that asks for more padding than none, with as
+    much; where it bears none, with the encoder's rows begun again in its place."""
+    spare, lengths = spare_padding(config.to_dict()), batch.attention_mask.sum(1, keepdim=True)
+    if spare == 0 or bool(batch.attention_mask.all()):
+        return batch
+    if spare < math.inf:
+        return _filled(batch, int(spare), pad_id(config))
+    places = torch.arange(batch.input_ids.shape[1]) % lengths
+    ids = batch.input_ids.gather(1, places)
+    return replace(batch, input_ids=ids, attention_mask=torch.ones_like(batch.attention_mask))
+
+
+def _filled(batch: Batch, columns: int, padding: int) -> Batch:
+    """A batch whose encoder's rows have so many more positions of padding on the right."""
+    ids = functional.pad(batch.input_ids, (0, columns), value=padding)
+    return replace(batch, input_ids=ids, attention_mask=functional.pad(batch.attention_mask, (0, columns)))
+
+
+def is_blind(config: Any, batch: Batch) -> bool:
+    """Return whether padding may see no position: left of a row under a causal mask, or half a sliding window away from
+    it, which is as far as one sees that looks both ways."""
+    family, empty = of_model_type(config.model_type), batch.attention_mask == 0
+    if family is None or not family.blind_padding or not bool(empty.any()):
+        return False
+    before, behind = (mask.cumprod(1).sum(1).amax() for mask in (empty.long(), empty.flip(1).long()))
+    causal = not takes_decoder_ids(config) and not getattr(config, "use_bidirectional_attention", False)
+    windows = [setting(part, "sliding_window") for part in (config, getattr(config, "encoder", None))]
+    window = min((window for window in windows if window is not None), default=math.inf)
+    return bool(causal and before > 0) or 2 * int(torch.maximum(before, behind)) >= window

@@ -1,0 +1,118 @@
+"""A checkpoint's own tokenizer, and the batches that it makes of texts.
+
+A causal language model is given a text and its target as one row, any other model's decoder the target.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError, first_line
+from .batch import DATA, LOGIT_BUDGET, Batch
+from .interface import decoder_start, is_causal, pad_id
+from .padding import padded
+from .stock import vocabulary_of
+from .texts import texts
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+    "vocab.json",
+)
+"""Files of which a tokenizer has one."""
+
+
+def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int, length: int) -> list[Batch]:
+    """Return rows of ``data`` as ids that the tokenizer in the folder ``source`` gives, the shortest first.
+
+    data: as ``texts`` takes it. seed: of the choice of rows, and of the ids that a decoder is given for a text without
+    a target. examples, length: the most rows, and the most ids of each. Raises UserError for data or a tokenizer that
+    cannot be used, and where the tokenizer gives an id past the vocabulary.
+    """
+    chosen = _sample(texts(data), examples, random.Random(seed))
+    if not chosen:
+        raise UserError(f"{data}: no examples in it; give a file with at least one")
+    tokenizer = load_tokenizer(source)
+    vocabulary, causal = vocabulary_of(config), is_causal(config)
+    generator = torch.Generator().manual_seed(seed)
+
+    def encode(text: str, **options: Any) -> Tensor:
+        tokens = tokenizer(text, truncation=True, max_length=length, **options)["input_ids"]
+        ids = torch.tensor(tokens or [pad_id(config)], dtype=torch.int64)
+        if int(ids.max()) >= vocabulary:
+            raise UserError(
+                f"{source}: its tokenizer gives id {int(ids.max())}, past the vocabulary of {vocabulary};"
+                " the tokenizer belongs to another checkpoint"
+            )
+        return ids
+
+    def pair(text: str, target: str | None) -> tuple[Tensor, Tensor]:
+        encoder = encode(text)
+        if not causal and target is not None:
+            ids = encode(target)  # of which the first may be the token that a decoder is given anyway
+            return encoder, ids[1:] if len(ids) > 1 and ids[0] == decoder_start(config) else ids
+        if not causal:
+            return encoder, torch.randint(0, vocabulary, (min(32, length),), generator=generator)
+        if target is not None:
+            encoder = torch.cat([without_end(encoder, tokenizer), encode(target, add_special_tokens=False)])[:length]
+        return encoder, encoder
+
+    pairs = [pair(text, target) for text, target in chosen]
+    pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])))
+    longest = max(len(target) for _, target in pairs)
+    rows = max(1, min(8, LOGIT_BUDGET // (longest * vocabulary)))
+    return [
+        padded(
+            config,
+            [text for text, _ in pairs[i : i + rows]],
+            [target for _, target in pairs[i : i + rows]],
+            f"{Path(data).name}, batch {i // rows + 1}",
+            DATA,
+        )
+        for i in range(0, len(pairs), rows)
+    ]
+
+
+def _sample(items: Iterable[tuple[str, str | None]], count: int, rng: random.Random) -> list[tuple[str, str | None]]:
+    """A uniform sample of at most ``count`` in one pass (Vitter's algorithm R), so that a large file is never held."""
+    kept: list[tuple[str, str | None]] = []
+    for seen, item in enumerate(items):
+        if len(kept) < count:
+            kept.append(item)
+        elif (place := rng.randrange(seen + 1)) < count:
+            kept[place] = item
+    return kept
+
+
+def without_end(ids: Tensor, tokenizer: Any) -> Tensor:
+    """Return the ids of a text that goes on: without the end token that some tokenizers set behind every text."""
+    return ids[:-1] if len(ids) > 1 and int(ids[-1]) == tokenizer.eos_token_id else ids
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has any file of a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in ``folder``; nothing is fetched. Raises UserError where there is none or it is damaged."""
+    from transformers import AutoTokenizer
+
+    if not has_tokenizer(folder):
+        # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
+        raise UserError(f"{folder}: no tokenizer files, and text needs them; put the original's tokenizer there")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds, from OSError to TypeError
+        raise UserError(
+            f"{folder}: no usable tokenizer ({first_line(error)}); put the original's tokenizer there"
+        ) from error
