@@ -20,7 +20,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 import pytest
 import torch
 from compat import harness
-from support import warm
+from support import tiny, warm
 from support.download_server import serving
 
 
@@ -74,6 +74,13 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def no_pictures() -> Iterator[None]:
+    """Let a file's conversions draw nothing on their pages; ``test_page`` and the demo do."""
+    with tiny.no_pictures():
+        yield
 
 
 @pytest.fixture(scope="session")

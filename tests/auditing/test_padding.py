@@ -22,6 +22,8 @@ from bf16_to_fp16.observe.sites import MASK_REASON
 from bf16_to_fp16.run.batch import seen_padding
 from bf16_to_fp16.run.probe import batches
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 REAL, LONGEST = 6, 13
 
 

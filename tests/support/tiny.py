@@ -582,7 +582,8 @@ def no_models() -> Iterator[None]:
 
 @contextmanager
 def no_pictures() -> Iterator[None]:
-    """Let reports have no pictures of brackets, whose drawing takes as long as a tiny model's plan."""
+    """Let reports have no pictures, whose drawing takes as long as a tiny model's plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "draw_brackets", lambda *_: Markup(""))
+        for name in ("draw_before_after", "draw_brackets"):
+            patch.setattr(figures, name, lambda *_: Markup(""))
         yield
