@@ -39,7 +39,7 @@ from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.configs import changes, looked_up, without_value
-from ..families.known import padding_entry
+from ..families.known import padding_entry, stock_class
 from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..progress import Progress
@@ -94,7 +94,7 @@ WRONG = {
 
 
 OF_NO_MODEL = ("architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
-"""Keys of a config that say nothing of the model itself, whose class the tensors decide."""
+"""Keys of a config that say nothing of the model itself, but for the class that ``architectures`` names."""
 
 
 OBEYED = ("generation_config.json", MODULES)
@@ -317,10 +317,12 @@ def dtypes_of(config: Mapping[str, Any]) -> dict[str, object]:
 def check_config(layout: Layout, checkpoint: Checkpoint, plan: Plan) -> list[Problem]:
     """Return the keys of a config that are not what the plan makes of the original's; layout: the original's."""
     wanted, found = edited_config(layout, plan), checkpoint.config
+    differing = ["architectures"] if stock_class(wanted) != stock_class(found) else []
     for key in OF_NO_MODEL:
         wanted, found = without_value(wanted, key), without_value(found, key)
     reason = "is not what the conversion makes of the original's config.json"
-    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(changes(wanted, found))]
+    differing += changes(wanted, found)
+    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(differing)]
 
 
 def packed_subject(file: Path) -> Subject:

@@ -266,6 +266,22 @@ def test_files_beside_the_weights_are_held_against_the_originals_in_the_replay(
     assert problems(folder, run_model=False) == []
 
 
+def test_a_class_of_which_less_is_claimed_is_found_by_the_replay(tmp_path: Path) -> None:
+    """Of an encoder alone nothing is bounded in the decoder, which lies in the same file."""
+    source = tiny.save(tiny.small("t5"), tmp_path / "source")
+    out = tmp_path / "out"
+    target = convert(source, out, run_model=False).report["target"]
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"architectures": ["T5WithLMHeadModel"]}))
+    relist(out)
+    assert problems(out, original=source, run_model=False) == []  # another name of the same
+    (out / "config.json").write_text(json.dumps(config | {"architectures": ["T5EncoderModel"]}))
+    certified = certify(out, target=target)
+    relist(out, **{key: certified[key] for key in ("certificate", "tiers", "proof")})
+    reason = "is not what the conversion makes of the original's config.json"
+    assert problems(out, original=source, run_model=False) == [("replay", "config.json, architectures", reason)]
+
+
 def test_a_hidden_overflow_is_found_by_the_audit(folder: Path) -> None:
     weights = load_file(folder / TWO)
     for name in weights:
