@@ -23,20 +23,23 @@ from ..auditing.regimes import REGIMES, RegimeResult, audit_folder
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import TARGETS, Certificate, fp16_weights
 from ..bounds.spectral import CARRIED
-from ..checkpoint.folder import sha256_of
-from ..checkpoint.formats import bytes_of, read_whole_header, shown
+from ..checkpoint.folder import MODULES, carry_over, sha256_of
+from ..checkpoint.folder import is_weights as is_weights_in_any_format
+from ..checkpoint.formats import bytes_of, read_json, read_whole_header, shown
 from ..checkpoint.hub import reading_from
 from ..checkpoint.packing import LAYOUTS, summary_of
+from ..checkpoint.pipeline import has_variant, variant_name
 from ..checkpoint.places import CONVERTED, local_folder
 from ..checkpoint.reader import VIEWS, Checkpoint, contained, open_checkpoint, own_name, subfolder_of
-from ..checkpoint.side_modules import read_side_modules
+from ..checkpoint.shards import INDEX
+from ..checkpoint.side_modules import read_side_modules, write_in_fp16
 from ..checkpoint.single_file import TOKENIZER
 from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.configs import changes, looked_up, without_value
-from ..families.known import padding_entry
+from ..families.known import padding_entry, stock_class
 from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..progress import Progress
@@ -61,7 +64,7 @@ from ..report.schema import (
     regimes_of,
 )
 from ..report.stored import Packed, read_packed
-from ..rescaling.apply import edited_config, writes
+from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.plan import Plan, exponents_of
 from ..run import probe
 from ..run.agreement import agreed_layout
@@ -91,7 +94,11 @@ WRONG = {
 
 
 OF_NO_MODEL = ("architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
-"""Keys of a config that say nothing of the model itself, whose class the tensors decide."""
+"""Keys of a config that say nothing of the model itself, but for the class that ``architectures`` names."""
+
+
+OBEYED = ("generation_config.json", MODULES)
+"""Files beside the weights on which it depends what a folder computes."""
 
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "tiers")
@@ -219,6 +226,33 @@ class Findings:
         self.problems += problems
 
 
+def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
+    """Return the files of weights that are read and not listed, as hidden ones, and those listed that a loader may read
+    in another format or as a variant: any but variants that are the very same, and single files that
+    ``publish --add`` put there."""
+    listed = {entry.name: entry.sha256 for entry in report.output.files}
+    read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
+    reason = "is not in the report, so nothing is known of it"
+    problems = [Problem("files", name, reason, CONVERT_AGAIN) for name in read if name not in listed]
+    variants = {name: variant_name(name) for name in read if name.startswith("model")}
+    hashes = {variant: listed.get(name) for name, variant in variants.items()}
+    for name in sorted(listed.keys() - {*read, *([] if checkpoint.index is None else [INDEX])}):
+        if "/" in name or not is_weights_in_any_format(name):
+            continue
+        file = checkpoint.folder / name
+        if name == variant_name(INDEX) and checkpoint.index is not None:
+            placed = {tensor: variants.get(shard) for tensor, shard in checkpoint.index["weight_map"].items()}
+            same = read_json(file, "index").get("weight_map") == placed
+        elif name in hashes:
+            same = listed[name] == hashes[name]
+        else:
+            same = not has_variant([name]) and summary_of(file) is not None
+        if not same:
+            reason = f"holds other weights than {read[0]}, of which nothing is known"
+            problems.append(Problem("files", name, reason, REMOVE))
+    return problems
+
+
 def examine(
     subject: Subject,
     original: Checkpoint | None,
@@ -236,6 +270,8 @@ def examine(
     found.padding = padding_entry(layout.config)
     if subject.packed is not None:
         found.add("files", check_tensors(subject.place, checkpoint, subject.packed))
+    else:
+        found.add("files", check_unread(checkpoint, claim))
     found.add("plan", check_plan(checkpoint, layout, plan, subject.source))
     if original is not None:
         found.add("replay", replay(original, checkpoint, plan, subject.source, progress))
@@ -269,13 +305,24 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Pr
     return problems
 
 
+def dtypes_of(config: Mapping[str, Any]) -> dict[str, object]:
+    """Return what a config, and those inside it, say of the dtype, by key."""
+    found = {key: config[key] for key in DTYPE_KEYS if config.get(key) is not None}
+    for name, inner in config.items():
+        if isinstance(inner, Mapping):
+            found |= {f"{name}.{key}": inner[key] for key in DTYPE_KEYS if inner.get(key) is not None}
+    return found
+
+
 def check_config(layout: Layout, checkpoint: Checkpoint, plan: Plan) -> list[Problem]:
     """Return the keys of a config that are not what the plan makes of the original's; layout: the original's."""
     wanted, found = edited_config(layout, plan), checkpoint.config
+    differing = ["architectures"] if stock_class(wanted) != stock_class(found) else []
     for key in OF_NO_MODEL:
         wanted, found = without_value(wanted, key), without_value(found, key)
     reason = "is not what the conversion makes of the original's config.json"
-    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(changes(wanted, found))]
+    differing += changes(wanted, found)
+    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(differing)]
 
 
 def packed_subject(file: Path) -> Subject:
@@ -505,10 +552,13 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Sourc
         found = looked_up(checkpoint.config, key)
         if found != plan.eps:
             problems.append(problem("config.json", f"{key} is {found} and the plan needs {plan.eps}"))
-    for name, sides in source.config_changes.items():
-        if "after" in sides and (found := looked_up(checkpoint.config, name)) != sides["after"]:
-            reason = f"{name} is {found} and the report says {sides['after']}"
-            problems.append(problem("config.json", reason))
+    recorded = {name: sides["after"] for name, sides in source.config_changes.items() if "after" in sides}
+    for name, after in recorded.items():
+        if (found := looked_up(checkpoint.config, name)) != after:
+            problems.append(problem("config.json", f"{name} is {found} and the report says {after}"))
+    for name, dtype in dtypes_of(checkpoint.config).items():
+        if dtype != "float16" and name not in recorded:
+            problems.append(problem("config.json", f"{name} is {dtype}, which stock code loads the weights in"))
     return problems
 
 
@@ -535,7 +585,31 @@ def replay(
                 differing.append(name)
     reason = "is not what the plan makes of the original"
     problems = [Problem("replay", name, reason, CONVERT_AGAIN) for name in differing]
-    return problems if original.folder in VIEWS else problems + check_config(layout, checkpoint, plan)
+    if original.folder in VIEWS:
+        return problems
+    problems += check_config(layout, checkpoint, plan)
+    return problems if checkpoint.folder in VIEWS else problems + check_carried(original.folder, checkpoint.folder)
+
+
+def check_carried(original: Path, folder: Path) -> list[Problem]:
+    """Return the files beside the weights, such as tokenizer and generation settings, that are not what a conversion
+    carries over from the original. A model card, and files that only one of both has, decide nothing; but for those
+    that stock code obeys where it finds them."""
+    problems = []
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
+        carry_over(original, Path(scratch))
+        write_in_fp16(original, Path(scratch))
+        ours = {name: Path(scratch, name) for name in present_files(Path(scratch)) if name != "SOURCE_README.md"}
+        for name in sorted({*ours, *OBEYED}):
+            both = [file.is_file() for file in (Path(scratch, name), folder / name)]
+            if all(both):
+                same = ours[name].read_bytes() == (folder / name).read_bytes()
+            else:
+                same = not any(both) or not (name in OBEYED or "/" in name)
+            if not same:
+                reason = "is not what the conversion carries over from the original"
+                problems.append(Problem("replay", name, reason, CONVERT_AGAIN))
+    return problems
 
 
 # --- certificate and audit -------------------------------------------------------------------------------------------

@@ -296,7 +296,8 @@ class SiteObserver(TorchDispatchMode):
         low, high = float(low_tensor), float(high_tensor)
         cube = not constant and node is None and self._cube(operator.cube, args, out, site)
         masked = None
-        if operator.masking is not None and not constant and (low <= MASK_FROM or frame.before_softmax):
+        # A NaN among them makes ``low`` one.
+        if operator.masking is not None and not constant and (not low > MASK_FROM or frame.before_softmax):
             masked = masked_positions(operator.masking, args, kwargs)
             if masked is not None and not bool(masked.any()):
                 masked = None

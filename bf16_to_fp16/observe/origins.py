@@ -196,7 +196,7 @@ def sees_nothing(masked: Tensor | None) -> bool:
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
     """Return what a mask must add at least for masked positions to have no weight, by row of attention: fp32 [...,
-    queries], 0 where nothing is masked and where everything is.
+    queries], 0 where nothing is masked, where everything is, and where a score is NaN, which its own site shows.
 
     scores: [..., queries, keys], before the mask. masked: bool, broadcastable to it.
     """

@@ -76,6 +76,12 @@ class Batch:
         return {name: getattr(self, name) for name in (*ids, *(("pixels", "image_tokens") if self.has_image else ()))}
 
     @property
+    def unpadded(self) -> Tensor:
+        """Which of its rows have no padding, in the encoder or in the decoder: bool [rows]."""
+        masks = (self.attention_mask, self.decoder_attention_mask)
+        return torch.stack([mask.bool().all(1) for mask in masks if mask is not None]).all(0)
+
+    @property
     def has_image(self) -> bool:
         """Whether there is an image in its rows."""
         return self.pixels is not None
@@ -127,7 +133,7 @@ def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
     batches with such padding the rows that have none."""
     if attention != "eager":
         return list(inputs)
-    whole = [(batch, batch.attention_mask.bool().all(1)) for batch in inputs]
+    whole = [(batch, batch.unpadded) for batch in inputs]
     return [batch.rows(full) if batch.blind else batch for batch, full in whole if full.any() or not batch.blind]
 
 

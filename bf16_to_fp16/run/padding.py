@@ -95,12 +95,19 @@ def _filled(batch: Batch, columns: int, padding: int) -> Batch:
 
 def is_blind(config: Any, batch: Batch) -> bool:
     """Return whether padding may see no position: left of a row under a causal mask, or half a sliding window away from
-    it, which is as far as one sees that looks both ways."""
-    family, empty = of_model_type(config.model_type), batch.attention_mask == 0
-    if family is None or not family.blind_padding or not bool(empty.any()):
+    it, which is as far as one sees that looks both ways; of the encoder, of the decoder, or of the only stack."""
+    family = of_model_type(config.model_type)
+    if family is None or not family.blind_padding:
         return False
-    before, behind = (mask.cumprod(1).sum(1).amax() for mask in (empty.long(), empty.flip(1).long()))
+    sides = [(getattr(config, "encoder", config), batch.attention_mask)]
+    if batch.decoder_attention_mask is not None:
+        sides.append((getattr(config, "decoder", config), batch.decoder_attention_mask))
     causal = not takes_decoder_ids(config) and not getattr(config, "use_bidirectional_attention", False)
-    windows = [setting(part, "sliding_window") for part in (config, getattr(config, "encoder", None))]
-    window = min((window for window in windows if window is not None), default=math.inf)
-    return bool(causal and before > 0) or 2 * int(torch.maximum(before, behind)) >= window
+    return any(_is_blind(own, mask, causal or i > 0) for i, (own, mask) in enumerate(sides))
+
+
+def _is_blind(config: Any, mask: Tensor, causal: bool) -> bool:
+    empty = mask == 0
+    before, behind = (int(padding.cumprod(1).sum(1).amax()) for padding in (empty.long(), empty.flip(1).long()))
+    window = setting(config, "sliding_window")
+    return (causal and before > 0) or 2 * max(before, behind) >= (math.inf if window is None else window)

@@ -19,7 +19,8 @@ from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.families.known import spare_padding
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import MASK_REASON
-from bf16_to_fp16.run.batch import seen_padding
+from bf16_to_fp16.run.batch import Batch, run_batch, seen_padding
+from bf16_to_fp16.run.padding import is_blind
 from bf16_to_fp16.run.probe import batches
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -170,6 +171,48 @@ def test_an_audit_runs_padding_that_sees_nothing_where_a_claim_stands_for_it(kin
     [left] = [batch for batch in others if batch.description == "short rows, padded on the left"]
     by_hand = audit_model(model.half(), [replace(left, blind=False)], regime="half", attention=("eager",))
     assert not by_hand.safe
+
+
+def with_low_scores_in_the_decoder() -> Any:
+    """Return a T5Gemma in whose decoder all scores are under −16, and that sees 6 positions in its first layer."""
+    model = tiny.small("t5gemma", 0, factor=1.0, attn_logit_softcapping=None)
+    body = model.model.decoder
+    with torch.no_grad():
+        body.embed_tokens.weight[:, 1:].mul_(0.1)
+        body.embed_tokens.weight[:, 0] = 4.0
+        body.norm.weight.fill_(-0.9)
+        for layer in body.layers:
+            attention = layer.self_attn
+            layer.pre_self_attn_layernorm.weight.fill_(0.0)
+            for name, norm in layer.named_children():
+                if name.startswith("post_"):
+                    norm.weight.fill_(-0.9)
+            for side, sign in (("q", 2.0), ("k", -2.0)):
+                weight = getattr(attention, f"{side}_proj").weight.mul_(0.01)
+                weight[attention.head_dim // 2 - 1 :: attention.head_dim, 0] = sign
+    return model
+
+
+def test_a_claim_and_an_audit_leave_out_padding_of_the_decoder_that_sees_nothing(tmp_path: Path) -> None:
+    model = with_low_scores_in_the_decoder()
+    source = tiny.save(model, tmp_path / "source")
+    for ran in (False, True):
+        report = convert(source, tmp_path / str(ran), run_model=ran).report
+        assert (report["verdict"], report["proof"], report["padding"]) == ("safe", "certified", 0)
+        assert verify(tmp_path / str(ran))["verified"]
+    served, ids = model.half(), torch.arange(32).reshape(2, 16) + 1
+    served.set_attn_implementation("eager")
+    encoder = torch.ones_like(ids)
+    encoder[0, -2:] = 0
+    for left, right, finite in ((0, 0, True), (0, 5, True), (0, 6, False), (1, 0, False)):
+        mask = torch.ones_like(ids)
+        mask[0, :left] = mask[0, 16 - right :] = 0
+        given = Batch("by hand", ids, encoder, ids, mask)
+        with torch.no_grad():
+            out = run_batch(served, given).logits
+        assert bool(out[1].isfinite().all()) and bool(out[0].isfinite().all()) == finite
+        if not finite:  # no row is run of which nothing is claimed
+            assert is_blind(model.config, given)
 
 
 def test_verdict_and_card_of_gemma_say_for_which_padding_they_stand(tmp_path: Path) -> None:

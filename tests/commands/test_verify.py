@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from support import tiny
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
 from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.folder import records
-from bf16_to_fp16.commands.verify import repeat_audit
+from bf16_to_fp16.checkpoint.pipeline import name_variants
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.commands.verify import check_plan, recorded_plan, repeat_audit
 from bf16_to_fp16.devices import Device
+from bf16_to_fp16.families.configs import with_value
+from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.remedies import SQUARES_UNSEEN
-from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.report.schema import Report, Source, read
 from bf16_to_fp16.run import batch, probe
 from bf16_to_fp16.run.stock import load, load_config
 
@@ -198,6 +203,94 @@ def test_a_hidden_key_of_the_config_is_found_by_the_replay(folder: Path, source:
     rehash(folder)
     reason = "is not what the conversion makes of the original's config.json"
     assert problems(folder, original=source, run_model=False) == [("replay", "config.json, initializer_factor", reason)]
+
+
+def relist(folder: Path, **changes: Any) -> None:
+    """Make the report list whatever is in the folder, hidden files aside."""
+    report = json.loads((folder / REPORT).read_text())
+    listed = [entry for entry in records(folder) if entry["name"] != REPORT and not str(entry["name"]).startswith(".")]
+    (folder / REPORT).write_text(json.dumps(report | {"output": {"files": listed}} | changes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("where", ["dtype", "inner.dtype"])
+def test_a_dtype_that_is_not_fp16_is_found_whatever_the_report_says_was_changed(
+    converted: Path, dtype: str, where: str
+) -> None:
+    """Stock code loads the weights in it where no other is asked for."""
+    checkpoint = open_checkpoint(converted)
+    plan, layout = recorded_plan(converted), resolve(checkpoint)
+    assert check_plan(checkpoint, layout, plan, Source()) == []
+    forged = replace(checkpoint, config=with_value(checkpoint.config, where, dtype))
+    [problem] = check_plan(forged, layout, plan, Source())
+    assert problem.name == "config.json"
+    assert problem.reason == f"{where} is {dtype}, which stock code loads the weights in"
+
+
+def test_weights_that_only_another_loader_reads_are_found(folder: Path) -> None:
+    name_variants(folder)
+    relist(folder)
+    assert problems(folder, run_model=False) == []  # the very same
+    other = ONE.replace("model-", "model.fp16-")
+    (folder / other).unlink()  # a link
+    shutil.copy(folder / TWO, folder / other)
+    index = "model.safetensors.index.fp16.json"
+    (folder / index).write_text((folder / index).read_text().replace("model.fp16-", "other.fp16-"))
+    for name in ("pytorch_model.bin", "flax_model.msgpack"):
+        (folder / name).write_bytes(b"x")
+    shutil.copy(folder / TWO, folder / "adapter.safetensors")
+    relist(folder)
+    reason = f"holds other weights than {ONE}, of which nothing is known"
+    wrong = ["adapter.safetensors", "flax_model.msgpack", other, index, "pytorch_model.bin"]
+    assert problems(folder, run_model=False) == [("files", name, reason) for name in sorted(wrong)]
+
+
+def test_a_shard_that_is_hidden_from_the_report_is_found(folder: Path) -> None:
+    (folder / ".hidden").mkdir()
+    (folder / TWO).rename(folder / ".hidden" / TWO)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(TWO, f".hidden/{TWO}"))
+    relist(folder)
+    found = problems(folder, run_model=False)
+    assert found == [("files", f".hidden/{TWO}", "is not in the report, so nothing is known of it")]
+
+
+def test_files_beside_the_weights_are_held_against_the_originals_in_the_replay(
+    folder: Path, source: Path, tmp_path: Path
+) -> None:
+    original = Path(shutil.copytree(source, tmp_path / "theirs"))
+    for name in ("tokenizer.json", "special_tokens_map.json"):
+        (original / name).write_text('{"theirs": 1}')
+        (folder / name).write_text('{"theirs": 1}')
+    (original / "README.md").write_text("a card that was mended since")
+    (folder / "SOURCE_README.md").write_text("a card")
+    (original / "merges.txt").write_text("left behind")
+    (folder / "LICENSE").write_text("put there since")
+    relist(folder)
+    assert problems(folder, original=original, run_model=False) == []
+    (folder / "tokenizer.json").write_text('{"ours": 1}')
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 50.0}')
+    relist(folder)
+    reason = "is not what the conversion carries over from the original"
+    wanted = [("replay", name, reason) for name in ("generation_config.json", "tokenizer.json")]
+    assert problems(folder, original=original, run_model=False) == wanted
+    assert problems(folder, run_model=False) == []
+
+
+def test_a_class_of_which_less_is_claimed_is_found_by_the_replay(tmp_path: Path) -> None:
+    """Of an encoder alone nothing is bounded in the decoder, which lies in the same file."""
+    source = tiny.save(tiny.small("t5"), tmp_path / "source")
+    out = tmp_path / "out"
+    target = convert(source, out, run_model=False).report["target"]
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"architectures": ["T5WithLMHeadModel"]}))
+    relist(out)
+    assert problems(out, original=source, run_model=False) == []  # another name of the same
+    (out / "config.json").write_text(json.dumps(config | {"architectures": ["T5EncoderModel"]}))
+    certified = certify(out, target=target)
+    relist(out, **{key: certified[key] for key in ("certificate", "tiers", "proof")})
+    reason = "is not what the conversion makes of the original's config.json"
+    assert problems(out, original=source, run_model=False) == [("replay", "config.json, architectures", reason)]
 
 
 def test_a_hidden_overflow_is_found_by_the_audit(folder: Path) -> None:

@@ -216,6 +216,82 @@ def test_an_infinity_that_a_mask_cannot_hide_counts() -> None:
     assert site.benign == 3
 
 
+def test_a_nan_where_a_mask_was_added_counts() -> None:
+    x = torch.ones(4, 4, dtype=torch.float16)
+    x[1, 0] = torch.nan
+    site = watch_module(AddMask(), x)["model:add"]
+    assert (site.nonfinite, site.benign, site.amax) == (1, 3, math.inf)
+
+
+class AddWeakMask(nn.Module):
+    """A mask over a column, of one row for all, that a larger score outweighs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.zeros(4).masked_fill(torch.arange(4) == 0, -40000.0)
+
+
+def test_what_a_mask_was_added_to_is_no_signal_of_either_sign() -> None:
+    x = torch.full((3, 4), -7.0)
+    x[1, 0] = 45000.0
+    site = watch_module(AddWeakMask(), x)["model:add"]
+    assert (site.nonfinite, site.saturated, site.benign, site.amax) == (0, 0, 3, 7.0)
+
+
+class Twice(nn.Module):
+    """A product with a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "saturated"), [(torch.float16, 3), (torch.bfloat16, 0), (torch.float32, 0), (torch.float64, 0)]
+)
+def test_what_is_infinite_nan_or_saturated_is_counted_in_every_dtype(dtype: torch.dtype, saturated: int) -> None:
+    large = [math.inf, -math.inf, -math.inf, math.nan, 65504.0, -65504.0, -65504.0, 1000.0]
+    site = watch_module(Twice(), torch.tensor(large, dtype=dtype))["model:mul"]
+    assert (site.nonfinite, site.saturated, site.amax) == (4, saturated, math.inf)
+
+
+class Attention(nn.Module):
+    """Scores, a finite mask, and their softmax."""
+
+    hidden: Tensor
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("hidden", hidden)
+        self.keys = nn.Parameter(torch.eye(4, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(self.hidden.shape, dtype=x.dtype).masked_fill(self.hidden, torch.finfo(x.dtype).min)
+        return (x @ self.keys + mask).softmax(-1)
+
+
+def test_a_masked_position_counts_where_it_has_a_weight_beside_seen_ones() -> None:
+    last_two = [False, False, True, True]
+    hidden = torch.tensor([[True] * 4, last_two, last_two, [False] * 4])
+    rows = [
+        [1.0, 1.0, 1.0, 1.0],  # sees nothing, so that the masked have weights by design
+        [-1007.0, -2000.0, 64480.0, -5.0],  # 17 below the seen, a weight of 2^-24
+        [-1000.0, -1007.0, 64512.0, -5.0],  # above the seen
+        [1.0, 2.0, 3.0, 4.0],
+    ]
+    sites = watch_module(Attention(hidden), torch.tensor(rows, dtype=torch.float16))
+    site = sites["model:masked"]
+    assert sites["model:softmax"].amax == 1 and sites["model:add"].benign == 8
+    assert (site.saturated, site.nonfinite) == (1, 0)
+    assert site.amax == pytest.approx(64512 + 1000 + 24 * math.log(2))
+
+
+def test_a_score_that_is_nan_hides_what_no_other_row_asks_of_the_mask() -> None:
+    rows = torch.full((4, 4), 5.0, dtype=torch.float16)
+    rows[1, 0] = rows[2, 3] = torch.nan
+    sites = watch_module(Attention(torch.arange(4) == 3), rows)
+    assert sites["model:scores"].nonfinite == 8  # NaN × 0 as well
+    assert sites["model:masked"].amax == pytest.approx(24 * math.log(2))
+
+
 class Overwrite(nn.Module):
     """An activation written into a view of a constant."""
 
