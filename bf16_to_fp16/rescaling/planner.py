@@ -194,6 +194,7 @@ class _Costs:
         self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
         self.tables: dict[tuple[str, int], LossTable] = {}
         self.energies: dict[tuple[str, int], torch.Tensor] = {}
+        self.gains: dict[str, float] = {}
         self.solved: dict[str, dict[int, Solution]] = {}
         self.tried: list[int] = []
         self.stream = RESIDUAL
@@ -462,11 +463,15 @@ class _Costs:
         return ((variance + self.layout.eps) / (variance + self.layout.eps * 4.0**-r)).sqrt(), shares
 
     def gain_correction(self, path: str, r: int) -> float:
-        """Return the factor on a norm's weight that leaves the least mean squared change, 1 where that is under one
-        fp16 rounding."""
+        """Return the factor on a norm's weight that leaves the least mean squared change and that fp16 can hold, 1
+        where that change is under one fp16 rounding."""
         kept, shares = self.kept(path, r)
         factor = float((shares * kept).sum() / (shares * kept.square()).sum())
-        return factor if abs(factor - 1) > math.sqrt(ROUNDING) else 1.0
+        if abs(factor - 1) <= math.sqrt(ROUNDING):
+            return 1.0
+        if path not in self.gains:
+            self.gains[path] = float(self.weights(f"{path}.weight").abs().max())
+        return min(factor, FP16_MAX / self.gains[path]) if self.gains[path] > 0 else factor
 
     def gain_corrections(self, r: int) -> dict[str, float]:
         """Return the factor for each norm weight of the stream whose typical drift is more than one fp16 rounding."""

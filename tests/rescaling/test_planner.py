@@ -220,6 +220,18 @@ def test_pegasus_drift_grows_fourfold_with_each_halving_and_weighs_in_the_choice
     assert search.drift(-5, corrected=True) < search.drift(-5, corrected=False)
 
 
+def test_a_corrected_gain_is_one_that_fp16_holds() -> None:
+    """So far down the stream goes where nothing is run that eps leaves little of any norm's output."""
+    _, source, layout, ranges = observed("pegasus", factor=1.0)
+    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    factors = search.gain_corrections(-24)
+    largest = {name: float(source.read(name).abs().max()) * factor for name, factor in factors.items()}
+    assert len(factors) == len(layout.norms) and max(largest.values()) == pytest.approx(FP16_MAX)
+    # Each is the best or the largest: without the limit some would be far beyond it.
+    best = [(s * k).sum() / (s * k.square()).sum() for k, s in (search.kept(n, -24) for n in layout.norms)]
+    assert max(map(float, best)) > 1.5 * max(factors.values())
+
+
 def test_stacks_that_nothing_ties_have_an_exponent_each() -> None:
     """A large stream is scaled down, and a small one, which would drift, is not; each as if it were alone."""
     model = tiny.build("mbart", factor=1.0)
