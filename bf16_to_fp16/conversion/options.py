@@ -123,7 +123,8 @@ class Options:
             "--seed": self.seed or None,
             "--max-length": None if self.max_length == MAX_LENGTH else self.max_length,
         }
-        words = ["bf16-to-fp16", "convert", shown_in_a_command(source), out.name]
+        shown = shown_in_a_command(source)
+        words = ["bf16-to-fp16", "convert", shown, out.name if out.name != shown else f"{shown}-fp16"]
         for option, value in given.items():
             if value is not None:
                 words += [option] if value == "" else [option, shown_in_a_command(value)]

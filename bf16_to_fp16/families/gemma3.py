@@ -77,8 +77,9 @@ def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
     )
     if heads % kv_heads or size % 2:
         raise UserError(
-            f"config.json: {heads} heads of {size} channels cannot share {kv_heads} heads of keys and values, and turn"
-            " channels in pairs; take the keys from the original checkpoint"
+            f"config.json: num_attention_heads is {heads}, which has to be a multiple of num_key_value_heads,"
+            f" {kv_heads} (stock code's own where it is missing), and head_dim {size}, which has to be even; take the"
+            " keys from the original checkpoint"
         )
     return kv_heads, heads // kv_heads, size
 

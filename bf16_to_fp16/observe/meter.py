@@ -137,7 +137,8 @@ class _Totals:
             if self.scratch.numel() < flat.numel():
                 self.scratch = flat.new_empty(flat.numel())
             square = torch.mul(flat, flat, out=self.scratch[: flat.numel()].view_as(flat))
-            amax = torch.maximum(flat.amax(0), -flat.amin(0))
+            # Of a row shorter than a block of LongT5's there is no sum.
+            amax = torch.maximum(flat.amax(0), -flat.amin(0)) if len(flat) else flat.new_zeros(flat.shape[1])
             found = _Total(amax, square.sum(0), len(flat), x._version)
             setattr(x, self.NAME, found)
         return found
@@ -178,6 +179,8 @@ class NormMeter:
 
     def add(self, x: Tensor) -> None:
         x = x.detach().reshape(-1, x.shape[-1]).float()
+        if not len(x):
+            return
         length = torch.linalg.vector_norm(x, dim=-1)
         variance = x.var(-1, correction=0).double() if self.centred else length.double().square() / x.shape[-1]
         self.rows += len(x)

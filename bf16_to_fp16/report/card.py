@@ -144,6 +144,8 @@ def origin(checkpoint: Checkpoint, report: Report) -> tuple[str | None, str | No
 
 def task_of(stock: StockClass | None) -> str:
     """Return the Hub's name for what models of a class do."""
+    if stock is not None and stock.auto == "AutoModelForImageTextToText":
+        return "image-text-to-text"
     if stock is None or stock.is_language_model:
         return "text2text-generation" if stock is None or stock.decodes else "text-generation"
     if len(stock.gives) > 1:

@@ -19,6 +19,7 @@ from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.families.known import spare_padding
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import MASK_REASON
+from bf16_to_fp16.run import choice
 from bf16_to_fp16.run.batch import Batch, run_batch, seen_padding
 from bf16_to_fp16.run.padding import is_blind
 from bf16_to_fp16.run.probe import batches
@@ -223,3 +224,12 @@ def test_verdict_and_card_of_gemma_say_for_which_padding_they_stand(tmp_path: Pa
         text = " ".join((tmp_path / "out" / name).read_text(encoding="utf-8").split())
         assert "for every input in which every position sees a token, by bounds" in text
         assert "can be NaN in fp16 under eager attention in stock code" in text
+
+
+def test_rows_shorter_than_a_block_of_sums_are_run(tmp_path: Path) -> None:
+    """Of such a row stock code makes no sum at all; chosen ids, which a vocabulary of this size has, run alone."""
+    source = tiny.save(tiny.small("longt5", vocab_size=choice.WHOLE + 1, global_block_size=16), tmp_path / "source")
+    report = convert(source, tmp_path / "out").report
+    assert (report["verdict"], report["proof"]) == ("safe", "certified")
+    assert "chosen ids" in {batch["kind"] for batch in report["inputs"]["batches"]}
+    assert verify(tmp_path / "out")["verified"]

@@ -1014,6 +1014,9 @@ def test_the_command_in_the_report_names_no_folders_of_this_machine(tmp_path: Pa
         == "bf16-to-fp16 convert source other --no-audit --max-shard-size 1000000B --seed 3 --max-length 64"
     )
     assert report["certificate"]["max_length"] == 64
+    # Two folders of one name would be one, seen from another place.
+    report = convert(source, tmp_path / "beside" / "source", run_model=False).report
+    assert report["command"] == "bf16-to-fp16 convert source source-fp16 --no-audit"
 
 
 def test_rescaling_a_model_in_16_bits_is_refused() -> None:
