@@ -2,8 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Three workers of one thread each keep two cores busy while one waits; a test file stays on one worker, with its fixtures.
-WORKERS ?= 3
+# Four workers of one thread each keep two cores busy while some wait; a test file stays on one worker, with its fixtures.
+WORKERS ?= 4
 PYTEST_ARGS ?=
 
 .PHONY: install demo test quality bench gpu docs compat runtimes clean

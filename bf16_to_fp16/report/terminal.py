@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..bounds.tiers import TIERS
 from ..checkpoint.folder import MODULES
 from ..families.known import half_call, loading_class, named
 from ..families.types import RESIDUAL
@@ -185,13 +186,15 @@ def source_line(report: Report) -> Text:
 
 def tiers_line(report: Report) -> str:
     """Return the tiers in which a checkpoint holds, each with how that is known, and those in which it is not shown
-    to."""
+    to; with the reason where the report's target stands for one of these."""
     held = [f"{name} ({entry.proof})" for name, entry in report.tiers.items() if entry.holds]
-    other = [name for name, entry in report.tiers.items() if not entry.holds]
+    other = {name: entry.reason for name, entry in report.tiers.items() if not entry.holds}
+    wanted = next((tier.name for tier in TIERS if tier.target == report.target), "")
     return (
         "tiers: "
         + (f"holds in {listed(held)}" if held else "none")
-        + (f"; not in {listed(other, 'or')}" if other else "")
+        + (f"; not in {listed([*other], 'or')}" if other else "")
+        + (f"; {wanted}: {other[wanted]}" if other.get(wanted) else "")
     )
 
 

@@ -28,6 +28,7 @@ from bf16_to_fp16.report.terminal import (
     print_plan,
     print_planned,
     source_line,
+    tiers_line,
 )
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Planned
@@ -296,6 +297,17 @@ def test_a_dry_run_says_once_which_exponents_are_over_a_limit(capsys: pytest.Cap
     assert [line.split(maxsplit=1)[0] for line in why] == ["-13", "-12", "-11"] and why[2].split() == [
         *("-11", "to", "0", "over", "a", "limit"),
     ]
+
+
+def test_the_tier_that_was_asked_for_and_is_not_shown_has_its_reason() -> None:
+    tiers = {
+        "torch": {"holds": True, "proof": "certified", "runtimes": []},
+        "norm-fp16": {"holds": False, "proof": None, "runtimes": [], "reason": "squares vanish"},
+        "fp16-accumulate": {"holds": False, "proof": None, "runtimes": [], "reason": "sums are too long"},
+    }
+    said = "tiers: holds in torch (certified); not in norm-fp16 or fp16-accumulate"
+    for target, why in (("norm-safe", "; norm-fp16: squares vanish"), ("half", "")):
+        assert tiers_line(Report.model_validate({"target": target, "tiers": tiers})) == said + why
 
 
 def test_help_begins_with_convert_and_has_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
