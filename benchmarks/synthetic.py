@@ -184,6 +184,22 @@ class StockShape:
         return made | {"architectures": [self.name], "dtype": "bfloat16"}
 
 
+class ImageShape(StockShape):
+    """A model of images beside a text model, each with a config of its own; ``with_layers`` is for both."""
+
+    @property
+    def layers(self) -> int:
+        """The layers of the text model."""
+        text: Any = dict(self.values)["text_config"]
+        return int(text["num_hidden_layers"])
+
+    def with_layers(self, layers: int) -> StockShape:
+        """Return the same with so many layers in text model and tower."""
+        inner: dict[str, Any] = {key: dict(self.values)[key] for key in ("text_config", "vision_config")}
+        fewer = {key: value | {"num_hidden_layers": layers} for key, value in inner.items()}
+        return replace(self, values=tuple((dict(self.values) | fewer).items()))
+
+
 def causal(name: str, **values: object) -> StockShape:
     """Return a shape of the class ``name`` with these values of its config."""
     return StockShape(name, tuple(values.items()))
@@ -228,6 +244,36 @@ SHAPES: dict[str, AnyShape] = {
         num_key_value_heads=1,
         head_dim=256,
         sliding_window=512,
+    ),
+    "gemma-3-4b": ImageShape(
+        "Gemma3ForConditionalGeneration",
+        (
+            (
+                "text_config",
+                {
+                    "vocab_size": 262_208,
+                    "hidden_size": 2560,
+                    "intermediate_size": 10_240,
+                    "num_hidden_layers": 34,
+                    "num_attention_heads": 8,
+                    "num_key_value_heads": 4,
+                    "head_dim": 256,
+                    "sliding_window": 1024,
+                },
+            ),
+            (
+                "vision_config",
+                {
+                    "hidden_size": 1152,
+                    "intermediate_size": 4304,
+                    "num_hidden_layers": 27,
+                    "num_attention_heads": 16,
+                    "image_size": 896,
+                    "patch_size": 14,
+                },
+            ),
+            ("mm_tokens_per_image", 256),
+        ),
     ),
     "qwen2.5-0.5b": causal(
         "Qwen2ForCausalLM",

@@ -96,7 +96,10 @@ def family_of(config: Mapping[str, object]) -> Family:
         raise UserError(f"config.json: model_type {model_type!r} cannot be converted: {reason}")
     if family is None:
         known = ", ".join(each.model_type for each in FAMILIES)
-        raise UserError(f"config.json: model_type {model_type!r} is not supported; the known ones are {known}")
+        raise UserError(
+            f"config.json: model_type {model_type!r} is not supported; the known ones are {known}; a text model of"
+            " another type can be run and measured: bf16-to-fp16 audit"
+        )
     for name in architectures(config):
         if name not in names_of(family):
             known = ", ".join(names_of(family))

@@ -55,6 +55,7 @@ from .distillation import Teacher, arguments, counted_positions, task_loss
 from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import PRECISION_DTYPES, MixedPrecision
+from .objectives import BYTE_SENTINEL
 from .processes import in_parts, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe
 from .states import RunFolder, on_a_disk, read_state
@@ -422,7 +423,8 @@ def with_known_sentinels(corpus: Corpus, teacher: Teacher, progress: Progress) -
     losses = [teacher_loss(teacher, each) for each in (corpus, other)]
     if losses[1] >= losses[0]:
         return corpus
-    progress.say(f"Sentinels count down from {corpus.vocabulary - 1}: the original predicts those better")
+    last_id = corpus.vocabulary - 1
+    progress.say(f"Gaps are marked by ids from {last_id} down, not {BYTE_SENTINEL}: the original predicts those better")
     return other
 
 

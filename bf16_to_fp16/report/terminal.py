@@ -302,17 +302,25 @@ def print_attack(screen: Console, attack: AttackEntry, certificate: CertificateE
     )
     for column in table.columns[1:]:
         column.justify = "right"
-    for site in [s for s in attack.sites if s.name in bounds][:WORST_SITES]:
+    # Where fp16 gave inf or NaN it may have come from a site before: how large a site is by itself, fp32 shows.
+    found = {s.name: s.worst if s.worst <= FP16_MAX else s.fp32 for s in attack.sites}
+    ranked = sorted((s for s in attack.sites if s.name in bounds), key=lambda s: found[s.name] / s.limit, reverse=True)
+    for site in ranked[:WORST_SITES]:
         top = bounds[site.name]
         table.add_row(
             Name(site.name),
             reached(site.random),
-            reached(site.worst),
+            reached(found[site.name]),
             bound_of(top),
             plain(site.limit),
-            times(tightness(top, site.worst)).replace("–", "-"),
+            times(tightness(top, found[site.name])).replace("–", "-"),
         )
     screen.print(table)
+    if overflowed := [s for s in attack.sites if not s.half <= FP16_MAX]:
+        screen.print(
+            f"{counted(len(overflowed), 'site')} gave inf or NaN in fp16, as whatever follows an overflow does; the"
+            " values above are those in fp32"
+        )
 
 
 def print_certificate(report: Report, then: str = "") -> None:

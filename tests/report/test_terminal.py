@@ -18,6 +18,7 @@ from support import fakes
 
 from bf16_to_fp16 import cli
 from bf16_to_fp16.families.known import FAMILIES, names_of
+from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
 from bf16_to_fp16.report.terminal import (
     brought_back,
@@ -259,6 +260,25 @@ def test_what_is_said_of_bounds_names_their_target(capsys: pytest.CaptureFixture
     print_certificate(read(Report, made | {"certificate": proof | {"holds": False, "sites": [over]}}))
     said = capsys.readouterr().out
     assert "1 of 1 bound can pass their limit (target norm-safe)" in said and "2 × over" in said
+
+
+def test_a_search_shows_how_large_a_site_is_by_itself_and_that_what_follows_an_overflow_is_inf(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bound = {"kind": "residual", "limit": FP16_MAX, "headroom_bits": 0.0, "observed": None, "holds": True}
+    sites = [bound | {"name": name, "bound": 9e4, "partial": 9e4} for name in ("behind", "first")]
+    certificate = {"holds": False, "headroom_bits": 0.0, "max_length": 512, "splits": 8, "sites": sites}
+    found = {"random": 1.0, "embeddings": 2.0, "gain": None, "covered": None, "limit": FP16_MAX, "ids": None}
+    broken = found | {"worst": 1e308, "half": 1e308, "headroom_bits": -40.0}
+    reached = [broken | {"name": "behind", "tokens": 345.0}, broken | {"name": "first", "tokens": 70_000.0}]
+    attack = {"steps": 5, "seed": 0, "worst_headroom_bits": -40.0, "median_gain": None, "sites": reached}
+    print_audit(read(Report, fakes.conversion() | {"certificate": certificate, "attack": attack}))
+    lines = capsys.readouterr().out.partition("worst found")[2].splitlines()
+    first, behind = (
+        next(i for i, line in enumerate(lines) if line.startswith(f"{name} ")) for name in ("first", "behind")
+    )
+    assert first < behind and "70,000" in lines[first] and " 345 " in lines[behind]
+    assert any(line.startswith("2 sites gave inf or NaN in fp16") for line in lines)
 
 
 def test_a_finetune_says_how_far_it_went_from_the_original(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
