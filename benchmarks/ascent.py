@@ -17,7 +17,8 @@ from support.adversary import free_norms
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.certificate import Certificate, bound
+from bf16_to_fp16.bounds.certificate import bound
+from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, FeedForward

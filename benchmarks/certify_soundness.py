@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.certificate import Certificate
+from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention

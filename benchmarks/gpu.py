@@ -63,7 +63,8 @@ from torch import Tensor
 from bf16_to_fp16.auditing.attack import attack
 from bf16_to_fp16.auditing.regimes import REGIMES, RegimeResult, audit_folder
 from bf16_to_fp16.bounds.arithmetic import SPLITS, Arithmetic
-from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
+from bf16_to_fp16.bounds.certificate import bound, fp16_weights
+from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.devices import Device, products_on

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .advise.formats import advise_format
     from .advise.initialisation import advise_init
     from .advise.updates import advise_updates
-    from .bounds.certificate import Certificate
+    from .bounds.findings import Certificate
     from .commands.adapter import convert_adapter
     from .commands.audit import audit
     from .commands.certify import certify
@@ -76,7 +76,7 @@ _HOMES = {
     "audit": "commands.audit",
     "certify": "commands.certify",
     "check": "commands.check",
-    "Certificate": "bounds.certificate",
+    "Certificate": "bounds.findings",
     "convert": "commands.convert",
     "Conversion": "commands.convert",
     "convert_adapter": "commands.adapter",

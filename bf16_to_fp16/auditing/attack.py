@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..bounds.certificate import bound, fp16_weights
+from ..bounds.findings import Certificate
 from ..families.known import spare_padding
 from ..families.layout import Layout
 from ..families.walk import walk

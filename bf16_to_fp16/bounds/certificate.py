@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..families.configs import config_value
 from ..families.layout import Layout, ResolvedStack, TensorReader, TensorSource
 from ..families.resolve import effective, stored
 from ..families.spread import spread_out
 from ..families.types import (
     Attention,
-    DropoutKind,
     Experts,
     FeedForward,
     Head,
@@ -37,8 +34,8 @@ from ..families.types import (
 )
 from ..families.walk import walk
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
-from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
-from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, Bound, full_precision, growth, largest
+from ..ranges import NormRange, ScoreRange
+from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, full_precision, growth, largest
 from .attention import (
     ScoreBounds,
     attention_output,
@@ -54,6 +51,7 @@ from .attention import (
 )
 from .factored import chunks
 from .feed_forward import LOWEST, GatedNeurons, Neurons, PlainNeurons, feed_forward_output
+from .findings import Certificate, Findings
 from .linear import (
     LinearBound,
     NormOutput,
@@ -81,84 +79,6 @@ REFINED_ROWS = 4
 """Rows of one feed-forward output that get an eigenvalue of their own."""
 
 
-HOPELESS = 2.0**62
-"""Weights this large cannot be planned for: an element has three exponents of 24 at most, and squares overflow fp32."""
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The bounds of every site of a model, and what they hold for.
-
-    ``ranges``: the same bounds by module and channel, as the planner takes them, with expected mean squares for
-    normalised inputs that point anywhere. Not every site is a maximum of its own: ``at`` finds the bound of any site
-    that an audit names.
-    """
-
-    sites: tuple[Bound, ...]
-    arithmetic: Arithmetic
-    ranges: Mapping[str, ModuleRange]
-    inner: Mapping[str, float] = field(default_factory=dict)
-    """Bounds of module inputs and weights, which copies and casts inside the module carry."""
-    unlimited: Mapping[str, float] = field(default_factory=dict)
-    """Bounds of operations that may give inf and harm nothing by it."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether no site can pass its limit."""
-        return all(site.holds for site in self.sites)
-
-    @property
-    def headroom_bits(self) -> float:
-        """log2(limit / bound) at the tightest site."""
-        return min((site.headroom_bits for site in self.sites), default=math.inf)
-
-    def at(self, name: str) -> float | None:
-        """Return the bound of a site by the audit's name; None for one that the certificate does not know.
-
-        Copies, casts, masks, clamps and dropout's own steps carry what is in their module; of repeated operations
-        the largest counts.
-        """
-        if name in self.unlimited:
-            return self.unlimited[name]
-        by_name = {site.name: site.largest for site in self.sites}
-        if name in by_name or name in self.inner:
-            return max(by_name.get(name, 0.0), self.inner.get(name, 0.0))
-        plain = name.split("#")[0]
-        same = [v for values in (by_name, self.inner) for n, v in values.items() if n.split("#")[0] == plain]
-        if same:
-            return max(same)
-        path, _, operation = plain.partition(":")
-        if operation and operation not in CARRYING:
-            return None
-        inside = [v for n, v in by_name.items() if is_inside(n, path)]
-        inside += [v for n, v in self.inner.items() if is_inside(n, path)]
-        return max(inside, default=None)
-
-    def to_json(self, observed: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Return the ``certificate`` entry of the report; ``observed``: the largest value found at each site."""
-        found = observed or {}
-        return {
-            "holds": self.holds,
-            "headroom_bits": self.headroom_bits,
-            "max_length": self.arithmetic.max_length,
-            "splits": self.arithmetic.splits,
-            "train_mode": self.arithmetic.train,
-            "sites": [
-                {
-                    "name": s.name,
-                    "kind": s.kind,
-                    "bound": s.bound,
-                    "partial": s.partial,
-                    "limit": s.limit,
-                    "headroom_bits": s.headroom_bits,
-                    "observed": found.get(s.name),
-                    "holds": s.holds,
-                }
-                for s in self.sites
-            ],
-        }
-
-
 OPERATIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
 """The operation that computes an activation, where it has another name."""
 
@@ -167,133 +87,7 @@ FP16_OVERFLOW = 65520.0
 """Values from here on are inf in fp16."""
 
 
-CARRYING = {
-    "to",
-    "clone",
-    "cat",
-    "where",
-    "clamp",
-    "mul",
-    "div",
-    "bernoulli",
-    "native_dropout",
-    "embedding",
-    "add",
-    "index",
-    "neg",
-    "abs",
-    "constant_pad_nd",
-    "repeat",
-    "stack",
-}
-"""Operations that only move, choose, limit, mask or negate values of their module, or take their magnitude."""
-
-
-def is_inside(name: str, path: str) -> bool:
-    """Return whether a site lies in the module ``path`` or below it."""
-    return name == path or name.startswith((f"{path}:", f"{path}."))
-
-
-class _Findings:
-    """The bounds found so far, by site and by module, and the weights that they are found from."""
-
-    def __init__(
-        self, layout: Layout, weights: TensorReader, arithmetic: Arithmetic, limits: Mapping[str, float]
-    ) -> None:
-        self.layout, self.read, self.arithmetic, self.limits = layout, weights, arithmetic, limits
-        self.sites: dict[str, Bound] = {}
-        self.inner: dict[str, float] = {}
-        self.unlimited: dict[str, float] = {}
-        self.inputs: dict[str, tuple[Tensor, Tensor]] = {}
-        self.outputs: dict[str, tuple[Tensor, Tensor]] = {}
-        self.norms: dict[str, NormRange] = {}
-        self.scores: dict[str, ScoreRange] = {}
-
-    def certificate(self) -> Certificate:
-        """Return what was found."""
-        paths = [*self.outputs, *(p for p in self.scores if p not in self.outputs)]
-        empty = (torch.zeros(0), torch.zeros(0))
-        ranges = {
-            path: ModuleRange(
-                channels(self.inputs.get(path, empty)),
-                channels(self.outputs.get(path, empty)),
-                self.norms.get(path),
-                self.scores.get(path),
-            )
-            for path in paths
-        }
-        return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited)
-
-    def note(self, name: str, kind: str, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
-        """Record a site; of one that runs twice (dropout at both ends of a stack) the larger counts."""
-        top = largest(bound)
-        sums = top if partial is None else largest(partial)
-        before = self.sites.get(name)
-        if before is not None:
-            top, sums = max(top, before.bound), max(sums, before.partial)
-        self.sites[name] = Bound(name, kind, top, sums, self.limits.get(kind, FP16_MAX))
-
-    def dropout(self, path: str, keep: float) -> None:
-        """Record the steps of a dropout in module ``path``: a mask of 0 and 1, divided by 1 − p."""
-        self.inner[f"{path}:bernoulli"] = self.inner[f"{path}:div"] = (1 + UNIT) / keep
-
-    def kept(self, what: DropoutKind) -> float:
-        """Return a lower bound of 1 over the factor that a dropout multiplies with; 1 outside training."""
-        if not self.arithmetic.train:
-            return 1.0
-        key = self.layout.family.dropout.get(what)
-        if key is None:
-            return 1.0
-        rate = float(str(config_value(self.layout.family, self.layout.config, key)))
-        if not 0 <= rate < 1:
-            raise UserError(f"config.json: {key!r} is {rate}, not a dropout rate; give a number from 0 to under 1")
-        # Kernels may round the factor 1/(1−p) to fp16 before they multiply with it.
-        return (1 - rate) / (1 + UNIT) if rate else 1.0
-
-    def noise(self, w: Experts) -> float:
-        """Return how far from 1 the factor may be by which a router multiplies in training.
-
-        Raises UserError where the config's is no such number; stock code takes one under 0 for none.
-        """
-        found = config_value(self.layout.family, self.layout.config, w.noise)
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < math.inf:
-            raise UserError(
-                f"config.json: {w.noise!r} is {found!r}, not how far from 1 a factor may be; write 0 for none"
-            )
-        return float(found)
-
-    def tensor(self, name: str) -> Tensor | None:
-        """Return a tensor, None where the model has none of this name."""
-        if name not in self.layout.tensors:
-            return None
-        return self.checked(name, self.read(name))
-
-    def checked(self, name: str, weight: Tensor) -> Tensor:
-        """Record a tensor's largest entry; one that fp16 cannot hold becomes a site that fails."""
-        low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
-        self.note_weight(name.rsplit(".", 1)[0], max(-low, high))
-        if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
-            raise UserError(
-                f"tensor {name}: weights are NaN or up to {max(-low, high):.3g}, which no exponent brings under 65504;"
-                " use another revision of the checkpoint or repair the tensor"
-            )
-        if not (math.isfinite(low) and math.isfinite(high)):
-            self.note(name, "weight", math.inf)
-            weight = torch.nan_to_num(weight.float(), 0.0, FP16_MAX, -FP16_MAX)
-        return weight
-
-    def note_weight(self, path: str, amax: float) -> None:
-        """Record the largest entry of a weight or bias of module ``path``; the audit gives both one name."""
-        self.inner[f"{path}:weight"] = max(amax, self.inner.get(f"{path}:weight", 0.0))
-
-    def weight(self, path: str) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of a linear."""
-        weight = self.tensor(f"{path}.weight")
-        assert weight is not None
-        return weight, self.tensor(f"{path}.bias")
-
-
-class _Walk(_Findings):
+class _Walk(Findings):
     """One pass over a layout, sublayer by sublayer; only one sublayer's weights are in memory."""
 
     def __init__(
@@ -769,11 +563,6 @@ def output_dropout(w: Sublayer) -> str:
     if isinstance(w, Attention):
         return w.dropout
     return w.dropouts[-1] if w.dropouts else ""
-
-
-def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
-    """Return bounds and expected mean squares as the planner takes them."""
-    return ChannelRange(pair[0].float(), pair[1].float(), 1)
 
 
 def check_bounded(layout: Layout) -> None:

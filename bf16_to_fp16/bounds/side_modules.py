@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..families.layout import Layout
 from ..numerics import FP16_MAX
 from .arithmetic import UNIT, Arithmetic, Bound, largest
-from .certificate import Certificate
+from .findings import Certificate
 from .linear import bound_box
 
 SHRINKING = ("Identity", "ReLU", "GELU", "SiLU", "Tanh")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..bounds.certificate import bound, fp16_weights
+from ..bounds.findings import Certificate
 from ..bounds.side_modules import with_side_modules
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import TARGETS, Certificate, bound, is_certified
+from ..bounds.certificate import TARGETS, bound, is_certified
+from ..bounds.findings import Certificate
 from ..bounds.spectral import Spectra
 from ..conversion.planning import bound_source
 from ..errors import UserError

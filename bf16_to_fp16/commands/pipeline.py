@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from ..checkpoint.folder import is_weights, write_json
 from ..checkpoint.formats import read_json
+from ..checkpoint.hub import check_free_space
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import contained, fetched, hub_files, own_name
@@ -34,7 +35,6 @@ from ..report.stored import read_origin
 from ..wording import counted, listed
 from .convert import Conversion, convert_by
 from .undo import undo
-from .verify import check_free_space
 
 REWRITTEN = ("config.json", INDEX)
 """Texts that a conversion writes anew, and ``undo`` brings back as they were."""

@@ -16,7 +16,8 @@ from ..auditing.attack import GROUP, Attack, attack
 from ..auditing.fidelity import Outputs, Reference, add_outputs, fidelity, outputs
 from ..auditing.regimes import ATTENTIONS, REGIMES, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.certificate import Certificate, bound, fp16_weights
+from ..bounds.certificate import bound, fp16_weights
+from ..bounds.findings import Certificate
 from ..bounds.side_modules import with_side_modules
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers

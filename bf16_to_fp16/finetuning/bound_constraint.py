@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from ..bounds.arithmetic import Bound
-from ..bounds.certificate import Certificate, bound
+from ..bounds.certificate import bound
 from ..bounds.differentiable import DifferentiableBounds
+from ..bounds.findings import Certificate
 from ..families.layout import Layout
 from ..families.resolve import effective
 from ..families.types import Attention, outputs_of

@@ -15,7 +15,8 @@ import torch
 
 from ..auditing.fidelity import Fidelity
 from ..auditing.regimes import RegimeResult, verdict
-from ..bounds.certificate import SQUARING, Certificate
+from ..bounds.certificate import SQUARING
+from ..bounds.findings import Certificate
 from ..bounds.tiers import TIERS
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX

@@ -9,7 +9,7 @@ from typing import Any
 from ..auditing.attack import Attack
 from ..auditing.fidelity import Fidelity, Outputs, Reference
 from ..auditing.regimes import RegimeResult
-from ..bounds.certificate import Certificate
+from ..bounds.findings import Certificate
 from ..checkpoint.writer import Written
 from ..families.layout import Layout
 from ..ranges import ModuleRange

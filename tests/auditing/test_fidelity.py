@@ -14,7 +14,7 @@ from support import tiny
 from bf16_to_fp16.auditing.fidelity import Fidelity, compared, fidelity, output_on
 from bf16_to_fp16.auditing.regimes import RegimeResult
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.certificate import Certificate
+from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.report.build import NOISE, conclude, passed_limits, too_inexact
 from bf16_to_fp16.report.remedies import INEXACT, OUTPUT, SOMETHING_INSIDE, inexact
 from bf16_to_fp16.rescaling.plan import Plan

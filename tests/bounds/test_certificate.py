@@ -27,9 +27,10 @@ from bf16_to_fp16.auditing.regimes import ATTENTIONS, audit_model
 from bf16_to_fp16.bounds import factored, spectral
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, UNIT32, Arithmetic, norm_units
 from bf16_to_fp16.bounds.attention import capped_span, soft_capped, summed_scores, turned, turned_score_bounds
-from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights, is_inside
+from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.bounds.factored import Tall, chunks
 from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, GatedNeurons, PlainNeurons, output_bound
+from bf16_to_fp16.bounds.findings import Certificate, is_inside
 from bf16_to_fp16.bounds.linear import (
     NORM_ERROR,
     NormOutput,

@@ -21,7 +21,6 @@ from bf16_to_fp16.checkpoint.pieces import TensorStats
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.writer import Written
 from bf16_to_fp16.commands.convert import Conversion, convert_by
-from bf16_to_fp16.commands.verify import recorded_plan
 from bf16_to_fp16.conversion import measuring
 from bf16_to_fp16.conversion.options import Destination, Options, Provenance
 from bf16_to_fp16.conversion.planning import (
@@ -48,6 +47,7 @@ from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.batch import Batch, run_batch
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.verification.locating import recorded_plan
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

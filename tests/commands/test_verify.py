@@ -19,7 +19,7 @@ from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.checkpoint.pipeline import name_variants
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.verify import check_plan, recorded_plan, repeat_audit
+from bf16_to_fp16.commands.verify import repeat_audit
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.configs import with_value
 from bf16_to_fp16.families.resolve import resolve
@@ -28,6 +28,8 @@ from bf16_to_fp16.report.remedies import SQUARES_UNSEEN
 from bf16_to_fp16.report.schema import Report, Source, read
 from bf16_to_fp16.run import batch, probe
 from bf16_to_fp16.run.stock import load, load_config
+from bf16_to_fp16.verification.locating import recorded_plan
+from bf16_to_fp16.verification.plans import check_plan
 
 REPORT = "fp16_report.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

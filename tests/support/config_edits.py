@@ -24,7 +24,8 @@ from support.adversary import adverse_inputs, observe
 from support.contract import FREE, broken
 from transformers.generation import GenerationConfig
 
-from bf16_to_fp16.bounds.certificate import Certificate, bound, fp16_weights
+from bf16_to_fp16.bounds.certificate import bound, fp16_weights
+from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.known import family_of, names_of, stock_class

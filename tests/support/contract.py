@@ -23,7 +23,8 @@ from support.adversary import adverse_inputs, observe
 
 from bf16_to_fp16 import convert, undo
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.certificate import Certificate, bound
+from bf16_to_fp16.bounds.certificate import bound
+from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve

@@ -1,0 +1,128 @@
+"""A folder's files against what its report lists: hashes, missing ones, and weights that a loader may read instead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.folder import is_weights as is_weights_in_any_format
+from ..checkpoint.folder import sha256_of
+from ..checkpoint.formats import read_json, read_whole_header
+from ..checkpoint.packing import LAYOUTS, summary_of
+from ..checkpoint.pipeline import has_variant, variant_name
+from ..checkpoint.reader import Checkpoint, contained
+from ..checkpoint.shards import INDEX
+from ..checkpoint.single_file import TOKENIZER
+from ..families.configs import looked_up
+from ..report.remedies import CONVERT_AGAIN, REMOVE
+from ..report.schema import REPORT, FileEntry, Report
+from ..report.stored import Packed
+from .problems import Problem
+
+
+def present_files(folder: Path) -> list[str]:
+    """Return the names of all files below a folder but hidden ones, which no library reads, sorted."""
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    return sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
+
+
+def check_files(folder: Path, report: Report, *, extra: Sequence[str] = (), advance: Any = None) -> list[Problem]:
+    """Return what differs between the files of a folder and those that its report lists.
+
+    extra: names of further files, known to exist elsewhere in the same repository.
+    """
+    listed = {entry.name: entry for entry in report.output.files}
+    if not any(map(is_weights, listed)) or "config.json" not in listed:
+        return [Problem("files", REPORT, "lists no weights or no config.json", CONVERT_AGAIN)]
+    owner = {str(entry.sha256): name for name, entry in listed.items()}
+    total, done, problems = sum(entry.nbytes or 0 for entry in listed.values()), 0, []
+    for name, entry in listed.items():
+        path = contained(folder, name)
+        if not path.is_file():
+            problems.append(Problem("files", name, "is missing", CONVERT_AGAIN))
+            continue
+        digest = sha256_of(path)
+        if digest != entry.sha256:
+            problems.append(Problem("files", name, difference(path, name, digest, entry, owner, report), CONVERT_AGAIN))
+        done += entry.nbytes or 0
+        if advance is not None:
+            advance(done, total)
+    for name in sorted({*present_files(folder), *extra} - {REPORT, *listed}):
+        if not name.startswith("."):
+            reason = "is not in the report, so nothing is known of it"
+            problems.append(Problem("files", name, reason, REMOVE))
+    return problems
+
+
+def difference(path: Path, name: str, digest: str, entry: FileEntry, owner: Mapping[str, str], report: Report) -> str:
+    """Return how a file differs from what the report says of it."""
+    size, expected = path.stat().st_size, entry.nbytes or 0
+    if owner.get(digest, name) != name and is_weights(name) and is_weights(owner[digest]):
+        return f"holds what belongs in {owner[digest]}: the shards are swapped"
+    if name == "config.json":
+        changed = changed_keys(path, report)
+        return f"the config was changed{changed} (SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…)"
+    if size != expected:
+        return f"has {size:,} bytes and the report says {expected:,}: cut short, or another file"
+    kind = "the weights were changed or damaged" if is_weights(name) else "was changed or damaged"
+    return f"{kind}: its {size:,} bytes have the SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…"
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file holds weights."""
+    return name.endswith(".safetensors")
+
+
+def changed_keys(path: Path, report: Report) -> str:
+    """Return which of the keys that the conversion set have another value now, in words; empty for none of them."""
+    try:
+        config = json.loads(path.read_bytes())
+        edits = report.source.config_changes
+        wrong = {key: sides["after"] for key, sides in edits.items() if looked_up(config, key) != sides.get("after")}
+    except (ValueError, KeyError, AttributeError):
+        return ""
+    return "".join(f", {key} is {looked_up(config, key)} instead of {value}" for key, value in wrong.items())
+
+
+def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
+    """Return the files of weights that are read and not listed, as hidden ones, and those listed that a loader may read
+    in another format or as a variant: any but variants that are the very same, and single files that
+    ``publish --add`` put there."""
+    listed = {entry.name: entry.sha256 for entry in report.output.files}
+    read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
+    reason = "is not in the report, so nothing is known of it"
+    problems = [Problem("files", name, reason, CONVERT_AGAIN) for name in read if name not in listed]
+    variants = {name: variant_name(name) for name in read if name.startswith("model")}
+    hashes = {variant: listed.get(name) for name, variant in variants.items()}
+    for name in sorted(listed.keys() - {*read, *([] if checkpoint.index is None else [INDEX])}):
+        if "/" in name or not is_weights_in_any_format(name):
+            continue
+        file = checkpoint.folder / name
+        if name == variant_name(INDEX) and checkpoint.index is not None:
+            placed = {tensor: variants.get(shard) for tensor, shard in checkpoint.index["weight_map"].items()}
+            same = read_json(file, "index").get("weight_map") == placed
+        elif name in hashes:
+            same = listed[name] == hashes[name]
+        else:
+            same = not has_variant([name]) and summary_of(file) is not None
+        if not same:
+            reason = f"holds other weights than {read[0]}, of which nothing is known"
+            problems.append(Problem("files", name, reason, REMOVE))
+    return problems
+
+
+def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Problem]:
+    """Return the tensors of one file that ``convert --layout`` does not write: those under other names, such as scales
+    that a loader multiplies with, and those in another dtype."""
+    naming = LAYOUTS[inside.layout]
+    ours = {naming.from_stock(name) for name in checkpoint.tensors}
+    problems = []
+    for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
+        if info.dtype == "U8" and name.rpartition(".")[2] == TOKENIZER:
+            continue
+        if name not in ours or info.dtype != "F16":
+            reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
+            problems.append(Problem("files", name, reason, CONVERT_AGAIN))
+    return problems

@@ -1,0 +1,139 @@
+"""The recorded plan against config and weights, and against the original: what applying it again gives."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.folder import MODULES, carry_over
+from ..checkpoint.formats import bytes_of
+from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
+from ..checkpoint.side_modules import write_in_fp16
+from ..checkpoint.writer import write_fp16
+from ..errors import UserError
+from ..families.configs import changes, looked_up, without_value
+from ..families.known import stock_class
+from ..families.layout import Layout
+from ..families.resolve import resolve
+from ..progress import Progress
+from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION
+from ..report.schema import Source
+from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
+from ..rescaling.plan import Plan, exponents_of
+from ..run.agreement import agreed_layout
+from .files import present_files
+from .problems import Problem
+
+OF_NO_MODEL = ("architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
+"""Keys of a config that say nothing of the model itself, but for the class that ``architectures`` names."""
+
+
+OBEYED = ("generation_config.json", MODULES)
+"""Files beside the weights on which it depends what a folder computes."""
+
+
+def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Source) -> list[Problem]:
+    """Return where the recorded plan and the checkpoint contradict each other: family, signals, channels, config."""
+
+    def problem(name: str, reason: str) -> Problem:
+        return Problem("plan", name, reason, CONVERT_AGAIN)
+
+    if plan.family != layout.family.name:
+        return [problem("plan", f"is for {plan.family}, and the checkpoint is {layout.family.name}")]
+    problems = [
+        problem(name, "the plan moves it, and the checkpoint has no such signal")
+        for name in plan.exponents
+        if name not in layout.signals
+    ]
+    for tensor in layout.tensors.values():
+        try:
+            exponents_of(tensor, plan)
+        except (UserError, RuntimeError, OverflowError) as error:
+            problems.append(problem(tensor.name, " ".join(str(error).partition(";")[0].split())))
+    if plan.untied_head and layout.tied is not False:
+        problems.append(problem("config.json", "the plan separates the head, and the checkpoint has it tied"))
+    for key in layout.family.eps_keys if plan.eps is not None else ():
+        found = looked_up(checkpoint.config, key)
+        if found != plan.eps:
+            problems.append(problem("config.json", f"{key} is {found} and the plan needs {plan.eps}"))
+    recorded = {name: sides["after"] for name, sides in source.config_changes.items() if "after" in sides}
+    for name, after in recorded.items():
+        if (found := looked_up(checkpoint.config, name)) != after:
+            problems.append(problem("config.json", f"{name} is {found} and the report says {after}"))
+    for name, dtype in dtypes_of(checkpoint.config).items():
+        if dtype != "float16" and name not in recorded:
+            problems.append(problem("config.json", f"{name} is {dtype}, which stock code loads the weights in"))
+    return problems
+
+
+def dtypes_of(config: Mapping[str, Any]) -> dict[str, object]:
+    """Return what a config, and those inside it, say of the dtype, by key."""
+    found = {key: config[key] for key in DTYPE_KEYS if config.get(key) is not None}
+    for name, inner in config.items():
+        if isinstance(inner, Mapping):
+            found |= {f"{name}.{key}": inner[key] for key in DTYPE_KEYS if inner.get(key) is not None}
+    return found
+
+
+def check_config(layout: Layout, checkpoint: Checkpoint, plan: Plan) -> list[Problem]:
+    """Return the keys of a config that are not what the plan makes of the original's; layout: the original's."""
+    wanted, found = edited_config(layout, plan), checkpoint.config
+    differing = ["architectures"] if stock_class(wanted) != stock_class(found) else []
+    for key in OF_NO_MODEL:
+        wanted, found = without_value(wanted, key), without_value(found, key)
+    reason = "is not what the conversion makes of the original's config.json"
+    differing += changes(wanted, found)
+    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(differing)]
+
+
+def replay(
+    original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Source, progress: Progress
+) -> list[Problem]:
+    """Return where applying the recorded plan to the original does not give the checkpoint's weights, bit for bit, and
+    its config, where the original has one of its own."""
+    for file in original.weight_files:
+        name = original.file_name(file)
+        if source.sha256.get(name) != original.sha256(file):
+            return [Problem("replay", name, "is not the file that was converted", RIGHT_REVISION)]
+    agreed_layout(original)
+    layout = resolve(original, untie=plan.untied_head)
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
+        with progress.step("Replaying the plan on the original") as advance:
+            write_fp16(original, writes(layout, plan), Path(scratch), advance=advance)
+        (Path(scratch) / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8", newline="\n")
+        again = open_checkpoint(scratch)
+        differing = sorted(set(again.tensors) ^ set(checkpoint.tensors))
+        for name in sorted(set(again.tensors) & set(checkpoint.tensors)):
+            ours, theirs = again.read(name), checkpoint.read(name)
+            if ours.dtype != theirs.dtype or ours.shape != theirs.shape or bytes_of(ours) != bytes_of(theirs):
+                differing.append(name)
+    reason = "is not what the plan makes of the original"
+    problems = [Problem("replay", name, reason, CONVERT_AGAIN) for name in differing]
+    if original.folder in VIEWS:
+        return problems
+    problems += check_config(layout, checkpoint, plan)
+    return problems if checkpoint.folder in VIEWS else problems + check_carried(original.folder, checkpoint.folder)
+
+
+def check_carried(original: Path, folder: Path) -> list[Problem]:
+    """Return the files beside the weights, such as tokenizer and generation settings, that are not what a conversion
+    carries over from the original. A model card, and files that only one of both has, decide nothing; but for those
+    that stock code obeys where it finds them."""
+    problems = []
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
+        carry_over(original, Path(scratch))
+        write_in_fp16(original, Path(scratch))
+        ours = {name: Path(scratch, name) for name in present_files(Path(scratch)) if name != "SOURCE_README.md"}
+        for name in sorted({*ours, *OBEYED}):
+            both = [file.is_file() for file in (Path(scratch, name), folder / name)]
+            if all(both):
+                same = ours[name].read_bytes() == (folder / name).read_bytes()
+            else:
+                same = not any(both) or not (name in OBEYED or "/" in name)
+            if not same:
+                reason = "is not what the conversion carries over from the original"
+                problems.append(Problem("replay", name, reason, CONVERT_AGAIN))
+    return problems
