@@ -25,7 +25,7 @@ from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
 from ..report.evidence import Decided
-from ..rescaling.apply import scale
+from ..rescaling.apply import through_fp16
 from ..rescaling.plan import Plan, check_plan_fits, exponents_of
 from ..rescaling.planner import PROOF_FIRST, PROOF_MARGIN_BITS, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
 from ..rescaling.squares import can_fit, squares_of
@@ -355,12 +355,7 @@ def drifted_outputs(
     def corrected(name: str, weight: torch.Tensor) -> torch.Tensor:
         tensor = layout.tensors.get(name)
         if tensor is not None and rounds:
-            exponents = exponents_of(tensor, plan).full(tensor.shape)
-            rounded = weight.double()
-            scale(rounded, exponents, tensor.offset)
-            rounded = rounded.half().double()
-            scale(rounded, -exponents, tensor.offset)
-            return rounded.float()
+            return through_fp16(weight, exponents_of(tensor, plan).full(tensor.shape), tensor.offset)
         correction = plan.gain_correction.get(name)
         return weight if correction is None else (weight * correction).half().float()
 

@@ -14,6 +14,9 @@ from ..families.types import OutputScale
 from ..run.stock import eps_attribute
 from .plan import Plan, check_plan_fits, correction_of, exponents_of
 
+_ELEMENTS_AT_A_TIME = 1 << 22
+"""Elements of a weight that are in float64 at the same time, 32 MB of them."""
+
 
 def writes(layout: Layout, plan: Plan) -> list[Write]:
     """Return what to write for ``layout`` under ``plan``, tensor by tensor, sorted by name."""
@@ -73,6 +76,24 @@ def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0) ->
     half = torch.div(exponents, 2, rounding_mode="floor")
     for part in (half, exponents - half):
         tensor.mul_(torch.ldexp(torch.ones_like(part, dtype=torch.float32), part).to(tensor.dtype))
+
+
+def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0) -> torch.Tensor:
+    """Return an fp32 weight as it comes back from files: scaled as ``scale`` does, rounded to fp16, and scaled back.
+
+    It goes there in float64, so many rows at a time that a large vocabulary's table takes no memory but its own.
+    """
+    result = torch.empty_like(weight, dtype=torch.float32)
+    rows = max(1, _ELEMENTS_AT_A_TIME // max(1, weight[:1].numel()))
+    for begin in range(0, len(weight), rows):
+        part = slice(begin, begin + rows)
+        here = exponents if exponents.shape[0] == 1 else exponents[part]
+        block = weight[part].double()
+        scale(block, here, offset)
+        block = block.half().double()
+        scale(block, -here, offset)
+        result[part] = block
+    return result
 
 
 def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
