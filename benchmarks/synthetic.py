@@ -158,12 +158,19 @@ class StockShape:
 
     @property
     def layers(self) -> int:
-        """The layers of its stack."""
-        return int(str(dict(self.values)["num_hidden_layers"]))
+        """The layers of its stack, of a model that reads images those of its text model."""
+        values = dict(self.values)
+        own: Any = values.get("text_config", values)
+        return int(own["num_hidden_layers"])
 
     def with_layers(self, layers: int) -> StockShape:
-        """Return the same with so many layers."""
-        return replace(self, values=tuple((dict(self.values) | {"num_hidden_layers": layers}).items()))
+        """Return the same with so many layers, in configs inside its own too."""
+
+        def fewer(values: dict[str, Any]) -> dict[str, Any]:
+            inner = {key: fewer(value) if isinstance(value, dict) else value for key, value in values.items()}
+            return inner | ({"num_hidden_layers": layers} if "num_hidden_layers" in values else {})
+
+        return replace(self, values=tuple(fewer(dict(self.values)).items()))
 
     @property
     def parameters(self) -> int:
@@ -184,23 +191,7 @@ class StockShape:
         return made | {"architectures": [self.name], "dtype": "bfloat16"}
 
 
-class ImageShape(StockShape):
-    """A model of images beside a text model, each with a config of its own; ``with_layers`` is for both."""
-
-    @property
-    def layers(self) -> int:
-        """The layers of the text model."""
-        text: Any = dict(self.values)["text_config"]
-        return int(text["num_hidden_layers"])
-
-    def with_layers(self, layers: int) -> StockShape:
-        """Return the same with so many layers in text model and tower."""
-        inner: dict[str, Any] = {key: dict(self.values)[key] for key in ("text_config", "vision_config")}
-        fewer = {key: value | {"num_hidden_layers": layers} for key, value in inner.items()}
-        return replace(self, values=tuple((dict(self.values) | fewer).items()))
-
-
-def causal(name: str, **values: object) -> StockShape:
+def stock_shape(name: str, **values: object) -> StockShape:
     """Return a shape of the class ``name`` with these values of its config."""
     return StockShape(name, tuple(values.items()))
 
@@ -223,7 +214,7 @@ SHAPES: dict[str, AnyShape] = {
     "mt5-xl": Shape(2048, 5120, 32, 250112, 24, 24, "mt5"),
     "t5-v1_1-xxl": Shape(4096, 10240, 64, 32128, 24, 24),
     "t5-v1_1-xxl-encoder": Shape(4096, 10240, 64, 32128, 24, 0),
-    "gemma-3-270m": causal(
+    "gemma-3-270m": stock_shape(
         "Gemma3ForCausalLM",
         vocab_size=262_144,
         hidden_size=640,
@@ -234,7 +225,7 @@ SHAPES: dict[str, AnyShape] = {
         head_dim=256,
         sliding_window=512,
     ),
-    "gemma-3-1b": causal(
+    "gemma-3-1b": stock_shape(
         "Gemma3ForCausalLM",
         vocab_size=262_144,
         hidden_size=1152,
@@ -245,37 +236,29 @@ SHAPES: dict[str, AnyShape] = {
         head_dim=256,
         sliding_window=512,
     ),
-    "gemma-3-4b": ImageShape(
+    "gemma-3-4b": stock_shape(
         "Gemma3ForConditionalGeneration",
-        (
-            (
-                "text_config",
-                {
-                    "vocab_size": 262_208,
-                    "hidden_size": 2560,
-                    "intermediate_size": 10_240,
-                    "num_hidden_layers": 34,
-                    "num_attention_heads": 8,
-                    "num_key_value_heads": 4,
-                    "head_dim": 256,
-                    "sliding_window": 1024,
-                },
-            ),
-            (
-                "vision_config",
-                {
-                    "hidden_size": 1152,
-                    "intermediate_size": 4304,
-                    "num_hidden_layers": 27,
-                    "num_attention_heads": 16,
-                    "image_size": 896,
-                    "patch_size": 14,
-                },
-            ),
-            ("mm_tokens_per_image", 256),
-        ),
+        text_config={
+            "vocab_size": 262_208,
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 1024,
+        },
+        vision_config={
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "image_size": 896,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=256,
     ),
-    "qwen2.5-0.5b": causal(
+    "qwen2.5-0.5b": stock_shape(
         "Qwen2ForCausalLM",
         vocab_size=151_936,
         hidden_size=896,
@@ -285,7 +268,7 @@ SHAPES: dict[str, AnyShape] = {
         num_key_value_heads=2,
         tie_word_embeddings=True,
     ),
-    "llama-3.1-8b": causal(
+    "llama-3.1-8b": stock_shape(
         "LlamaForCausalLM",
         vocab_size=128_256,
         hidden_size=4096,

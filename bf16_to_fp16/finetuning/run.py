@@ -423,8 +423,8 @@ def with_known_sentinels(corpus: Corpus, teacher: Teacher, progress: Progress) -
     losses = [teacher_loss(teacher, each) for each in (corpus, other)]
     if losses[1] >= losses[0]:
         return corpus
-    last_id = corpus.vocabulary - 1
-    progress.say(f"Gaps are marked by ids from {last_id} down, not {BYTE_SENTINEL}: the original predicts those better")
+    first = last.first_sentinel
+    progress.say(f"Gaps are marked by ids from {first} down, not {BYTE_SENTINEL}: the original predicts those better")
     return other
 
 

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from ..bounds.factored import chunks
 from ..checkpoint.shards import Write
 from ..families.configs import with_value
 from ..families.layout import Layout
 from ..families.types import OutputScale
 from ..run.stock import eps_attribute
 from .plan import Plan, check_plan_fits, correction_of, exponents_of
-
-_ELEMENTS_AT_A_TIME = 1 << 22
-"""Elements of a weight that are in float64 at the same time, 32 MB of them."""
 
 
 def writes(layout: Layout, plan: Plan) -> list[Write]:
@@ -81,18 +79,16 @@ def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0) ->
 def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0) -> torch.Tensor:
     """Return an fp32 weight as it comes back from files: scaled as ``scale`` does, rounded to fp16, and scaled back.
 
-    It goes there in float64, so many rows at a time that a large vocabulary's table takes no memory but its own.
+    It goes there in float64, by runs of rows, so that a large vocabulary's table takes no memory but its own.
     """
-    result = torch.empty_like(weight, dtype=torch.float32)
-    rows = max(1, _ELEMENTS_AT_A_TIME // max(1, weight[:1].numel()))
-    for begin in range(0, len(weight), rows):
-        part = slice(begin, begin + rows)
-        here = exponents if exponents.shape[0] == 1 else exponents[part]
-        block = weight[part].double()
+    result = torch.empty(weight.shape)
+    matrices = (x.reshape(len(weight), -1) for x in (weight, exponents.expand(weight.shape), result))
+    for part, here, place in zip(*map(chunks, matrices), strict=True):
+        block = part.double()
         scale(block, here, offset)
         block = block.half().double()
         scale(block, -here, offset)
-        result[part] = block
+        place.copy_(block)
     return result
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import is_weights as is_weights_in_any_format
-from ..checkpoint.folder import sha256_of
+from ..checkpoint.folder import is_weights, sha256_of
 from ..checkpoint.formats import read_json, read_whole_header
 from ..checkpoint.packing import LAYOUTS, summary_of
 from ..checkpoint.pipeline import has_variant, variant_name
@@ -20,6 +19,8 @@ from ..report.remedies import CONVERT_AGAIN, REMOVE
 from ..report.schema import REPORT, FileEntry, Report
 from ..report.stored import Packed
 from .problems import Problem
+
+UNLISTED = "is not in the report, so nothing is known of it"
 
 
 def present_files(folder: Path) -> list[str]:
@@ -34,7 +35,7 @@ def check_files(folder: Path, report: Report, *, extra: Sequence[str] = (), adva
     extra: names of further files, known to exist elsewhere in the same repository.
     """
     listed = {entry.name: entry for entry in report.output.files}
-    if not any(map(is_weights, listed)) or "config.json" not in listed:
+    if not any(map(is_safetensors, listed)) or "config.json" not in listed:
         return [Problem("files", REPORT, "lists no weights or no config.json", CONVERT_AGAIN)]
     owner = {str(entry.sha256): name for name, entry in listed.items()}
     total, done, problems = sum(entry.nbytes or 0 for entry in listed.values()), 0, []
@@ -51,27 +52,26 @@ def check_files(folder: Path, report: Report, *, extra: Sequence[str] = (), adva
             advance(done, total)
     for name in sorted({*present_files(folder), *extra} - {REPORT, *listed}):
         if not name.startswith("."):
-            reason = "is not in the report, so nothing is known of it"
-            problems.append(Problem("files", name, reason, REMOVE))
+            problems.append(Problem("files", name, UNLISTED, REMOVE))
     return problems
 
 
 def difference(path: Path, name: str, digest: str, entry: FileEntry, owner: Mapping[str, str], report: Report) -> str:
     """Return how a file differs from what the report says of it."""
     size, expected = path.stat().st_size, entry.nbytes or 0
-    if owner.get(digest, name) != name and is_weights(name) and is_weights(owner[digest]):
+    if owner.get(digest, name) != name and is_safetensors(name) and is_safetensors(owner[digest]):
         return f"holds what belongs in {owner[digest]}: the shards are swapped"
     if name == "config.json":
         changed = changed_keys(path, report)
         return f"the config was changed{changed} (SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…)"
     if size != expected:
         return f"has {size:,} bytes and the report says {expected:,}: cut short, or another file"
-    kind = "the weights were changed or damaged" if is_weights(name) else "was changed or damaged"
+    kind = "the weights were changed or damaged" if is_safetensors(name) else "was changed or damaged"
     return f"{kind}: its {size:,} bytes have the SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…"
 
 
-def is_weights(name: str) -> bool:
-    """Return whether a file holds weights."""
+def is_safetensors(name: str) -> bool:
+    """Return whether a file holds weights as convert writes them."""
     return name.endswith(".safetensors")
 
 
@@ -92,12 +92,11 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
     ``publish --add`` put there."""
     listed = {entry.name: entry.sha256 for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
-    reason = "is not in the report, so nothing is known of it"
-    problems = [Problem("files", name, reason, CONVERT_AGAIN) for name in read if name not in listed]
+    problems = [Problem("files", name, UNLISTED, CONVERT_AGAIN) for name in read if name not in listed]
     variants = {name: variant_name(name) for name in read if name.startswith("model")}
     hashes = {variant: listed.get(name) for name, variant in variants.items()}
     for name in sorted(listed.keys() - {*read, *([] if checkpoint.index is None else [INDEX])}):
-        if "/" in name or not is_weights_in_any_format(name):
+        if "/" in name or not is_weights(name):
             continue
         file = checkpoint.folder / name
         if name == variant_name(INDEX) and checkpoint.index is not None:

@@ -83,35 +83,36 @@ def test_rescaling_alone_leaves_scores_gate_and_logits_unsafe(tmp_path: Path) ->
     assert {f"{GATE} (output)", f"{HEAD} (output)"} <= named
 
 
-def test_a_short_finetune_from_plain_text_makes_it_safe_and_keeps_its_loss_and_the_headroom_asked_for(
-    tmp_path: Path, held_out: list[TrainingBatch]
-) -> None:
-    """The shipped recipe, whose settings of the training are the defaults, in half its steps."""
-    recipe = shipped(tmp_path, "schedule.steps=90", "evaluation.every=1000", "evaluation.examples=64")
-    result = finetune(recipe)
-    report: dict[str, Any] = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+def assert_safe(result: Any, folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "out" / "fp16_report.json").read_text())
     assert result is not None and result.safe, broken_in_half(report)
     for regime in report["regimes"].values():
         assert regime["nonfinite"] == regime["saturated"] == 0
-        assert regime["headroom_bits"] >= Penalty().headroom_bits
     assert report["proof"] == "certified" and not report["uncertified"]
-    assert not report["finetune"].get("next")
+    return report
+
+
+def test_a_short_finetune_from_plain_text_makes_it_safe_and_keeps_its_loss(
+    tmp_path: Path, held_out: list[TrainingBatch]
+) -> None:
+    """The shipped recipe, whose settings of the training are the defaults, in half its steps."""
+    recipe = shipped(tmp_path, "schedule.steps=90", "evaluation.every=1000", "evaluation.examples=16")
+    assert recipe.optimizer == Optimizer() and recipe.penalty == Penalty() and recipe.stability == Stability()
+    assert_safe(finetune(recipe), tmp_path)
     original = loss_of(HARD, torch.float32, held_out)
     # Byte frequencies alone cost 3.3 nats: the original has learnt something that could be lost.
     assert original < 2.3
     # 1.4 % over it, and 2.8 % after a quarter of the steps.
     assert loss_of(tmp_path / "out", torch.float16, held_out) <= 1.02 * original
-    first = report["finetune"]["evaluations"][0]
-    # No recipe names the sentinels, and they are found.
-    assert first["held_out_loss"] == pytest.approx(original, rel=0.1)
 
 
-def test_the_shipped_recipe_trains_as_five_lines_do(tmp_path: Path) -> None:
-    """But for the text's gaps, the steps and what it is measured on."""
-    training = ("optimizer", "penalty", "stability", "distillation", "target", "precision", "attention", "device")
-    five, whole = read_recipe(five_lines(tmp_path)), shipped(tmp_path)
-    assert whole.optimizer == Optimizer() and whole.penalty == Penalty() and whole.stability == Stability()
-    for key in training:
-        assert getattr(five, key) == getattr(whole, key), key
-    steps = {"steps"}
-    assert five.schedule.model_dump(exclude=steps) == whole.schedule.model_dump(exclude=steps)
+def test_five_lines_are_enough_for_it_to_keep_the_headroom_asked_for(tmp_path: Path) -> None:
+    """Shorter than by default."""
+    shorter = ("schedule.steps=40", "evaluation.every=1000", "evaluation.examples=64")
+    result = finetune(five_lines(tmp_path), overrides=shorter)
+    report = assert_safe(result, tmp_path)
+    assert all(regime["headroom_bits"] >= Penalty().headroom_bits for regime in report["regimes"].values())
+    assert not report["finetune"].get("next")
+    first, last = report["finetune"]["evaluations"]
+    # The gaps have other lengths than those it was trained with, but its sentinels were found.
+    assert last["held_out_loss"] <= 1.01 * first["held_out_loss"] < 2.5

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from bf16_to_fp16.bounds.factored import chunks
 from bf16_to_fp16.rescaling import apply
 from bf16_to_fp16.rescaling.apply import through_fp16
 
@@ -26,7 +29,7 @@ def at_once(weight: Tensor, exponents: Tensor, offset: float) -> Tensor:
 def test_a_weight_comes_back_from_fp16_block_by_block_as_it_does_at_once(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], by: str, offset: float
 ) -> None:
-    monkeypatch.setattr(apply, "_ELEMENTS_AT_A_TIME", 12)
+    monkeypatch.setattr(apply, "chunks", partial(chunks, elements=12))
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator)
     size = {"one": (1,) * len(shape), "rows": (shape[0], *(1,) * (len(shape) - 1)), "columns": (1, *shape[1:])}[by]
