@@ -22,6 +22,11 @@ def without_ends(spread: Spread) -> tuple[int, Spread, int]:
     return before, tuple(factor for factor in spread if factor > 0), after
 
 
+def all_carry(spread: Spread) -> bool:
+    """Return whether every element of an axis carries a channel."""
+    return all(factor > 0 for factor in spread)
+
+
 def channels_along(length: int, spread: Spread) -> int:
     """Return how many channels the elements of an axis of this length have."""
     if not spread:

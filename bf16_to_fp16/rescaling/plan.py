@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..checkpoint.shards import LARGEST_EXPONENT
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
-from ..families.spread import channels_along, spread_out
+from ..families.spread import all_carry, channels_along, spread_out
 from ..families.types import RESIDUAL, Kind
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
@@ -126,8 +126,10 @@ def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tenso
             continue
         exponent = plan.exponent(axis.signal)
         if isinstance(exponent, int):
-            found.append(axis.sign * exponent)
-            continue
+            if all_carry(axis.spread):
+                found.append(axis.sign * exponent)
+                continue
+            exponent = [exponent] * channels_along(size, axis.spread)
         channels = channels_along(size, axis.spread)
         if len(exponent) != channels:
             raise UserError(
