@@ -8,9 +8,12 @@ from pathlib import Path
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
 from ..checkpoint.packing import FOLDER_LAYOUT
 from ..checkpoint.pipeline import has_variant, name_variants
+from ..checkpoint.reader import Checkpoint
 from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
+from ..families.layout import Layout
+from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..report.evidence import Decided, Rewritten
 from ..rescaling.apply import edited_config, writes
@@ -31,7 +34,7 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
             workers=options.workers,
             advance=advance,
         )
-    check_finite(written)
+    check_finite(written, checkpoint, layout)
     write_json(work / "config.json", edited_config(layout, decided.plan))
     carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, options.subfolder))
     there = [path.name for path in checkpoint.folder.iterdir()]
@@ -42,11 +45,19 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     return Rewritten(written, carried, left_out, write_in_fp16(checkpoint.folder, work))
 
 
-def check_finite(written: Written) -> None:
-    """Raise UserError for a weight that is inf or NaN in the source or beyond fp16 at every exponent."""
+def check_finite(written: Written, checkpoint: Checkpoint, layout: Layout) -> None:
+    """Raise UserError for a weight that is inf or NaN in the source, beyond fp16 at every exponent, or taken there by
+    a plan that was given."""
     for name, stats in written.stats.items():
-        if stats.nonfinite:
+        if not stats.nonfinite:
+            continue
+        source = layout.tensors[name].source
+        if source is not None and float(checkpoint.read(source).abs().max()) <= FP16_MAX:
             raise UserError(
-                f"tensor {name}: {stats.nonfinite} of {stats.elements} weights are inf, NaN or so large that no"
-                " exponent brings them under 65504; use another revision of the checkpoint or repair the tensor"
+                f"tensor {name}: the plan takes {stats.nonfinite} of {stats.elements} weights past 65504; give the plan"
+                " of this very checkpoint, or leave out --plan"
             )
+        raise UserError(
+            f"tensor {name}: {stats.nonfinite} of {stats.elements} weights are inf, NaN or so large that no"
+            " exponent brings them under 65504; use another revision of the checkpoint or repair the tensor"
+        )

@@ -68,6 +68,11 @@ EXCESS = 1e6
 """Cost of one bit over a hard limit: more than any precision, so that limits come first."""
 
 
+UNWRITABLE = 1e12
+"""Cost of one bit by which a weight passes 65504: more than any signal's excess, since such a plan cannot be written,
+and an unsafe one can."""
+
+
 PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS
 """What a bound must stay under after scaling."""
 
@@ -90,6 +95,14 @@ LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 
 INDIFFERENCE = ROUNDING / 4
 """Residual exponents whose costs differ by less are as good as each other; the one nearest 0 is taken."""
+
+
+OF_STREAM = (Kind.VALUE, Kind.NEURON)
+"""Signals whose channels are solved for each exponent of the stream."""
+
+
+SOLVED = (*OF_STREAM, Kind.QUERY_KEY)
+"""Signals that have an exponent for each channel wherever that costs less."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +207,8 @@ class _Costs:
         self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
         self.tables: dict[tuple[str, int], LossTable] = {}
         self.energies: dict[tuple[str, int], torch.Tensor] = {}
-        self.gains: dict[str, float] = {}
+        self.gains: dict[str, torch.Tensor] = {}
+        self.magnitudes: dict[str, list[tuple[float, Sign]]] = {}
         self.solved: dict[str, dict[int, Solution]] = {}
         self.tried: list[int] = []
         self.stream = RESIDUAL
@@ -276,7 +290,7 @@ class _Costs:
 
     def of_stream(self) -> list[ResolvedSignal]:
         """Return the signals whose best exponents depend on the present stream's."""
-        movable = [s for s in self.layout.signals.values() if s.kind in (Kind.VALUE, Kind.NEURON)]
+        movable = [s for s in self.layout.signals.values() if s.kind in OF_STREAM]
         return [s for s in movable if self.stream_of(s) == self.stream]
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
@@ -361,12 +375,13 @@ class _Costs:
 
     def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """Return the cost of a weight's channels at ``exponents``: error energy by share, inexact elements, excess
-        over 65504."""
+        over the limit and over 65504."""
         lossy, error = table.at(exponents)
         energy = table.energy[:, None].clamp(min=1e-300)
         cost = share * (error.double() / energy).clamp(max=1.0)
         cost = cost + self.lossy_price * lossy.double()
-        return cost + EXCESS * excess_bits(table.amax[:, None] * 2.0 ** exponents.double(), self.limit)
+        amax = table.amax[:, None] * 2.0 ** exponents.double()
+        return cost + EXCESS * excess_bits(amax, self.limit) + UNWRITABLE * excess_bits(amax, FP16_MAX)
 
     def residual_cost(self, r: int) -> float:
         """Return what depends on r alone: the stream's own limits and noise, the weights that only it scales, the
@@ -389,7 +404,22 @@ class _Costs:
             if all(c is None or c.signal == self.stream for c in tensor.axes):
                 table = self.table(tensor, axis).total()
                 cost += float(self.weight_cost(table, sign * at, torch.ones(1, 1)).sum())
-        return cost + self.drift(r, corrected=True)
+        return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r, corrected=True)
+
+    def unwritable_bits(self, r: int) -> float:
+        """Return by how many bits the stream's exponent takes weights past 65504 that no channel of their own makes up
+        for."""
+        if self.stream not in self.magnitudes:
+            self.magnitudes[self.stream] = [
+                (float(self.weights(tensor.name).abs().amax()), sign)
+                for tensor, _, sign in self.touched[self.stream]
+                if not {self.layout.signals[c.signal].kind for c in tensor.axes if c} & set(SOLVED)
+            ]
+        return sum(
+            max(0.0, math.log2(amax * 2.0 ** (sign * r) / FP16_MAX))
+            for amax, sign in self.magnitudes[self.stream]
+            if 0 < amax < math.inf
+        )
 
     def residual_excess(self, r: int) -> float:
         """Return by how many bits the stream's bounds pass their limits at r, summed over its sites."""
@@ -469,9 +499,19 @@ class _Costs:
         factor = float((shares * kept).sum() / (shares * kept.square()).sum())
         if abs(factor - 1) <= math.sqrt(ROUNDING):
             return 1.0
+        largest = self.largest_gain(path, r)
+        return min(factor, max(1.0, FP16_MAX / largest)) if largest > 0 else factor
+
+    def largest_gain(self, path: str, r: int) -> float:
+        """Return the largest of a norm's gains at the exponents decided so far."""
+        tensor = self.layout.tensors[f"{path}.weight"]
         if path not in self.gains:
-            self.gains[path] = float(self.weights(f"{path}.weight").abs().max())
-        return min(factor, FP16_MAX / self.gains[path]) if self.gains[path] > 0 else factor
+            self.gains[path] = self.weights(tensor.name).abs().double()
+        (carried,) = tensor.axes
+        if carried is None:
+            return float(self.gains[path].max())
+        moved = torch.tensor(r) if carried.signal == self.stream else self.chosen.get(carried.signal, torch.tensor(0))
+        return float((self.gains[path] * 2.0 ** (carried.sign * moved.double())).max())
 
     def gain_corrections(self, r: int) -> dict[str, float]:
         """Return the factor for each norm weight of the stream whose typical drift is more than one fp16 rounding."""
@@ -487,14 +527,13 @@ class _PlanSearch(_Costs):
     def run(self, held: Mapping[str, int]) -> Planned:
         """Decide each residual stream with its channels, whose costs add up, move gains where needed, and collect what
         cannot be held; held: as in ``make_plan``."""
-        streams, corrections, drift = self.layout.streams, dict[str, float](), 0.0
+        streams, drift = self.layout.streams, 0.0
         by_exponent: dict[int, float] = {}
         others = least_free = 0.0
         for self.stream in streams:
             first = self.stream == streams[0]
             totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
             r = self.decided[self.stream]
-            corrections |= self.gain_corrections(r)
             drift += self.drift(r, corrected=True) + (self.rounded_gains(r) if r else 0.0)
             least_free += min(free for _, free, _ in totals.values())
             if first:
@@ -510,6 +549,9 @@ class _PlanSearch(_Costs):
             self.settle(signal, self.exponent_for(signal))
             if not same(before, self.chosen.get(signal.name)):
                 self.resettle_writers(signal)
+        corrections: dict[str, float] = {}
+        for self.stream in streams:
+            corrections |= self.gain_corrections(self.decided[self.stream])
         by_exponent = {e: cost + others for e, cost in by_exponent.items()}
         r = self.decided[streams[0]]
         price = self.proof_worth * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
@@ -583,8 +625,9 @@ class _PlanSearch(_Costs):
                     tops.append(whole_log2(float(room)))
         top = max(-RESIDUAL_RANGE, min(RESIDUAL_RANGE, min(tops, default=0)))
         proven = max((e for e in range(-RESIDUAL_RANGE, top + 1) if self.residual_excess(e) == 0), default=top)
-        near = {*range(top - 6, top + 2), *range(proven - 1, proven + 1)}
-        return sorted({e for e in near if abs(e) <= RESIDUAL_RANGE} | {0})
+        least = min((e for e in range(-RESIDUAL_RANGE, 1) if self.unwritable_bits(e) == 0), default=0)
+        near = {*range(top - 6, top + 2), *range(proven - 1, proven + 1), least, 0}
+        return sorted(e for e in near if abs(e) <= RESIDUAL_RANGE)
 
     def settle(self, signal: ResolvedSignal, r: int) -> None:
         """Choose every channel's exponent of one signal; ties go to the exponent nearest 0."""

@@ -617,6 +617,14 @@ def test_a_weight_that_is_not_finite_is_named_though_a_replayed_plan_observes_no
     assert not (tmp_path / "out").exists()
 
 
+def test_a_replayed_plan_that_takes_a_weight_past_65504_is_what_the_error_names(tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("t5"), tmp_path / "source")
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": Plan(family="t5", residual_exponent=-24).model_dump()}))
+    with pytest.raises(UserError, match=r"the plan takes \d+ of 24 weights past 65504; .*leave out --plan"):
+        convert(source, tmp_path / "out", plan=tmp_path / "plan.json")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_plan_with_the_notes_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     plan = Plan(family="t5", residual_exponent=-5, exponents={"a": 1})
     (tmp_path / "fp16_report.json").write_text(json.dumps({"plan": {**plan.model_dump(), "notes": []}}))

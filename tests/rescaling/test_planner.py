@@ -40,6 +40,7 @@ from bf16_to_fp16.rescaling.planner import (
     RESIDUAL_RANGE,
     RESTRAINT,
     ROUNDING,
+    UNWRITABLE,
     _PlanSearch,
     make_plan,
     whole_log2,
@@ -226,7 +227,10 @@ def test_a_corrected_gain_is_one_that_fp16_holds() -> None:
     search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
     factors = search.gain_corrections(-24)
     largest = {name: float(source.read(name).abs().max()) * factor for name, factor in factors.items()}
-    assert len(factors) == len(layout.norms) and max(largest.values()) == pytest.approx(FP16_MAX)
+    # The tied head's norm carries 2^24 already, which alone is more than fp16 holds.
+    assert len(factors) == len(layout.norms) - 1 and max(largest.values()) == pytest.approx(FP16_MAX)
+    gains = source.read("model.decoder.layer_norm.weight").abs().max()
+    assert search.largest_gain("model.decoder.layer_norm", -24) == pytest.approx(float(gains) * 2.0**24)
     # Each is the best or the largest: without the limit some would be far beyond it.
     best = [(s * k).sum() / (s * k.square()).sum() for k, s in (search.kept(n, -24) for n in layout.norms)]
     assert max(map(float, best)) > 1.5 * max(factors.values())
@@ -278,6 +282,52 @@ def test_the_tied_heads_norm_bounds_the_shrinking_from_the_other_side() -> None:
     planned = make_plan(apart, source_weights(source, apart), ranges)
     assert [v for v in planned.violations if "lm_head" not in v.signal] == []
     assert planned.plan.untied_head
+
+
+def with_large_last_gains(kind: str) -> Any:
+    """Return a model with a tied head whose last gains are 5,952 but for one, of the channel that outweighs all others
+    in the stream, so that no signal is large; the stream asks for 2^-9."""
+    model = tiny.build(kind)
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.shared.weight
+    with torch.no_grad():
+        model.shared.weight[:, 0] = 30000
+        model.shared.weight[:, 1:] /= 100
+        for name, weight in model.named_parameters():
+            if name.endswith((".o.weight", ".wo.weight")):
+                weight[0] *= 20
+                weight[1:] /= 100
+        model.decoder.final_layer_norm.weight.fill_(5952)
+        model.decoder.final_layer_norm.weight[0] = 2.0**-10
+    return model
+
+
+@pytest.mark.parametrize("kind", ["t5", "longt5-tied", "umt5"])
+def test_no_plan_takes_a_weight_past_65504(kind: str) -> None:
+    """A tied head's gains bear 2^3 at most: the head goes apart for 2^-9, or where it cannot the stream stays above."""
+    model = with_large_last_gains(kind)
+    source = ModelTensors(model)
+    ranges = observe_ranges(model, shown_to(model))
+    layout = resolve(source)
+    tied = make_plan(layout, source_weights(source, layout), ranges)
+    assert tied.plan.residual_exponent >= -3 and tied.violations
+    if layout.family.untie:
+        apart = resolve(source, untie=True)
+        planned = make_plan(apart, source_weights(source, apart), ranges)
+        assert planned.plan.residual_exponent < -3 and not planned.violations
+    apply(model, layout, tied.plan)
+    assert all(float(t.abs().max()) <= FP16_MAX for t in model.state_dict().values())
+
+
+def test_a_correction_leaves_room_for_what_a_gain_carries() -> None:
+    _, source, layout, ranges = observed("pegasus", factor=1.0)
+    weights = source_weights(source, layout)
+    search = _PlanSearch(layout, weights, ranges, "half", 1.25)
+    norm = next(s for s in layout.signals.values() if s.kind is Kind.NORM and s.name in layout.norms)
+    least = float(weights(f"{norm.name}.weight").abs().max())
+    search.chosen[norm.name] = torch.full((norm.size,), math.floor(math.log2(FP16_MAX / least)), dtype=torch.int32)
+    assert search.gain_correction(norm.name, -12) == pytest.approx(FP16_MAX / search.largest_gain(norm.name, -12))
+    assert FP16_MAX / 2 < search.largest_gain(norm.name, -12) <= FP16_MAX
 
 
 def test_the_exponents_of_a_tensor_are_the_sum_over_its_axes() -> None:
@@ -384,7 +434,8 @@ def test_a_channel_costs_lost_energy_and_noise_by_its_share_and_each_inexact_wei
     assert float(costs[0, CHANNEL_RANGE - 16]) == pytest.approx(expected, rel=1e-9, abs=0)
     # At 15 both ends of the signal reach 2¹⁵ and the weights fit; at −18 o's 2 becomes 2·2¹⁸⁻³ and the signal fits.
     assert float(costs[1, CHANNEL_RANGE + 15]) == pytest.approx(2 * EXCESS * math.log2(2**15 / LIMIT), rel=1e-9, abs=0)
-    assert float(costs[1, CHANNEL_RANGE - 18]) == pytest.approx(EXCESS * math.log2(2**16 / LIMIT), rel=1e-9, abs=0)
+    over = EXCESS * math.log2(2**16 / LIMIT) + UNWRITABLE * math.log2(2**16 / FP16_MAX)
+    assert float(costs[1, CHANNEL_RANGE - 18]) == pytest.approx(over, rel=1e-9, abs=0)
 
 
 def test_the_residual_exponent_costs_the_streams_noise_and_what_the_weights_it_alone_scales_lose() -> None:
