@@ -48,6 +48,7 @@ class Fidelity:
     top1_bf16: float | None
     top1_fp16: float | None
     positions: int
+    kl_fp32: float | None = None
     reference: str = "fp32 source"
 
     def to_json(self) -> dict[str, Any]:

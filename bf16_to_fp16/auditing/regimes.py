@@ -251,13 +251,13 @@ def run_regimes(
     attention: Sequence[str] = ATTENTIONS,
     *,
     device: torch.device | str = "cpu",
-    fp32: bool = False,
+    fp32: Sequence[Batch] = (),
     advance: Advance | None = None,
 ) -> Audited:
     """Run a checkpoint in ``regimes`` in one walk over its files and return what they show, as ``audit_folder`` does.
 
-    Where every parameter of stock's fp16 loading is fp16, ``stock`` is ``half`` and is not run beside it. fp32: run it
-    in fp32 as well, unmeasured, for its outputs.
+    Where every parameter of stock's fp16 loading is fp16, ``stock`` is ``half`` and is not run beside it. fp32: what
+    it is run on in fp32 as well, unmeasured, for its outputs.
     """
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
@@ -270,7 +270,7 @@ def run_regimes(
     given = {name: seen_padding(inputs, name) for name in attention}
     for (regime, name), shown in seen.items():
         shown.add(walk, _share(given[name], regime == "half" or "half" not in ran, name == attention[0]))
-    plain = add_outputs(walk, inputs, torch.float32) if fp32 else []
+    plain = add_outputs(walk, fp32, torch.float32)
     walk.run(advance)
     if "half" in ran and any(site.nonfinite or site.saturated for n in attention for site in seen["half", n].sites()):
         # What half has shown to fit is no reason any more to run the others on less.

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 @click.option(
     "--no-audit",
     is_flag=True,
-    help="Run nothing: plan from the bounds and let the certificate decide. Needs no memory for the model.",
+    help="Audit nothing: plan from the bounds, let the certificate decide, compare a few short rows with the source.",
 )
 @subfolder
 @config

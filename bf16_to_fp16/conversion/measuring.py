@@ -5,7 +5,7 @@ All three read the files as anyone would, so that nothing that is still in memor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..auditing.attack import GROUP, Attack, attack
-from ..auditing.fidelity import Outputs, Reference, add_outputs, fidelity, outputs
-from ..auditing.regimes import ATTENTIONS, REGIMES, audit_folder, run_regimes
+from ..auditing.fidelity import Fidelity, Outputs, Reference, add_outputs, compared, fidelity, outputs
+from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, fp16_weights
 from ..bounds.findings import Certificate
@@ -30,55 +30,85 @@ from ..progress import Progress
 from ..report.evidence import Decided, Measured
 from ..report.schema import FidelityEntry
 from ..rescaling.plan import Drift, Plan
+from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch
 from ..run.lanes import Walk
-from ..run.stock import attentions_of, eps_attribute, load
+from ..run.stock import attentions_of, eps_attribute, load, load_config
 from .options import Options
 from .planning import Opened, checkpoint_batches, drifted_outputs, reference_of
 
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
-    """Bound what was written and, unless nothing is to be run, audit it and compare it with the source."""
+    """Bound what was written, audit it unless nothing is to be audited, and compare it with the source, then on a few
+    short rows."""
     device = opened.device
     with products_on(device, "certificate"):
         certificate, tiers = certificate_of(work, decided.target, options.max_length, opened.spectra, progress)
-    if not options.run_model:
-        return Measured(certificate, decided.plan, tiers, environment=device.environment())
-    written, inputs, drifts = open_checkpoint(work), opened.inputs, decided.plan.drift is not None
-    attentions_of(decided.layout.stock.names[0], ATTENTIONS, progress)
-    with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
-        if decided.target == "train":
-            regimes = device.run(
-                "audit",
-                lambda place: audit_folder(
-                    work, inputs=inputs, seed=options.seed, device=place, advance=advance, train_mode=True
-                ),
-            )
-            half = outputs(written, inputs, torch.float16, half=True)
-            fp32 = outputs(written, inputs, torch.float32) if drifts else []
-        else:
-            audited = device.run(
-                "audit", lambda place: run_regimes(written, inputs, device=place, fp32=drifts, advance=advance)
-            )
-            regimes, half, fp32 = audited.regimes, audited.half, audited.fp32
+    written, inputs = open_checkpoint(work), opened.inputs
+    regimes: Mapping[str, RegimeResult] = {}
+    if options.run_model:
+        in_fp32 = inputs if decided.plan.drift is not None else [smallest(inputs)]
+        regimes, half, fp32 = audited(written, inputs, in_fp32, decided, options, device, progress)
+    else:
+        inputs = in_fp32 = [probe.few_rows(load_config(opened.checkpoint.folder))]
+        with progress.step("Running a few short rows of the output") as advance:
+            walk = Walk(written)
+            lanes = add_outputs(walk, inputs, torch.float16, half=True) + add_outputs(walk, inputs, torch.float32)
+            walk.run(advance)
+        half, fp32 = ([lane.result] for lane in lanes)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         reference = decided.reference or reference_of(opened.checkpoint, inputs)
         probabilities = decided.layout.gives_probabilities
         closeness = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
-        plan = with_drift(opened, decided, reference, fp32) if drifts else decided.plan
+        ran = {id(batch) for batch in in_fp32}
+        beside = [x for batch, x in zip(compared(inputs), reference.fp32, strict=True) if id(batch) in ran]
+        function = fidelity(beside, None, fp32, probabilities=probabilities)
+        closeness = replace(closeness, kl_fp32=function.kl_fp16)
+        plan = decided.plan if decided.plan.drift is None else with_drift(opened, decided, inputs, reference, function)
     return Measured(certificate, plan, tiers, regimes, closeness, half, device.environment())
 
 
-def with_drift(opened: Opened, decided: Decided, reference: Reference, written: Outputs) -> Plan:
-    """Return the plan with what its drift was predicted to cost and what it does: the written model in fp32, whose
-    outputs are given, against the source."""
+def smallest(inputs: Sequence[Batch]) -> Batch:
+    """Return of the batches on which models are compared the one with the fewest ids."""
+    return min(compared(inputs), key=lambda batch: sum(x.numel() for x in batch.tensors.values() if x is not None))
+
+
+def audited(
+    written: Checkpoint,
+    inputs: list[Batch],
+    in_fp32: list[Batch],
+    decided: Decided,
+    options: Options,
+    device: Device,
+    progress: Progress,
+) -> tuple[Mapping[str, RegimeResult], Outputs, Outputs]:
+    """Run what was written in every regime, and on some batches in fp32; return the regimes and the outputs in fp16 and
+    fp32."""
+    attentions_of(decided.layout.stock.names[0], ATTENTIONS, progress)
+    with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
+        if decided.target != "train":
+            found = device.run(
+                "audit", lambda place: run_regimes(written, inputs, device=place, fp32=in_fp32, advance=advance)
+            )
+            return found.regimes, found.half, found.fp32
+        regimes = device.run(
+            "audit",
+            lambda place: audit_folder(
+                written.folder, inputs=inputs, seed=options.seed, device=place, advance=advance, train_mode=True
+            ),
+        )
+        half = outputs(written, inputs, torch.float16, half=True)
+        return regimes, half, outputs(written, in_fp32, torch.float32)
+
+
+def with_drift(opened: Opened, decided: Decided, inputs: list[Batch], reference: Reference, measured: Fidelity) -> Plan:
+    """Return the plan with what its drift was predicted to cost and what it does: how far the written model in fp32 is
+    from the source, which was measured."""
     plan, layout = decided.plan, decided.layout
     assert plan.drift is not None
-    drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs)
-    predicted, measured = (
-        fidelity(reference.fp32, None, found, probabilities=layout.gives_probabilities) for found in (drifted, written)
-    )
+    drifted = drifted_outputs(opened.checkpoint, layout, plan, inputs)
+    predicted = fidelity(reference.fp32, None, drifted, probabilities=layout.gives_probabilities)
     drift = Drift(
         relative_error=plan.drift.relative_error,
         predicted_kl=predicted.kl_fp16,

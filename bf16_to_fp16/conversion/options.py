@@ -46,7 +46,8 @@ class Options:
 
     target: one of ``TARGETS``, or ``auto`` for the strictest tier that costs next to nothing. data: text to
     observe and audit on besides the built-in probe.
-    run_model: False plans from the bounds and lets the certificate alone decide; the model is never in memory. plan: a
+    run_model: False plans from the bounds and lets the certificate decide; a few short rows are compared with the
+    source's, block by block, and the whole model is never in memory. plan: a
     report whose plan is replayed instead of observing. margin_bits: kept between what is observed and each limit.
     max_length: positions for which the certificate holds. max_shard_size: bytes, else sharded like the source.
     workers: processes that write shards. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda,

@@ -80,7 +80,8 @@ def build(
     layout, planned, ranges, written = decided.layout, decided.planned, decided.ranges, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
     over, close = passed_limits(planned, regimes, plan, certificate)
-    over += too_inexact(fidelity) if fidelity else []
+    if fidelity is not None:
+        over += too_inexact(fidelity, exact=is_exact(layout, plan, written), ran=bool(regimes))
     half = regimes.get("half")
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
@@ -136,7 +137,7 @@ def passed_limits(
     """Return the limits that no exponent holds, those that are passed and those of which only the margin is missing,
     which is nothing unsafe.
 
-    Without regimes nothing was run, and the certificate alone decides.
+    Without regimes nothing was audited, and the certificate decides.
     """
     entries = [passed_limit(violation) for violation in (planned.violations if planned else ())]
     margin = plan.margin_bits or 0.0
@@ -151,13 +152,11 @@ def passed_limits(
 def conclude(
     regimes: Mapping[str, RegimeResult], over: Sequence[schema.UnsafeEntry], certificate: Certificate
 ) -> Literal["safe", "unsafe"]:
-    """Return "safe" if the regimes are and nothing is over its limit (``over``).
-
-    Without regimes nothing was run, and the certificate alone decides.
-    """
-    if not regimes:
-        return "safe" if certificate.holds else "unsafe"
-    return "unsafe" if over else verdict(regimes)
+    """Return "safe" if nothing is over its limit (``over``) and the regimes are; without regimes, if the certificate
+    holds."""
+    if over or not regimes:
+        return "safe" if certificate.holds and not over else "unsafe"
+    return verdict(regimes)
 
 
 def tiers_of(
@@ -238,16 +237,31 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
     return rows
 
 
-def too_inexact(fidelity: Fidelity) -> list[schema.UnsafeEntry]:
-    """Return an entry if fp16 is further from the fp32 source than bf16 is: then too much has become too small.
+def is_exact(layout: Layout, plan: Plan, written: Written) -> bool:
+    """Return whether the output must compute the source's function to the bit: powers of two alone, and no weight
+    rounded."""
+    whole = all(stats.lossless == stats.elements for stats in written.stats.values())
+    gains = (tensor.gain for tensor in layout.tensors.values())
+    return whole and plan.drift is None and not plan.gain_correction and all(gain == 1 for gain in gains)
+
+
+def too_inexact(fidelity: Fidelity, *, exact: bool = False, ran: bool = True) -> list[schema.UnsafeEntry]:
+    """Return an entry if fp16 is further from the fp32 source than bf16 is: then too much has become too small; or if
+    the output of an ``exact`` plan is another function in fp32.
 
     A stream shrunk until nothing of it is left passes every check for overflow.
     """
-    bf16, fp16 = fidelity.kl_bf16, fidelity.kl_fp16
+    bf16, fp16, fp32 = fidelity.kl_bf16, fidelity.kl_fp16, fidelity.kl_fp32
+    if exact and fp32 is not None and fp32 > NOISE:
+        return [inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
     if bf16 is None or not math.isfinite(bf16) or fp16 <= max(bf16, NOISE):
         return []
-    lost = math.log2(fp16 / max(bf16, NOISE)) / 2 if math.isfinite(fp16) else FP16_RANGE_BITS
-    return [inexact(lost, finite=math.isfinite(fp16))]
+    return [inexact(bits_between(fp16, max(bf16, NOISE)), finite=math.isfinite(fp16), ran=ran)]
+
+
+def bits_between(error: float, other: float) -> float:
+    """Return by how many bits one squared error is larger than another; all of fp16's for an infinite one."""
+    return math.log2(error / other) / 2 if math.isfinite(error) else FP16_RANGE_BITS
 
 
 def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rewritten) -> schema.Source:

@@ -110,9 +110,20 @@ def sinks(least: float) -> str:
     return f"the mean square of a token in the stream falls to {least:.2g}, where fp16 squares vanish"
 
 
-def inexact(excess_bits: float, *, finite: bool) -> UnsafeEntry:
-    """Return an output that is less accurate than bf16's, by so many bits, as an entry of the report."""
-    why, remedy = (TOO_FEW_BITS, INEXACT) if finite else (NOT_FINITE, SOMETHING_INSIDE)
+ANOTHER_FUNCTION = "every weight was carried over exactly, and the output in fp32 is not the source's"
+
+
+A_BUG = "do not use it: this is a mistake of this program; report it with the config and fp16_report.json"
+
+
+INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrinking than the bounds do"
+
+
+def inexact(excess_bits: float, *, finite: bool, exact: bool = False, ran: bool = True) -> UnsafeEntry:
+    """Return an output that is less accurate than bf16's, or of an ``exact`` plan than fp32's noise, by so many bits,
+    as an entry of the report; ran: whether the plan is from what was observed."""
+    why, remedy = (TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS) if finite else (NOT_FINITE, SOMETHING_INSIDE)
+    why, remedy = (ANOTHER_FUNCTION, A_BUG) if exact else (why, remedy)
     return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
 
 

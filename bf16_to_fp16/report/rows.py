@@ -266,7 +266,7 @@ def _verdict(report: Report) -> str:
         if report.short:
             return f"{beginning}, but short of what was asked: {missed(report)}."
         if not regimes:
-            return f"{beginning}; nothing was run."
+            return f"{beginning}; nothing was audited."
         kept = min(regime.headroom_bits for regime in regimes.values())
         return (
             f"{beginning}: nothing overflowed or saturated in {listed(list(regimes))},"
@@ -279,7 +279,7 @@ def _verdict(report: Report) -> str:
         return f"Unsafe in fp16: up to {listed(what)} in {listed(broken)}" + (f", first at {first}." if first else ".")
     if searched := broken_by_search(report):
         return f"Unsafe in fp16: {searched}."
-    ran = "nothing overflowed in what was run" if regimes else "nothing was run"
+    ran = "nothing overflowed in what was run" if regimes else "nothing was audited"
     return f"Unsafe in fp16: {ran}, but {passed(report)}."
 
 

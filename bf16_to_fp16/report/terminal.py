@@ -218,7 +218,7 @@ def output_line(report: Report) -> Text:
         )
     tightest = min(regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
     kept = (
-        "nothing was run"
+        "nothing was audited"
         if tightest is None
         else f"the largest value run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}"
     )
@@ -502,6 +502,9 @@ def figure_table(report: Report) -> Table:
         table.add_row(f"{measure}, {compared} in bf16", error_of(close.kl_bf16))
         row = f"{error_of(close.kl_fp16)}{ratio(close.kl_bf16, close.kl_fp16)}"
         table.add_row(f"{measure}, output in fp16", row)
+        if close.kl_fp32 is not None:
+            same = ": the same function, to the bit" if close.kl_fp32 == 0 else ""
+            table.add_row(f"{measure}, output's weights in fp32", f"{error_of(close.kl_fp32)}{same}")
         if finetune is not None and finetune.fidelity is not None:
             table.add_row(f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16))
         if finetune is not None and finetune.holds_bounds:

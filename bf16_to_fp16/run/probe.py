@@ -340,6 +340,22 @@ def random_rows(
     return _readable(config, padded_left(config, right) if left else right)
 
 
+def few_rows(config: Any) -> Batch:
+    """Return eight rows of eight random ids, in the decoder of four, without padding: enough to see whether two
+    checkpoints compute one function. Of what gives a row one answer there are 32."""
+    generator, vocabulary, most = torch.Generator().manual_seed(0), vocabulary_of(config), longest_sequence(config)
+
+    def drawn(length: int) -> list[int]:
+        return torch.randint(0, vocabulary, (min(length, most),), generator=generator).tolist()
+
+    started = [decoder_start(config)] if takes_decoder_ids(config) else []
+    rows = [
+        (_framed(config, drawn(_SHORT), most), [*started, *drawn(_SHORT_DECODER)][:most])
+        for _ in range(8 if predicts_tokens(config) else 32)
+    ]
+    return rows_of(config, rows, "a few short rows")
+
+
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
     """Ids with what stands at the edge of a text, the token with which it begins, else its end, and of them at most so
     many from there on."""

@@ -41,6 +41,7 @@ from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import weight_counts
 from bf16_to_fp16.report.schema import FinetuneEntry, Lineage, Report, Source, dump, read
 from bf16_to_fp16.report.stored import read_plan
+from bf16_to_fp16.rescaling import plan as plans
 from bf16_to_fp16.rescaling.apply import apply, edited_config
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -784,22 +785,62 @@ def test_a_conversion_is_certified_by_default_and_says_what_that_cost(converted:
 
 
 @pytest.mark.usefixtures("brief")
-def test_without_an_audit_nothing_is_run_and_the_certificate_decides(
-    tmp_path: Path,
-) -> None:
+def test_without_an_audit_the_certificate_decides_and_a_few_rows_show_the_same_function(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("gated"), tmp_path / "source")
     usual = convert(source, tmp_path / "usual")
-    with tiny.no_models():
+    with tiny.no_models():  # block by block
         assert cli.main(["convert", str(source), str(tmp_path / "out"), "--no-audit"]) == 0
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
-    assert (report["verdict"], report["proof"], report["regimes"], report["fidelity"]) == (
-        "safe",
-        "certified",
-        {},
-        None,
-    )
+    assert (report["verdict"], report["proof"], report["regimes"]) == ("safe", "certified", {})
+    few, whole = report["fidelity"], usual.report["fidelity"]
+    assert few["kl_fp32"] == whole["kl_fp32"] == 0  # every bit
+    assert 0 < few["kl_fp16"] < few["kl_bf16"] / 16 and few["positions"] == 8 * 5
     assert report["plan"]["residual_exponent"] == usual.plan.residual_exponent
     assert compared(source, tmp_path / "out") <= 1e-6
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("audited", [False, True])
+def test_a_plan_that_changes_the_function_is_not_called_safe(
+    audited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate's rows of GLM-4's joint matrix scaled with its neurons: exact weights, and bounds that hold."""
+    model = tiny.small("glm4")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            joint, down = layer.mlp.gate_up_proj.weight, layer.mlp.down_proj.weight
+            joint[len(joint) // 2 :] = torch.sign(joint[len(joint) // 2 :]) * 2.0**-15
+            down.copy_(torch.sign(down) / 4)
+    source = tiny.save(model, tmp_path / "source")
+    right = convert(source, tmp_path / "right", run_model=False)
+    folded = [e for name, e in right.plan.exponents.items() if name.endswith(".mlp.neuron")]
+    assert right.safe and folded and all(isinstance(e, int) and e for e in folded)
+    assert right.report["fidelity"]["kl_fp32"] < 1e-9
+    monkeypatch.setattr(plans, "all_carry", lambda _: True)
+    wrong = convert(source, tmp_path / "wrong", run_model=audited, plan=right.out)
+    assert wrong.report["weights"]["lossless_fraction"] == 1 and wrong.report["certificate"]["holds"]
+    [entry] = [entry for entry in wrong.report["unsafe"] if entry["kind"] == "inexact"]
+    assert not wrong.safe and wrong.report["fidelity"]["kl_fp32"] > 1e-3
+    assert "output in fp32 is not the source's" in entry["reason"]
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_drift_above_bf16s_error_is_not_called_safe_though_bounds_hold(tmp_path: Path) -> None:
+    """Gains of a hundredth beside one of 300,000 are lost in what fp16 stores of them less 1."""
+    model = tiny.small("embeddinggemma", factor=1e-3)
+    with torch.no_grad():
+        for name, gains in model.named_parameters():
+            if ".post_" in name:
+                gains.copy_((0.01 * (torch.rand_like(gains) + 0.5)).bfloat16() - 1)
+        model.layers[1].post_feedforward_layernorm.weight[0] = 300000 - 1
+    result = convert(tiny.save(model, tmp_path / "source", torch.float32), tmp_path / "out", run_model=False)
+    drift = result.plan.drift
+    assert drift is not None and drift.relative_error > 0.2 and drift.measured_kl is not None
+    assert drift.measured_kl == pytest.approx(drift.predicted_kl, rel=1e-3)
+    assert result.report["certificate"]["holds"] and not result.safe
+    [entry] = result.report["unsafe"]
+    assert entry["kind"] == "inexact" and "--no-audit" in entry["remedy"]
+    assert drift.measured_kl == result.report["fidelity"]["kl_fp32"] > result.report["fidelity"]["kl_bf16"]
 
 
 @pytest.mark.usefixtures("brief")

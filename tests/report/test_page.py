@@ -735,7 +735,7 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     report = certified(found=False) | {"regimes": {}, "fidelity": None, "signals": [], "precision": []}
     page = Page(render(report))
     assert page.open == [] and page.sections == ["certificate", "plan", "fidelity", "sites", "provenance"]
-    assert verdict_sentence(report) == "Safe in fp16 for every input, by bounds from the weights; nothing was run."
+    assert verdict_sentence(report) == "Safe in fp16 for every input, by bounds from the weights; nothing was audited."
     assert page.data["columns"] == [0, 3, 9, 6] and len(page.data["rows"]) == len(report["certificate"]["sites"])
     shown = table(render(report), 'id="site-table"')
     assert shown[1] == ["encoder.block.2.layer.1:add", "1.09 × (0.12 bits)", "60,001", "65,504"]
@@ -743,7 +743,7 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     assert 'class="key stream line"' in render(report) and "margin kept between bounds and limits" in page.text
     unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
     assert verdict_sentence(unsafe) == (
-        f"Unsafe in fp16: nothing was run, but bounds pass the limit at {len(unsafe['uncertified'])} sites."
+        f"Unsafe in fp16: nothing was audited, but bounds pass the limit at {len(unsafe['uncertified'])} sites."
     )
 
 
