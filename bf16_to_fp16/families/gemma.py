@@ -49,5 +49,6 @@ GEMMA = replace(
     tied_head=with_head(f"{BODY}.embed_tokens.weight", tied=True, cap=""),
     untied_head=with_head("lm_head.weight", tied=False, cap=""),
     nullable=(),
+    older_notes={},
     initialisation=replace(GEMMA2.initialisation, title="Gemma"),
 )

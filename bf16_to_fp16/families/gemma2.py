@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from .gemma3 import BODY, GEMMA3, STATES, WITHOUT_BIASES, check_window, classes, gain, shared_values, with_head
 from .types import (
+    OLDER_ROTARY,
     RESIDUAL,
     Attention,
     FeedForward,
@@ -154,12 +155,16 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     return attention(w, config), feed_forward(replace(f, post_norm=f"{at}.post_feedforward_layernorm"))
 
 
+WITHOUT_CAP = "transformers 4.57 leaves out the cap on scores unless it loads with attn_implementation='eager'"
+
 GEMMA2 = replace(
     GEMMA3,
     name="gemma2",
     title="Gemma 2",
     model_type="gemma2",
     classes=classes("Gemma2ForCausalLM", "Gemma2Model", STATES),
+    older_rotary=OLDER_ROTARY,
+    older_notes={"attn_logit_softcapping": WITHOUT_CAP},
     defaults={
         "vocab_size": 256_000,
         "hidden_size": 2304,

@@ -279,6 +279,10 @@ GEMMA3 = Family(
     alone=WITHOUT_BIASES
     | {"attn_logit_softcapping": (None, "stock code reads this cap on scores and does not apply it")},
     made_in_fp32=True,
+    older_rotary={
+        "full_attention": ("rope_theta", "rope_scaling"),
+        "sliding_attention": ("rope_local_base_freq", ""),
+    },
     blind_padding=True,
     dropout={"attention": "attention_dropout"},
     free_keys=(

@@ -384,4 +384,5 @@ T5 = Family(
     attributes=StockAttributes(heads="n_heads", head_size="key_value_proj_dim"),
     initialisation=INITIALISATION,
     untie="scaled",
+    older_scales_tied=True,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .gemma2 import GEMMA2, attention, feed_forward, wired_attention, wired_feed_forward
+from .gemma2 import GEMMA2, WITHOUT_CAP, attention, feed_forward, wired_attention, wired_feed_forward
 from .gemma3 import BODY, WITHOUT_BIASES, check_window, gain
 from .types import (
     RESIDUAL,
@@ -168,6 +168,8 @@ T5GEMMA = replace(
     eps_copies=("decoder.rms_norm_eps",),
     dropout={"stream": "dropout_rate", "attention": "attention_dropout", "neurons": "dropout_rate"},
     free_keys=(*GEMMA2.free_keys, "classifier_dropout_rate"),
+    older_notes=dict.fromkeys(in_both("attn_logit_softcapping"), WITHOUT_CAP)
+    | {"encoder.sliding_window": "transformers 4.57 has another attention for texts longer than the encoder's window"},
     nullable=(*in_both("attn_logit_softcapping"), *in_both("final_logit_softcapping")),
     alone={f"{stack}.{key}": why for stack in STACKS for key, why in WITHOUT_BIASES.items()},
     attributes=replace(GEMMA2.attributes, embedding_scale=""),

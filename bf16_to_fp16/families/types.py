@@ -493,6 +493,10 @@ class StockAttributes:
     groups: str = ""
 
 
+OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}
+"""The keys of a config whose layers all turn positions alike."""
+
+
 @dataclass(frozen=True)
 class Family:
     """What a model family is made of, and all that the package knows of one family and not of another; pure data."""
@@ -578,6 +582,13 @@ class Family:
     and further from it than a sliding window. Stock masks are finite in fp16, but where all scores of such a position
     are under −16 they add up to −inf, and it is NaN under eager attention."""
 
+    older_rotary: Mapping[str, tuple[str, str]] = field(default_factory=lambda: OLDER_ROTARY)
+    """By kind of layer, "" for all: the config keys of the base and of the scaling, "" for none, that transformers 4.57
+    reads in place of ``rope_parameters``."""
+    older_scales_tied: bool = False
+    """Whether transformers 4.57 multiplies the decoder's output by d^-1/2 where the tie flag is true and only there."""
+    older_notes: Mapping[str, str] = field(default_factory=dict)
+    """Config keys whose value transformers 4.57 does not obey unless it is null, each with a sentence that says so."""
     eps_copies: tuple[str, ...] = ()
     """Further config keys that must say the same eps."""
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)

@@ -25,6 +25,7 @@ from ..environment import SCHEMA
 from ..families.configs import changes
 from ..families.known import padding_entry
 from ..families.layout import Layout
+from ..families.older import differences
 from ..families.spread import carrying, spread_out
 from ..families.types import RESIDUAL
 from ..families.walk import walk
@@ -101,6 +102,7 @@ def build(
         source=source_of(checkpoint, layout, plan, rewritten),
         output=schema.Output(files=[schema.FileEntry(**entry) for entry in (*map(asdict, written.files), *others)]),
         padding=padding_entry(layout.config),
+        older=differences(layout, edited_config(layout, plan)),
         inputs=None if inputs is None else schema.Inputs.model_validate(inputs),
         regimes=described,
         certificate=schema.CertificateEntry.model_validate(certificate.to_json(seen) | {"cost_bits": cost}),

@@ -521,6 +521,10 @@ class Report(ReportObject):
         default=0,
         description="positions of padding that a padded row of the encoder needs at least in fp16; null: none may be",
     )
+    older: list[str] = Field(
+        default=[],
+        description="what transformers 4.57 computes otherwise than 5 from these files, in sentences",
+    )
     attention: list[str] = []
     inputs: Inputs | None = None
     regimes: dict[str, RegimeEntry] = {}

@@ -160,10 +160,11 @@ def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "
 
 
 def print_advice(screen: Console, report: Report) -> None:
-    """Print what padding does in fp16 whatever the weights, where it does anything, and what is not covered of a model
-    inside."""
+    """Print what an older transformers makes of it, what padding does in fp16 whatever the weights, where it does
+    anything, and what is not covered of a model inside."""
     _, inside = tower_advice(report)
-    for what, advice in (("padding", padding_advice(report)), ("not covered", inside)):
+    older = "; ".join(report.older)
+    for what, advice in (("older versions", older), ("padding", padding_advice(report)), ("not covered", inside)):
         if advice:
             screen.print(Text(f"{what}: {advice}"), soft_wrap=True)
 

@@ -11,6 +11,7 @@ from ..bounds.factored import chunks
 from ..checkpoint.shards import Write
 from ..families.configs import with_value
 from ..families.layout import Layout
+from ..families.older import with_older_keys
 from ..families.types import OutputScale
 from ..run.stock import eps_attribute
 from .plan import Plan, check_plan_fits, correction_of, exponents_of
@@ -93,7 +94,8 @@ def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 
 
 
 def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
-    """Return the source's config with only what the plan needs changed: eps, tie flag, dtype.
+    """Return the source's config with only what the plan needs changed: eps, tie flag, dtype; and the rotary positions
+    under the keys of transformers 4 as well.
 
     The config is never written by transformers, whose version 5 forces ``tie_word_embeddings`` to true for T5 and
     so makes version 4 tie an untied head.
@@ -111,7 +113,7 @@ def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
     if layout.tied:  # MT5Config says true by default in transformers 5, and false in 4
         config.setdefault("tie_word_embeddings", True)
     set_dtype(config, "float16")
-    return config
+    return with_older_keys(layout.family, config)
 
 
 DTYPE_KEYS = ("dtype", "torch_dtype")

@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
-from compat.harness import Outcome, compute_logits, compute_scores, read_config, relative_error
+from compat.harness import Outcome, compute_logits, compute_scores, edit_config, read_config, relative_error
 from safetensors.torch import load_file
 from support import tiny
 
@@ -86,6 +87,74 @@ def test_untied_umt5_differs_between_the_versions_by_the_root_of_the_width_befor
         width = read_config(folder)["d_model"]
         assert isinstance(width, int)
         assert relative_error(five.output * math.sqrt(width), four.output) <= 10 * NEAR
+
+
+FLAT: dict[str, Any] = {"rope_theta": 500.0}
+TURNED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", FLAT | {"rope_type": "linear", "factor": 4.0}),
+    "dynamic": ("llama", FLAT | {"rope_type": "dynamic", "factor": 4.0}),
+    "qwen2": ("qwen2", FLAT | {"rope_type": "default"}),
+    "gemma": ("gemma", FLAT | {"rope_type": "default"}),
+    "glm4": ("glm4", FLAT | {"rope_type": "default", "partial_rotary_factor": 1.0}),
+    "gemma3": (
+        "gemma3",
+        {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 77.0},
+        },
+    ),
+    "t5gemma": ("t5gemma", FLAT | {"rope_type": "default"}),
+}
+"""Rotary positions as transformers 5 saves them, other than 4.57's defaults."""
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """Return (source, converted) folders of models with rotary positions of their own, all without caps on scores."""
+    root = tmp_path_factory.mktemp("turned")
+    made: Pairs = {}
+    with tiny.no_pictures():
+        for name, (kind, positions) in TURNED.items():
+            few = tiny.few_layers(kind) | {"vocab_size": VOCABULARY, "rope_parameters": positions}
+            few |= {"max_position_embeddings": 8} if name == "dynamic" else {}
+            few |= {"attn_logit_softcapping": None, "sliding_window": 64} if kind == "t5gemma" else {}
+            source = tiny.save(tiny.build(kind, **few), root / name)
+            made[name] = source, root / f"{name}-fp16"
+            result = convert(source, made[name][1], target="half", run_model=False)
+            assert result.safe and len(result.report["older"]) == (kind == "t5gemma")
+    return made
+
+
+def test_rotary_positions_that_transformers_5_saved_are_read_by_4_too(
+    turned: Pairs, warm_python: Path, compat_python: Path
+) -> None:
+    folders = [folder for pair in turned.values() for folder in pair]
+    five, four = (compute_logits(folders, python) for python in (warm_python, compat_python))
+    for number, name in enumerate(turned):
+        (source, out), (before, after) = (every[2 * number : 2 * number + 2] for every in (five, four))
+        assert relative_error(out.output, source.output) <= DRIFT, name
+        assert relative_error(after.output, source.output) <= DRIFT, name
+        assert relative_error(before.output, source.output) > 0.1, name  # of the source itself 4.57 makes another model
+
+
+def test_what_transformers_4_computes_otherwise_is_said_in_report_and_card(
+    tmp_path: Path, warm_python: Path, compat_python: Path
+) -> None:
+    unscaled = tiny.save(tiny.small("longt5-tied", vocab_size=VOCABULARY), tmp_path / "longt5")
+    edit_config(unscaled, scale_decoder_outputs=False)
+    capped = tiny.save(tiny.small("gemma2", vocab_size=VOCABULARY), tmp_path / "gemma2")
+    said = {unscaled: "√d smaller", capped: "cap on scores"}
+    for source, sentence in said.items():
+        with tiny.no_pictures():
+            done = convert(source, source.parent / f"{source.name}-fp16", target="half", run_model=False)
+        [note] = done.report["older"]
+        assert sentence in note
+        lines = (source.parent / f"{source.name}-fp16" / "README.md").read_text()
+        assert f"**Use transformers 5: {note}.**" in lines[: lines.index("| figure |")].replace("\\", "")
+        assert note in (source.parent / f"{source.name}-fp16" / "fp16_report.html").read_text().replace("&#39;", "'")
+    out = tmp_path / "longt5-fp16"
+    five, four = (compute_logits([out], python)[0].output for python in (warm_python, compat_python))
+    assert relative_error(four * math.sqrt(24), five) <= NEAR
 
 
 def test_ctranslate2_reads_a_converted_t5_and_scores_as_on_the_source(

@@ -1,0 +1,81 @@
+"""What transformers 4.57 makes of a config.json that transformers 5 wrote.
+
+Version 4.57 ignores ``rope_parameters`` and takes its own defaults; the older keys that both versions read can stand
+beside it. It scales the decoder's output of a T5 by d^-1/2 where the tie flag is true, whatever
+``scale_decoder_outputs`` says. What no key can mend is told in a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from .configs import config_value, looked_up, with_value
+from .layout import Layout
+from .types import Family
+
+ROTATION = "rope_parameters"
+"""The key of rotary positions that transformers 5 writes."""
+
+
+APART = ("rope_theta", "partial_rotary_factor")
+"""Keys inside it that stand beside ``rope_scaling`` in an older config, and not in it."""
+
+
+def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config with the keys by which transformers 4.57 makes the rotary positions that 5 makes."""
+    result = dict(config)
+    for place in rotations(config):
+        for layers, (base, scaling) in family.older_rotary.items():
+            rotation = looked_up(config, ".".join(filter(None, (place, ROTATION, layers))))
+            if not isinstance(rotation, Mapping) or is_nested(rotation):
+                continue
+            wanted = {base: rotation.get("rope_theta")}
+            if not layers:
+                wanted["partial_rotary_factor"] = rotation.get("partial_rotary_factor")
+            if scaling and kind_of(rotation) != "default":
+                wanted[scaling] = {key: value for key, value in rotation.items() if key not in APART}
+            for key, value in wanted.items():
+                if value is not None:
+                    result = with_value(result, f"{place}.{key}" if place else key, value)
+    return result
+
+
+def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
+    """Return in sentences what transformers 4.57 computes otherwise than 5 from a written config; none where both give
+    the same."""
+    family = layout.family
+    told = set(family.older_rotary)
+    lost = []
+    for place in rotations(config):
+        rotation = looked_up(config, f"{place}.{ROTATION}" if place else ROTATION)
+        assert isinstance(rotation, Mapping)
+        by_layer = rotation if is_nested(rotation) else {"": rotation}
+        for layers, own in by_layer.items():
+            scaling = family.older_rotary.get(layers, ("", ""))[1]
+            if layers not in told or (isinstance(own, Mapping) and kind_of(own) != "default" and not scaling):
+                lost.append(f"transformers 4.57 makes other rotary positions for {layers or 'all layers'}")
+    said = [n for key, n in family.older_notes.items() if config_value(family, config, key) is not None]
+    lost += dict.fromkeys(said)
+    if family.older_scales_tied and layout.stock.is_language_model:
+        older = bool(looked_up(config, "tie_word_embeddings", True))
+        if older != (layout.head_scale != 1.0):
+            size = "smaller" if older else "larger"
+            lost.append(f"the logits of transformers 4.57 are √d {size}, since it goes by the tie flag alone")
+    return lost
+
+
+def rotations(config: Mapping[str, object]) -> Iterator[str]:
+    """Yield where ``rope_parameters`` stands: "" for the config itself, else the config inside it."""
+    if isinstance(config.get(ROTATION), Mapping):
+        yield ""
+    yield from (k for k, v in config.items() if isinstance(v, Mapping) and isinstance(v.get(ROTATION), Mapping))
+
+
+def is_nested(rotation: Mapping[str, object]) -> bool:
+    """Return whether rotary positions are given by kind of layer."""
+    return any(isinstance(value, Mapping) for value in rotation.values())
+
+
+def kind_of(rotation: Mapping[str, object]) -> object:
+    """Return the kind of rotary positions, such as "default" or "linear"."""
+    return rotation.get("rope_type", rotation.get("type", "default"))
