@@ -9,7 +9,6 @@ one that has nothing to add makes no commit. At the end the repository's hashes 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from typing import Any
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import fp16_weights
-from ..checkpoint.folder import finite, is_weights, sha256_of
+from ..checkpoint.folder import as_json, is_weights, sha256_of
 from ..checkpoint.hub import LOG_IN, explained, status_of, with_retries
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import written_folder
@@ -33,14 +32,11 @@ from ..quiet import quiet
 from ..report.card import listing_files, warned
 from ..report.page import render
 from ..report.remedies import going_on_from
-from ..report.schema import PAGE, REPORT, FileEntry, Report, dump, regimes_of
+from ..report.schema import CARD, PAGE, REPORT, FileEntry, Report, dump, regimes_of
 from ..run.agreement import agreed_layout
 from .certify import bounded
 from .pipeline import check_no_pipeline
 from .verify import Problem, check_audit, check_files, read_recorded, recompute, repeat_audit
-
-CARD = "README.md"
-
 
 HUBS_OWN = (".gitattributes",)
 """Files that the Hub itself puts into a repository."""
@@ -136,7 +132,7 @@ def prepare(
     progress = progress or Progress(quiet=True)
     folder = written_folder(folder)
     check_no_pipeline(folder)
-    upload = Upload(folder, read_recorded(folder, whole=True))
+    upload = Upload(folder, read_recorded(folder))
     with progress.step("Hashing the files") as advance:
         problems = check_files(folder, upload.report, advance=advance)
     upload.card_edited = any(problem.name == CARD and (folder / CARD).is_file() for problem in problems)
@@ -223,8 +219,7 @@ def restated(upload: Upload, card: str) -> None:
     if upload.changed:
         output = upload.report.output.model_copy(update={"files": records})
         upload.report = upload.report.model_copy(update={"output": output})
-        written = json.dumps(finite(dump(upload.report)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        upload.changed[REPORT] = written.encode("utf-8")
+        upload.changed[REPORT] = as_json(dump(upload.report)).encode("utf-8")
 
 
 def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> None:

@@ -36,6 +36,7 @@ from ..rescaling.planner import ROUNDING, Planned
 from ..rescaling.rounding_loss import STEP_NOISE
 from ..rescaling.squares import squares_of
 from . import schema
+from .card import front_matter
 from .evidence import Decided, Measured, Rewritten
 from .remedies import (
     OVER,
@@ -238,12 +239,13 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
     return rows
 
 
-def too_inexact(fidelity: Fidelity) -> list[schema.UnsafeEntry]:
+def too_inexact(fidelity: Fidelity | schema.FidelityEntry) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the fp32 source than bf16 is: then too much has become too small.
 
     A stream shrunk until nothing of it is left passes every check for overflow.
     """
-    bf16, fp16 = fidelity.kl_bf16, fidelity.kl_fp16
+    bf16 = fidelity.kl_bf16
+    fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
     if bf16 is None or not math.isfinite(bf16) or fp16 <= max(bf16, NOISE):
         return []
     lost = math.log2(fp16 / max(bf16, NOISE)) / 2 if math.isfinite(fp16) else FP16_RANGE_BITS
@@ -271,6 +273,7 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
         carried_over=rewritten.carried,
         left_out=rewritten.left_out,
         side_dtypes=dict(rewritten.side_dtypes),
+        card=front_matter(checkpoint.folder),
     )
 
 

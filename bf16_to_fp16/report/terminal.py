@@ -86,7 +86,10 @@ CHECK_NAMES = {
     "replay": "replay: the plan applied to the original",
     "certificate": "certificate: computed again",
     "audit": "audit: run again",
+    "fidelity": "fidelity: the original run again",
     "tiers": "tiers: bounds and audit against the report",
+    "claims": "claims: what follows from the rest",
+    "views": "views: card and page made again",
 }
 
 
@@ -756,10 +759,19 @@ def print_verification(result: Verification) -> None:
             markup=False,
             soft_wrap=True,
         )
+    unseen: dict[str, list[str]] = {}
+    for what, why in result.not_checked.items():
+        unseen.setdefault(why, []).append(what)
+    for why, names in unseen.items():
+        screen.print(f"not checked: {', '.join(names)}; {why}", markup=False, soft_wrap=True)
+    for note in result.notes:
+        screen.print(f"note: {note}", markup=False, soft_wrap=True)
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
         ran = "nothing was run" if kept is None else f"the largest value run is {below_limit(kept)}"
-        every = f"certified for every input{claim_end(result.padding, result.report.family)}{for_target(result)}"
+        inputs = f"up to {counted(result.certificate.max_length, 'position')}"
+        aside = claim_end(result.padding, result.report.family)
+        every = f"certified for every input of {inputs}{aside}{for_target(result)}"
         proof = every if result.certificate.holds else "safe on what was run"
         screen.print(good("verified", f"{counted(result.files, 'file')} as recorded, {proof}; {ran}"))
     else:
