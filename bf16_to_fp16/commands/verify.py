@@ -58,7 +58,7 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS
 from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.batch import SWEEP, Batch, describe_batches
+from ..run.batch import GENERATE, SWEEP, Batch, describe_batches
 from ..run.stock import load_config
 from ..verification.claims import check_claims, check_sentences
 from ..verification.comparing import compared
@@ -313,6 +313,8 @@ class Repeated:
     @property
     def same_text(self) -> bool:
         """Whether the report's text, or none where it has none, was run."""
+        if self.said.left_out == [GENERATE] and any(batch.generate for batch in self.inputs):
+            return False  # there is more memory here
         if self.data is None or self.said.data is None:
             return self.data is None and self.said.data is None
         seen = describe_batches(self.inputs, seed=self.said.seed or 0, data=self.data)

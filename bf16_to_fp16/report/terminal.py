@@ -699,6 +699,9 @@ def print_published(result: Mapping[str, Any]) -> None:
         kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
         files = counted(len(result["uploaded"]), "file")
         screen.print(f"{result['url']} ({kind}): {files} in {result['commit']}", markup=False, soft_wrap=True)
+    if why := result["not_compared"]:
+        said = f"the hashes there were not compared with the folder's: {why}; run bf16-to-fp16 verify on it"
+        screen.print(bad("not checked", said))
     if result["kept"]:
         screen.print(f"these stay: {', '.join(result['kept'])}", markup=False, soft_wrap=True)
 

@@ -64,6 +64,8 @@ def concluded(report: Report, data: Mapping[str, Any]) -> dict[str, Any]:
     proven = certificate is not None and all(site.largest <= site.limit for site in certificate.sites)
     clean = not report.unsafe and not report.broken_regimes and (bool(report.regimes) or proven)
     found: dict[str, Any] = {"verdict": "safe" if clean else "unsafe"}
+    if clean:
+        found["proof"] = "certified" if proven else "observed"
     if certificate is not None:
         seen = found_values(report)
         sites = [

@@ -50,24 +50,30 @@ def other_drawing(report: Report) -> str:
     return "" if drew == ours else f"its pictures were drawn by matplotlib {drew or 'unknown'}, and this is {ours}"
 
 
-def rendered(report: Report, folder: Path, config: Mapping[str, Any]) -> tuple[str, str]:
-    """Return card and page of a converted folder, made again from its report as it was before it listed them."""
-    added = [entry for entry in report.output.files if is_added(folder, entry.name)]
+def rendered(
+    report: Report, folder: Path, config: Mapping[str, Any], elsewhere: Mapping[str, Path] | None = None
+) -> tuple[str, str]:
+    """Return card and page of a converted folder, made again from its report as it was before it listed them.
+
+    elsewhere: files that are not in the folder yet, by name.
+    """
+    places = {entry.name: (elsewhere or {}).get(entry.name, folder / entry.name) for entry in report.output.files}
+    added = [entry for entry in report.output.files if is_added(places[entry.name], entry.name)]
     own = {CARD, PAGE, *(entry.name for entry in added)}
     files = [entry for entry in report.output.files if entry.name not in own]
     before = report.model_copy(update={"output": Output(files=files)})
     card = render_card(before, config)
     if added:
         said = [
-            {**(summary_of(folder / entry.name) or {}), "name": entry.name, "nbytes": entry.nbytes} for entry in added
+            {**(summary_of(places[entry.name]) or {}), "name": entry.name, "nbytes": entry.nbytes} for entry in added
         ]
         card = listing_files(card, said)
     return card, render(before)
 
 
-def is_added(folder: Path, name: str) -> bool:
-    """Return whether a file is one of those that ``publish --add`` put beside the checkpoint's own."""
-    return name.endswith(".safetensors") and "/" not in name and summary_of(folder / name) is not None
+def is_added(file: Path, name: str) -> bool:
+    """Return whether a file is one of those that ``publish --add`` puts beside the checkpoint's own."""
+    return name.endswith(".safetensors") and "/" not in name and summary_of(file) is not None
 
 
 def check_views(folder: Path, report: Report, config: Mapping[str, Any]) -> tuple[list[Problem], dict[str, str]]:
