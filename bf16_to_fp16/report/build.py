@@ -125,6 +125,11 @@ def descended(report: schema.Report, lineage: schema.Lineage, kept: schema.Fidel
     return report.model_copy(update={"source": source, "finetune": run})
 
 
+def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
+    """Return a report that names the class of which alone it speaks, where the files hold tensors for another."""
+    return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})
+
+
 def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> schema.Report:
     """Return the report with further files in its list, as ``checkpoint.folder.records`` returns them."""
     files = [*report.output.files, *(schema.FileEntry(**record) for record in records)]

@@ -304,6 +304,8 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
         exact=is_exact(plan),
         histograms=histograms(plan.exponents),
         model_class=loading_class(architecture),
+        outside=sum(why.startswith(architecture) for why in report.source.dropped.values()),
+        architecture=architecture,
         sentences=MODULES in report.source.carried_over,
         stock=stock,
         goes_on=stock is not None and stock.is_language_model and not stock.takes_decoder_ids,

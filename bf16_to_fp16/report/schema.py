@@ -524,6 +524,10 @@ class Report(ReportObject):
     source: Source = Source()
     output: Output = Output()
     train_mode: Flag = False
+    model_class: str | None = Field(
+        default=None,
+        description="the stock class of which alone this speaks, where the files hold tensors that it does not read",
+    )
     padding: Count | None = Field(
         default=0,
         description="positions of padding that a padded row of the encoder needs at least in fp16; null: none may be",

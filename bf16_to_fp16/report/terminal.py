@@ -45,6 +45,7 @@ from .rows import (
     carried_over,
     claim_end,
     distinct,
+    every_input,
     for_target,
     least_precise,
     missed,
@@ -213,8 +214,7 @@ def output_line(report: Report) -> Text:
         return bad("output: unsafe", where)
     said = "nothing overflowed on what was run"
     if certificate is not None and certificate.holds:
-        inputs = f"every input of up to {certificate.max_length:,} positions{claim_end(report.padding, report.family)}"
-        said = f"proven for {inputs}{for_target(report)}"
+        said = f"proven for {every_input(report, length=True)}{for_target(report)}"
     elif certificate is not None:
         said += (
             f"; not proven at {len(certificate.over)} of {counted(len(certificate.sites), 'site')}{for_target(report)}"
@@ -375,7 +375,7 @@ def plain(value: float) -> str:
 
 def certificate_sentence(report: Report, certificate: CertificateEntry) -> str:
     """Return what a certificate that holds says, and for which target."""
-    inputs = f"input of up to {certificate.max_length:,} positions{claim_end(report.padding, report.family)}"
+    inputs = every_input(report, length=True).removeprefix("every ")
     return (
         f"no {inputs} can overflow it; the tightest of"
         f" {len(certificate.sites)} bounds{for_target(report)} is {below_limit(certificate.headroom_bits)}"

@@ -35,7 +35,7 @@ from .comparing import compared
 from .problems import Problem
 from .views import other_release
 
-NEVER_SET = ("train_mode", "attention")
+NEVER_SET = ("train_mode", "attention", "model_class")
 """Keys of a report that other commands than convert write."""
 
 

@@ -36,7 +36,7 @@ def row(how: How, path: str, keys: str) -> dict[str, How]:
 
 
 KEYS: Mapping[str, How] = {
-    **row(How.ALWAYS, "", "schema verdict proof family target train_mode padding attention next command"),
+    **row(How.ALWAYS, "", "schema verdict proof family target train_mode model_class padding attention next command"),
     **row(How.ALWAYS, "tiers", "holds proof runtimes reason"),
     **row(How.ALWAYS, "output", "files.name files.nbytes files.sha256 card_edited"),
     **row(How.ALWAYS, "source", "adapter"),
