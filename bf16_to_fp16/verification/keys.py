@@ -105,7 +105,7 @@ def holds(data: Any, key: str) -> bool:
     if is_table(data):
         return any(holds(entry, key) for entry in data)
     if not key:
-        return data not in (None, [], {}, "")
+        return data is not None  # an empty list says that there is none
     if not isinstance(data, Mapping):
         return False
     name, _, rest = key.partition(".")
