@@ -130,10 +130,12 @@ def replay(original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Sou
     rewritten = Rewritten(replace(written, source_sha256=hashes), [], [])
     if original.folder in VIEWS:
         # Its config was told from the weights or given, and nothing lies beside it.
-        entry = source_of(original, layout, plan, rewritten).model_copy(
-            update={"config_changes": source.config_changes, "other_sha256": source.other_sha256}
-        )
-        return Replayed(problems, layout, entry, weights)
+        untold = ("config_changes", "other_sha256", "carried_over", "left_out", "card")
+        entry = source_of(original, layout, plan, rewritten)
+        entry = entry.model_copy(update={key: getattr(source, key) for key in untold})
+        reason = "the original is one file, which does not tell"
+        unseen = {f"source.{key}": reason for key in untold if getattr(source, key)}
+        return Replayed(problems, layout, entry, weights, unseen)
     problems += check_config(layout, checkpoint, plan)
     if checkpoint.folder in VIEWS:
         rewritten = replace(rewritten, carried=source.carried_over, left_out=source.left_out)
