@@ -11,7 +11,7 @@ SCHEMA = 1
 """Version of the report's keys."""
 
 
-PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy")
+PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy", "matplotlib")
 
 
 def environment(device: str, used: Mapping[str, Sequence[str]]) -> dict[str, Any]:

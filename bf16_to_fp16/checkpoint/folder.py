@@ -40,6 +40,28 @@ OTHER_WEIGHTS = (
 """Endings of weight files and their indexes, which are rewritten or left out, never copied."""
 
 
+CODE = (
+    ".py",
+    ".pyc",
+    ".pyd",
+    ".pyw",
+    ".so",
+    ".dll",
+    ".dylib",
+    ".exe",
+    ".sh",
+    ".bat",
+    ".cmd",
+    ".ps1",
+    ".ipynb",
+    ".pkl",
+    ".pickle",
+    ".joblib",
+    ".dill",
+)
+"""Endings of files that run, or run something when they are read: what is converted needs none of them."""
+
+
 MODULES = "modules.json"
 """The file in which sentence-transformers lists the modules of a folder."""
 
@@ -59,8 +81,8 @@ def carry_over(
     out.
 
     ``tokenizer``: a folder beside the source that holds the tokenizer (diffusers layouts). A folder that
-    ``modules.json`` names is carried over whole; one that is missing raises UserError. The source's model card
-    becomes ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind.
+    ``modules.json`` names is carried over whole; one that is missing raises UserError. Code is left out. The source's
+    model card becomes ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind.
     """
     carried, left_out = [], []
     modules = side_modules(source)
@@ -68,7 +90,10 @@ def carry_over(
         if entry.is_dir():
             if entry.name in modules:
                 for path in sorted(p for p in entry.rglob("*") if not p.is_dir()):
-                    copy(path, target / path.relative_to(source), source)
+                    if is_code(path.name):
+                        left_out.append(path.relative_to(source).as_posix())
+                    else:
+                        copy(path, target / path.relative_to(source), source)
                 carried.append(f"{entry.name}/")
             elif not entry.name.startswith("."):
                 left_out.append(f"{entry.name}/")
@@ -81,14 +106,15 @@ def carry_over(
             carried.append(entry.name)
         elif entry.name in OWN_FILES:
             continue
-        elif is_weights(entry.name):
+        elif is_weights(entry.name) or is_code(entry.name) or entry.name.casefold() in (*OWN_FILES, "readme.md"):
             left_out.append(entry.name)
         else:
             copy(entry, target / entry.name, source)
             carried.append(entry.name)
     if tokenizer is not None and tokenizer.is_dir():
         for entry in sorted(tokenizer.iterdir()):
-            if entry.is_file() and not (target / entry.name).exists() and entry.name not in OWN_FILES:
+            ours = (target / entry.name).exists() or entry.name in OWN_FILES or is_code(entry.name)
+            if entry.is_file() and not ours:
                 copy(entry, target / entry.name, tokenizer)
                 carried.append(entry.name)
     return carried, left_out
@@ -96,7 +122,13 @@ def carry_over(
 
 def is_weights(name: str) -> bool:
     """Return whether a file holds weights in any format, or is an index of them, of a variant or not."""
+    name = name.casefold()
     return name.endswith(OTHER_WEIGHTS) or (".index." in name and name.endswith(".json"))
+
+
+def is_code(name: str) -> bool:
+    """Return whether a file runs, or runs something when it is read."""
+    return name.casefold().endswith(CODE)
 
 
 def copy(file: Path, place: Path, folder: Path) -> None:
@@ -159,9 +191,13 @@ def side_modules(source: Path) -> set[str]:
 
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:
-    """Write ``data`` as JSON with two spaces of indent and a final newline, UTF-8, numbers as ``finite`` makes them."""
-    text = json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    path.write_text(text, encoding="utf-8", newline="\n")
+    """Write ``data`` as ``as_json`` gives it, UTF-8."""
+    path.write_text(as_json(data), encoding="utf-8", newline="\n")
+
+
+def as_json(data: Mapping[str, object]) -> str:
+    """Return ``data`` as JSON with two spaces of indent and a final newline, numbers as ``finite`` makes them."""
+    return json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def finite(data: object) -> object:

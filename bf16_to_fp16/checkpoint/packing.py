@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import os
 import zlib
@@ -33,6 +34,10 @@ FOLDER_LAYOUT = "hf"
 
 SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
 """Keys of a file's metadata: what it is, as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""
+
+
+TENSORS = "bf16_to_fp16.tensors_sha256"
+"""Key of a file's metadata: the SHA-256 of its tensors, as ``described`` and then their bytes, in the file's order."""
 
 
 LONGEST_WAY_BACK = 64_000_000
@@ -67,7 +72,8 @@ def pack(
     where a tensor has no name there, and for a full disk.
     """
     tensors = sorted(read_whole_header(weights)[0].values(), key=lambda info: info.offset)
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    running = hashlib.sha256()
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, TENSORS: running.hexdigest()}}
     end = 0
     for info in tensors:
         entries[naming.from_stock(info.name)] = entry(info.dtype, info.shape, end, info.nbytes)
@@ -77,16 +83,49 @@ def pack(
         name, file = tokenizer
         extra = file.read_bytes()
         entries[name] = entry("U8", (len(extra),), end, len(extra))
+    header = header_of(entries)
+    if len(header) > LONGEST_HEADER:
+        raise UserError(f"{target.name}: its header would have {len(header):,} bytes; leave out --layout")
+    with created(target, len(header) + end + len(extra)) as out, reading(weights) as source, writing(target):
+        copy_range(source, out, tensors, naming, len(header), weights, running)
+        write_all(out, memoryview(extra), len(header) + end)
+        if tokenizer is not None:
+            running.update(described(tokenizer[0], "U8", (len(extra),)) + extra)
+        # Last, since it holds the hash of what follows it; a digest is as long as another.
+        entries["__metadata__"] = {"format": "pt", **metadata, TENSORS: running.hexdigest()}
+        write_all(out, memoryview(header_of(entries)), 0)
+        os.fsync(out)
+
+
+def header_of(entries: Mapping[str, object]) -> bytes:
+    """Return the header of a safetensors file with its length before it."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > LONGEST_HEADER:
-        raise UserError(f"{target.name}: its header would have {len(text):,} bytes; leave out --layout")
-    header = len(text).to_bytes(8, "little") + text
-    with created(target, len(header) + end + len(extra)) as out, reading(weights) as source, writing(target):
-        write_all(out, memoryview(header), 0)
-        copy_range(source, out, tensors, len(header), weights)
-        write_all(out, memoryview(extra), len(header) + end)
-        os.fsync(out)
+    return len(text).to_bytes(8, "little") + text
+
+
+def described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return a tensor's name, dtype and shape as they are hashed."""
+    return json.dumps([name, dtype, list(shape)], ensure_ascii=False).encode()
+
+
+def tensors_sha256(file: Path) -> str:
+    """Return the SHA-256 of a file's tensors, as ``TENSORS`` records it; raise UserError where it cannot be read."""
+    running, buffer = hashlib.sha256(), memoryview(bytearray(COPIED_BYTES))
+    tensors = sorted(read_whole_header(file, any_dtype=True)[0].values(), key=lambda info: info.offset)
+    with reading(file) as source:
+        for info in tensors:
+            running.update(described(info.name, info.dtype, info.shape))
+            for done in range(0, info.nbytes, COPIED_BYTES):
+                part = buffer[: info.nbytes - done]
+                read_exactly(source, part, info.offset + done, file)
+                running.update(part)
+    return running.hexdigest()
+
+
+def recorded_sha256(file: Path) -> str | None:
+    """Return the hash of its tensors that a file records, None where it has none."""
+    return read_whole_header(file, any_dtype=True)[1].get(TENSORS)
 
 
 def entry(dtype: str, shape: tuple[int, ...], begin: int, nbytes: int) -> dict[str, object]:
@@ -94,14 +133,19 @@ def entry(dtype: str, shape: tuple[int, ...], begin: int, nbytes: int) -> dict[s
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + nbytes]}
 
 
-def copy_range(source: int, out: int, tensors: list[TensorInfo], begin: int, file: Path) -> None:
-    """Copy tensors, in the order in which they lie in an open file, to another from ``begin`` on."""
+def copy_range(
+    source: int, out: int, tensors: list[TensorInfo], naming: Naming, begin: int, file: Path, running: Any
+) -> None:
+    """Copy tensors, in the order in which they lie in an open file, to another from ``begin`` on, and add them under
+    their names there to the hash ``running``."""
     buffer = memoryview(bytearray(COPIED_BYTES))
     for info in tensors:
+        running.update(described(naming.from_stock(info.name), info.dtype, info.shape))
         for done in range(0, info.nbytes, COPIED_BYTES):
             part = buffer[: info.nbytes - done]
             read_exactly(source, part, info.offset + done, file)
             write_all(out, part, begin + done)
+            running.update(part)
         begin += info.nbytes
 
 

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from ..checkpoint.places import written_folder
 from ..errors import UserError
-from .publishing import check_publishable, check_publishes, push
+from .publishing import check_publishable, check_publishes, push, status_of
 from .shared import (
     CONFIG,
     FOLDER,
@@ -212,7 +212,7 @@ def convert_command(
     write_result(json_file, result.report if published is None else {**result.report, "published": published})
     if json_file != "-":
         show_conversion(result, published, verbose=verbose)
-    return SAFE if dry_run or result.safe else UNSAFE
+    return status_of(dry_run or result.safe, published)
 
 
 def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, json_file: str | None) -> int:

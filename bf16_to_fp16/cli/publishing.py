@@ -51,6 +51,11 @@ def push(
         raise UserError(f"{error} ({out} is converted: go on with bf16-to-fp16 publish {out} {repo_id})") from None
 
 
+def status_of(safe: bool, published: dict[str, Any] | None) -> int:
+    """Return the exit status of a result; where it was published, unsafe too if nobody knows what lies there."""
+    return SAFE if safe and not (published and published["not_compared"]) else UNSAFE
+
+
 @click.command("publish")
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("repo_id")
@@ -124,4 +129,4 @@ def publish_command(
     write_result(json_file, result)
     if json_file != "-":
         terminal.print_published(result)
-    return SAFE if result["verdict"] == "safe" else UNSAFE
+    return status_of(result["verdict"] == "safe", result)

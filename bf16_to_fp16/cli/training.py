@@ -11,11 +11,10 @@ from click.core import ParameterSource
 
 from ..checkpoint.places import local_folder
 from ..errors import UserError
-from .publishing import check_publishable, check_publishes, push
+from .publishing import check_publishable, check_publishes, push, status_of
 from .shared import (
     FOLDER,
     SAFE,
-    UNSAFE,
     allow_unsafe,
     endpoint,
     force,
@@ -103,7 +102,7 @@ def finetune_command(
         terminal.print_conversion(read(Report, result.report), result.out, then=result.next, verbose=verbose)
         if published is not None:
             terminal.print_published(published)
-    return SAFE if result.safe else UNSAFE
+    return status_of(result.safe, published)
 
 
 class _Numbers(click.Command):

@@ -21,7 +21,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.side_modules import read_side_modules
 from ..conversion.measuring import attacked
 from ..conversion.options import shown_in_a_command
-from ..conversion.planning import checkpoint_batches
+from ..conversion.planning import checkpoint_batches, say_what_is_outside
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -29,7 +29,7 @@ from ..families.known import is_known, padding_entry
 from ..families.layout import Layout
 from ..progress import Progress
 from ..quiet import quiet
-from ..report.build import tiers_of
+from ..report.build import speaking_of, tiers_of
 from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
 from ..run.agreement import agreed_layout
@@ -82,6 +82,7 @@ def audit(
             )
         return dump(audited_without_family(checkpoint, asked, on, progress))
     layout = agreed_layout(checkpoint)
+    say_what_is_outside(checkpoint, layout, progress)
     asked = replace(asked, attention=attentions_of(layout.stock.names[0], asked.attention, progress))
     converted = is_converted(checkpoint.folder)
     if converted or attack_steps is not None:
@@ -120,7 +121,7 @@ def audit(
         **proven,
         environment=Environment.model_validate(on.environment()),
     )
-    return dump(report)
+    return dump(speaking_of(report, layout))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import open_checkpoint, own_name
 from ..checkpoint.side_modules import SideModule, read_side_modules
 from ..conversion.options import shown_in_a_command
+from ..conversion.planning import say_what_is_outside
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -23,7 +24,7 @@ from ..families.known import padding_entry
 from ..families.layout import Layout, TensorReader
 from ..progress import Progress
 from ..quiet import quiet
-from ..report.build import tiers_of
+from ..report.build import speaking_of, tiers_of
 from ..report.remedies import going_on_from, over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..report.stored import recorded_target
@@ -67,6 +68,7 @@ def certify(
     for note in checkpoint.notes:
         progress.say(note)
     layout = agreed_layout(checkpoint)
+    say_what_is_outside(checkpoint, layout, progress)
     weights = fp16_weights(checkpoint, layout)
     if adapter is not None:
         weights = merged_weights(Path(adapter), checkpoint.folder, layout, weights)
@@ -82,7 +84,9 @@ def certify(
         verdict="safe" if found.holds else "unsafe",
         proof="certified" if found.holds else "observed",
         family=layout.family.name,
-        source=Source.of(checkpoint).model_copy(update={"adapter": None if adapter is None else own_name(adapter)}),
+        source=Source.of(checkpoint).model_copy(
+            update={"adapter": None if adapter is None else own_name(adapter), "dropped": layout.outside}
+        ),
         target=target,
         padding=padding_entry(layout.config),
         tiers=tiers_of(layout, tiers, {}),
@@ -91,7 +95,7 @@ def certify(
         next="" if found.holds else then,
         environment=Environment.model_validate(on.environment()),
     )
-    return dump(report)
+    return dump(speaking_of(report, layout))
 
 
 def bounded(

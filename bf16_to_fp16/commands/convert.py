@@ -8,6 +8,7 @@ that is done.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -16,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH
-from ..checkpoint.folder import is_converted, records, sha256_of, write_json
+from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
 from ..checkpoint.formats import read_json
 from ..checkpoint.naming import TOKENIZER_WITH_WEIGHTS
 from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS, check_out_file, metadata_of, pack, put_file_in_place
-from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import WEIGHTS
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import scratch, staged
@@ -34,7 +34,7 @@ from ..quiet import quiet
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
-from ..report.schema import PAGE, REPORT, Report, dump, read
+from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, describe_plan
@@ -175,7 +175,7 @@ def convert_by(
                 update={"next": options.next(report, shown_in_a_command(source), place.out.name)}
             )
         opened.checkpoint.check_unchanged()
-        report = write_report(work, report, opened.checkpoint)
+        report = write_report(work, report)
     then = options.next(report, str(source), str(place.out)) if report.next else ""
     return Conversion(dump(report), place.out, decided.planned, measured.plan, next=then)
 
@@ -262,10 +262,12 @@ def for_the_tool(report: Report, layout: str, drift: float | None, *, missing: b
     return tuple(notes)
 
 
-def write_report(work: Path, report: Report, checkpoint: Checkpoint) -> Report:
+def write_report(work: Path, report: Report) -> Report:
     """Write the page, the card and the report itself, and return it with the other two in its list of files."""
-    write_page(work / PAGE, report)
-    write_card(work / "README.md", checkpoint, report)
+    # As it will be read, so that anyone can make both again from the file.
+    stored = read(Report, json.loads(as_json(dump(report))))
+    write_page(work / PAGE, stored)
+    write_card(work / CARD, stored, read_json(work / "config.json", "config"))
     # Made from the report, so they can only be recorded in it afterwards.
     report = reports.listing(report, records(work, {file.name for file in report.output.files}))
     write_json(work / REPORT, dump(report))

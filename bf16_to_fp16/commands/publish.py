@@ -9,7 +9,6 @@ one that has nothing to add makes no commit. At the end the repository's hashes 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,8 @@ from typing import Any
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import fp16_weights
-from ..checkpoint.folder import finite, is_weights, sha256_of
+from ..checkpoint.folder import as_json, is_weights, sha256_of
+from ..checkpoint.formats import read_json
 from ..checkpoint.hub import LOG_IN, explained, status_of, with_retries
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import written_folder
@@ -31,16 +31,14 @@ from ..errors import UserError
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.card import listing_files, warned
-from ..report.page import render
-from ..report.remedies import going_on_from
-from ..report.schema import PAGE, REPORT, FileEntry, Report, dump, regimes_of
+from ..report.remedies import going_on_from, over_limits, unsafe_sites
+from ..report.schema import CARD, PAGE, REPORT, CertificateEntry, FileEntry, Report, dump, regimes_of
 from ..run.agreement import agreed_layout
+from ..verification.claims import found_values
+from ..verification.views import rendered
 from .certify import bounded
 from .pipeline import check_no_pipeline
 from .verify import Problem, check_audit, check_files, read_recorded, recompute, repeat_audit
-
-CARD = "README.md"
-
 
 HUBS_OWN = (".gitattributes",)
 """Files that the Hub itself puts into a repository."""
@@ -136,7 +134,7 @@ def prepare(
     progress = progress or Progress(quiet=True)
     folder = written_folder(folder)
     check_no_pipeline(folder)
-    upload = Upload(folder, read_recorded(folder, whole=True))
+    upload = Upload(folder, read_recorded(folder))
     with progress.step("Hashing the files") as advance:
         problems = check_files(folder, upload.report, advance=advance)
     upload.card_edited = any(problem.name == CARD and (folder / CARD).is_file() for problem in problems)
@@ -221,10 +219,10 @@ def restated(upload: Upload, card: str) -> None:
         records = [entry for entry in records if entry.name != name]
         records.append(FileEntry(name=name, nbytes=len(content), sha256=digest))
     if upload.changed:
-        output = upload.report.output.model_copy(update={"files": records})
+        edited = {"card_edited": True} if upload.card_edited else {}
+        output = upload.report.output.model_copy(update={"files": records, **edited})
         upload.report = upload.report.model_copy(update={"output": output})
-        written = json.dumps(finite(dump(upload.report)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        upload.changed[REPORT] = written.encode("utf-8")
+        upload.changed[REPORT] = as_json(dump(upload.report)).encode("utf-8")
 
 
 def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> None:
@@ -239,20 +237,34 @@ def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> No
         if certificate.holds or not upload.safe:
             return
         check_safe(upload, "its certificate, computed again, does not hold", allow_unsafe)
-        update: dict[str, object] = {"verdict": "unsafe", "proof": "observed", "tiers": {}}
+        described = CertificateEntry.model_validate(certificate.to_json())
+        over = over_limits(described, converted=True)
+        update: dict[str, object] = {"certificate": described, "uncertified": over}
     else:
         regimes: Mapping[str, RegimeResult] = repeat_audit(upload.folder, upload.report, progress, device)
         if verdict(regimes) == "safe" or not upload.safe:
             return
         problems = check_audit(regimes)
         check_safe(upload, f"{problems[0].name}: {problems[0].reason}", allow_unsafe)
-        update = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "regimes": regimes_of(regimes)}
+        entries = regimes_of(regimes)
+        update = {"regimes": entries, "unsafe": [*upload.report.unsafe, *unsafe_sites(entries, converted=True)]}
+    update |= {"verdict": "unsafe", "proof": "observed", "tiers": {}}
     update["next"] = going_on_from(upload.folder.name, upload.report.regimes, converted=True)
-    unsafe = upload.report.model_copy(update=update)
-    card = warned(upload.card, unsafe)
-    upload.report = unsafe
-    upload.changed[PAGE] = render(unsafe).encode("utf-8")
-    restated(upload, card)
+    upload.report = upload.report.model_copy(update=update)
+    upload.report = upload.report.model_copy(update={"certificate": beside_runs(upload.report)})
+    config = read_json(upload.folder / "config.json", "config")
+    card, page = rendered(upload.report, upload.folder, config, upload.added)
+    upload.changed[PAGE] = page.encode("utf-8")
+    restated(upload, warned(upload.card, upload.report) if upload.card_edited else card)
+
+
+def beside_runs(report: Report) -> CertificateEntry | None:
+    """Return a report's certificate with the largest values that its regimes found beside the bounds."""
+    if report.certificate is None:
+        return None
+    seen = found_values(report)
+    sites = [site.model_copy(update={"observed": seen.get(site.name)}) for site in report.certificate.sites]
+    return report.certificate.model_copy(update={"sites": sites})
 
 
 def check_no_secrets(upload: Upload, token: str) -> None:
@@ -424,8 +436,8 @@ def publish(
     result = outcome(upload, asked) | {"dry_run": False}
     with target.explained():
         if remote is None:
-            remote = create(target)
-        return result | upload_missing(target, upload, remote, items)
+            create(target)
+        return result | upload_missing(target, upload, looked_again(target, items), items)
 
 
 def already(target: Target, remote: Remote | None, upload: Upload) -> dict[str, Any] | None:
@@ -434,7 +446,8 @@ def already(target: Target, remote: Remote | None, upload: Upload) -> dict[str, 
     if remote is None or not remote.listed or stale(remote, items) or not all(remote.has(item) for item in items):
         return None
     result = outcome(upload, target.asked) | {"kept": kept(remote, items)}
-    return result | {"dry_run": False, "url": target.url, "commit": remote.commit, "private": remote.private}
+    known = {"url": target.url, "commit": remote.commit, "private": remote.private, "compared": True}
+    return result | {"dry_run": False} | known
 
 
 def outcome(upload: Upload, asked: Publication) -> dict[str, Any]:
@@ -450,6 +463,8 @@ def outcome(upload: Upload, asked: Publication) -> dict[str, Any]:
         "uploaded": [],
         "kept": [],
         "commit": None,
+        "compared": False,
+        "not_compared": "",
         "url": None,
         "pull_request": None,
     }
@@ -477,6 +492,27 @@ def check_visibility(repo: str, remote: Remote, public: bool) -> None:
     """Raise UserError where everyone could read what was not meant to be public."""
     if remote.private is False and not public:
         raise UserError(f"{repo} exists and is public; give --public to publish there, or choose another name")
+
+
+def looked_again(target: Target, items: list[Item]) -> Remote:
+    """Return what a repository holds right before anything is sent to it; a server may make it public whatever it was
+    asked, and an owner while the audit ran.
+
+    Raises UserError where it is public unasked, or does not show whether it is.
+    """
+    asked, remote = target.asked, with_retries(target.look, target.progress)
+    if remote is None or (remote.private is None and not asked.public):
+        raise UserError(
+            f"{target.repo} does not show whether it is private, so nothing was uploaded; look at it on the Hub, or"
+            " give --public"
+        )
+    if remote.private is False and not asked.public:
+        raise UserError(
+            f"{target.repo} is public, though it was to be private, so nothing was uploaded; make it private on the"
+            " Hub and run the same command again, or give --public"
+        )
+    check_remote(asked, remote, items)
+    return remote
 
 
 def others_of(remote: Remote, items: list[Item]) -> list[str]:
@@ -510,8 +546,8 @@ def check_same_content(repo: str, remote: Remote, items: list[Item]) -> None:
         )
 
 
-def create(target: Target) -> Remote:
-    """Create a repository and return what it holds; raise UserError where one exists that cannot be seen."""
+def create(target: Target) -> None:
+    """Create a repository; raise UserError where one exists that cannot be seen."""
     public = target.asked.public
     try:
         with_retries(lambda: target.api.create_repo(target.repo, private=not public), target.progress)
@@ -522,7 +558,6 @@ def create(target: Target) -> Remote:
             f"{target.repo} exists and this token may not see it; choose another name, or use a token with access"
         ) from None
     target.progress.say(f"Created {target.repo}, {'public' if public else 'private'}")
-    return with_retries(target.look, target.progress) or Remote(None, not public, {}, listed=False)
 
 
 def upload_missing(target: Target, upload: Upload, remote: Remote, items: list[Item]) -> dict[str, Any]:
@@ -569,20 +604,45 @@ def upload_missing(target: Target, upload: Upload, remote: Remote, items: list[I
         with target.progress.step("Committing"):
             # After a broken connection nobody knows whether there is a pull request, and a second would be accepted.
             oid, pull_request, place = with_retries(commit, target.progress, cut=not asked.create_pr)
-    seen = with_retries(lambda: target.look(place), target.progress)
-    if seen is not None and seen.listed and (wrong := [item.name for item in items if not seen.has(item)]):
-        raise UserError(
-            f"{target.repo} does not hold what was uploaded ({', '.join(wrong[:2])}); run the same command again"
-        )
+    seen, why = compare_hashes(target, place, items)
     return {
         "uploaded": [item.name for item in missing],
         "deleted": removed,
         "kept": kept(remote, items),
         "commit": oid,
         "private": seen.private if seen is not None else remote.private,
+        "compared": not why,
+        "not_compared": why,
         "pull_request": pull_request,
         "url": pull_request or target.url,
     }
+
+
+def compare_hashes(target: Target, place: str | None, items: list[Item]) -> tuple[Remote | None, str]:
+    """Compare a repository's hashes with the folder's, and return what it holds, and why they could not be compared,
+    "" where they could.
+
+    Raises UserError where they differ, and where everyone can read now what was to be private.
+    """
+    try:
+        with target.explained():
+            seen = with_retries(lambda: target.look(place), target.progress)
+    except UserError as error:
+        return None, str(error)
+    if seen is None:
+        return None, "the server does not show the repository any more"
+    if seen.private is False and not target.asked.public:
+        raise UserError(
+            f"{target.repo} is public now, though it was to be private, and holds what was uploaded; make it private or"
+            " delete it on the Hub"
+        )
+    if not seen.listed:
+        return seen, "the server lists no files"
+    if wrong := [item.name for item in items if not seen.has(item)]:
+        raise UserError(
+            f"{target.repo} does not hold what was uploaded ({', '.join(wrong[:2])}); run the same command again"
+        )
+    return seen, ""
 
 
 def groups(additions: list[Any]) -> Iterator[list[Any]]:

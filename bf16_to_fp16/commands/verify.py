@@ -7,34 +7,43 @@ does not hold is named with its reason; what comes after a failed hash would spe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..auditing.regimes import REGIMES, RegimeResult, audit_folder
+from ..auditing.fidelity import Fidelity, Outputs, outputs
+from ..auditing.regimes import REGIMES, RegimeResult, audit_folder, run_regimes
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import TARGETS, fp16_weights
 from ..bounds.findings import Certificate
+from ..checkpoint.formats import read_json
 from ..checkpoint.packing import summary_of
 from ..checkpoint.reader import Checkpoint, open_checkpoint, own_name
 from ..checkpoint.side_modules import read_side_modules
+from ..conversion.measuring import Ran, compare, in_fp32_too, outputs_of_few
+from ..conversion.options import read_command
+from ..conversion.planning import observe_source, reference_of
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import padding_entry
 from ..families.layout import Layout
+from ..families.older import differences
+from ..families.resolve import resolve
 from ..progress import Progress
 from ..quiet import quiet
-from ..report.build import tiers_of
-from ..report.remedies import UNSAFE_BY_REPORT
+from ..report.build import kept_bits_of, signals_of, tiers_of
+from ..report.remedies import CONVERT_AGAIN, UNSAFE_BY_REPORT
 from ..report.schema import (
     REPORT,
     CertificateEntry,
     Claim,
     Environment,
+    FidelityEntry,
     Inputs,
     ProblemEntry,
     Report,
@@ -46,18 +55,25 @@ from ..report.schema import (
 )
 from ..report.stored import Packed, read_packed
 from ..rescaling.plan import Plan
+from ..rescaling.planner import MARGIN_BITS
 from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.batch import SWEEP
+from ..run.batch import GENERATE, SWEEP, Batch, describe_batches
 from ..run.stock import load_config
-from ..verification.files import check_files, check_tensors, check_unread
-from ..verification.locating import locate, read_recorded, recorded_plan
-from ..verification.plans import check_plan, replay
+from ..verification.claims import check_claims, check_sentences
+from ..verification.comparing import compared
+from ..verification.files import beside_weights, check_files, check_foreign, check_tensors, check_unread
+from ..verification.keys import How, not_checked
+from ..verification.locating import locate, read_recorded
+from ..verification.measured import check_inputs, check_regimes
+from ..verification.plans import Replayed, check_plan, check_source, replay
 from ..verification.problems import Problem
 from ..verification.proof import check_audit, check_certificate, check_proof, check_tiers
+from ..verification.views import check_views
+from ..wording import counted
 from .certify import bounded
 
-CHECKS = ("files", "plan", "replay", "certificate", "audit", "tiers")
+CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "claims", "views")
 
 
 @quiet()
@@ -93,7 +109,8 @@ def verify(
         report = read_recorded(folder)
         if original is not None and report.finetune is not None:
             raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
-        subject, files = Subject(folder, report, lambda: recorded_plan(folder), report.source), len(report.output.files)
+        assert report.plan is not None  # ``locating.NEEDED`` asks for it
+        subject, files = Subject(folder, report, report.plan, report.source), len(report.output.files)
         with progress.step("Hashing the files") as advance:
             found.add("files", check_files(folder, report, extra=extra, advance=advance))
     claim, problems = subject.claim, found.problems
@@ -116,6 +133,8 @@ def verify(
             report=Claim(verdict=claim.verdict, proof=claim.proof, family=claim.family),
             checks=found.outcome,
             problems=[ProblemEntry(**asdict(problem)) for problem in problems],
+            not_checked=found.unchecked,
+            notes=found.notes,
             files=files,
             target=claim.target,
             certificate=None if totals is None else CertificateEntry.model_validate(totals),
@@ -136,7 +155,7 @@ class Subject:
 
     place: Path
     claim: Report
-    plan: Callable[[], Plan]
+    plan: Plan
     source: Source
     packed: Packed | None = None
     max_length: int = MAX_LENGTH
@@ -157,6 +176,8 @@ class Findings:
     tiers: dict[str, TierEntry] = field(default_factory=dict)
     regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
     padding: int | None = 0
+    unchecked: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def add(self, check: str, problems: list[Problem]) -> None:
         """Note how a check ended."""
@@ -175,17 +196,19 @@ def examine(
     progress: Progress,
 ) -> None:
     """Hold the plan against config and weights, replay it on the original, and compute certificate, audit and tiers
-    again."""
-    claim, checkpoint = subject.claim, open_checkpoint(subject.place)
-    layout, plan = agreed_layout(checkpoint), subject.plan()
-    found.padding = padding_entry(layout.config)
+    again; then hold all else that the report says against these."""
+    claim, plan, checkpoint = subject.claim, subject.plan, open_checkpoint(subject.place)
+    layout, replayed, again = agreed_layout(checkpoint), None, None
+    found.padding, found.notes = padding_entry(layout.config), notes_on(checkpoint, layout, subject)
     if subject.packed is not None:
         found.add("files", check_tensors(subject.place, checkpoint, subject.packed))
     else:
-        found.add("files", check_unread(checkpoint, claim))
+        found.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
     found.add("plan", check_plan(checkpoint, layout, plan, subject.source))
     if original is not None:
-        found.add("replay", replay(original, checkpoint, plan, subject.source, progress))
+        replayed = replay(original, checkpoint, plan, subject.source, progress)
+        found.unchecked |= replayed.unchecked
+        found.add("replay", replayed.problems + compare_replayed(subject, replayed, original, found))
     if subject.packed is None:
         found.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
         found.add("certificate", check_certificate(found.certificate, claim))
@@ -195,10 +218,257 @@ def examine(
         found.certificate, certified = bounded(weights, layout, target, arithmetic, device, progress)
         found.add("certificate", check_proof(found.certificate, claim))
     if run_model:
-        found.regimes = repeat_audit(checkpoint.folder, claim, progress, device, data=data)
-        found.add("audit", check_audit(found.regimes))
+        of_original = None if original is None or replayed is None else (original, replayed.layout)
+        again = run_again(checkpoint.folder, claim, progress, device, data=data, original=of_original)
+        found.regimes = again.regimes
+        problems = check_audit(found.regimes)
+        if subject.packed is None and claim.regimes:
+            if again.same_text:
+                problems += check_inputs(claim, again.described(layout))
+            entries = regimes_of(again.regimes)
+            problems += [] if problems else check_regimes(claim, entries, same_text=again.same_text)
+        found.add("audit", problems)
+    layout_before = None if replayed is None else replayed.layout
+    if original is not None and layout_before is not None:
+        if again is not None and claim.regimes and again.same_text:
+            found.add("fidelity", check_fidelity(original, layout_before, claim, plan, again, progress, device))
+        elif not claim.regimes and claim.fidelity is not None:
+            found.add("fidelity", check_few(original, checkpoint, layout_before, claim, plan, progress))
     found.tiers = tiers_of(layout, certified, found.regimes)
     found.add("tiers", check_tiers(found.tiers, certified, claim, ran=run_model))
+    if subject.packed is not None:
+        found.add("claims", check_packed(subject))
+        found.unchecked |= dict.fromkeys(("environment", "drift_of_eps", "source.path"), How.NEVER.value)
+        found.unchecked |= {} if replayed else {"plan": How.ORIGINAL.value, "weights": How.ORIGINAL.value}
+        return
+    said = {"family": claim.family, "padding": claim.padding, "older": claim.older}
+    older = differences(layout, checkpoint.config)
+    true = {"family": layout.family.name, "padding": found.padding, "older": older}
+    found.add("claims", check_claims(claim) + compared("claims", said, true) + check_command(claim))
+    problems, unseen = check_views(checkpoint.folder, claim, checkpoint.config)
+    found.add("views", problems)
+    ran, whole = again is not None and bool(claim.regimes), replayed is not None and replayed.source is not None
+    same_text = again is None or again.same_text
+    known = not_checked(claim, ran=ran, original=whole, same_text=same_text)
+    if original is None:
+        known |= dict.fromkeys(beside_weights(checkpoint.folder), How.ORIGINAL.value)
+    elif original.revision is not None:
+        known = {key: why for key, why in known.items() if key not in ("source.path", "source.revision")}
+    found.unchecked = known | unseen | found.unchecked
+
+
+def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[str]:
+    """Return what limits the claim of a certificate, in sentences: its length, where rows may be longer."""
+    longest = subject.max_length if subject.packed is not None else recorded_length(subject.claim)
+    own = own_length(checkpoint.folder, layout.config)
+    if longest >= (own or MAX_LENGTH):
+        return []
+    takes = f"the config has {counted(own, 'position')}" if own else "the model takes rows of any length"
+    return [
+        f"the certificate is for up to {counted(longest, 'position')} and {takes}: nothing is claimed of longer rows;"
+        f" convert the source again with --max-length {own or MAX_LENGTH}"
+    ]
+
+
+def own_length(folder: Path, config: Mapping[str, Any]) -> int | None:
+    """Return the most positions that a config, or that of a sentence encoder, says a row has; None where neither
+    does."""
+    inner = [part for part in config.values() if isinstance(part, Mapping)]
+    found = [part.get(key) for part in (config, *inner) for key in ("max_position_embeddings", "n_positions")]
+    sentences = folder / "sentence_bert_config.json"
+    if sentences.is_file():
+        found.append(read_json(sentences, "config").get("max_seq_length"))
+    return max((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), default=None)
+
+
+def recorded_length(report: Report) -> int:
+    """Return for how many positions a report's certificate is."""
+    assert report.certificate is not None  # ``locating.NEEDED`` asks for it
+    return report.certificate.max_length
+
+
+def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint, found: Findings) -> list[Problem]:
+    """Return where the source and the weights' counts are not what the replay shows."""
+    if replayed.source is None or replayed.weights is None:
+        return []
+    weights = subject.claim.weights if subject.packed is None else subject.packed.weights
+    problems, unchecked = check_source(subject.source, replayed.source)
+    found.unchecked |= unchecked
+    if original.revision is not None:
+        place = {key: dump(subject.source).get(key) for key in ("path", "revision")}
+        named = {"path": original.source, "revision": original.revision}
+        problems += compared("replay", {**place, "path": str(place["path"]).partition("@")[0]},
+                             {**named, "path": named["path"].partition("@")[0]}, "source")  # fmt: skip
+    return problems + compared("replay", None if weights is None else dump(weights), dump(replayed.weights), "weights")
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A run of a converted checkpoint again: its inputs and what was said of them, what each regime shows, and where an
+    original is compared the outputs in fp16 and fp32. ``same_text``: whether it ran on what the report says."""
+
+    inputs: list[Batch]
+    said: Inputs
+    data: str | None
+    regimes: Mapping[str, RegimeResult]
+    half: Outputs = ()
+    in_fp32: Sequence[Batch] = ()
+    fp32: Outputs = ()
+
+    @property
+    def same_text(self) -> bool:
+        """Whether the report's text, or none where it has none, was run."""
+        if self.said.left_out == [GENERATE] and any(batch.generate for batch in self.inputs):
+            return False  # there is more memory here
+        if self.data is None or self.said.data is None:
+            return self.data is None and self.said.data is None
+        seen = describe_batches(self.inputs, seed=self.said.seed or 0, data=self.data)
+        return bool(seen["sha256"] == self.said.sha256)
+
+    def described(self, layout: Layout) -> dict[str, Any]:
+        """Return what was run as a report says it."""
+        generates, seed = layout.stock.is_language_model, self.said.seed or 0
+        return describe_batches(self.inputs, seed=seed, data=self.data, generates=generates)
+
+
+def run_again(
+    folder: Path,
+    report: Report,
+    progress: Progress,
+    device: Device,
+    *,
+    data: str | None = None,
+    original: tuple[Checkpoint, Layout | None] | None = None,
+) -> Repeated:
+    """Return what a converted folder shows on the inputs that its report names, and on ``data``.
+
+    original: with its layout, whose weights choose the ids anew, and with which outputs are to be compared.
+    """
+    said, config, train = report.inputs or Inputs(), load_config(folder), report.target == "train"
+    seed, swept = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
+    chosen = probe.usable(said.chosen, config)
+    with torch.random.fork_rng(devices=[]):
+        if original is not None and original[1] is not None and said.chosen:
+            opened = (original[0], resolve(original[0]))
+            inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, opened=opened, progress=progress)
+        else:
+            inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, chosen=chosen, progress=progress)
+        checkpoint = open_checkpoint(folder)
+        in_fp32 = [] if original is None or report.plan is None else in_fp32_too(inputs, report.plan)
+        with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
+            if train:
+                regimes = device.run(
+                    "audit",
+                    lambda place: audit_folder(
+                        folder, inputs=inputs, seed=seed, device=place, advance=advance, train_mode=True
+                    ),
+                )
+                half = outputs(checkpoint, inputs, torch.float16, half=True) if original else ()
+                fp32 = outputs(checkpoint, in_fp32, torch.float32) if original else ()
+                return Repeated(inputs, said, data, regimes, half, in_fp32, fp32)
+            done = device.run(
+                "audit",
+                lambda place: run_regimes(checkpoint, inputs, device=place, fp32=in_fp32, advance=advance),
+            )
+            return Repeated(inputs, said, data, done.regimes, done.half, in_fp32, done.fp32)
+
+
+def check_few(
+    original: Checkpoint, checkpoint: Checkpoint, layout: Layout, report: Report, plan: Plan, progress: Progress
+) -> list[Problem]:
+    """Return where fidelity and drift of what was not audited are not what a few short rows show again."""
+    rows = [probe.few_rows(load_config(original.folder))]
+    half, fp32 = outputs_of_few(checkpoint, rows, progress)
+    close, plan = compare(original, layout, plan, reference_of(original, rows), Ran(rows, half, rows, fp32))
+    return close_as_said(report, close, plan)
+
+
+def close_as_said(report: Report, close: Fidelity, plan: Plan) -> list[Problem]:
+    """Return where recorded fidelity and drift are not those that were measured again."""
+    said = None if report.fidelity is None else dump(report.fidelity)
+    problems = compared("fidelity", said, dump(FidelityEntry.model_validate(close.to_json())), "fidelity")
+    if plan.drift is not None and report.plan is not None and report.plan.drift is not None:
+        problems += compared("fidelity", report.plan.drift.model_dump(), plan.drift.model_dump(), "plan.drift")
+    return problems
+
+
+def check_fidelity(
+    original: Checkpoint,
+    layout: Layout,
+    report: Report,
+    plan: Plan,
+    again: Repeated,
+    progress: Progress,
+    device: Device,
+) -> list[Problem]:
+    """Return where fidelity, signals, precision and drift are not what running the original again shows."""
+    ranges, reference = observe_source(original, again.inputs, progress, device)
+    with progress.step("Comparing fp16 and bf16 with the fp32 source"):
+        ran = Ran(again.inputs, again.half, again.in_fp32, again.fp32)
+        close, plan = compare(original, layout, plan, reference, ran)
+    said = dump(report)
+    true: dict[str, Any] = {}
+    if report.signals:  # a stored plan is replayed without observing anything
+        true["signals"] = [dump(entry) for entry in signals_of(layout, plan, ranges)]
+    if report.precision:
+        true["precision"] = [dump(entry) for entry in kept_bits_of(layout, plan, ranges)]
+    problems = close_as_said(report, close, plan)
+    return problems + [each for key, value in true.items() for each in compared("fidelity", said.get(key), value, key)]
+
+
+def check_command(report: Report, layout: str | None = None) -> list[Problem]:
+    """Return where the command that is said to do the same again is no command of this program, or would do another
+    thing. layout: of one file."""
+    line, options = report.command or "", None
+    if report.finetune is not None:
+        words = shlex.split(line) if line.count("'") % 2 == 0 and '"' not in line else []
+        if words[:2] == ["bf16-to-fp16", "finetune"] and shlex.join(words) == line:
+            return []
+    else:
+        options = read_command(line)
+    if options is None:
+        return [Problem("claims", "command", "is no command that convert records", CONVERT_AGAIN)]
+    (source, _), given = options
+    said, inside = report.inputs or Inputs(), report.source.subfolder
+    path = report.source.path or ""
+    wanted: dict[str, Any] = {
+        "source": path.removesuffix(f"/{inside}") if inside else path,
+        "--target": given.get("--target") and report.target,
+        "--layout": layout,
+        "--subfolder": inside,
+    }
+    if layout is None:
+        run, length = bool(report.regimes), recorded_length(report)
+        wanted |= {
+            "--no-audit": None if run else "",
+            "--seed": str(said.seed) if said.seed else None,
+            "--max-length": None if length == MAX_LENGTH else str(length),
+        }
+        margin = report.plan.margin_bits if report.plan is not None else None
+        if run and "--plan" not in given and margin is not None:
+            wanted["--margin"] = None if margin == MARGIN_BITS else f"{margin:g}"
+        if run or "--data" in given:
+            wanted["--data"] = said.data and given.get("--data") and said.data.name
+    found = {key: source if key == "source" else given.get(key) for key in wanted}
+    if "--data" in wanted and said.data is not None and "--data" not in given:
+        return [Problem("claims", "command", "gives no --data, and the report names some", CONVERT_AGAIN)]
+    return compared("claims", found, wanted, "command")
+
+
+def check_packed(subject: Subject) -> list[Problem]:
+    """Return where what one file says of itself is not what its plan and its other claims give."""
+    inside, said = subject.packed, summary_of(subject.place)
+    assert inside is not None and said is not None  # it was opened as such
+    plan, source = inside.plan, dump(inside.source)
+    wanted = {
+        "layout": inside.layout,
+        "residual_exponent": plan.residual_exponent,
+        "eps": plan.eps,
+        "source": {key: source.get(key) for key in ("path", "revision", "sha256")},
+    }
+    claim = subject.claim.model_copy(update={"command": said["command"], "source": inside.source})
+    problems = compared("claims", {key: said.get(key) for key in wanted}, wanted)
+    return problems + check_sentences(claim) + check_command(claim, inside.layout)
 
 
 def packed_subject(file: Path) -> Subject:
@@ -218,7 +488,7 @@ def packed_subject(file: Path) -> Subject:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
     claim = claim.model_copy(update={"family": inside.plan.family})
-    return Subject(file, claim, lambda: inside.plan, inside.source, inside, longest)
+    return Subject(file, claim, inside.plan, inside.source, inside, longest)
 
 
 def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
@@ -245,16 +515,4 @@ def repeat_audit(
     folder: Path, report: Report, progress: Progress, device: Device, *, data: str | None = None
 ) -> Mapping[str, RegimeResult]:
     """Return what every regime shows on the files as stock code loads them, on the probe that the report names."""
-    said, config = report.inputs or Inputs(), load_config(folder)
-    seed = said.seed or 0
-    swept = any(entry.kind == SWEEP for entry in said.batches)
-    chosen = probe.usable(said.chosen, config)
-    inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, chosen=chosen, progress=progress)
-    with torch.random.fork_rng(devices=[]), progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
-        train_mode = report.target == "train"
-        return device.run(
-            "audit",
-            lambda place: audit_folder(
-                folder, inputs=inputs, seed=seed, device=place, advance=advance, train_mode=train_mode
-            ),
-        )
+    return run_again(folder, report, progress, device, data=data).regimes

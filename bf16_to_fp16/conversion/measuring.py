@@ -6,7 +6,7 @@ All three read the files as anyone would, so that nothing that is still in memor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,33 +45,70 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
     device = opened.device
     with products_on(device, "certificate"):
         certificate, tiers = certificate_of(work, decided.target, options.max_length, opened.spectra, progress)
-    written, inputs = open_checkpoint(work), opened.inputs
-    regimes: Mapping[str, RegimeResult] = {}
+    written = open_checkpoint(work)
+    regimes: Mapping[str, RegimeResult]
     if options.run_model:
-        in_fp32 = inputs if decided.plan.drift is not None else [smallest(inputs)]
+        inputs, in_fp32 = opened.inputs, in_fp32_too(opened.inputs, decided.plan)
         regimes, half, fp32 = audited(written, inputs, in_fp32, decided, options, device, progress)
     else:
         inputs = in_fp32 = [probe.few_rows(load_config(opened.checkpoint.folder))]
-        with progress.step("Running a few short rows of the output") as advance:
-            walk = Walk(written)
-            lanes = add_outputs(walk, inputs, torch.float16, half=True) + add_outputs(walk, inputs, torch.float32)
-            walk.run(advance)
-        half, fp32 = ([lane.result] for lane in lanes)
+        regimes, half, fp32 = {}, *outputs_of_few(written, inputs, progress)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         reference = decided.reference or reference_of(opened.checkpoint, inputs)
-        probabilities = decided.layout.gives_probabilities
-        closeness = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
-        ran = {id(batch) for batch in in_fp32}
-        beside = [x for batch, x in zip(compared(inputs), reference.fp32, strict=True) if id(batch) in ran]
-        function = fidelity(beside, None, fp32, probabilities=probabilities)
-        closeness = replace(closeness, kl_fp32=function.kl_fp16)
-        plan = decided.plan if decided.plan.drift is None else with_drift(opened, decided, inputs, reference, function)
+        ran = Ran(inputs, half, in_fp32, fp32)
+        closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, reference, ran)
     return Measured(certificate, plan, tiers, regimes, closeness, half, device.environment())
 
 
-def smallest(inputs: Sequence[Batch]) -> Batch:
-    """Return of the batches on which models are compared the one with the fewest ids."""
-    return min(compared(inputs), key=lambda batch: sum(x.numel() for x in batch.tensors.values() if x is not None))
+@dataclass(frozen=True)
+class Ran:
+    """What a written checkpoint was run on, in fp16 and in fp32, and its outputs there."""
+
+    inputs: Sequence[Batch]
+    half: Outputs
+    in_fp32: Sequence[Batch]
+    fp32: Outputs
+
+
+def in_fp32_too(inputs: list[Batch], plan: Plan) -> list[Batch]:
+    """Return what a written checkpoint is run on in fp32: all for the drift of a plan that has one, else the batch with
+    the fewest ids, which shows that the function is the source's."""
+    sizes = {id(b): sum(x.numel() for x in b.tensors.values() if x is not None) for b in inputs}
+    return inputs if plan.drift is not None else [min(compared(inputs), key=lambda batch: sizes[id(batch)])]
+
+
+def outputs_of_few(written: Checkpoint, rows: list[Batch], progress: Progress) -> tuple[Outputs, Outputs]:
+    """Return what a written checkpoint gives on one batch in fp16 and in fp32, block by block."""
+    with progress.step("Running a few short rows of the output") as advance:
+        walk = Walk(written)
+        lanes = add_outputs(walk, rows, torch.float16, half=True) + add_outputs(walk, rows, torch.float32)
+        walk.run(advance)
+    half, fp32 = ([lane.result] for lane in lanes)
+    return half, fp32
+
+
+def compare(source: Checkpoint, layout: Layout, plan: Plan, reference: Reference, ran: Ran) -> tuple[Fidelity, Plan]:
+    """Return how far a written checkpoint is from its source, and its plan with what a drift was predicted to cost and
+    what it does."""
+
+    def distance(expected: Outputs, found: Outputs, bf16: Outputs | None = None) -> Fidelity:
+        return fidelity(expected, bf16, found, probabilities=layout.gives_probabilities)
+
+    both = {id(batch) for batch in ran.in_fp32}
+    beside = [x for batch, x in zip(compared(ran.inputs), reference.fp32, strict=True) if id(batch) in both]
+    function = distance(beside, ran.fp32)
+    closeness = replace(distance(reference.fp32, ran.half, reference.bf16), kl_fp32=function.kl_fp16)
+    if plan.drift is None:
+        return closeness, plan
+    predicted = distance(reference.fp32, drifted_outputs(source, layout, plan, list(ran.inputs)))
+    drift = Drift(
+        relative_error=plan.drift.relative_error,
+        predicted_kl=predicted.kl_fp16,
+        predicted_max_logit_error=predicted.max_logit_error_fp16,
+        measured_kl=function.kl_fp16,
+        measured_max_logit_error=function.max_logit_error_fp16,
+    )
+    return closeness, plan.model_copy(update={"drift": drift})
 
 
 def audited(
@@ -100,23 +137,6 @@ def audited(
         )
         half = outputs(written, inputs, torch.float16, half=True)
         return regimes, half, outputs(written, in_fp32, torch.float32)
-
-
-def with_drift(opened: Opened, decided: Decided, inputs: list[Batch], reference: Reference, measured: Fidelity) -> Plan:
-    """Return the plan with what its drift was predicted to cost and what it does: how far the written model in fp32 is
-    from the source, which was measured."""
-    plan, layout = decided.plan, decided.layout
-    assert plan.drift is not None
-    drifted = drifted_outputs(opened.checkpoint, layout, plan, inputs)
-    predicted = fidelity(reference.fp32, None, drifted, probabilities=layout.gives_probabilities)
-    drift = Drift(
-        relative_error=plan.drift.relative_error,
-        predicted_kl=predicted.kl_fp16,
-        predicted_max_logit_error=predicted.max_logit_error_fp16,
-        measured_kl=measured.kl_fp16,
-        measured_max_logit_error=measured.max_logit_error_fp16,
-    )
-    return plan.model_copy(update={"drift": drift})
 
 
 def certificate_of(

@@ -107,10 +107,9 @@ class Options:
         if layout.eps != TOOL_EPS:
             raise UserError(f"{where}: {TOOLS[self.layout]} has {TOOL_EPS:g} for eps, and the config {layout.eps:g}")
 
-    def command(self, source: str | Path, out: Path) -> str:
-        """Return the command line that does the same again; of local paths only the last part, since it is
-        published."""
-        given = {
+    def given(self) -> dict[str, object]:
+        """Return the options of the command line that asks for this, None where it has none; "" for a switch."""
+        return {
             "--target": None if self.target == AUTO else self.target,
             "--no-audit": None if self.run_model else "",
             "--margin": None if self.margin_bits == MARGIN_BITS else f"{self.margin_bits:g}",
@@ -124,9 +123,13 @@ class Options:
             "--seed": self.seed or None,
             "--max-length": None if self.max_length == MAX_LENGTH else self.max_length,
         }
+
+    def command(self, source: str | Path, out: Path) -> str:
+        """Return the command line that does the same again; of local paths only the last part, since it is
+        published."""
         shown = shown_in_a_command(source)
         words = ["bf16-to-fp16", "convert", shown, out.name if out.name != shown else f"{shown}-fp16"]
-        for option, value in given.items():
+        for option, value in self.given().items():
             if value is not None:
                 words += [option] if value == "" else [option, shown_in_a_command(value)]
         return shlex.join(words)
@@ -142,6 +145,31 @@ class Options:
             target=None if self.target in (AUTO, TIERS[0].target) else self.target,
             subfolder=self.subfolder,
         )
+
+
+SWITCHES = ("--no-audit", "--sweep")
+"""Options without a value."""
+
+
+def read_command(line: str) -> tuple[list[str], dict[str, str]] | None:
+    """Return source and output of a command line that ``Options.command`` wrote, and its options; None for any other
+    line, such as one that a shell would run something else for."""
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        return None
+    if words[:2] != ["bf16-to-fp16", "convert"] or shlex.join(words) != line:
+        return None
+    known, names, given, rest = Options().given(), [], dict[str, str](), words[2:]
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            names.append(word)
+        elif word not in known or word in given or (word not in SWITCHES and not rest):
+            return None
+        else:
+            given[word] = "" if word in SWITCHES else rest.pop(0)
+    return (names, given) if len(names) == 2 else None
 
 
 def shown_in_a_command(value: object) -> str:

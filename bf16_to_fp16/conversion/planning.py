@@ -36,6 +36,7 @@ from ..run.batch import Batch, run_batch
 from ..run.lanes import Walk
 from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
+from ..wording import counted
 from .options import AUTO, Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128
@@ -69,6 +70,7 @@ def open_source(
         progress.say(note)
     place.check(checkpoint.folder)
     layout = agreed_layout(checkpoint)
+    say_what_is_outside(checkpoint, layout, progress)
     options.check_layout(layout, checkpoint.name)
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
@@ -76,6 +78,18 @@ def open_source(
         data, seed = options.data, options.seed
         inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep, progress=progress)
     return Opened(checkpoint, layout, inputs, device)
+
+
+def say_what_is_outside(checkpoint: Checkpoint, layout: Layout, progress: Progress) -> None:
+    """Say which tensors of a checkpoint the class that its config names does not read, so that nothing holds for
+    them."""
+    if layout.outside:
+        first, *others = sorted(layout.outside)
+        more = f" and {counted(len(others), 'more tensor')}" if others else ""
+        progress.say(
+            f"{checkpoint.name} holds {first}{more}, which {layout.alone} does not read: all that is said is of"
+            f" {layout.alone} alone"
+        )
 
 
 def replayed(opened: Opened, plan: Plan, target: str) -> Decided:

@@ -139,6 +139,17 @@ class Layout:
     """Norms of a model in memory whose eps is another than stock code's and no config could say so, with that eps."""
 
     @property
+    def outside(self) -> dict[str, str]:
+        """The tensors that the files hold for another class of the family, with the reason, which this one does not
+        read."""
+        return {name: why for name, why in self.dropped.items() if why.startswith(self.stock.names[0])}
+
+    @property
+    def alone(self) -> str | None:
+        """The name of the class where the files hold tensors for another, so that a claim is about this one alone."""
+        return self.stock.names[0] if self.outside else None
+
+    @property
     def projector(self) -> Projector | None:
         """What brings another model's outputs into the first stack; None where nothing does."""
         return next((w for w in self.topology if isinstance(w, Projector)), None)

@@ -37,6 +37,7 @@ from ..rescaling.planner import ROUNDING, Planned
 from ..rescaling.rounding_loss import STEP_NOISE
 from ..rescaling.squares import squares_of
 from . import schema
+from .card import front_matter
 from .evidence import Decided, Measured, Rewritten
 from .remedies import (
     OVER,
@@ -81,8 +82,9 @@ def build(
     layout, planned, ranges, written = decided.layout, decided.planned, decided.ranges, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
     over, close = passed_limits(planned, regimes, plan, certificate)
+    counts, source = weight_counts(layout, written), source_of(checkpoint, layout, plan, rewritten)
     if fidelity is not None:
-        over += too_inexact(fidelity, exact=is_exact(layout, plan, written), ran=bool(regimes))
+        over += too_inexact(fidelity, exact=is_exact(plan, counts, source), ran=bool(regimes))
     half = regimes.get("half")
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
@@ -99,7 +101,7 @@ def build(
         target=decided.target,
         # What a search has broken, clean runs do not show to hold.
         tiers=tiers_of(layout, measured.tiers, {} if broken else regimes),
-        source=source_of(checkpoint, layout, plan, rewritten),
+        source=source,
         output=schema.Output(files=[schema.FileEntry(**entry) for entry in (*map(asdict, written.files), *others)]),
         padding=padding_entry(layout.config),
         older=differences(layout, edited_config(layout, plan)),
@@ -109,7 +111,7 @@ def build(
         uncertified=uncertified_sites(layout, certificate, planned),
         attack=attack,
         fidelity=schema.FidelityEntry.model_validate(fidelity.to_json()) if fidelity else None,
-        weights=weight_counts(layout, written),
+        weights=counts,
         plan=Plan.model_validate(describe_plan(plan)),
         signals=signals_of(layout, plan, ranges) if ranges is not None else [],
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
@@ -125,6 +127,11 @@ def descended(report: schema.Report, lineage: schema.Lineage, kept: schema.Fidel
     source = report.source.model_copy(update=dict(lineage.source.given()))
     run = lineage.finetune if kept is None else lineage.finetune.model_copy(update={"fidelity": kept})
     return report.model_copy(update={"source": source, "finetune": run})
+
+
+def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
+    """Return a report that names the class of which alone it speaks, where the files hold tensors for another."""
+    return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})
 
 
 def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> schema.Report:
@@ -239,21 +246,24 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
     return rows
 
 
-def is_exact(layout: Layout, plan: Plan, written: Written) -> bool:
-    """Return whether the output must compute the source's function to the bit: powers of two alone, and no weight
-    rounded."""
-    whole = all(stats.lossless == stats.elements for stats in written.stats.values())
-    gains = (tensor.gain for tensor in layout.tensors.values())
-    return whole and plan.drift is None and not plan.gain_correction and all(gain == 1 for gain in gains)
+def is_exact(plan: Plan | None, weights: schema.WeightsEntry | None, source: schema.Source) -> bool:
+    """Return whether the output must compute the source's function to the bit: powers of two alone, no weight rounded
+    and none made."""
+    if plan is None or weights is None or plan.drift is not None or plan.gain_correction or source.made:
+        return False
+    return weights.lossless_fraction == 1
 
 
-def too_inexact(fidelity: Fidelity, *, exact: bool = False, ran: bool = True) -> list[schema.UnsafeEntry]:
+def too_inexact(
+    fidelity: Fidelity | schema.FidelityEntry, *, exact: bool = False, ran: bool = True
+) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the fp32 source than bf16 is: then too much has become too small; or if
     the output of an ``exact`` plan is another function in fp32.
 
     A stream shrunk until nothing of it is left passes every check for overflow.
     """
-    bf16, fp16, fp32 = fidelity.kl_bf16, fidelity.kl_fp16, fidelity.kl_fp32
+    bf16, fp32 = fidelity.kl_bf16, fidelity.kl_fp32
+    fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
         return [inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
     if bf16 is None or not math.isfinite(bf16) or fp16 <= max(bf16, NOISE):
@@ -287,6 +297,7 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
         carried_over=rewritten.carried,
         left_out=rewritten.left_out,
         side_dtypes=dict(rewritten.side_dtypes),
+        card=front_matter(checkpoint.folder),
     )
 
 

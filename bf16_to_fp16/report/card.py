@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..checkpoint.folder import MODULES
-from ..checkpoint.reader import Checkpoint
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
@@ -80,25 +79,30 @@ MOST_UNCERTIFIED_ON_CARD = 6
 """Sites without a proof that a card lists; the report has all."""
 
 
-def write_card(path: Path, checkpoint: Checkpoint, report: Report) -> None:
-    """Write the model card of a conversion to ``path``: front matter and Markdown, UTF-8.
+def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
+    """Write the model card of a conversion to ``path``, UTF-8."""
+    path.write_text(render_card(report, config), encoding="utf-8", newline="\n")
 
-    checkpoint: the source, whose ``README.md`` gives the front matter. report: what ``build.build`` returns. An unsafe
-    verdict is the first line of the text.
+
+def render_card(report: Report, config: Mapping[str, Any]) -> str:
+    """Return the model card of a conversion, front matter and Markdown, which depends on nothing else.
+
+    report: what ``build.build`` returns. config: the checkpoint's, which names its class. An unsafe verdict is the
+    first line of the text.
     """
-    inherited = front_matter(checkpoint.folder)
-    architecture = next(iter(architectures(checkpoint.config)), "")
+    inherited: dict[str, Any] = dict(report.source.card)
+    architecture = next(iter(architectures(config)), "")
     results = eval_results(report, class_named(architecture), inherited.get("pipeline_tag"))
     data = ModelCardData(
-        base_model=origin(checkpoint, report)[0],
+        base_model=origin(report)[0],
         library_name="transformers",
         tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), *TAGS],
         model_name=f"{source_name(report)} in fp16" if results else None,
         eval_results=results or None,
         **inherited,
     )
-    said = card_text(checkpoint, report, licensed="license" in inherited, languages="language" in inherited)
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{said}").save(path)
+    said = card_text(report, architecture or "?", licensed="license" in inherited, languages="language" in inherited)
+    return f"---\n{data.to_yaml()}\n---\n\n{said}"
 
 
 def warned(card: str, report: Report) -> str:
@@ -133,13 +137,11 @@ def notice(report: Report) -> str:
     return f"{verdict} Next: {prose(words)}{colon}{span(command) if colon else ''}" if report.next else verdict
 
 
-def origin(checkpoint: Checkpoint, report: Report) -> tuple[str | None, str | None]:
+def origin(report: Report) -> tuple[str | None, str | None]:
     """Return the Hub id that a source was given by and its commit, None for a local folder; of a checkpoint that was
     trained, those of the original."""
-    if report.finetune is not None:
-        path, revision = report.source.path, report.source.revision
-        return (None, None) if path is None or revision is None else (path.partition("@")[0], revision)
-    return (None, None) if checkpoint.revision is None else (checkpoint.source.partition("@")[0], checkpoint.revision)
+    path, revision = report.source.path, report.source.revision
+    return (None, None) if path is None or revision is None else (path.partition("@")[0], revision)
 
 
 def task_of(stock: StockClass | None) -> str:
@@ -260,12 +262,11 @@ def card_template() -> Template:
     return made.get_template("card.md.jinja")
 
 
-def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languages: bool = True) -> str:
-    """Return the Markdown of the card."""
+def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:
+    """Return the Markdown of the card of a checkpoint of the class ``architecture``."""
     covers, leaves = coverage(report)
-    architecture = str((checkpoint.config.get("architectures") or ["?"])[0])
     stock = class_named(architecture)
-    hub_id, revision = origin(checkpoint, report)
+    hub_id, revision = origin(report)
     run, plan = report.finetune, report.plan
     assert plan is not None  # a card is of a conversion
     recipe = run.recipe if run is not None else None
@@ -303,6 +304,8 @@ def card_text(checkpoint: Checkpoint, report: Report, *, licensed: bool, languag
         exact=is_exact(plan),
         histograms=histograms(plan.exponents),
         model_class=loading_class(architecture),
+        outside=sum(why.startswith(architecture) for why in report.source.dropped.values()),
+        architecture=architecture,
         sentences=MODULES in report.source.carried_over,
         stock=stock,
         goes_on=stock is not None and stock.is_language_model and not stock.takes_decoder_ids,

@@ -233,11 +233,13 @@ def styled(name: str, inches: tuple[float, float], words: str) -> Iterator[tuple
 
     name: what the ids inside the SVG are made from, so that the same picture has the same bytes.
     """
-    from matplotlib import rc_context
+    from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure as Canvas
 
     result: list[Markup] = []
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
+    with rc_context():
+        rcdefaults()  # whatever the user's matplotlibrc says
+        rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9})
         canvas = Canvas(figsize=inches, layout="constrained")
         axes = canvas.add_subplot(facecolor="none")
         canvas.patch.set_visible(False)

@@ -83,6 +83,18 @@ SQUARES_UNSEEN = (
 )
 
 
+UNMOVED = "no exponent moves it"
+
+
+NOTHING_MOVES = "no rescaling moves it"
+
+
+TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"
+
+
+SINKING = "the mean square of a token in the stream falls to "
+
+
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
 
 
@@ -107,7 +119,7 @@ def passed_limit(violation: Violation) -> UnsafeEntry:
 
 def sinks(least: float) -> str:
     """Return why a tier that squares the stream in fp16 does not hold where a token's mean square is so small."""
-    return f"the mean square of a token in the stream falls to {least:.2g}, where fp16 squares vanish"
+    return f"{SINKING}{least:.2g}, where fp16 squares vanish"
 
 
 ANOTHER_FUNCTION = "every weight was carried over exactly, and the output in fp32 is not the source's"
@@ -201,7 +213,7 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
             bound=site.largest,
             limit=site.limit,
             excess_bits=-site.headroom_bits,
-            reason="no rescaling moves it" if site.kind in IMMOVABLE else OVER,
+            reason=NOTHING_MOVES if site.kind in IMMOVABLE else OVER,
             remedy=PENALTY if site.kind in IMMOVABLE else CONVERTED if converted else CONVERT,
         )
         for site in certificate.over
@@ -211,13 +223,10 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
     if kind in IMMOVABLE:
-        return "no exponent moves it", PENALTY
+        return UNMOVED, PENALTY
     if fallback is not None and not fallback.impossible:
-        reason = (
-            "holding it for every input would push weights or signals under fp16's smallest numbers"
-            f" (predicted squared error {fallback.cost_certified:.1e} instead of {fallback.cost_observed:.1e})"
-        )
-        return reason, OBSERVED
+        cost = f"predicted squared error {fallback.cost_certified:.1e} instead of {fallback.cost_observed:.1e}"
+        return f"{TOO_COSTLY} ({cost})", OBSERVED
     return OVER_AT_EVERY_EXPONENT, PENALTY
 
 

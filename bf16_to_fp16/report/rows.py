@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.tiers import TIERS
 from ..families.known import named, projector_of, roles_of
 from ..families.roles import STACKS, block_of, stack_in
@@ -138,15 +139,24 @@ def found_by(report: Report) -> str:
     return "the inputs that were run, in pure fp16" if half else ""
 
 
-def claim_end(padding: int | None, family: str | None) -> str:
-    """Return for which padding a claim holds, and about what inside a model nothing is claimed, as the end of "every
-    input"; empty for any and nothing. padding, family: as in a report."""
+def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:
+    """Return for which padding a claim holds, about what inside a model nothing is claimed, and of which class alone it
+    speaks, as the end of "every input"; empty for any and nothing. padding, family, model_class: as in a report."""
     aside = f", the {tower} aside" if (tower := tower_of(family)) else ""
+    aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:
         return (" in which every position sees a token" if has_blind_padding(family) else "") + aside
     if padding is None:
         return f" without padding{aside}"
     return f" (padded on the right by at least {counted(padding, 'position')}, or not at all){aside}"
+
+
+def every_input(report: Report, *, length: bool = False) -> str:
+    """Return "every input" with all that limits it; with its length if asked, and wherever that is less than usual."""
+    certificate = report.certificate
+    shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
+    of = f" of up to {counted(certificate.max_length, 'position')}" if certificate is not None and shown else ""
+    return f"every input{of}{claim_end(report.padding, report.family, report.model_class)}"
 
 
 def tower_of(family: str | None) -> str:
@@ -202,12 +212,10 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
     if certificate is None:
         return [], []
     squares = any(site.kind == "squares" for site in certificate.sites)
-    positions = counted(certificate.max_length, "position")
     sums = counted(certificate.splits, "partial sum")
     covers = [
         "every operation of the forward pass, in pure fp16, under AMP and as stock code loads it",
-        f"every input of up to {positions}{claim_end(report.padding, report.family)}: any tokens, and embeddings"
-        " anywhere in the hull of the table",
+        f"{every_input(report, length=True)}: any tokens, and embeddings anywhere in the hull of the table",
         f"kernels that accumulate in fp32 in any order, or in up to {sums} rounded to fp16 and added in fp16",
     ]
     leaves = [
@@ -260,7 +268,7 @@ def _verdict(report: Report) -> str:
     if report.safe or report.short:
         beginning = "Safe in fp16"
         if report.proven:
-            beginning += f" for every input{claim_end(report.padding, report.family)}, by bounds from the weights"
+            beginning += f" for {every_input(report)}, by bounds from the weights"
         elif report.short and regimes:
             beginning += " on what was run"
         if report.short:
@@ -328,7 +336,7 @@ def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
     rows = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            proven = f"holds for every input{claim_end(report.padding, report.family)}"
+            proven = f"holds for {every_input(report)}"
             how = {"certified": proven, "observed": "holds on what was run", None: "not shown"}
             said = how[entry.proof] + (f": {entry.reason}" if entry.reason else "")
             rows.append((tier.name, tier.words, said, ", ".join(entry.runtimes)))

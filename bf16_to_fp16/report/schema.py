@@ -41,6 +41,9 @@ REPORT = "fp16_report.json"
 PAGE = "fp16_report.html"
 
 
+CARD = "README.md"
+
+
 LONGEST_REPORT = 64_000_000
 """Bytes; one with an exponent for each channel of an 11B model has some 12 MB."""
 
@@ -113,6 +116,7 @@ class Source(ReportObject):
     into a config inside. ``carried_over`` and ``left_out``: files besides the weights. ``side_dtypes``: what the
     tensors of a sentence encoder's other modules were in, by sub-folder and name. Of a checkpoint that was finetuned,
     path, revision and hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged with it.
+    ``card``: licence, languages, tags and task as the source's own card gives them.
     """
 
     path: str | None = None
@@ -129,6 +133,7 @@ class Source(ReportObject):
     carried_over: list[str] = []
     left_out: list[str] = []
     side_dtypes: dict[str, str] = {}
+    card: dict[str, str | list[str]] = {}
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
@@ -152,9 +157,13 @@ class FileEntry(ReportObject):
 
 
 class Output(ReportObject):
-    """The files of the output, but for the report itself."""
+    """The files of the output, but for the report itself.
+
+    ``card_edited``: the card that was published is not the one that was made from this report.
+    """
 
     files: list[FileEntry] = []
+    card_edited: Flag = False
 
 
 class Text(ReportObject):
@@ -517,6 +526,10 @@ class Report(ReportObject):
     source: Source = Source()
     output: Output = Output()
     train_mode: Flag = False
+    model_class: str | None = Field(
+        default=None,
+        description="the stock class of which alone this speaks, where the files hold tensors that it does not read",
+    )
     padding: Count | None = Field(
         default=0,
         description="positions of padding that a padded row of the encoder needs at least in fp16; null: none may be",
@@ -586,7 +599,8 @@ class Verification(ReportObject):
 
     ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed; ``target``:
     for which it is. ``tiers``: as the files give them, none where they failed. ``padding``: as in a report.
-    ``as_reported``: the report is true, and says itself that the checkpoint is unsafe.
+    ``as_reported``: the report is true, and says itself that the checkpoint is unsafe. ``not_checked``: keys of the
+    report and files that were taken as they are, with the reason. ``notes``: what limits the claim, in sentences.
     """
 
     version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
@@ -598,6 +612,8 @@ class Verification(ReportObject):
     report: Claim
     checks: dict[str, str]
     problems: list[ProblemEntry]
+    not_checked: dict[str, str] = {}
+    notes: list[str] = []
     files: Count
     target: str | None = None
     certificate: CertificateEntry | None

@@ -45,6 +45,7 @@ from .rows import (
     carried_over,
     claim_end,
     distinct,
+    every_input,
     for_target,
     least_precise,
     missed,
@@ -86,7 +87,10 @@ CHECK_NAMES = {
     "replay": "replay: the plan applied to the original",
     "certificate": "certificate: computed again",
     "audit": "audit: run again",
+    "fidelity": "fidelity: the original run again",
     "tiers": "tiers: bounds and audit against the report",
+    "claims": "claims: what follows from the rest",
+    "views": "views: card and page made again",
 }
 
 
@@ -211,8 +215,7 @@ def output_line(report: Report) -> Text:
         return bad("output: unsafe", where)
     said = "nothing overflowed on what was run"
     if certificate is not None and certificate.holds:
-        inputs = f"every input of up to {certificate.max_length:,} positions{claim_end(report.padding, report.family)}"
-        said = f"proven for {inputs}{for_target(report)}"
+        said = f"proven for {every_input(report, length=True)}{for_target(report)}"
     elif certificate is not None:
         said += (
             f"; not proven at {len(certificate.over)} of {counted(len(certificate.sites), 'site')}{for_target(report)}"
@@ -373,7 +376,7 @@ def plain(value: float) -> str:
 
 def certificate_sentence(report: Report, certificate: CertificateEntry) -> str:
     """Return what a certificate that holds says, and for which target."""
-    inputs = f"input of up to {certificate.max_length:,} positions{claim_end(report.padding, report.family)}"
+    inputs = every_input(report, length=True).removeprefix("every ")
     return (
         f"no {inputs} can overflow it; the tightest of"
         f" {len(certificate.sites)} bounds{for_target(report)} is {below_limit(certificate.headroom_bits)}"
@@ -700,6 +703,9 @@ def print_published(result: Mapping[str, Any]) -> None:
         kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
         files = counted(len(result["uploaded"]), "file")
         screen.print(f"{result['url']} ({kind}): {files} in {result['commit']}", markup=False, soft_wrap=True)
+    if why := result["not_compared"]:
+        said = f"the hashes there were not compared with the folder's: {why}; run bf16-to-fp16 verify on it"
+        screen.print(bad("not checked", said))
     if result["kept"]:
         screen.print(f"these stay: {', '.join(result['kept'])}", markup=False, soft_wrap=True)
 
@@ -760,10 +766,19 @@ def print_verification(result: Verification) -> None:
             markup=False,
             soft_wrap=True,
         )
+    unseen: dict[str, list[str]] = {}
+    for what, why in result.not_checked.items():
+        unseen.setdefault(why, []).append(what)
+    for why, names in unseen.items():
+        screen.print(f"not checked: {', '.join(names)}; {why}", markup=False, soft_wrap=True)
+    for note in result.notes:
+        screen.print(f"note: {note}", markup=False, soft_wrap=True)
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
         ran = "nothing was run" if kept is None else f"the largest value run is {below_limit(kept)}"
-        every = f"certified for every input{claim_end(result.padding, result.report.family)}{for_target(result)}"
+        inputs = f"up to {counted(result.certificate.max_length, 'position')}"
+        aside = claim_end(result.padding, result.report.family)
+        every = f"certified for every input of {inputs}{aside}{for_target(result)}"
         proof = every if result.certificate.holds else "safe on what was run"
         screen.print(good("verified", f"{counted(result.files, 'file')} as recorded, {proof}; {ran}"))
     else:

@@ -7,26 +7,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import is_weights, sha256_of
+from ..checkpoint.folder import is_code, is_weights, sha256_of, side_modules
 from ..checkpoint.formats import read_json, read_whole_header
-from ..checkpoint.packing import LAYOUTS, summary_of
+from ..checkpoint.packing import LAYOUTS, recorded_sha256, summary_of, tensors_sha256
 from ..checkpoint.pipeline import has_variant, variant_name
-from ..checkpoint.reader import Checkpoint, contained
-from ..checkpoint.shards import INDEX
+from ..checkpoint.reader import SINGLE_OR_SHARDED, Checkpoint, contained
+from ..checkpoint.shards import INDEX, WEIGHTS
+from ..checkpoint.side_modules import read_side_modules
 from ..checkpoint.single_file import TOKENIZER
 from ..families.configs import looked_up
+from ..families.layout import Layout
 from ..report.remedies import CONVERT_AGAIN, REMOVE
-from ..report.schema import REPORT, FileEntry, Report
+from ..report.schema import CARD, PAGE, REPORT, FileEntry, Report
 from ..report.stored import Packed
+from ..wording import counted
 from .problems import Problem
 
 UNLISTED = "is not in the report, so nothing is known of it"
+
+
+OWN_NAMES = (*SINGLE_OR_SHARDED, "config.json", "generation_config.json", "modules.json", CARD, PAGE, REPORT)
+"""Files that stock code and readers know by name."""
 
 
 def present_files(folder: Path) -> list[str]:
     """Return the names of all files below a folder but hidden ones, which no library reads, sorted."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() or path.is_symlink())
     return sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
+
+
+def beside_weights(folder: Path) -> list[str]:
+    """Return the names of a folder's files that a conversion carries over: all but weights and what it writes anew."""
+    own = {"config.json", CARD, PAGE, REPORT}
+    return [name for name in present_files(folder) if name not in own and not is_weights(name)]
 
 
 def check_files(folder: Path, report: Report, *, extra: Sequence[str] = (), advance: Any = None) -> list[Problem]:
@@ -47,6 +60,9 @@ def check_files(folder: Path, report: Report, *, extra: Sequence[str] = (), adva
         digest = sha256_of(path)
         if digest != entry.sha256:
             problems.append(Problem("files", name, difference(path, name, digest, entry, owner, report), CONVERT_AGAIN))
+        elif path.stat().st_size != entry.nbytes:
+            said = f"has {path.stat().st_size:,} bytes and the report says {entry.nbytes:,}"
+            problems.append(Problem("files", name, said, CONVERT_AGAIN))
         done += entry.nbytes or 0
         if advance is not None:
             advance(done, total)
@@ -86,6 +102,34 @@ def changed_keys(path: Path, report: Report) -> str:
     return "".join(f", {key} is {looked_up(config, key)} instead of {value}" for key, value in wrong.items())
 
 
+def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> list[Problem]:
+    """Return what no conversion writes though it is listed: code, files in folders that are no module's of a sentence
+    encoder, names that differ from a known one by case alone, and tensors that the class does not read."""
+    modules = {module.name for module in read_side_modules(checkpoint.folder) if module.tensors}
+    folders, own = side_modules(checkpoint.folder), {name.casefold(): name for name in OWN_NAMES}
+    problems = []
+    for name in sorted(entry.name for entry in report.output.files):
+        first, _, below = name.partition("/")
+        known = own.get(name.casefold(), name)
+        if is_code(name):
+            reason = "is code, which convert writes none of"
+        elif below and first not in folders:
+            reason = "lies in a folder that convert does not write"
+        elif below and is_weights(below) and (first not in modules or below != WEIGHTS):
+            reason = "holds weights of which nothing is known"
+        elif name != known:
+            reason = f"has the name of {known} but for upper and lower case, and may be read in its place"
+        else:
+            continue
+        problems.append(Problem("files", name, reason, REMOVE))
+    if layout.dropped:
+        first, *others = sorted(layout.dropped)
+        more = f" (and {counted(len(others), 'more tensor')})" if others else ""
+        reason = f"is no tensor of {layout.stock.names[0]}, of which alone the report speaks{more}"
+        problems.append(Problem("files", first, reason, CONVERT_AGAIN))
+    return problems
+
+
 def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
     """Return the files of weights that are read and not listed, as hidden ones, and those listed that a loader may read
     in another format or as a variant: any but variants that are the very same, and single files that
@@ -117,7 +161,11 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Pr
     that a loader multiplies with, and those in another dtype."""
     naming = LAYOUTS[inside.layout]
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
-    problems = []
+    problems, recorded = [], recorded_sha256(file)
+    if recorded is None:
+        problems.append(Problem("files", file.name, "records no hash of its tensors", CONVERT_AGAIN))
+    elif recorded != tensors_sha256(file):
+        problems.append(Problem("files", file.name, "the tensors were changed or damaged since", CONVERT_AGAIN))
     for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
         if info.dtype == "U8" and name.rpartition(".")[2] == TOKENIZER:
             continue

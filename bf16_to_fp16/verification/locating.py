@@ -13,7 +13,6 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
 from ..report.schema import REPORT, Report, read_report
-from ..rescaling.plan import Plan
 from ..wording import bytes_in_words
 
 LISTS_OTHER = "lists something that convert does not write; convert the source again"
@@ -101,8 +100,8 @@ def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Pr
     return folder, commit, sorted(set(sizes) - {REPORT, *listed})
 
 
-def read_recorded(folder: Path, *, whole: bool = False) -> Report:
-    """Return the report of a converted folder: what is checked of it but for the plan, or the ``whole``.
+def read_recorded(folder: Path) -> Report:
+    """Return the report of a converted folder.
 
     Raises UserError where there is none, or it lacks what can be checked.
     """
@@ -110,17 +109,7 @@ def read_recorded(folder: Path, *, whole: bool = False) -> Report:
     if not path.is_file():
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     contained(folder, REPORT)
-    also, unread = (
-        (None, ()) if whole else (("target", "tiers", "proof", "family", "inputs", "finetune", "unsafe"), ("plan",))
-    )
-    report = read_report(path, NEEDED, LISTS_OTHER, also=also, unread=unread, wrong=WRONG, version=SCHEMA)
+    report = read_report(path, NEEDED, LISTS_OTHER, also=None, wrong=WRONG, version=SCHEMA)
     if any(entry.nbytes is None or entry.sha256 is None for entry in report.output.files):
         raise UserError(f"{path}: {LISTS_OTHER}")
     return report
-
-
-def recorded_plan(folder: Path) -> Plan:
-    """Return the plan that the report of a converted folder holds; raise UserError where it holds none."""
-    plan = read_report(folder / REPORT, {"plan": NEEDED["plan"]}, LISTS_OTHER, wrong=WRONG).plan
-    assert plan is not None  # asked for
-    return plan

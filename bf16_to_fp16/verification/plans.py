@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import MODULES, carry_over
+from ..checkpoint.folder import MODULES, carry_over, tokenizer_beside
 from ..checkpoint.formats import bytes_of
 from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
 from ..checkpoint.side_modules import write_in_fp16
@@ -19,12 +20,15 @@ from ..families.known import stock_class
 from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..progress import Progress
+from ..report.build import source_of, weight_counts
+from ..report.evidence import Rewritten
 from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION
-from ..report.schema import Source
+from ..report.schema import Source, WeightsEntry, dump
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.plan import Plan, exponents_of
 from ..run.agreement import agreed_layout
-from .files import present_files
+from .comparing import compared
+from .files import beside_weights, present_files
 from .problems import Problem
 
 OF_NO_MODEL = ("architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
@@ -89,20 +93,30 @@ def check_config(layout: Layout, checkpoint: Checkpoint, plan: Plan) -> list[Pro
     return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(differing)]
 
 
-def replay(
-    original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Source, progress: Progress
-) -> list[Problem]:
+@dataclass(frozen=True)
+class Replayed:
+    """What applying the recorded plan to the original shows: problems, the layout, what the report must say of source
+    and weights (None where it is another original), and the files that nothing was compared with, with the reason."""
+
+    problems: list[Problem]
+    layout: Layout | None = None
+    source: Source | None = None
+    weights: WeightsEntry | None = None
+    unchecked: Mapping[str, str] = field(default_factory=dict)
+
+
+def replay(original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Source, progress: Progress) -> Replayed:
     """Return where applying the recorded plan to the original does not give the checkpoint's weights, bit for bit, and
     its config, where the original has one of its own."""
-    for file in original.weight_files:
-        name = original.file_name(file)
-        if source.sha256.get(name) != original.sha256(file):
-            return [Problem("replay", name, "is not the file that was converted", RIGHT_REVISION)]
+    hashes = {original.file_name(file): original.sha256(file) for file in original.weight_files}
+    for name in sorted({*hashes, *source.sha256}):
+        if source.sha256.get(name) != hashes.get(name):
+            return Replayed([Problem("replay", name, "is not the file that was converted", RIGHT_REVISION)])
     agreed_layout(original)
     layout = resolve(original, untie=plan.untied_head)
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
         with progress.step("Replaying the plan on the original") as advance:
-            write_fp16(original, writes(layout, plan), Path(scratch), advance=advance)
+            written = write_fp16(original, writes(layout, plan), Path(scratch), hashes=False, advance=advance)
         (Path(scratch) / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8", newline="\n")
         again = open_checkpoint(scratch)
         differing = sorted(set(again.tensors) ^ set(checkpoint.tensors))
@@ -112,21 +126,56 @@ def replay(
                 differing.append(name)
     reason = "is not what the plan makes of the original"
     problems = [Problem("replay", name, reason, CONVERT_AGAIN) for name in differing]
+    weights = weight_counts(layout, written)
+    rewritten = Rewritten(replace(written, source_sha256=hashes), [], [])
     if original.folder in VIEWS:
-        return problems
+        # Its config was told from the weights or given, and nothing lies beside it.
+        untold = ("config_changes", "other_sha256", "carried_over", "left_out", "card")
+        entry = source_of(original, layout, plan, rewritten)
+        entry = entry.model_copy(update={key: getattr(source, key) for key in untold})
+        reason = "the original is one file, which does not tell"
+        unseen = {f"source.{key}": reason for key in untold if getattr(source, key)}
+        return Replayed(problems, layout, entry, weights, unseen)
     problems += check_config(layout, checkpoint, plan)
-    return problems if checkpoint.folder in VIEWS else problems + check_carried(original.folder, checkpoint.folder)
+    if checkpoint.folder in VIEWS:
+        rewritten = replace(rewritten, carried=source.carried_over, left_out=source.left_out)
+        return Replayed(problems, layout, source_of(original, layout, plan, rewritten), weights)
+    wrong, unchecked, (carried, left_out), side = check_carried(original, checkpoint.folder, source.subfolder)
+    rewritten = replace(rewritten, carried=carried, left_out=left_out, side_dtypes=side)
+    return Replayed(problems + wrong, layout, source_of(original, layout, plan, rewritten), weights, unchecked)
 
 
-def check_carried(original: Path, folder: Path) -> list[Problem]:
+def check_source(said: Source, found: Source) -> tuple[list[Problem], dict[str, str]]:
+    """Return the keys of a recorded source that are not what the original gives, and those that cannot be told, since
+    files beside the original's weights were changed, with the reason."""
+    data, truth = dump(said), dump(found)
+    keys = ["sha256", "dtype", "dtypes", "made", "dropped", "config_changes", "side_dtypes"]
+    if said.other_sha256 == found.other_sha256:
+        keys += ["carried_over", "left_out", "card"]
+        return compared("replay", {k: data.get(k) for k in keys}, {k: truth.get(k) for k in keys}, "source"), {}
+    reason = "the original has other files beside its weights than those that were converted"
+    unchecked = {f"source.{key}": reason for key in ("other_sha256", "carried_over", "left_out", "card")}
+    return compared("replay", {k: data.get(k) for k in keys}, {k: truth.get(k) for k in keys}, "source"), unchecked
+
+
+def check_carried(
+    original: Checkpoint, folder: Path, subfolder: str | None
+) -> tuple[list[Problem], dict[str, str], tuple[list[str], list[str]], dict[str, str]]:
     """Return the files beside the weights, such as tokenizer and generation settings, that are not what a conversion
-    carries over from the original. A model card, and files that only one of both has, decide nothing; but for those
-    that stock code obeys where it finds them."""
-    problems = []
+    carries over from the original, those that nothing was compared with, and what a conversion carries over and leaves
+    out, with the dtypes of side modules.
+
+    A model card, and files that only one of both has, decide nothing; but for those that stock code obeys where it
+    finds them.
+    """
+    problems, unchecked = list[Problem](), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
-        carry_over(original, Path(scratch))
-        write_in_fp16(original, Path(scratch))
+        brought = carry_over(original.folder, Path(scratch), tokenizer=tokenizer_beside(original, subfolder))
+        side = write_in_fp16(original.folder, Path(scratch))
         ours = {name: Path(scratch, name) for name in present_files(Path(scratch)) if name != "SOURCE_README.md"}
+        for name in beside_weights(folder):
+            if name not in ours:
+                unchecked[name] = "the original has no such file"
         for name in sorted({*ours, *OBEYED}):
             both = [file.is_file() for file in (Path(scratch, name), folder / name)]
             if all(both):
@@ -136,4 +185,4 @@ def check_carried(original: Path, folder: Path) -> list[Problem]:
             if not same:
                 reason = "is not what the conversion carries over from the original"
                 problems.append(Problem("replay", name, reason, CONVERT_AGAIN))
-    return problems
+    return problems, unchecked, brought, side

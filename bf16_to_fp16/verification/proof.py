@@ -29,10 +29,18 @@ def check_certificate(certificate: Certificate, report: Report) -> list[Problem]
         elif not agree(claim, site.bound, site.partial):
             reason = f"its bound is {site.largest:.6g} and the report says {claim.bound}"
             problems.append(Problem("certificate", site.name, reason, CONVERT_AGAIN))
+        elif (claim.kind, claim.limit) != (site.kind, site.limit):
+            reason = f"is {site.kind}, up to {site.limit:g}, and the report says {shown(claim.kind)}, {claim.limit:g}"
+            problems.append(Problem("certificate", site.name, reason, CONVERT_AGAIN))
     problems += [
         Problem("certificate", name, "the report bounds it, and the checkpoint has no such site", CONVERT_AGAIN)
         for name in recorded
     ]
+    if report.certificate.train_mode != certificate.arithmetic.train:
+        reason = (
+            f"the report says that it {'covers' if report.certificate.train_mode else 'leaves out'} training, wrongly"
+        )
+        problems.append(Problem("certificate", "certificate", reason, CONVERT_AGAIN))
     if report.certificate.holds != certificate.holds and not problems:
         reason = f"the report says that it {'holds' if not certificate.holds else 'does not hold'}, wrongly"
         problems.append(Problem("certificate", "certificate", reason, CONVERT_AGAIN))

@@ -210,6 +210,45 @@ def test_public_only_where_it_is_said(run: Run, hub: HubServer, folder: Path) ->
     assert "exists and is public; give --public" in error_of(upload(run, folder))
 
 
+def test_a_repository_that_turns_out_public_gets_no_byte(
+    send: Callable[..., Any], hub: HubServer, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may not do as ``create`` asks, and an owner may change his mind while the audit runs."""
+
+    def made_public(*_: Any, **__: Any) -> bool:
+        for repo in hub.repos.values():
+            repo.private = False
+        return False
+
+    said = "me/out is public, though it was to be private, so nothing was uploaded"
+    hub.struck = made_public
+    assert said in send(converted) and hub.count("^POST /api/repos/create") == 1
+    hub.clear()
+    hub.add("me/out", {})
+    monkeypatch.setattr(sys.modules["bf16_to_fp16.commands.publish"], "audit_again", made_public)
+    with pytest.raises(UserError, match=said):
+        publish(converted, "me/out", endpoint=hub.endpoint)
+    assert hub.files("me/out") == {} and not hub.objects and hub.count("^PUT ") == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(404, "the server lists no files"), (403, "no permission"), (500, "fails (500)")]
+)
+def test_hashes_that_cannot_be_compared_at_the_end_are_no_success(
+    run: Run, hub: HubServer, folder: Path, waits: list[float], status: int, said: str
+) -> None:
+    def struck(count: int) -> bool:
+        if count < 0 and len(hub.repos["me/out"].messages) > 1 and not hub.faults:  # committed
+            hub.faults.append(Fault("GET", "/tree/", status, times=99))
+        return False
+
+    hub.add("me/out", {})
+    hub.struck = struck
+    code, out, _ = run("publish", folder, "me/out", "-y")
+    assert code == 1 and "not checked: the hashes there were not compared with the folder's" in out and said in out
+    assert hub.files("me/out") == contents(folder)
+
+
 def test_a_pull_request_leaves_the_branch_alone(run: Run, hub: HubServer, folder: Path) -> None:
     theirs = {"model.safetensors": b"theirs", "README.md": b"# Theirs"}
     hub.add("them/model", theirs, private=False)
@@ -349,7 +388,8 @@ def test_a_card_that_was_edited_goes_up_with_its_own_hash(run: Run, hub: HubServ
     (folder / "README.md").write_text(card)
     assert "edited since the conversion" in run("publish", folder, "me/out", "-y")[1]
     assert hub.files("me/out")["README.md"].decode() == card
-    assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
+    found = verify("me/out", endpoint=hub.endpoint, run_model=False)
+    assert found["verified"] and "edited before it was published" in found["not_checked"]["README.md"]
 
 
 def test_a_checkpoint_below_a_repository_is_verified_by_its_folders_name(hub: HubServer, folder: Path) -> None:

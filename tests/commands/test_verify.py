@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import tiny
+from support.forging import forge
 
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
 from bf16_to_fp16.auditing.regimes import audit_folder
@@ -24,12 +26,14 @@ from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.configs import with_value
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.remedies import SQUARES_UNSEEN
+from bf16_to_fp16.report.remedies import OVER, PENALTY, SQUARES_UNSEEN
 from bf16_to_fp16.report.schema import Report, Source, read
+from bf16_to_fp16.report.stored import read_plan
 from bf16_to_fp16.run import batch, probe
 from bf16_to_fp16.run.stock import load, load_config
-from bf16_to_fp16.verification.locating import recorded_plan
 from bf16_to_fp16.verification.plans import check_plan
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 REPORT = "fp16_report.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -66,11 +70,9 @@ def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rehash(folder: Path, **changes: Any) -> None:
-    """Make the report agree with the files, as someone would who hides a change; ``changes`` are put into it."""
-    report = json.loads((folder / REPORT).read_text())
-    new = {str(entry["name"]): entry for entry in records(folder)}
-    report["output"]["files"] = [new[entry["name"]] for entry in report["output"]["files"]]
-    (folder / REPORT).write_text(json.dumps(report | changes))
+    """Make report, card and page agree with the files, as someone would who hides a change; ``changes`` are put into
+    the report."""
+    forge(folder, changes)
 
 
 def flip(path: Path, at: int = -1) -> None:
@@ -204,14 +206,16 @@ def test_a_hidden_key_of_the_config_is_found_by_the_replay(folder: Path, source:
     (folder / "fp16_report.json").write_text(json.dumps(report))
     rehash(folder)
     reason = "is not what the conversion makes of the original's config.json"
-    assert problems(folder, original=source, run_model=False) == [("replay", "config.json, initializer_factor", reason)]
+    changes = "source.config_changes.initializer_factor"
+    assert problems(folder, original=source, run_model=False) == [
+        ("replay", "config.json, initializer_factor", reason),
+        ("replay", changes, "the report says {'before': 1.0, 'after': 3.0}, and nothing was found"),
+    ]
 
 
 def relist(folder: Path, **changes: Any) -> None:
-    """Make the report list whatever is in the folder, hidden files aside."""
-    report = json.loads((folder / REPORT).read_text())
-    listed = [entry for entry in records(folder) if entry["name"] != REPORT and not str(entry["name"]).startswith(".")]
-    (folder / REPORT).write_text(json.dumps(report | {"output": {"files": listed}} | changes))
+    """Make the report list whatever is in the folder, hidden files aside, and card and page agree with it."""
+    forge(folder, changes, new=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -221,7 +225,7 @@ def test_a_dtype_that_is_not_fp16_is_found_whatever_the_report_says_was_changed(
 ) -> None:
     """Stock code loads the weights in it where no other is asked for."""
     checkpoint = open_checkpoint(converted)
-    plan, layout = recorded_plan(converted), resolve(checkpoint)
+    plan, layout = read_plan(converted), resolve(checkpoint)
     assert check_plan(checkpoint, layout, plan, Source()) == []
     forged = replace(checkpoint, config=with_value(checkpoint.config, where, dtype))
     [problem] = check_plan(forged, layout, plan, Source())
@@ -292,7 +296,7 @@ def test_a_class_of_which_less_is_claimed_is_found_by_the_replay(tmp_path: Path)
     certified = certify(out, target=target)
     relist(out, **{key: certified[key] for key in ("certificate", "tiers", "proof")})
     reason = "is not what the conversion makes of the original's config.json"
-    assert problems(out, original=source, run_model=False) == [("replay", "config.json, architectures", reason)]
+    assert ("replay", "config.json, architectures", reason) in problems(out, original=source, run_model=False)
 
 
 def test_a_hidden_overflow_is_found_by_the_audit(folder: Path) -> None:
@@ -354,11 +358,10 @@ def test_a_forged_report_is_found(folder: Path, change: dict[str, Any], check: s
             report["certificate"]["sites"] = value
         else:
             report[key] = value
-    (folder / REPORT).write_text(json.dumps(report))
+    rehash(folder, **report)
     found = problems(folder, run_model=False)
-    assert bool(found) is (check is not None)
-    if found:
-        assert found[0][0] == check and any(str(reason) in said for _, _, said in found)
+    assert {each for each, _, _ in found} - {"claims"} == ({check} if check else set())
+    assert check is None or any(str(reason) in said for each, _, said in found if each == check)
 
 
 @pytest.mark.parametrize(
@@ -374,8 +377,8 @@ def test_a_forged_report_is_found(folder: Path, change: dict[str, Any], check: s
         ("fp16-accumulate", {"holds": True, "proof": "observed"}, False, None),
         ("fp16-accumulate", {"holds": True}, False, "that it holds: True, and by what: None"),
         ("norm-fp16", {"runtimes": ["an abacus"]}, False, "that it stands for 'an abacus', which it does not"),
-        ("norm-fp16", {"holds": False, "proof": None}, True, None),
-        ("fp8", {"holds": False, "proof": None, "runtimes": []}, False, "is no tier of this program"),
+        ("norm-fp16", {"holds": False, "proof": None, "reason": OVER}, True, None),
+        ("fp8", {"holds": False, "proof": None, "runtimes": [], "reason": OVER}, False, "is no tier of this program"),
     ],
 )
 def test_a_tier_of_which_the_report_says_more_than_the_files_give_is_found(
@@ -383,8 +386,8 @@ def test_a_tier_of_which_the_report_says_more_than_the_files_give_is_found(
 ) -> None:
     """Of what was run, nothing is known where nothing is run; to say less than is so is no claim."""
     report = json.loads((folder / REPORT).read_text())
-    report["tiers"][name] = report["tiers"].get(name, {}) | change
-    (folder / REPORT).write_text(json.dumps(report))
+    report["tiers"][name] = report["tiers"].get(name, {}) | change | ({"reason": ""} if change.get("holds") else {})
+    rehash(folder, tiers=report["tiers"])
     found = problems(folder, run_model=ran)
     assert [(check, named) for check, named, _ in found] == ([("tiers", name)] if reason else [])
     assert all(str(reason) in said for _, _, said in found)
@@ -402,8 +405,8 @@ def test_a_tier_that_only_the_bounds_speak_for_is_claimed_by_none_and_found_out(
         assert reason in report["tiers"]["norm-fp16"]["reason"]
         assert problems(tmp_path / name) == problems(tmp_path / name, run_model=False) == []
     assert certify(tmp_path / "bounded", target="norm-safe")["tiers"] == report["tiers"]
-    report["tiers"]["norm-fp16"] |= {"holds": True, "proof": "certified"}
-    (tmp_path / "bounded" / REPORT).write_text(json.dumps(report))
+    report["tiers"]["norm-fp16"] |= {"holds": True, "proof": "certified", "reason": ""}
+    rehash(tmp_path / "bounded", tiers=report["tiers"])
     assert problems(tmp_path / "bounded", run_model=False) == []
     [(check, name, reason)] = problems(tmp_path / "bounded")
     assert (check, name) == ("tiers", "norm-fp16") and "where fp16 squares vanish" in reason
@@ -414,8 +417,7 @@ def test_what_bounds_alone_claim_of_any_family_a_run_does_not_withdraw(
     kind: str, tmp_path: Path, few_batches: None
 ) -> None:
     source = tiny.save(tiny.build(kind, **tiny.few_layers(kind)), tmp_path / "source")
-    with tiny.no_pictures():
-        result = convert(source, tmp_path / "out", run_model=False)
+    result = convert(source, tmp_path / "out", run_model=False)
     assert result.safe and result.report["tiers"]["torch"]["proof"] == "certified"
     assert problems(tmp_path / "out") == []
 
@@ -440,7 +442,9 @@ def test_a_bound_is_compared_to_a_thousandth(folder: Path, field: str, by: float
     report = json.loads((folder / REPORT).read_text())
     site = next(site for site in report["certificate"]["sites"] if 1 < site["bound"] < 1e4)
     site[field] *= by
-    (folder / REPORT).write_text(json.dumps(report))
+    site["headroom_bits"] = math.log2(site["limit"] / max(site["bound"], site["partial"]))
+    tightest = min(each["headroom_bits"] for each in report["certificate"]["sites"])
+    rehash(folder, certificate=report["certificate"] | {"headroom_bits": tightest})
     assert [(check, name) for check, name, _ in problems(folder, run_model=False)] == [
         ("certificate", site["name"])
     ] * found
@@ -453,9 +457,16 @@ def test_a_certificate_that_does_not_hold_must_not_be_called_one(folder: Path) -
     save_file(weights, folder / ONE, metadata={"format": "pt"})
     target = json.loads((folder / REPORT).read_text())["target"]
     found = certify(folder, target=target)
-    certificate = found["certificate"]
+    certificate, uncertified = found["certificate"], found["uncertified"]
+    seen = {
+        site["name"]: site["observed"] for site in json.loads((folder / REPORT).read_text())["certificate"]["sites"]
+    }
+    for site in certificate["sites"]:
+        site["observed"] = seen[site["name"]]
     assert not certificate["holds"]
-    rehash(folder, certificate=certificate, proof="observed")
+    for site in uncertified:
+        site["remedy"] = PENALTY
+    rehash(folder, certificate=certificate, proof="observed", uncertified=uncertified)
     assert {(check, name) for check, name, _ in problems(folder, run_model=False)} == {
         ("tiers", "torch"),
         ("tiers", "norm-fp16"),
@@ -464,7 +475,8 @@ def test_a_certificate_that_does_not_hold_must_not_be_called_one(folder: Path) -
     assert problems(folder, run_model=False) == []
     rehash(folder, certificate=certificate | {"holds": True}, proof="observed")
     assert problems(folder, run_model=False) == [
-        ("certificate", "certificate", "the report says that it holds, wrongly")
+        ("certificate", "certificate", "the report says that it holds, wrongly"),
+        ("claims", "certificate.holds", "the report says True, and False was found"),
     ]
     rehash(folder, certificate=certificate, proof="certified")
     [(check, site, reason)] = problems(folder, run_model=False)
@@ -578,6 +590,6 @@ def test_what_cannot_be_checked_is_refused(folder: Path, tmp_path: Path) -> None
     rehash(folder, plan=report["plan"] | {"residual_exponent": 2**40})
     with pytest.raises(UserError, match="its plan is not one of this program"):
         verify(folder)
-    rehash(folder, finetune={})
+    rehash(folder, finetune={}, plan=report["plan"])
     with pytest.raises(UserError, match="was finetuned"):
         verify(folder, original=folder)

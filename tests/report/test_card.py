@@ -36,7 +36,10 @@ datasets: [c4]
 
 def write_card(path: Path, source: Checkpoint, report: dict[str, Any]) -> None:
     """Write the card of a report that is given as JSON data."""
-    cards.write_card(path, source, read(Report, report))
+    place = {} if report.get("finetune") else {"revision": source.revision}
+    place |= {} if source.revision is None else {"path": source.source}
+    origin = report["source"] | place | {"card": cards.front_matter(source.folder)}
+    cards.write_card(path, read(Report, report | {"source": origin}), source.config)
 
 
 def warned(card: str, report: dict[str, Any]) -> str:

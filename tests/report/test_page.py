@@ -20,7 +20,7 @@ from support import browser, fakes, tiny
 from support.contract import layout_of
 
 from bf16_to_fp16.checkpoint.folder import finite
-from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.roles import STACKS, stack_in
 from bf16_to_fp16.families.types import Attention, Sublayer
 from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
@@ -1196,10 +1196,11 @@ def test_terminal_page_and_card_say_the_same_numbers(capsys: pytest.CaptureFixtu
     report["weights"]["lossless_fraction"] = 0.99999899
     print_conversion(report, tmp_path)
     terminal = " ".join(capsys.readouterr().out.split())
-    source = Checkpoint(
-        tmp_path, "someone/model", None, {"architectures": ["T5ForConditionalGeneration"]}, {}, (), None
-    )
-    for view in (terminal, Page(render(report)).text, card.card_text(source, read(Report, report), licensed=False)):
+    for view in (
+        terminal,
+        Page(render(report)).text,
+        card.card_text(read(Report, report), "T5ForConditionalGeneration", licensed=False),
+    ):
         for right, wrong in (
             ("1.7 bits", "1.8 bits"),
             ("1.23 × ", "1.24 × "),

@@ -21,6 +21,7 @@ from bf16_to_fp16 import UserError, audit, certify, check, convert, convert_pipe
 from bf16_to_fp16.auditing.regimes import RegimeResult, SiteResult
 from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.commands.publish import prepare
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention
 from bf16_to_fp16.finetuning.recipe import parse_recipe
@@ -97,6 +98,11 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     shutil.copytree(source, folder / "pipeline" / "text_encoder")
     (folder / "pipeline" / "text_encoder_2").symlink_to("text_encoder")
     (folder / "pipeline" / "model_index.json").write_text(json.dumps(index))
+    both = tiny.save(tiny.small("t5"), folder / "both")
+    config = json.loads((both / "config.json").read_text()) | {"architectures": ["T5EncoderModel"]}
+    (both / "config.json").write_text(json.dumps(config))
+    edited = Path(shutil.copytree(converted, folder / "edited"))
+    (edited / "README.md").write_text("mine")
     whole = convert_pipeline(folder / "pipeline", folder / "pipeline-fp16", run_model=False)
     return {
         "convert": report,
@@ -107,6 +113,8 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "lineage": lineage,
         "audit": Report.model_validate(attacked),
         "certify": Report.model_validate(certify(source)),
+        "certify a part": Report.model_validate(certify(both)),
+        "publish": prepare(edited).report,
         "check": RuntimeCheck.model_validate(checked),
         "verify": Verification.model_validate(verify(converted)),
         "verify what was changed": Verification.model_validate(verify(changed)),

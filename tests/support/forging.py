@@ -1,0 +1,56 @@
+"""Forging a converted folder as someone would who hides a change: hashes, card and page agree with what was changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bf16_to_fp16.checkpoint.folder import as_json, records
+from bf16_to_fp16.report.schema import CARD, PAGE, REPORT, Report, read
+from bf16_to_fp16.verification.views import rendered
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    """Return the report of a folder as JSON data."""
+    return dict(json.loads((folder / REPORT).read_text()))
+
+
+def forge(
+    folder: Path,
+    change: Callable[[dict[str, Any]], object] | Mapping[str, Any] | None = None,
+    *,
+    views: bool = True,
+    new: bool = False,
+) -> None:
+    """Change a folder's report, and make its list of files agree with what is there.
+
+    change: keys with their new values, or what changes the report. views: make card and page from the changed report.
+    new: list every file that is there, not only those that are listed.
+    """
+    report = report_of(folder)
+    if callable(change):
+        change(report)
+    else:
+        report |= change or {}
+    relist(folder, report, new=new)
+    if views:
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            card, page = rendered(read(Report, report), folder, config)
+        except (ValueError, LookupError, TypeError, AttributeError, AssertionError):  # nothing that can be shown
+            pass
+        else:
+            (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
+            (folder / PAGE).write_text(page, encoding="utf-8", newline="\n")
+            relist(folder, report)
+    (folder / REPORT).write_text(as_json(report), encoding="utf-8")
+
+
+def relist(folder: Path, report: dict[str, Any], *, new: bool = False) -> None:
+    """Give the listed files the hashes that they have."""
+    there = {str(entry["name"]): entry for entry in records(folder) if entry["name"] != REPORT}
+    listed = [entry["name"] for entry in report["output"]["files"]]
+    names = [*(n for n in listed if n in there), *(n for n in there if new and n not in listed and n[0] != ".")]
+    report["output"] = report["output"] | {"files": [there[name] for name in names]}
