@@ -15,7 +15,7 @@ from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import open_checkpoint, own_name
 from ..checkpoint.side_modules import SideModule, read_side_modules
-from ..conversion.options import shown_in_a_command
+from ..conversion.options import shorter_than_its_own, shown_in_a_command
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -67,6 +67,8 @@ def certify(
     for note in checkpoint.notes:
         progress.say(note)
     layout = agreed_layout(checkpoint)
+    if short := shorter_than_its_own(checkpoint, layout, max_length):
+        progress.say(short)
     weights = fp16_weights(checkpoint, layout)
     if adapter is not None:
         weights = merged_weights(Path(adapter), checkpoint.folder, layout, weights)

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.certificate import TARGETS
 from ..bounds.tiers import TIERS
+from ..checkpoint.folder import MODULES
 from ..checkpoint.naming import WAN_MODELS
 from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.reader import Checkpoint, own_name
+from ..checkpoint.side_modules import encoder_config
 from ..checkpoint.staging import check_out
 from ..errors import UserError
 from ..families.layout import Layout
 from ..report.remedies import finetuning_of
 from ..report.schema import Lineage, Report
 from ..rescaling.planner import MARGIN_BITS
+from ..wording import counted
 
 AUTO = "auto"
 """Asks for the strictest tier's target that costs next to nothing."""
@@ -175,3 +178,18 @@ class Provenance:
     original: Checkpoint
     judge: Callable[[Report], Report] = lambda report: report
     attack_steps: int = 0
+
+
+def shorter_than_its_own(checkpoint: Checkpoint, layout: Layout, max_length: int) -> str:
+    """Return the line that says that a proof for ``max_length`` positions is for less than the model's own config
+    names; "" where it is not."""
+    named = [layout.config.get(key) for key in ("max_position_embeddings", "n_positions")]
+    if (checkpoint.folder / MODULES).is_file():
+        named.append(encoder_config(checkpoint.folder)[1].get("max_seq_length"))
+    own = max((number for number in named if isinstance(number, int)), default=0)
+    if max_length >= own:
+        return ""
+    return (
+        f"the proof is for {counted(max_length, 'position')} at most, and {checkpoint.name} takes {own:,} by its"
+        " config; longer inputs are not covered"
+    )

@@ -83,6 +83,16 @@ SQUARES_UNSEEN = (
 )
 
 
+ZERO_VECTOR = "zero vector"
+"""The kind of site that says how small a vector may be that is divided by its length."""
+
+
+MAY_BE_ZERO = "the vector may be zero, and fp16 rounds the eps to 0 by which it is then divided: 0/0 is NaN"
+
+
+NORMALISE_IN_FP32 = "take Normalize out of the loaded model, and divide what encode gives by its length in fp32"
+
+
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
 
 
@@ -184,21 +194,32 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
 
     converted: whether rescaling has been tried on these weights already.
     """
+
+    def why(kind: str) -> tuple[str, str]:
+        if kind == ZERO_VECTOR:
+            return MAY_BE_ZERO, NORMALISE_IN_FP32
+        if kind in IMMOVABLE:
+            return "no rescaling moves it", PENALTY
+        return OVER, CONVERTED if converted else CONVERT
+
+    reasons = [why(site.kind) for site in certificate.over]
     return [
         UnprovenEntry(
             name=site.name,
             bound=site.largest,
             limit=site.limit,
             excess_bits=-site.headroom_bits,
-            reason="no rescaling moves it" if site.kind in IMMOVABLE else OVER,
-            remedy=PENALTY if site.kind in IMMOVABLE else CONVERTED if converted else CONVERT,
+            reason=reason,
+            remedy=remedy,
         )
-        for site in certificate.over
+        for site, (reason, remedy) in zip(certificate.over, reasons, strict=True)
     ]
 
 
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
+    if kind == ZERO_VECTOR:
+        return MAY_BE_ZERO, NORMALISE_IN_FP32
     if kind in IMMOVABLE:
         return "no exponent moves it", PENALTY
     if fallback is not None and not fallback.impossible:

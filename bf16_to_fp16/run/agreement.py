@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoint.formats import shown
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.side_modules import check_sentence_encoder
 from ..errors import UserError, first_line
 from ..families.configs import config_value, looked_up, with_value
 from ..families.known import FAMILIES, may_be_absent, stock_class
@@ -78,10 +79,11 @@ _ABSENT = object()
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
     """Return the layout of a checkpoint, of which stock code builds the very same model.
 
-    Raises UserError as ``resolve`` does, and where stock code would load other weights, fill or drop any, compute
-    something else, or cannot build it.
+    Raises UserError as ``resolve`` does, and where stock code or sentence-transformers would load other weights, fill
+    or drop any, compute something else, or cannot build it.
     """
     layout = resolve(checkpoint)
+    check_sentence_encoder(checkpoint.folder)
     check_agreement(checkpoint, layout)
     return layout
 
