@@ -246,7 +246,7 @@ def pooled(mode: str, caps: Tensor, arithmetic: Arithmetic, *, prompt: bool = Tr
     weights = n * (n + 1) / 2 if weighted else float(n)
     more, less = 1 + (n + 8) * UNIT32, 1 - (n + 8) * UNIT32
     if a.sums16:
-        more, less = growth(n), (1 - UNIT) ** n if weighted else min(n, EXACT_COUNT) / n
+        more, less = growth(n), 1 / (1 + n * UNIT) if weighted else min(n, EXACT_COUNT) / n
     if a.norms16:
         more, less = more * (1 + UNIT) ** 3, less * (1 - UNIT) ** 3
     if less <= 0:
