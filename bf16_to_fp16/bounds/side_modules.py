@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..checkpoint.side_modules import DENSE, DROPOUT, LAYER_NORM, MODES, POOLING, SideModule
+from ..checkpoint.side_modules import DENSE, DROPOUT, LAYER_NORM, MODES, NORM, POOLING, SideModule
 from ..errors import UserError
 from ..families.layout import Layout
 from ..numerics import FP16_MAX, FP16_STEP
@@ -41,6 +41,10 @@ LAYER_NORM_EPS = 1e-5
 
 LEAST_SQUARED = 2.0**-12
 """Numbers from here on have squares in fp16 that are not 0, at least two thirds of the true ones."""
+
+
+ZERO_VECTOR = "zero vector"
+"""The kind of site that says how small a vector may be that is divided by its length."""
 
 
 @dataclass
@@ -128,7 +132,7 @@ class Behind:
     def layer_norm(self, module: SideModule, vector: Vector) -> Vector:
         """Bound a LayerNorm of the vector; raises UserError as ``dense`` does."""
         a, caps = self.arithmetic, vector.caps
-        weight, shift = (module.tensors.get(f"norm.{name}") for name in ("weight", "bias"))
+        weight, shift = (module.tensors.get(f"{NORM}.{name}") for name in ("weight", "bias"))
         if weight is None or shift is None or weight.shape != caps.shape or shift.shape != caps.shape:
             raise UserError(
                 f"{module.name}: its norm has not a weight and a bias for each of the {caps.numel()} channels that come"
@@ -141,7 +145,7 @@ class Behind:
         made = layer_normalised(gain, shift, min(float(caps.mean()), FP16_MAX), LAYER_NORM_EPS, a).bound
         if not caps.isfinite().all():
             made = torch.full_like(made, math.inf)
-        self.note(f"{module.name}.norm:layer_norm", "norm", made)
+        self.note(f"{module.name}.{NORM}:layer_norm", "norm", made)
         return Vector(made, at_least(2 * shift.abs() - made))
 
     def dropout(self, module: SideModule, vector: Vector) -> Vector:
@@ -165,7 +169,7 @@ class Behind:
             # A sum of squares is at least the largest, of which fp16 has two thirds or more, and at most so many times.
             least, longest, shortest = LEAST_SQUARED, 1.25, 1 / math.sqrt(1.6 * growth(width))
         inverse = math.inf if vector.least == 0 else 1 / vector.least
-        self.note(f"{module.name} (zero vector)", "zero vector", inverse, 1 / least)
+        self.note(f"{module.name} ({ZERO_VECTOR})", ZERO_VECTOR, inverse, 1 / least)
         return Vector(vector.caps.clamp(max=longest), max(0.0, shortest / math.sqrt(width) - TINY))
 
     def note_squares(self, module: SideModule, most: float, width: int) -> None:

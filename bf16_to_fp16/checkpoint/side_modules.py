@@ -32,6 +32,10 @@ WITH_WEIGHTS = (DENSE, LAYER_NORM)
 """Classes that have weights, which are written in fp16."""
 
 
+NORM = "norm"
+"""What a LayerNorm calls the module that has its weights."""
+
+
 ENCODER, NAMESPACE = "Transformer", "sentence_transformers."
 """The class of the first module, and how the names of all classes begin that run no code from a repository."""
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from ..bounds import side_modules
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..rescaling.planner import Fallback, Violation
 from ..wording import counted, listed, reached
@@ -81,10 +82,6 @@ OVER = "its bound is over the limit with these weights"
 SQUARES_UNSEEN = (
     "its bounds hold, and only an audit in half tells whether a token's mean square falls to where fp16 squares vanish"
 )
-
-
-ZERO_VECTOR = "zero vector"
-"""The kind of site that says how small a vector may be that is divided by its length."""
 
 
 MAY_BE_ZERO = "the vector may be zero, and fp16 rounds the eps to 0 by which it is then divided: 0/0 is NaN"
@@ -196,7 +193,7 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
     """
 
     def why(kind: str) -> tuple[str, str]:
-        if kind == ZERO_VECTOR:
+        if kind == side_modules.ZERO_VECTOR:
             return MAY_BE_ZERO, NORMALISE_IN_FP32
         if kind in IMMOVABLE:
             return "no rescaling moves it", PENALTY
@@ -218,7 +215,7 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
 
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
-    if kind == ZERO_VECTOR:
+    if kind == side_modules.ZERO_VECTOR:
         return MAY_BE_ZERO, NORMALISE_IN_FP32
     if kind in IMMOVABLE:
         return "no exponent moves it", PENALTY

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..checkpoint.side_modules import DENSE, LAYER_NORM, NORMALIZE, POOLING, SideModule
+from ..checkpoint.side_modules import DENSE, LAYER_NORM, NORM, NORMALIZE, POOLING, SideModule
 
 
 class SentenceVectors(nn.Module):
@@ -95,8 +95,8 @@ class LayerNorm(nn.Module):
 
     def __init__(self, module: SideModule) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(len(module.tensors["norm.weight"]))
-        self.norm.load_state_dict({name: module.tensors[f"norm.{name}"] for name in ("weight", "bias")})
+        self.norm = nn.LayerNorm(len(module.tensors[f"{NORM}.weight"]))
+        self.norm.load_state_dict({name: module.tensors[f"{NORM}.{name}"] for name in ("weight", "bias")})
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Return the vectors that it makes."""
