@@ -24,7 +24,7 @@ from ..families.layout import Layout, TensorReader
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import tiers_of
-from ..report.remedies import going_on_from, over_limits
+from ..report.remedies import NORMALISE_IN_FP32, going_on_from, normalising_is_all, over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..report.stored import recorded_target
 from ..run.agreement import agreed_layout
@@ -79,6 +79,9 @@ def certify(
         progress.say(f"{checkpoint.name} was converted for {made_for}, which --target {made_for} bounds it for")
     described, converted = CertificateEntry.model_validate(found.to_json()), is_converted(checkpoint.folder)
     then = going_on_from(shown_in_a_command(source), {}, converted, subfolder) if adapter is None else MERGE
+    unproven = over_limits(described, converted=converted)
+    if converted and normalising_is_all(unproven):
+        then = NORMALISE_IN_FP32
     report = Report(
         schema=SCHEMA,
         verdict="safe" if found.holds else "unsafe",
@@ -89,7 +92,7 @@ def certify(
         padding=padding_entry(layout.config),
         tiers=tiers_of(layout, tiers, {}),
         certificate=described,
-        uncertified=over_limits(described, converted=converted),
+        uncertified=unproven,
         next="" if found.holds else then,
         environment=Environment.model_validate(on.environment()),
     )

@@ -19,7 +19,7 @@ from ..checkpoint.side_modules import encoder_config
 from ..checkpoint.staging import check_out
 from ..errors import UserError
 from ..families.layout import Layout
-from ..report.remedies import finetuning_of
+from ..report.remedies import NORMALISE_IN_FP32, finetuning_of, normalising_is_all
 from ..report.schema import Lineage, Report
 from ..rescaling.planner import MARGIN_BITS
 from ..wording import counted
@@ -136,6 +136,8 @@ class Options:
     def next(self, report: Report, source: str, out: str) -> str:
         """Return how to go on where a conversion of ``source`` to ``out`` ended unsafe, with both named so."""
         broken = report.broken_regimes
+        if not broken and not report.unsafe and normalising_is_all(report.uncertified):
+            return NORMALISE_IN_FP32
         return finetuning_of(
             source,
             f"{out}-finetuned",

@@ -213,6 +213,11 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
     ]
 
 
+def normalising_is_all(unproven: Sequence[UnprovenEntry] | None) -> bool:
+    """Return whether nothing stands against a proof but vectors that may be zero, which no finetune can rule out."""
+    return bool(unproven) and all(entry.remedy == NORMALISE_IN_FP32 for entry in unproven or ())
+
+
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
     if kind == side_modules.ZERO_VECTOR:

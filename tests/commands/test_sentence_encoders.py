@@ -19,7 +19,7 @@ from bf16_to_fp16 import UserError, audit, certify, convert, undo, verify
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.side_modules import pooled
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
+from bf16_to_fp16.report.remedies import NORMALISE_IN_FP32, OVER, SQUARES_UNSEEN
 from bf16_to_fp16.report.terminal import load_line
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
@@ -96,6 +96,7 @@ def test_an_embedding_gemma_is_converted_with_both_of_its_linears(tmp_path: Path
     source = sentence_encoder(tmp_path / "source", drawn(60, scale=0.1), kind="embeddinggemma")
     with_another_dense(source, drawn(WIDTH, 60, scale=0.1))
     result = convert(source, tmp_path / "out", run_model=False)
+    assert result.next == result.report["next"] == NORMALISE_IN_FP32
     assert {"2_Dense.linear", "4_Dense.linear"} <= bounds(dict(result.report)).keys()
     assert [site["name"] for site in result.report["uncertified"]] == [ZERO]
     # ``.half()`` would round the frequencies of its positions.
@@ -319,6 +320,7 @@ def test_an_audit_runs_what_stands_behind_the_encoder(tmp_path: Path) -> None:
     """Nothing breaks on what is run, and nobody can say that no input ever gives 0: safe as observed."""
     result = convert(sentence_encoder(tmp_path / "source", drawn(40)), tmp_path / "out")
     assert result.safe and result.report["proof"] == "observed"
+    assert certify(tmp_path / "out")["next"] == NORMALISE_IN_FP32
     assert [site["name"] for site in result.report["uncertified"]] == [ZERO]
     assert {name: tier["proof"] for name, tier in result.report["tiers"].items()} == {
         "torch": "observed",
