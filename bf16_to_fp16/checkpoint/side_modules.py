@@ -40,6 +40,10 @@ ENCODER, NAMESPACE = "Transformer", "sentence_transformers."
 """The class of the first module, and how the names of all classes begin that run no code from a repository."""
 
 
+WHOLE_CONFIG, WHOLE = "config_sentence_transformers.json", "SentenceTransformer"
+"""The file that names the class of the whole, and the one that runs the modules as they are listed."""
+
+
 ENCODER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -139,6 +143,13 @@ def check_sentence_encoder(folder: Path) -> None:
                 f" {', '.join(BOUNDED)} of sentence-transformers have, each in a folder of its own; convert the encoder"
                 f" alone, without {MODULES}"
             )
+    whole = folder / WHOLE_CONFIG
+    kind = read_json(whole, "config").get("model_type", WHOLE) if whole.is_file() else WHOLE
+    if kind != WHOLE:
+        raise UserError(
+            f"{whole}: 'model_type' is {kind!r}, of which a {WHOLE} makes modules of its own; convert the encoder"
+            f" alone, without {MODULES}"
+        )
     check_encoder_config(*encoder_config(folder))
 
 

@@ -448,6 +448,16 @@ def test_what_changes_the_encoder_is_refused(tmp_path: Path, config: dict[str, A
         certify(source)
 
 
+def test_a_folder_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    """Of a cross-encoder sentence-transformers takes the encoder and a mean pooling, whatever is listed."""
+    source = sentence_encoder(tmp_path / "source", drawn(7))
+    (source / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
+    with pytest.raises(UserError, match="'model_type' is 'CrossEncoder'"):
+        certify(source)
+    (source / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "SentenceTransformer"}))
+    assert ZERO in bounds(certify(source))
+
+
 def test_a_config_that_changes_nothing_is_taken(tmp_path: Path) -> None:
     source = sentence_encoder(tmp_path / "source", drawn(7), normalised=False)
     text = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
