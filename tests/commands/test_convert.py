@@ -349,7 +349,8 @@ def test_a_diffusers_folder_is_read_by_its_subfolder(tmp_path: Path) -> None:
 
 def test_the_modules_of_a_sentence_encoder_are_carried_over_or_missed_by_name(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    listing = [{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"idx": 2, "path": "2_Dense"}]
+    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+    listing = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in modules.items()]
     (source / "modules.json").write_text(json.dumps(listing))
     (source / "1_Pooling").mkdir()
     (source / "1_Pooling" / "config.json").write_text("{}")
