@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.side_modules import SideModule, read_side_modules
 from ..errors import UserError
 from ..families.known import of_model_type, roles_of, stock_class
 from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
@@ -38,6 +39,7 @@ from ..run.batch import IGNORED_LABEL, SHORT, Batch, run_batch, seen_padding, va
 from ..run.interface import config_of, predicts_tokens
 from ..run.lanes import Lane, Walk
 from ..run.scaled_attention import SCALED, register
+from ..run.sentence_vectors import SentenceVectors
 from ..run.stock import attentions_of, load, load_config, set_attention
 from .fidelity import Outputs, add_outputs, compared, output_on
 
@@ -119,7 +121,8 @@ class RegimeResult:
     overflow began. ``underflow``: the fp16 signals of the forward that stayed below the smallest normal number, 2⁻¹⁴,
     on every input, in the order of ``sites``; one that is zero throughout is among them only where it is not zero in
     fp32. ``runs``: what ran, by attention. ``same_as``: the regime that computes the very same on this checkpoint,
-    whose run this is. ``norms``: what entered each norm, in ``half`` under the first attention.
+    whose run this is. ``norms``: what entered each norm, in ``half`` under the first attention. ``vectors``: whether
+    what stands behind a sentence encoder ran too.
     """
 
     regime: str
@@ -133,6 +136,7 @@ class RegimeResult:
     runs: tuple[Run, ...] = ()
     same_as: str | None = None
     norms: Mapping[str, NormRange] = field(default_factory=dict, compare=False)
+    vectors: bool = field(default=False, compare=False)
 
     @property
     def safe(self) -> bool:
@@ -262,8 +266,9 @@ def run_regimes(
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
     ran = [regime for regime in regimes if regime != "stock" or not alike]
+    modules = read_side_modules(checkpoint.folder)
     seen = {
-        (regime, name): _Seen(regime, name, keeps=(regime, name) == ("half", attention[0]))
+        (regime, name): _Seen(regime, name, keeps=(regime, name) == ("half", attention[0]), modules=modules)
         for regime in ran
         for name in attention
     }
@@ -288,7 +293,8 @@ def run_regimes(
             _merge(merged, shown.sites())
         logits = sum(lane.result[0] for shown in shares for lane in shown.lanes)
         runs = tuple(Run.of(shown.attention, shown.inputs) for shown in shares)
-        results[regime] = _result(regime, merged, logits, insides, runs, shares[0].norms())
+        result = _result(regime, merged, logits, insides, runs, shares[0].norms())
+        results[regime] = replace(result, vectors=any(shown.modules for shown in shares))
     for regime in regimes:
         if regime not in results:
             results[regime] = replace(results["half"], regime=regime, same_as="half")
@@ -340,14 +346,17 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
 class _Seen:
     """What a regime shows under one attention: its lanes, which have all their sites in common.
 
-    keeps: whether the lanes keep their outputs where those are compared, and what enters norms.
+    keeps: whether the lanes keep their outputs where those are compared, and what enters norms. modules: what stands
+    behind a sentence encoder, which runs in ``half`` on what the encoder gives.
     """
 
-    def __init__(self, regime: str, attention: str, *, keeps: bool = False) -> None:
+    def __init__(self, regime: str, attention: str, *, keeps: bool = False, modules: Sequence[SideModule] = ()) -> None:
         self.regime, self.attention, self.keeps = regime, attention, keeps
+        self.modules = modules if regime == "half" else ()
         self.inputs: list[Batch] = []
         self.lanes: list[Lane[tuple[int, Tensor | None]]] = []
         self._observer: SiteObserver | None = None
+        self._behind: SiteObserver | None = None
         self._norms: dict[str, NormMeter] = {}
 
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
@@ -367,11 +376,23 @@ class _Seen:
             _check_autocast(model, observer)
         if output is None:
             return 0, None
+        self._run_behind(batch, output)
         return _nonfinite(output), output_on(batch, output) if self.keeps and compared([batch]) else None
+
+    def _run_behind(self, batch: Batch, output: Any) -> None:
+        """Run what stands behind a sentence encoder on its last states, where the model shows them."""
+        shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
+        states = next((each for each in shown if each is not None), None)
+        if not self.modules or states is None:
+            return
+        model = SentenceVectors(self.modules).to(states.device, states.dtype)
+        self._behind = SiteObserver(model) if self._behind is None else self._behind.beside(model)
+        with self._behind:
+            model(states, batch.attention_mask.to(states.device))
 
     def sites(self) -> list[Site]:
         """The sites, once the walk is over."""
-        return [] if self._observer is None else self._observer.sites()
+        return [site for seen in (self._observer, self._behind) if seen is not None for site in seen.sites()]
 
     def norms(self) -> dict[str, NormRange]:
         """What entered each norm, once the walk is over."""

@@ -78,11 +78,15 @@ def full_precision() -> Iterator[None]:
 def growth(terms: int) -> float:
     """Return how many times the sum of its terms' magnitudes a sum made in fp16 may reach, and any part of it.
 
-    Adding two fp16 numbers is off by at most a unit of the result, and by no more than the smaller of them, since the
-    larger alone would be nearer. So one term after another, in any order, at most doubles the sum; in blocks whose sums
-    are then added, each further factor is that of so many roundings. Products may be rounded before.
+    It holds for every tree of additions: one after the other, in blocks, and in blocks of blocks of any sizes. The
+    terms may be rounded products, and one more is added to them. ``docs/certificate.md`` has the proof: adding two fp16
+    numbers is off by at most a unit of the result, and by no more than the smaller of them, since the larger alone
+    would be nearer.
     """
-    return min((1 + UNIT) ** (terms + 1), 2 * (1 + UNIT) ** (2 + terms / 1024))
+    if terms > 2**29:
+        return math.inf
+    nested = 2 * (1 + UNIT) ** (2 + terms / 1024)
+    return nested if terms > 2048 else min((1 + UNIT) ** (terms + 1), nested)
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,12 @@ class Arithmetic:
 
     @property
     def floor(self) -> float:
-        """Absolute error of a matrix product: each partial sum and the result may be subnormal."""
-        return (LONGEST_SUM if self.sums16 else self.splits + 2) * self.tiny
+        """Absolute error of a matrix product: each partial sum and the result may be subnormal; where sums are made in
+        fp16 each product, whose errors may grow as the sum does."""
+        if not self.sums16 or not self.tiny:
+            return (self.splits + 2) * self.tiny
+        longest = max(LONGEST_SUM, self.max_length)
+        return longest * growth(longest) * self.tiny
 
     def gamma(self, terms: int) -> float:
         """Return the error of a sum of ``terms`` products relative to the sum of their absolute values.
@@ -149,12 +157,15 @@ class Arithmetic:
     def norm_factor(self, width: int) -> float:
         """Return how much longer than √width an RMS norm's output may be: squares, their sum, mean and root in fp16.
 
-        The sum of squares only grows, so that each addition loses at most a unit of it.
+        The sum of squares only grows, so that each addition loses at most a unit of it. Of a mean square of at least
+        2⁻¹⁷ the squares lose 2⁻²⁵ each where they are subnormal, and once more the mean itself; infinite where nothing
+        of it might be left.
         """
         if not self.norms16:
             return 1.0
-        lost = (1 + width * UNIT) * (1 + UNIT) ** 4 / (1 - TINY / NORM_FLOOR)
-        return math.sqrt(lost) * (1 + UNIT) ** 2
+        underflow = TINY / NORM_FLOOR
+        left = (1 - underflow) / ((1 + width * UNIT) * (1 + UNIT) ** 6) - underflow
+        return (1 + UNIT) ** 2 / math.sqrt(left) if left > 0 else math.inf
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return a bound after one more rounding."""

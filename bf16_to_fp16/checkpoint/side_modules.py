@@ -2,7 +2,8 @@
 
 ``modules.json`` lists the modules in the order in which they run, each with a class and a sub-folder
 (https://sbert.net/docs/package_reference). Their weights are in files of their own, safetensors or a pickle, in fp32
-whatever the encoder is in.
+whatever the encoder is in. ``sentence_bert_config.json`` says how the encoder itself is loaded and which of its outputs
+is read: what would make another model of it than config.json describes is refused.
 """
 
 from __future__ import annotations
@@ -18,16 +19,53 @@ from torch import Tensor
 
 from ..errors import UserError
 from .folder import MODULES, side_modules
-from .formats import SAFETENSORS_DTYPES, read_json
+from .formats import SAFETENSORS_DTYPES, nested_value, read_json
 from .reader import collect, read_range, weight_files
 from .shards import WEIGHTS
 
-DENSE, POOLING, NORMALIZE = "Dense", "Pooling", "Normalize"
-"""Classes of modules about which something is known."""
+DENSE, DROPOUT, LAYER_NORM, NORMALIZE, POOLING = "Dense", "Dropout", "LayerNorm", "Normalize", "Pooling"
+BOUNDED = (DENSE, DROPOUT, LAYER_NORM, NORMALIZE, POOLING)
+"""Classes of modules that have a bound; a folder with any other behind its encoder is refused."""
 
 
-WITH_WEIGHTS = (DENSE, "LayerNorm")
-"""Classes whose weights are written in fp16; what others have stays as it is."""
+WITH_WEIGHTS = (DENSE, LAYER_NORM)
+"""Classes that have weights, which are written in fp16."""
+
+
+NORM = "norm"
+"""What a LayerNorm calls the module that has its weights."""
+
+
+ENCODER, NAMESPACE = "Transformer", "sentence_transformers."
+"""The class of the first module, and how the names of all classes begin that run no code from a repository."""
+
+
+WHOLE_CONFIG, WHOLE = "config_sentence_transformers.json", "SentenceTransformer"
+"""The file that names the class of the whole, and the one that runs the modules as they are listed."""
+
+
+ENCODER_CONFIGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Files that say how the encoder is loaded: of those that are there the first that is not empty counts."""
+
+
+PASSED_ON = ("config_args", "config_kwargs", "model_args", "model_kwargs")
+"""Their keys with what goes to the encoder's config and to its loading."""
+
+
+HARMLESS = ("trust_remote_code", "use_cache")
+"""What may go there: it changes no weight and nothing of what the encoder computes."""
+
+
+READ = {
+    "transformer_task": ("feature-extraction",),
+    "module_output_name": ("token_embeddings",),
+    "method": ("forward",),
+    "method_output_name": ("last_hidden_state", ["last_hidden_state"]),
+}
+"""Their keys that choose what runs and which output is read, each with the values that mean the last states."""
 
 
 MODES = {
@@ -63,9 +101,15 @@ class SideModule:
         return [chosen] if isinstance(chosen, str) else [str(mode) for mode in chosen]
 
     @property
+    def includes_prompt(self) -> bool:
+        """Whether a pooling pools the tokens of a prompt with the others."""
+        return self.config.get("include_prompt", True) is True
+
+    @property
     def activation(self) -> str:
-        """The class of a linear's activation, by the last part of its name; none is the identity."""
-        return str(self.config.get("activation_function") or "Identity").rpartition(".")[2]
+        """The class of a linear's activation: of torch's by the last part of its name, Tanh where none is named."""
+        namespace, _, name = str(self.config.get("activation_function", "torch.Tanh")).rpartition(".")
+        return name if namespace.partition(".")[0] == "torch" else ""
 
     @property
     def is_aside(self) -> bool:
@@ -73,23 +117,93 @@ class SideModule:
         return any(self.config.get(f"module_{end}_name") not in (None, VECTOR) for end in ("input", "output"))
 
 
+def check_sentence_encoder(folder: Path) -> None:
+    """Raise UserError where sentence-transformers would run anything but the folder's own encoder as config.json
+    describes it, followed by modules that have a bound; says nothing without a ``modules.json``."""
+    side_modules(folder)
+    if not (folder / MODULES).is_file():
+        return
+    listed = [(str(entry["path"]), str(entry.get("type", ""))) for entry in listing_of(folder)]
+    names = [entry["name"] for entry in listing_of(folder) if "name" in entry]
+    for again in (name for i, name in enumerate(names) if name in names[:i]):
+        raise UserError(
+            f"{folder / MODULES}: two modules have the name {again!r}, and sentence-transformers runs the second"
+            " in the place of the first; give each a name of its own"
+        )
+    for i, (path, kind) in enumerate(listed):
+        name = kind.rpartition(".")[2]
+        if i == 0 and (path.rstrip("/.") or name != ENCODER or not kind.startswith(NAMESPACE)):
+            raise UserError(
+                f"{folder / MODULES}: begins with {kind or 'no class'!r} in {path or '.'!r}, and what is converted is a"
+                f" {ENCODER} in the folder itself; give the folder of each encoder by itself, without {MODULES}"
+            )
+        if i and (name not in BOUNDED or not kind.startswith(NAMESPACE) or not path.rstrip("/.")):
+            raise UserError(
+                f"{folder / MODULES}: {kind or 'no class'!r} in {path or '.'!r} has no bound, only"
+                f" {', '.join(BOUNDED)} of sentence-transformers have, each in a folder of its own; convert the encoder"
+                f" alone, without {MODULES}"
+            )
+    whole = folder / WHOLE_CONFIG
+    kind = read_json(whole, "config").get("model_type", WHOLE) if whole.is_file() else WHOLE
+    if kind != WHOLE:
+        raise UserError(
+            f"{whole}: 'model_type' is {kind!r}, of which a {WHOLE} makes modules of its own; convert the encoder"
+            f" alone, without {MODULES}"
+        )
+    check_encoder_config(*encoder_config(folder))
+
+
+def encoder_config(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the config with which sentence-transformers loads a folder's encoder, and its file; an empty one where
+    there is none."""
+    for name in ENCODER_CONFIGS:
+        config = read_json(folder / name, "config") if (folder / name).is_file() else {}
+        if config:
+            return folder / name, config
+    return folder / ENCODER_CONFIGS[0], {}
+
+
+def check_encoder_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError where a config of sentence-transformers changes the model or reads anything but its last
+    states."""
+    text = nested_value(config, "modality_config", "text")
+    chosen = [*config.items(), *(text.items() if isinstance(text, Mapping) else ())]
+    for key, value in chosen:
+        if key in READ and value is not None and value not in READ[key]:
+            raise UserError(
+                f"{file}: {key!r} is {value!r}, and what has a bound are the last states of the encoder,"
+                f" {READ[key][0]!r}; remove the key if the vectors are made of those"
+            )
+    for key in PASSED_ON:
+        passed = config.get(key) or {}
+        changing = [passed] if not isinstance(passed, Mapping) else sorted(set(passed) - {*HARMLESS})
+        if changing:
+            raise UserError(
+                f"{file}: {key!r} has {changing[0]!r}, which sentence-transformers gives to the encoder over what"
+                " config.json says; write it into config.json, and remove it here"
+            )
+
+
+def listing_of(folder: Path) -> list[Mapping[str, Any]]:
+    """Return the entries of a folder's ``modules.json``, which ``side_modules`` has checked."""
+    return list(json.loads((folder / MODULES).read_text(encoding="utf-8")))
+
+
 def read_side_modules(folder: Path) -> list[SideModule]:
     """Return the modules behind the encoder in the order in which they run, with their tensors in the files' dtypes;
     none where there is no ``modules.json``.
 
-    Raises UserError for a listing, config or weights that cannot be read.
+    Raises UserError for a listing, config or weights that cannot be read, and as ``check_sentence_encoder`` does.
     """
+    check_sentence_encoder(folder)
     if not side_modules(folder):
         return []
-    listing = json.loads((folder / MODULES).read_text(encoding="utf-8"))
     found = []
-    for entry in listing:
+    for entry in listing_of(folder)[1:]:
         place = folder / str(entry["path"])
-        if not entry["path"]:
-            continue
         described = place / "config.json"
         config = read_json(described, "config") if described.is_file() else {}
-        kind = str(entry.get("type", "")).rpartition(".")[2]
+        kind = str(entry["type"]).rpartition(".")[2]
         found.append(SideModule(place.name, kind, config, read_tensors(place) if kind in WITH_WEIGHTS else {}))
     return found
 

@@ -15,7 +15,7 @@ from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import open_checkpoint, own_name
 from ..checkpoint.side_modules import SideModule, read_side_modules
-from ..conversion.options import shown_in_a_command
+from ..conversion.options import shorter_than_its_own, shown_in_a_command
 from ..conversion.planning import say_what_is_outside
 from ..devices import Device, products_on
 from ..environment import SCHEMA
@@ -25,7 +25,7 @@ from ..families.layout import Layout, TensorReader
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import speaking_of, tiers_of
-from ..report.remedies import going_on_from, over_limits
+from ..report.remedies import NORMALISE_IN_FP32, going_on_from, normalising_is_all, over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..report.stored import recorded_target
 from ..run.agreement import agreed_layout
@@ -69,6 +69,8 @@ def certify(
         progress.say(note)
     layout = agreed_layout(checkpoint)
     say_what_is_outside(checkpoint, layout, progress)
+    if short := shorter_than_its_own(checkpoint, layout, max_length):
+        progress.say(short)
     weights = fp16_weights(checkpoint, layout)
     if adapter is not None:
         weights = merged_weights(Path(adapter), checkpoint.folder, layout, weights)
@@ -79,6 +81,9 @@ def certify(
         progress.say(f"{checkpoint.name} was converted for {made_for}, which --target {made_for} bounds it for")
     described, converted = CertificateEntry.model_validate(found.to_json()), is_converted(checkpoint.folder)
     then = going_on_from(shown_in_a_command(source), {}, converted, subfolder) if adapter is None else MERGE
+    unproven = over_limits(described, converted=converted)
+    if converted and normalising_is_all(unproven):
+        then = NORMALISE_IN_FP32
     report = Report(
         schema=SCHEMA,
         verdict="safe" if found.holds else "unsafe",
@@ -91,7 +96,7 @@ def certify(
         padding=padding_entry(layout.config),
         tiers=tiers_of(layout, tiers, {}),
         certificate=described,
-        uncertified=over_limits(described, converted=converted),
+        uncertified=unproven,
         next="" if found.holds else then,
         environment=Environment.model_validate(on.environment()),
     )

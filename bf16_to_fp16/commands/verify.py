@@ -20,12 +20,11 @@ from ..auditing.regimes import REGIMES, RegimeResult, audit_folder, run_regimes
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import TARGETS, fp16_weights
 from ..bounds.findings import Certificate
-from ..checkpoint.formats import read_json
 from ..checkpoint.packing import summary_of
 from ..checkpoint.reader import Checkpoint, open_checkpoint, own_name
 from ..checkpoint.side_modules import read_side_modules
 from ..conversion.measuring import Ran, compare, in_fp32_too, outputs_of_few
-from ..conversion.options import read_command
+from ..conversion.options import own_length, read_command
 from ..conversion.planning import observe_source, reference_of
 from ..devices import Device
 from ..environment import SCHEMA
@@ -268,17 +267,6 @@ def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[s
         f"the certificate is for up to {counted(longest, 'position')} and {takes}: nothing is claimed of longer rows;"
         f" convert the source again with --max-length {own or MAX_LENGTH}"
     ]
-
-
-def own_length(folder: Path, config: Mapping[str, Any]) -> int | None:
-    """Return the most positions that a config, or that of a sentence encoder, says a row has; None where neither
-    does."""
-    inner = [part for part in config.values() if isinstance(part, Mapping)]
-    found = [part.get(key) for part in (config, *inner) for key in ("max_position_embeddings", "n_positions")]
-    sentences = folder / "sentence_bert_config.json"
-    if sentences.is_file():
-        found.append(read_json(sentences, "config").get("max_seq_length"))
-    return max((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), default=None)
 
 
 def recorded_length(report: Report) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.certificate import TARGETS
 from ..bounds.tiers import TIERS
+from ..checkpoint.folder import MODULES
 from ..checkpoint.naming import WAN_MODELS
 from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.reader import Checkpoint, own_name
+from ..checkpoint.side_modules import encoder_config
 from ..checkpoint.staging import check_out
 from ..errors import UserError
 from ..families.layout import Layout
-from ..report.remedies import finetuning_of
+from ..report.remedies import NORMALISE_IN_FP32, finetuning_of, normalising_is_all
 from ..report.schema import Lineage, Report
 from ..rescaling.planner import MARGIN_BITS
+from ..wording import counted
 
 AUTO = "auto"
 """Asks for the strictest tier's target that costs next to nothing."""
@@ -137,6 +140,8 @@ class Options:
     def next(self, report: Report, source: str, out: str) -> str:
         """Return how to go on where a conversion of ``source`` to ``out`` ended unsafe, with both named so."""
         broken = report.broken_regimes
+        if not broken and not report.unsafe and normalising_is_all(report.uncertified):
+            return NORMALISE_IN_FP32
         return finetuning_of(
             source,
             f"{out}-finetuned",
@@ -204,3 +209,25 @@ class Provenance:
     original: Checkpoint
     judge: Callable[[Report], Report] = lambda report: report
     attack_steps: int = 0
+
+
+def shorter_than_its_own(checkpoint: Checkpoint, layout: Layout, max_length: int) -> str:
+    """Return the line that says that a proof for ``max_length`` positions is for less than the model's own config
+    names; "" where it is not."""
+    own = own_length(checkpoint.folder, layout.config)
+    if own is None or max_length >= own:
+        return ""
+    return (
+        f"the proof is for {counted(max_length, 'position')} at most, and {checkpoint.name} takes {own:,} by its"
+        " config; longer inputs are not covered"
+    )
+
+
+def own_length(folder: Path, config: Mapping[str, object]) -> int | None:
+    """Return the most positions that a config, one inside it or that of a sentence encoder names; None where none
+    does."""
+    configs = (config, *(part for part in config.values() if isinstance(part, Mapping)))
+    named = [part.get(key) for part in configs for key in ("max_position_embeddings", "n_positions")]
+    if (folder / MODULES).is_file():
+        named.append(encoder_config(folder)[1].get("max_seq_length"))
+    return max((n for n in named if isinstance(n, int) and not isinstance(n, bool) and n > 0), default=None)

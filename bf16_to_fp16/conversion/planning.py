@@ -13,10 +13,13 @@ import torch
 from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
 from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound, check_bounded
+from ..bounds.findings import Certificate
+from ..bounds.side_modules import sites_behind
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import TIERS
 from ..checkpoint.folder import tokenizer_beside
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.side_modules import read_side_modules
 from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.layout import Layout, TensorSource
@@ -37,7 +40,7 @@ from ..run.lanes import Walk
 from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
 from ..wording import counted
-from .options import AUTO, Destination, Options
+from .options import AUTO, Destination, Options, shorter_than_its_own
 
 ACCEPTABLE_DRIFT = 1 / 128
 """Largest share of bf16's divergence that the drift of an unscaled eps may cause."""
@@ -72,6 +75,8 @@ def open_source(
     layout = agreed_layout(checkpoint)
     say_what_is_outside(checkpoint, layout, progress)
     options.check_layout(layout, checkpoint.name)
+    if short := shorter_than_its_own(checkpoint, layout, options.max_length):
+        progress.say(short)
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:
@@ -104,6 +109,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     checkpoint, device = opened.checkpoint, opened.device
     check_bounded(opened.layout)  # what the bounds would refuse after all has been run
     ranges, reference, acceptable = None, None, None
+    modules, failing = read_side_modules(checkpoint.folder), dict[str, set[str]]()
     if options.run_model:
         ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
         acceptable = drift_is_acceptable(opened, reference, progress)
@@ -115,7 +121,10 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
         def worth(layout: Layout, planned: Planned) -> bool:
             return weaker is None or costs_little(found(layout, planned), weaker)
 
-        bounds = bound_source(checkpoint, target, options.max_length, progress, opened.spectra)
+        def note(bounds: Certificate, layout: Layout) -> None:
+            failing[target] = {site.name for site in sites_behind(bounds, layout, modules) if not site.holds}
+
+        bounds = bound_source(checkpoint, target, options.max_length, progress, opened.spectra, note)
         with products_on(device, "certificate"):
             begin = None if weaker is None else stream_exponents(weaker.layout, weaker.plan)
             grounds = Grounds(ranges, bounds, acceptable, worth, begin)
@@ -128,7 +137,8 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
         if not can_fit(opened.layout, norms_of(ranges)):
             break
         stricter = decided(tier.target, weakest)
-        if not costs_little(stricter, weakest):
+        # What stands behind a sentence encoder no exponent moves.
+        if not costs_little(stricter, weakest) or not failing[tier.target] <= failing[TIERS[0].target]:
             break
         best = stricter
     return best
@@ -200,11 +210,16 @@ class Grounds:
 
 
 def bound_source(
-    checkpoint: TensorSource, target: str, max_length: int, progress: Progress, spectra: Spectra | None = None
+    checkpoint: TensorSource,
+    target: str,
+    max_length: int,
+    progress: Progress,
+    spectra: Spectra | None = None,
+    note: Callable[[Certificate, Layout], None] = lambda *_: None,
 ) -> Bounds:
     """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals.
 
-    spectra: where the eigenvalues that it computes are kept.
+    spectra: where the eigenvalues that it computes are kept. note: is called with the bounds.
     """
 
     def of(layout: Layout, exponents: Mapping[str, int]) -> Mapping[str, ModuleRange]:
@@ -213,6 +228,7 @@ def bound_source(
             arithmetic = Arithmetic(max_length, planned=exponents)
             weights = source_weights(checkpoint, layout)
             found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+        note(found, layout)
         return found.ranges
 
     return of

@@ -48,9 +48,13 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
-    """Raise UserError for a sliding window in which a position does not see itself."""
+    """Raise UserError for a sliding window in which a position does not see itself.
+
+    Where stock code sees both sides it makes half a window, and one more, of the config's number, and writes 0 for one.
+    """
     window = looked_up(config, key)
-    if window is not None and not (isinstance(window, int) and window > 0):
+    least = 0 if looked_up(config, "use_bidirectional_attention") else 1
+    if window is not None and not (isinstance(window, int) and window >= least):
         raise UserError(
             f"config.json: {key!r} is {window!r}, in which no position sees itself; take it from the original"
             " checkpoint"

@@ -90,7 +90,7 @@ def family_of(config: Mapping[str, object]) -> Family:
     Raises UserError with the list of the known ones where there is none, and with that of its classes where
     ``architectures`` names one that is not supported; with the reason for one of ``REFUSED``.
     """
-    model_type = config.get("model_type")
+    model_type = model_type_of(config)
     family = of_model_type(model_type)
     if family is None and (reason := REFUSED.get(str(model_type))):
         raise UserError(f"config.json: model_type {model_type!r} cannot be converted: {reason}")
@@ -164,14 +164,24 @@ def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockCla
 
 def is_known(config: Mapping[str, object]) -> bool:
     """Return whether a config belongs to a supported family, by its ``model_type`` and the class that it names first;
-    one that names no class does by its ``model_type``."""
-    family = of_model_type(config.get("model_type"))
+    one that names no class does by its ``model_type``. Raises UserError where that is no name."""
+    family = of_model_type(model_type_of(config))
     return family is not None and all(name in names_of(family) for name in architectures(config)[:1])
 
 
 def named(name: object) -> Family | None:
     """Return the family of this name, None where there is none; a report has a family's name and no layout."""
     return next((family for family in FAMILIES if family.name == name), None)
+
+
+def model_type_of(config: Mapping[str, object]) -> str | None:
+    """Return a config's ``model_type``, None where it has none; raise UserError for anything but a name."""
+    found = config.get("model_type")
+    if found is not None and not isinstance(found, str):
+        raise UserError(
+            f"config.json: 'model_type' is {found!r}, and stock code takes one name; write \"t5\" or the like"
+        )
+    return found
 
 
 def of_model_type(model_type: object) -> Family | None:

@@ -16,7 +16,7 @@ from .configs import number_of
 from .t5 import DEFAULTS, INPUTS, T5
 from .types import Deviation, Experts, FeedForward, Kind, Part, Signal, Stack, Tensor, divided_by, output_of
 
-ACTIVATION, DTYPE, BIAS = "dense_act_fn", "router_dtype", "router_bias"
+ACTIVATION, CAPACITY, DTYPE, BIAS = "dense_act_fn", "expert_capacity", "router_dtype", "router_bias"
 
 
 SPARSE = {"encoder": "num_sparse_encoder_layers", "decoder": "num_sparse_decoder_layers"}
@@ -70,6 +70,13 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
     )
 
 
+def check_capacity(config: Mapping[str, object]) -> None:
+    """Raise UserError for more tokens of an expert than stock code's integers count, which then takes none or stops."""
+    capacity = config.get(CAPACITY)
+    if isinstance(capacity, int) and capacity >= 2**63:
+        raise UserError(f"config.json: {CAPACITY!r} is {capacity}, more than 64 bits count; write the number of tokens")
+
+
 def activation(config: Mapping[str, object]) -> str:
     """Return the activation of every feed-forward; raise UserError for a gate, which no stock class has."""
     name = str(config[ACTIVATION])
@@ -80,6 +87,7 @@ def activation(config: Mapping[str, object]) -> str:
 
 def feed_forward(at: str, config: Mapping[str, object], stack: str, i: int) -> Part:
     """Return the records of the last sublayer of block ``i``, sparse or dense."""
+    check_capacity(config)
     return experts(at, config) if is_sparse(config, stack, i) else t5.neurons(at, "mlp", activation(config))
 
 
@@ -132,7 +140,7 @@ SWITCH = replace(
     output_scale_key="",
     kept_in_fp32=(),
     # No token is in the bounds of more than one expert, and one that no expert takes is 0.
-    free_keys=("expert_capacity", "router_aux_loss_coef", "router_z_loss_coef", "router_ignore_padding_tokens"),
+    free_keys=(CAPACITY, "router_aux_loss_coef", "router_z_loss_coef", "router_ignore_padding_tokens"),
     initialisation=replace(
         T5.initialisation,
         title="Switch Transformers",

@@ -178,8 +178,9 @@ def tiers_of(
     """
     clean = "half" in regimes and verdict(regimes) == "safe"
     squares = squares_of(layout, regimes["half"].norms) if "half" in regimes else None
-    # No run shows what sums in fp16 would come to.
-    seen = ("half", "norm-safe") if squares is not None and squares.fits else ("half",)
+    # No run shows what sums in fp16 would come to, nor what squares of a sentence's vector would.
+    squared = squares is not None and squares.fits and not regimes["half"].vectors
+    seen = ("half", "norm-safe") if squared else ("half",)
     rows: dict[str, schema.TierEntry] = {}
     for tier in TIERS:
         proof: Literal["certified", "observed"] | None

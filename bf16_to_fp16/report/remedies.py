@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from ..bounds import side_modules
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..rescaling.planner import Fallback, Violation
 from ..wording import counted, listed, reached
@@ -93,6 +94,12 @@ TOO_COSTLY = "holding it for every input would push weights or signals under fp1
 
 
 SINKING = "the mean square of a token in the stream falls to "
+
+
+MAY_BE_ZERO = "the vector may be zero, and fp16 rounds the eps to 0 by which it is then divided: 0/0 is NaN"
+
+
+NORMALISE_IN_FP32 = "take Normalize out of the loaded model, and divide what encode gives by its length in fp32"
 
 
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
@@ -207,21 +214,37 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
 
     converted: whether rescaling has been tried on these weights already.
     """
+
+    def why(kind: str) -> tuple[str, str]:
+        if kind == side_modules.ZERO_VECTOR:
+            return MAY_BE_ZERO, NORMALISE_IN_FP32
+        if kind in IMMOVABLE:
+            return NOTHING_MOVES, PENALTY
+        return OVER, CONVERTED if converted else CONVERT
+
+    reasons = [why(site.kind) for site in certificate.over]
     return [
         UnprovenEntry(
             name=site.name,
             bound=site.largest,
             limit=site.limit,
             excess_bits=-site.headroom_bits,
-            reason=NOTHING_MOVES if site.kind in IMMOVABLE else OVER,
-            remedy=PENALTY if site.kind in IMMOVABLE else CONVERTED if converted else CONVERT,
+            reason=reason,
+            remedy=remedy,
         )
-        for site in certificate.over
+        for site, (reason, remedy) in zip(certificate.over, reasons, strict=True)
     ]
+
+
+def normalising_is_all(unproven: Sequence[UnprovenEntry] | None) -> bool:
+    """Return whether nothing stands against a proof but vectors that may be zero, which no finetune can rule out."""
+    return bool(unproven) and all(entry.remedy == NORMALISE_IN_FP32 for entry in unproven or ())
 
 
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
+    if kind == side_modules.ZERO_VECTOR:
+        return MAY_BE_ZERO, NORMALISE_IN_FP32
     if kind in IMMOVABLE:
         return UNMOVED, PENALTY
     if fallback is not None and not fallback.impossible:

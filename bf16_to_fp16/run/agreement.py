@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoint.formats import shown
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.side_modules import check_sentence_encoder
 from ..errors import UserError, first_line
 from ..families.configs import config_value, looked_up, with_value
 from ..families.known import FAMILIES, may_be_absent, stock_class
@@ -78,10 +79,11 @@ _ABSENT = object()
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
     """Return the layout of a checkpoint, of which stock code builds the very same model.
 
-    Raises UserError as ``resolve`` does, and where stock code would load other weights, fill or drop any, compute
-    something else, or cannot build it.
+    Raises UserError as ``resolve`` does, and where stock code or sentence-transformers would load other weights, fill
+    or drop any, compute something else, or cannot build it.
     """
     layout = resolve(checkpoint)
+    check_sentence_encoder(checkpoint.folder)
     check_agreement(checkpoint, layout)
     return layout
 
@@ -374,10 +376,11 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
     for path in sorted({w.rotary for w in layout.topology if isinstance(w, Attention) and w.rotary}):
         # Made again, since the model has no values; no file holds them.
         module = model.get_submodule(path)
+        check_dynamic(module.config.rope_parameters, where)
         made = type(module)(module.config)
         kinds = [name.removesuffix("attention_scaling").removesuffix("_") for name in rotary_scales(made)]
         for position in (0, int(MOST_POSITIONS) - 1):
-            # Some kinds make other frequencies for long inputs; of "dynamic" ones all in between lie between.
+            # Some kinds make other frequencies for long inputs: "longrope" one other set, "dynamic" as below.
             for kind in kinds:
                 of_kind = {"layer_type": kind} if kind else {}
                 try:
@@ -393,6 +396,24 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
                         f"{where}: stock code makes inf or NaN of {path}.{name}, by which positions are turned; take"
                         " the keys that begin with 'rope' from the original checkpoint"
                     )
+
+
+def check_dynamic(parameters: Any, where: str) -> None:
+    """Raise UserError for "dynamic" rotary positions whose frequencies may be no numbers at some length.
+
+    For n positions, m of them the config's, they are the powers −2i/d of θ·(f·n/m − f + 1)^(d/(d − 2)), where n ≥ m and
+    d > 2. With a factor f ≥ 1 the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n: every frequency lies between those
+    at the first and the last position. With f < 0 the bracket passes 0, and a negative number has no such power.
+    """
+    if not isinstance(parameters, Mapping):
+        return
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):
+        factor = each.get("factor")
+        if each.get("rope_type") == "dynamic" and not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
+            raise UserError(
+                f"{where}: rotary positions are 'dynamic' with the factor {factor!r}, and under 1 their frequencies"
+                " need not be numbers at every length; write 1.0 or more, or take it from the original checkpoint"
+            )
 
 
 def check_heads(layout: Layout) -> None:
@@ -444,7 +465,7 @@ class _Agreeing(TorchDispatchMode):
 
 
 def run_short(model: Any, layout: Layout) -> bool:
-    """Run a meta model on two tokens through the first layer of each stack, as stock users do, and return whether it
+    """Run a meta model on two tokens through the first layers of each stack, as stock users do, and return whether it
     scales what its last norm gives before the head."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     seen: dict[str, Tensor] = {}
@@ -453,7 +474,11 @@ def run_short(model: Any, layout: Layout) -> bool:
             # Who takes a token is a matter of values, so that no token comes past experts without them.
             sparse = next((i for i, w in enumerate(part.sublayers) if not isinstance(w, Attention)), 0)
             number = int(not isinstance(part.sublayers[sparse], Experts)) if part.sublayers else 1
-            stack.enter_context(first_layers(model.get_submodule(part.ends.at), number))
+            module = model.get_submodule(part.ends.at)
+            # Layers of another kind have rotary positions of their own.
+            kinds = list(getattr(module.config, "layer_types", None) or ())
+            number = max(number, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else number
+            stack.enter_context(first_layers(module, number))
         if layout.head is not None:
             last = model.get_submodule(layout.stacks()[-1].ends.at)
             reader = model.get_submodule(layout.head.linears[0].at)

@@ -11,11 +11,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ..bounds.side_modules import ZERO_VECTOR
 from ..checkpoint.formats import shown
 from ..report.build import is_exact, too_inexact
 from ..report.remedies import (
     CONVERT_AGAIN,
     IMMOVABLE,
+    MAY_BE_ZERO,
+    NORMALISE_IN_FP32,
     NOTHING_MOVES,
     OBSERVED,
     OVER,
@@ -157,6 +160,10 @@ def wrong_sentences(report: Report) -> Iterator[tuple[str, str]]:
     other = "is no sentence of this program"
     kinds = {site.name: site.kind for site in report.certificate.sites} if report.certificate is not None else {}
     for each in report.uncertified or ():
+        if kinds.get(each.name) == ZERO_VECTOR:
+            if (each.reason, each.remedy) != (MAY_BE_ZERO, NORMALISE_IN_FP32):
+                yield f"uncertified.{each.name}.reason", other
+            continue
         unmoved = kinds.get(each.name) in IMMOVABLE
         costly = each.reason.startswith(TOO_COSTLY) and not unmoved
         known = (UNMOVED if unmoved else OVER_AT_EVERY_EXPONENT, NOTHING_MOVES if unmoved else OVER)

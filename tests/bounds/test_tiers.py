@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,94 @@ def test_a_norm_in_fp16_lengthens_no_more_than_is_allowed() -> None:
     assert float(total) == 2048
     length = math.sqrt(width / float(total))
     assert 1.4 < length <= Arithmetic(norms16=True).norm_factor(width)
+
+
+def test_no_tree_of_additions_grows_more_than_is_allowed() -> None:
+    """The most that a sum of n terms may be of their magnitudes, in any nesting: of two parts the worst is where both
+    limits of an addition's error meet."""
+    ratio = UNIT / (1 - UNIT)
+    most, terms = np.ones(6001), 6000
+    for n in range(2, terms + 1):
+        one, other = most[n - np.arange(1, n // 2 + 1)], most[1 : n // 2 + 1]
+        pairs = (one, other), (other, one)
+        met = [(a * (1 + 2 * ratio) / (1 + ratio * a / b)).max() for a, b in pairs]
+        most[n] = max(most[n - 1], *met)
+    # Products are rounded before, and one more term comes to the sum.
+    allowed = [growth(n) for n in range(terms)]
+    assert all(most[n + 1] * (1 + UNIT) <= allowed[n] for n in range(terms))
+    assert most[terms] > 1.99 and growth(4) == (1 + UNIT) ** 5
+
+
+def nested(shape: Any, at: np.float16, generator: np.random.Generator) -> tuple[np.float16, Fraction, int]:
+    """Return the sum of a tree of additions in fp16 that is just over ``at``, the sum of its terms' magnitudes, and
+    their number: each part just over half a unit of what is there already, so that it is rounded up as far as can be.
+
+    shape: how many parts are added, and the shape of each; 0 for a term.
+    """
+    if not shape:
+        return at, Fraction(float(at)), 1
+    parts, inner = shape
+    step = np.spacing(np.nextafter(at, np.float16(0)))
+    first = np.float16(float(at) - parts * float(step))
+    if first <= at / 2:
+        first = at / np.float16(2)
+    total, true, count = first, Fraction(float(first)), 1
+    for _ in range(parts):
+        half = np.nextafter(np.spacing(total) / np.float16(2), np.float16(np.inf))
+        part, exact, terms = nested(inner, half, generator)
+        # The order of two operands changes nothing.
+        total = total + part if generator.random() < 0.5 else part + total
+        true, count = true + exact, count + terms
+    return total, true, count
+
+
+def test_nested_and_uneven_blocks_in_fp16_grow_no_more_than_is_allowed() -> None:
+    generator, reached = np.random.default_rng(0), []
+    for shape in ((1000, 0), (1000, (3, 0)), (900, (30, (5, 0))), (300, (100, 0)), (40, (40, (40, 0)))):
+        total, true, count = nested(shape, np.float16(16384), generator)
+        reached.append(float(Fraction(float(total)) / true))
+        assert reached[-1] <= growth(count)
+    assert max(reached) > 1.3
+    for _ in range(200):  # and random trees of random terms
+        terms = [np.float16(x) for x in generator.exponential(1, 60) * 2.0 ** generator.integers(-20, 8, 60)]
+        true = sum((Fraction(float(x)) for x in terms), Fraction(0))
+        while len(terms) > 1:
+            i, j = generator.choice(len(terms), 2, replace=False)
+            made = terms[i] + terms[j]
+            terms = [x for k, x in enumerate(terms) if k not in (i, j)] + [made]
+        assert Fraction(float(terms[0])) <= growth(60) * true
+        assert true <= Fraction(float(terms[0])) * Fraction(1 + 60 * UNIT)
+
+
+def test_a_sum_of_more_terms_than_can_be_counted_has_no_bound() -> None:
+    assert growth(2**40) == math.inf and math.isfinite(growth(2**29))
+    assert Arithmetic(10**12, norms16=True, sums16=True).floor == math.inf
+
+
+def test_every_product_of_a_long_sum_may_lose_to_underflow() -> None:
+    """Of 300,000 products of 1.5·2⁻²⁵ each is rounded up to 2⁻²⁴."""
+    count = 300_000
+    product = np.float16(1.5 * 2.0**-13) * np.float16(2.0**-12)
+    assert product == np.float16(2.0**-24)
+    off = count * (float(product) - 1.5 * 2.0**-25)
+    assert off <= Arithmetic(count, norms16=True, sums16=True).floor
+
+
+@pytest.mark.parametrize("width", [16, 768, 4096])
+def test_squares_and_their_mean_may_both_lose_to_underflow(width: int) -> None:
+    """A mean square of 2⁻¹⁷: each square loses nearly 2⁻²⁵, and so does the mean."""
+    worst = 0.0
+    for k in range(-40, 40):
+        x = np.full(width, 2.0**-8.5 * (1 + k / 4096), np.float16)
+        if (mean_square := float((x.astype(np.float64) ** 2).mean())) < NORM_FLOOR:
+            continue
+        total = np.float16((x * x).astype(np.float64).sum() * (1 - UNIT))
+        for mean in (total / np.float16(width), np.nextafter(total / np.float16(width), np.float16(0))):
+            worst = max(worst, math.sqrt(mean_square / float(mean)))
+    assert worst <= Arithmetic(norms16=True).norm_factor(width)
+    # And where each addition loses its unit too.
+    left = (1 - 2.0**-8) / (1 + width * UNIT) - 2.0**-8
+    assert 1 / math.sqrt(left) <= Arithmetic(norms16=True).norm_factor(width)
 
 
 @pytest.fixture(scope="module")

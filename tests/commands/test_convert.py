@@ -349,17 +349,18 @@ def test_a_diffusers_folder_is_read_by_its_subfolder(tmp_path: Path) -> None:
 
 def test_the_modules_of_a_sentence_encoder_are_carried_over_or_missed_by_name(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    listing = [{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"idx": 2, "path": "2_Dense"}]
+    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Dropout": "Dropout"}
+    listing = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in modules.items()]
     (source / "modules.json").write_text(json.dumps(listing))
     (source / "1_Pooling").mkdir()
     (source / "1_Pooling" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="2_Dense"):
+    with pytest.raises(UserError, match="2_Dropout"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    (source / "2_Dense").mkdir()
-    (source / "2_Dense" / "config.json").write_text("{}")
+    (source / "2_Dropout").mkdir()
+    (source / "2_Dropout" / "config.json").write_text("{}")
     out = convert(source, tmp_path / "out", run_model=False).out
-    assert out is not None and (out / "2_Dense" / "config.json").read_bytes() == b"{}"
+    assert out is not None and (out / "2_Dropout" / "config.json").read_bytes() == b"{}"
 
 
 def test_out_is_never_touched_unless_forced(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 from support import tiny
@@ -24,6 +25,7 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.report.schema import REPORT
 from bf16_to_fp16.run.agreement import agreed_layout, check_agreement
+from bf16_to_fp16.run.stock import load
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,9 @@ def test_what_stock_code_saves_is_certified(
 NO_ANGLES = "inv_freq, by which positions are turned"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 SHRINKING = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -1.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+DYNAMIC = "rotary positions are 'dynamic' with the factor"
+DYNAMICS = (("llama", -1.0), ("llama", -0.001), ("llama", 0.5), ("glm4", -1.0), ("gemma2", -1.0))
 LONG_AT_ONCE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -109,9 +114,22 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 3.0}}, "scaling is 3.0"),
     ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [0.0] * 5}}, NO_ANGLES),
     ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [1.0] * 3}}, "cannot turn position"),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -0.5}}, NO_ANGLES),
-    ("gemma3", {"rope_parameters": {"full_attention": SHRINKING, "sliding_attention": PLAIN}}, NO_ANGLES),
-    ("embeddinggemma", {"sliding_window": 0}, "'sliding_window' is 0"),
+    *((kind, {"rope_parameters": SHRINKING | {"factor": f}}, DYNAMIC) for kind, f in DYNAMICS),
+    ("gemma3", {"rope_parameters": {"full_attention": SHRINKING, "sliding_attention": PLAIN}}, DYNAMIC),
+    ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": -1}}, DYNAMIC),
+    ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "cannot run the model"),
+    (
+        "gemma3",
+        {"rope_parameters": {"full_attention": LINEAR | {"partial_rotary_factor": 0.5}, "sliding_attention": PLAIN}},
+        "cannot run the model",
+    ),
+    ("gemma3", {"sliding_window": 0}, "'sliding_window' is 0"),
+    ("t5", {"model_type": ["t5"]}, "'model_type' is ['t5'], and stock code takes one name"),
+    ("t5", {"model_type": {"t5": 1}}, "'model_type' is {'t5': 1}, and stock code takes one name"),
+    ("switch", {"expert_capacity": 10**30}, "'expert_capacity' is 1000000000000000000000000000000"),
+    ("switch", {"expert_capacity": 2**63}, "'expert_capacity' is 9223372036854775808"),
+    ("switch", {"expert_capacity": 1e30}, "expert_capacity"),
+    ("embeddinggemma", {"sliding_window": -1}, "'sliding_window' is -1"),
     ("t5", {"tie_word_embeddings": None}, "'tie_word_embeddings' is None, and lm_head.weight is missing"),
 )
 """A kind, what its config says besides, and what the message must name."""
@@ -134,6 +152,31 @@ def test_a_key_by_which_stock_code_runs_another_model_is_one_line(
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and printed.out == ""
     assert named in printed.err
+
+
+def test_a_window_of_zero_is_taken_where_stock_code_writes_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    """EmbeddingGemma sees both sides: of a window of 1 stock code makes 0//2 + 1 again."""
+    folder = edited(folders["embeddinggemma"], tmp_path / "edited", sliding_window=1)
+    model = load(folder, torch.float32)
+    model.config.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["sliding_window"] == 0
+    again, ids = load(folder, torch.float32), torch.arange(2, 40)[None]
+    with torch.no_grad():
+        states = [each(input_ids=ids).last_hidden_state for each in (model, again)]
+    assert torch.equal(*states) and states[0].isfinite().all()
+    assert cli.main(["certify", str(folder)]) == 0
+
+
+def test_dynamic_frequencies_lie_between_those_at_both_ends() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=60, num_attention_heads=3, max_position_embeddings=64, rope_parameters=SHRINKING | {"factor": 1.0}
+    )
+    frequencies = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"]
+    for factor in (1.0, 1.001, 4.0, 1e6):
+        config.rope_parameters["factor"] = factor
+        first, *found, last = (frequencies(config, None, seq_len=2**k)[0] for k in range(6, 32))
+        assert last.isfinite().all()
+        assert all(bool((each <= first).all() and (each >= last).all()) for each in found)
 
 
 T5_SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "vocab_size", "relative_attention_num_buckets")

@@ -1,0 +1,89 @@
+"""No sentence's vector passes the bounds of what stands behind an encoder, whatever modules and weights stand there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.side_modules import Behind, Vector
+from bf16_to_fp16.checkpoint.side_modules import MODES, SideModule
+from bf16_to_fp16.run.sentence_vectors import SentenceVectors
+
+ACTIVATIONS = ("Identity", "ReLU", "GELU", "SiLU", "Tanh", "Sigmoid")
+LENGTH = 12
+
+
+def drawn(seed: int) -> tuple[list[SideModule], Tensor]:
+    """Return random modules, and a bound of each channel of the tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(values: Any) -> Any:
+        return values[int(torch.randint(len(values), (), generator=generator))]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    width = 6
+    caps = (normal(width).abs() * pick((1e-6, 1.0, 300.0))).half().double()
+    modes = [pick(tuple(MODES)) for _ in range(pick((1, 2)))]
+    modules = [SideModule("1_Pooling", "Pooling", {"pooling_mode": modes}, {})]
+    width *= len(modes)
+    for i in range(2, 2 + pick((1, 2, 3))):
+        kind = pick(("Dense", "Dense", "LayerNorm", "Normalize", "Dropout"))
+        config, tensors = dict[str, Any](), dict[str, Tensor]()
+        if kind == "Dense":
+            config = {
+                "activation_function": f"torch.nn.{pick(ACTIVATIONS)}",
+                "use_residual": pick((False, False, True)),
+            }
+            out = width if config["use_residual"] else pick((1, 3, 8))
+            tensors["linear.weight"] = normal(out, width) * pick((1e-8, 1e-3, 1.0, 30.0))
+            if pick((True, False)):
+                tensors["linear.bias"] = normal(out) * pick((1e-5, 1.0, 1e4))
+            width = out
+        elif kind == "LayerNorm":
+            tensors = {"norm.weight": normal(width) * pick((1e-3, 1.0, 3e4)), "norm.bias": normal(width)}
+        modules.append(SideModule(f"{i}_{kind}", kind, config, {name: x.half() for name, x in tensors.items()}))
+    return modules, caps
+
+
+def states_of(modules: list[SideModule], caps: Tensor, seed: int) -> Tensor:
+    """Return rows of tokens as large as can be, in the directions in which the first linear reads, or that cancel."""
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randn(48, LENGTH, len(caps), generator=generator).sign()
+    signs[:16] = signs[:16, :1]
+    first = next((module.tensors["linear.weight"] for module in modules if "linear.weight" in module.tensors), None)
+    if first is not None:
+        rows = first.sign()[:, : len(caps)].float()
+        signs[16 : 16 + len(rows)] = rows[:, None]
+    signs[30:34, ::2] = -signs[30:34, 1::2]
+    signs[34] = 0
+    return (signs.double() * caps).half()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_no_vector_passes_the_bounds_of_random_modules(strict: bool) -> None:
+    proven = broken = 0
+    for seed in range(300):
+        modules, caps = drawn(seed)
+        behind, vector = Behind(caps, Arithmetic(LENGTH, norms16=strict, sums16=strict)), Vector(caps)
+        states, mask = states_of(modules, caps, seed), torch.ones(48, LENGTH, dtype=torch.int64)
+        mask[1::3, LENGTH // 2 :] = 0
+        model, made = SentenceVectors(modules).half(), torch.zeros(0)
+        with torch.no_grad():
+            for i, module in enumerate(modules):
+                vector = behind.run(module, vector)
+                model.order = [each.name for each in modules[: i + 1]]
+                made = model(states, mask).double()
+                if all(site.holds for site in behind.sites.values()):
+                    assert made.isfinite().all(), (seed, module.name)
+                    assert bool((made.abs() <= vector.caps).all()), (seed, module.name)
+                    assert float(made.abs().amax(1).min()) >= vector.least, (seed, module.name)
+        proven += all(site.holds for site in behind.sites.values())
+        broken += not bool(made.isfinite().all())
+    # Both ends are met.
+    assert proven > 60 and broken > 20
