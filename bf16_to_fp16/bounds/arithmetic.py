@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics import FP16_MAX, NORM_FLOOR, headroom_bits
+from ..errors import UserError, shortened
+from ..numerics import FP16_MAX, MOST_POSITIONS, NORM_FLOOR, headroom_bits
 
 UNIT = 2.0**-11
 """Largest relative error of rounding to a normal fp16 number."""
@@ -82,7 +83,15 @@ def growth(terms: int) -> float:
     larger alone would be nearer. So one term after another, in any order, at most doubles the sum; in blocks whose sums
     are then added, each further factor is that of so many roundings. Products may be rounded before.
     """
-    return min((1 + UNIT) ** (terms + 1), 2 * (1 + UNIT) ** (2 + terms / 1024))
+    return min(rounded(terms + 1), 2 * rounded(2 + terms / 1024))
+
+
+def rounded(times: float) -> float:
+    """Return what so many roundings to fp16 may multiply a value with, infinity where a double has no number for it."""
+    try:
+        return (1 + UNIT) ** times
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,12 @@ class Arithmetic:
     exact: bool = False
     norms16: bool = False
     sums16: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a length that no sequence has."""
+        if not 1 <= self.max_length <= MOST_POSITIONS:
+            said = shortened(self.max_length)
+            raise UserError(f"a maximum length of {said} is no number of positions; give 1 to {MOST_POSITIONS}")
 
     @property
     def unit(self) -> float:

@@ -161,7 +161,8 @@ def side_modules(source: Path) -> set[str]:
 def write_json(path: Path, data: Mapping[str, object]) -> None:
     """Write ``data`` as JSON with two spaces of indent and a final newline, UTF-8, numbers as ``finite`` makes them."""
     text = json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    path.write_text(text, encoding="utf-8", newline="\n")
+    # Half a character, as a file's name may hold, becomes the escape that JSON has for it.
+    path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def finite(data: object) -> object:

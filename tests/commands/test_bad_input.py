@@ -457,10 +457,17 @@ def _(at: Place) -> None:
 # --- where it goes ---------------------------------------------------------------------------------------------------
 
 
-@row("OUT exists", "out exists", "--force")
+@row("OUT is a converted folder", "out exists", "--force")
 def _(at: Place) -> None:
     at.out.mkdir()
+    (at.out / "fp16_report.json").write_text("{}")
+
+
+@row("OUT holds a file of the user's", "holds mine", "choose another output path")
+def _(at: Place) -> list[str]:
+    at.out.mkdir()
     (at.out / "mine").write_text("mine")
+    return ["convert", str(at.source), str(at.out), "--force"]
 
 
 @row("OUT is a file", "out exists and is not a folder", "choose another output path")
