@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
+from ..json_text import loads
 from .staging import FULL_OR_FAILING
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def side_modules(source: Path) -> set[str]:
     if not listing.is_file():
         return set()
     try:
-        listed = json.loads(listing.read_text(encoding="utf-8"))
+        listed = loads(listing.read_text(encoding="utf-8"))
         kinds = {str(m["path"]): str(m.get("type", "")).rpartition(".")[2] for m in listed if m["path"]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import filecmp
 import hashlib
-import json
 import os
 import re
 import stat
@@ -17,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from ..json_text import loads
 
 RECORDS = ("fp16_report.json", "fp16_pipeline.json", "fp16_adapter.json")
 """What lists the files of a folder that this program wrote: a checkpoint's, a pipeline's, an adapter's."""
@@ -76,9 +77,9 @@ def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
 def read_record(file: Path) -> dict[str, Mapping[str, Any] | None]:
     """Return the entries of a record's list of files by name, nothing where it has no such list."""
     try:
-        entries = json.loads(file.read_bytes())["output"]["files"]
+        entries = loads(file.read_bytes())["output"]["files"]
         return {str(entry["name"]): entry for entry in entries}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError):
         return {}
 
 
@@ -128,8 +129,8 @@ def is_made_from(folder: Path, other: Path) -> bool:
     """Return whether the report in ``folder`` names weights of ``other``, which this program wrote as well, as those
     that it was made from: the original, also of what was finetuned."""
     try:
-        hashes = set(json.loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        hashes = set(loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
     return any(entry and entry.get("sha256") in hashes for entry in listed_files(other).values())
 

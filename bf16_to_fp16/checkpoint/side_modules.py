@@ -7,7 +7,6 @@ whatever the encoder is in.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import UserError
+from ..json_text import loads
 from .folder import MODULES, side_modules
 from .formats import SAFETENSORS_DTYPES, read_json
 from .reader import collect, read_range, weight_files
@@ -81,7 +81,7 @@ def read_side_modules(folder: Path) -> list[SideModule]:
     """
     if not side_modules(folder):
         return []
-    listing = json.loads((folder / MODULES).read_text(encoding="utf-8"))
+    listing = loads((folder / MODULES).read_text(encoding="utf-8"))
     found = []
     for entry in listing:
         place = folder / str(entry["path"])
