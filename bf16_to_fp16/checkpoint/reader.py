@@ -237,6 +237,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{file}: the checkpoint is quantised (quantization_config); give the one it was quantised from"
         )
+    if config.get("configuration_files", ["config.json"]) not in ([], ["config.json"]):
+        raise UserError(
+            f"{file}: names other configs by the version of transformers (configuration_files), and that decides what"
+            " runs; put the one that is meant in its place, without the key"
+        )
     if config.get("auto_map"):
         raise UserError(
             f"{file}: the model runs code of its own (auto_map), of which nothing is known here;"

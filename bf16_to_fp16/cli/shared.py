@@ -67,7 +67,7 @@ json_file = click.option(
 verbose = click.option("-v", "--verbose", is_flag=True, help="Print the tables of the report as well.")
 
 
-force = click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+force = click.option("--force", is_flag=True, help="Replace OUT if this program wrote it and it holds nothing else.")
 
 
 SEED = click.IntRange(-(2**63), 2**63 - 1)
