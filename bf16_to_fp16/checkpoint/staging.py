@@ -20,11 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from .. import system
-from ..errors import UserError
+from ..errors import UserError, shortened
 from .ownership import files_of, has_record, is_made_from, is_report, strange_file
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 """Errors of the disk that is written to."""
+
+
+MOST_FOLDERS = 200
+"""Folders in each other that an output may lie in; Python makes some 1,000."""
 
 
 FREE_SPACE_REMEDY = "free some space or choose another output path"
@@ -40,6 +44,8 @@ def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = 
     folder that is to be replaced, so that it can come before any work.
     """
     try:
+        if len(out.parts) > MOST_FOLDERS:
+            raise UserError(f"{shortened(out)} lies in more than {MOST_FOLDERS} folders; choose another output path")
         if out.absolute().name in ("", ".."):
             raise UserError(f"{out} is where this runs or above it; choose another output path")
         there = out.is_dir() and not out.is_symlink()

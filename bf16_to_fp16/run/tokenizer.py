@@ -111,7 +111,9 @@ def load_tokenizer(folder: Path) -> Any:
         # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
         raise UserError(f"{folder}: no tokenizer files, and text needs them; put the original's tokenizer there")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer("a")  # what its config says is first read where a text is
+        return tokenizer
     except Exception as error:  # transformers raises many kinds, from OSError to TypeError
         raise UserError(
             f"{folder}: no usable tokenizer ({first_line(error)}); put the original's tokenizer there"

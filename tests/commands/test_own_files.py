@@ -349,3 +349,30 @@ def test_a_survey_removes_no_folder_that_it_did_not_make(here: Path, capsys: pyt
     (mine / "model.bin").write_text("mine")
     said = refused(capsys, "survey", here / "list.yaml", here / "runs")
     assert "holds no survey" in said and (mine / "model.bin").read_text() == "mine"
+
+
+@pytest.mark.parametrize("folder", ["out/run", "source/run", "."])
+def test_a_run_is_not_kept_in_its_output_or_its_source(
+    folder: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the end of the run would replace it, or fail."""
+    (here / "text.txt").write_text("some words\n" * 9)
+    (here / "recipe.yaml").write_text(
+        f"source: {here}/source\nout: {here}/out\ndata: {{path: {here}/text.txt}}\n"
+        f"checkpointing: {{folder: {here / folder}}}\n"
+    )
+    before = contents(here)
+    assert "give another checkpointing.folder" in refused(capsys, "finetune", here / "recipe.yaml")
+    assert contents(here) == before
+
+
+def test_a_start_that_is_not_the_runs_is_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run" / "start").mkdir(parents=True)
+    (here / "run" / "start" / "thesis.txt").write_text("thesis")
+    (here / "text.txt").write_text("some words\n" * 9)
+    (here / "recipe.yaml").write_text(
+        f"source: {here}/source\nout: {here}/out\ndata: {{path: {here}/text.txt}}\n"
+        f"checkpointing: {{folder: {here}/run}}\n"
+    )
+    assert "holds other files" in refused(capsys, "finetune", here / "recipe.yaml")
+    assert (here / "run" / "start" / "thesis.txt").read_text() == "thesis"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +84,26 @@ def test_a_name_of_300_letters_is_one_line(command: str, tmp_path: Path, capsys:
     others = {"undo": ["out"], "publish": ["me/x"], "check": ["--runtime", "openvino"]}
     said = refused(capsys, command, tmp_path / ("x" * 300), *others.get(command, []))
     assert "File name too long" in said and len(said) < 250
+
+
+def test_an_output_in_a_thousand_folders_is_one_line(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "convert", source, f"{tmp_path}/{'x/' * 1000}", "--no-audit")
+    assert "choose another output path" in said and [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_a_tokenizer_that_fails_at_the_first_text_is_one_line(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(source, tmp_path / "source")
+    config = tmp_path / "source" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": [1]}))
+    (tmp_path / "text.txt").write_text("some words\n" * 9)
+    (tmp_path / "recipe.yaml").write_text(
+        f"source: {tmp_path}/source\nout: {tmp_path}/out\ndata: {{path: {tmp_path}/text.txt, objective: none}}\n"
+    )
+    assert "no usable tokenizer" in refused(capsys, "finetune", tmp_path / "recipe.yaml")
 
 
 def test_a_name_of_300_letters_in_a_recipe_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
