@@ -9,6 +9,7 @@ import codecs
 import io
 import os
 import sys
+from typing import Any, TextIO, cast
 
 
 def main() -> int:
@@ -16,10 +17,15 @@ def main() -> int:
     # At the end of each operation a thread waits for the others. It would keep its core busy with that, and where
     # another program runs on the core of one that is late, all of them would wait a long time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    closed = open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # A pipe on Windows takes the letters of one language.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = cast(TextIO, _Data(sys.stdout)), cast(TextIO, _Talk(sys.stderr))
+    if closed:
+        print("error: standard output is closed; give it a place, if only /dev/null", file=sys.stderr)
+        return 2
     try:
         from .cli import main as command_line
 
@@ -32,9 +38,78 @@ def main() -> int:
     finally:
         import signal
 
-        # The work is done; an interrupt while the interpreter shuts down needs no traceback.
+        try:
+            sys.stdout.flush()
+        except Exception:  # which was said already; the interpreter would fail on what is left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+        # The work is done; an interrupt while the interpreter shuts down needs no traceback, and a second SIGTERM is
+        # ignored since the first.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if callable(signal.getsignal(signal.SIGTERM)):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Data:
+    """Standard output, without which the work is lost: that its disk refuses it is the user's to mend."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Stand before a stream."""
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the stream has."""
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write."""
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            self.refused(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush."""
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self.refused(error)
+
+    def refused(self, error: OSError) -> None:
+        """Raise UserError, but for a reader that went away."""
+        if isinstance(error, BrokenPipeError):
+            raise error
+        from .errors import UserError
+
+        raise UserError(f"standard output cannot be written ({error.strerror}); choose another place for it") from error
+
+
+class _Talk(_Data):
+    """Standard error, without which the work goes on."""
+
+    def refused(self, error: OSError) -> None:
+        """Do nothing, but for a reader that went away."""
+        if isinstance(error, BrokenPipeError):
+            raise error
+
+
+def open_closed_streams() -> bool:
+    """Open the standard streams that are closed on nothing, and return whether standard output was.
+
+    The next files that are opened would otherwise be the standard streams, and be written to by whoever prints.
+    """
+    closed = sys.stdout is None
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    return closed
 
 
 def report_bug(error: Exception) -> int:

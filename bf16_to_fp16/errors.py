@@ -12,6 +12,19 @@ class UserError(Exception):
     """Input that cannot be used; the message names what is wrong and how to mend it, in one line."""
 
 
+LONGEST_SHOWN = 120
+"""Characters of a value that nobody meant which an error repeats."""
+
+
+def shortened(value: object) -> str:
+    """Return a value as an error may repeat it: cut where it is long."""
+    try:
+        text = str(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of thousands of digits"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what an exception says, else its kind."""
     lines = str(error).strip().splitlines()

@@ -49,6 +49,10 @@ NORM_FLOOR = 2.0**-17
 output no more than 2⁻⁹, as much as one rounding to bf16."""
 
 
+MOST_POSITIONS = 2**31 - 1
+"""The longest sequence that a certificate may be asked for, in positions."""
+
+
 def headroom_bits(amax: float, limit: float = FP16_MAX) -> float:
     """Return log2(limit / amax): how many doublings are left before ``amax`` reaches ``limit``.
 

@@ -6,13 +6,16 @@ Standard output belongs to data. Colours and bars come from rich, which respects
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
+from rich.segment import Segment
 from rich.text import Text
+
+from .visible import visible
 
 Advance = Callable[[int, int], None]
 """Called with (done, total) as work proceeds."""
@@ -26,12 +29,21 @@ LONG = 20.0
 """Seconds of a step that are announced."""
 
 
+class VisibleConsole(Console):
+    """A console of rich's that lets no control character of what it is given through, only its own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield what is to be printed."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
 class Progress:
     """Shows on standard error how far the work is; with ``quiet`` nothing at all, as library calls do by default."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         """Open the console."""
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.console = VisibleConsole(stderr=True, quiet=quiet, highlight=False)
         self.said: set[str] = set()
 
     def say(self, text: str, *, once: bool = False) -> None:

@@ -33,6 +33,14 @@ MOST_BYTES = 1 << 24
 """Bytes moved by one call: macOS refuses 2 GiB, and where there are no positioned reads so many are copied."""
 
 
+AT_FDCWD = -2 if sys.platform == "darwin" else -100
+"""Stands for the current folder in calls that take the descriptor of one."""
+
+
+RENAME_EXCHANGE = 2
+"""Flag of Linux's renameat2 and macOS's renameatx_np: two names change places."""
+
+
 PATIENCE = (0.1, 0.3, 1.0)
 """Seconds between attempts to rename what another program, such as a virus scanner on Windows, has just opened."""
 
@@ -164,6 +172,21 @@ def rename_folder(old: Path, new: Path) -> None:
     except FileExistsError:  # on Windows for an empty one as well
         os.rmdir(new)
         _patiently(os.rename, old, new)
+
+
+def exchange_folders(one: Path, other: Path) -> bool:
+    """Have two folders change their names, at once; return False where the system or the file system cannot. Raises
+    OSError for anything else that fails."""
+    library = ctypes.CDLL(None, use_errno=True) if sys.platform in ("linux", "darwin") else None
+    rename = getattr(library, "renameat2" if sys.platform == "linux" else "renameatx_np", None)
+    if rename is None:
+        return False
+    if rename(AT_FDCWD, os.fsencode(one.absolute()), AT_FDCWD, os.fsencode(other.absolute()), RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
 
 
 def replace_file(old: Path, new: Path) -> None:

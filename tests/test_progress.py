@@ -4,10 +4,9 @@ import io
 import re
 
 import pytest
-from rich.console import Console
 
 from bf16_to_fp16 import progress
-from bf16_to_fp16.progress import Progress, roughly
+from bf16_to_fp16.progress import Progress, VisibleConsole, roughly
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, *, seconds: float, terminal: bool = True) -> str:
@@ -15,7 +14,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, *, seconds: float, terminal: bool = T
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     screen = Progress()
-    screen.console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    screen.console = VisibleConsole(file=io.StringIO(), force_terminal=terminal, width=100)
     with screen.step("Observing") as advance:
         for done in range(1, 61):
             clock[0] += seconds
@@ -38,7 +37,7 @@ def test_a_short_step_and_one_that_is_not_on_a_terminal_say_no_time(monkeypatch:
 
 def test_a_step_without_a_known_total_counts_nothing() -> None:
     screen = Progress()
-    screen.console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    screen.console = VisibleConsole(file=io.StringIO(), force_terminal=True, width=100)
     with screen.step("Fetching"):
         pass
     assert isinstance(screen.console.file, io.StringIO)
@@ -60,7 +59,7 @@ def test_a_time_is_said_in_the_unit_in_which_it_is_an_estimate() -> None:
 
 def test_what_is_to_be_said_once_is_not_said_again() -> None:
     screen = Progress()
-    screen.console = Console(file=io.StringIO())
+    screen.console = VisibleConsole(file=io.StringIO())
     for text in ("Device: cpu", "Device: cpu", "Device: cuda"):
         screen.say(text, once=True)
     assert isinstance(screen.console.file, io.StringIO)

@@ -7,13 +7,13 @@ rule √(1/(3h)) of MT-NLG 530B (Smith et al., arXiv:2201.11990) falls with it: 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..json_text import loads
 from .rules import FAR, megatron, small
 
 WIDTHS = ("hidden_size", "d_model", "n_embd", "n_embed", "dim")
@@ -42,7 +42,7 @@ def config_alone(source: str | Path) -> tuple[dict[str, Any], str] | None:
         found = read_config(path)
     elif path.suffix == ".json" and path.is_file():
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: not JSON; give a config.json or a folder with one") from error
         if not isinstance(found, dict):

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics import FP16_MAX, NORM_FLOOR, headroom_bits
+from ..errors import UserError, shortened
+from ..numerics import FP16_MAX, MOST_POSITIONS, NORM_FLOOR, headroom_bits
 
 UNIT = 2.0**-11
 """Largest relative error of rounding to a normal fp16 number."""
@@ -83,10 +84,15 @@ def growth(terms: int) -> float:
     numbers is off by at most a unit of the result, and by no more than the smaller of them, since the larger alone
     would be nearer.
     """
-    if terms > 2**29:
+    return min(rounded(terms + 1), 2 * rounded(2 + terms / 1024))
+
+
+def rounded(times: float) -> float:
+    """Return what so many roundings to fp16 may multiply a value with, infinity where a double has no number for it."""
+    try:
+        return (1 + UNIT) ** times
+    except OverflowError:
         return math.inf
-    nested = 2 * (1 + UNIT) ** (2 + terms / 1024)
-    return nested if terms > 2048 else min((1 + UNIT) ** (terms + 1), nested)
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,12 @@ class Arithmetic:
     exact: bool = False
     norms16: bool = False
     sums16: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a length that no sequence has."""
+        if not 1 <= self.max_length <= MOST_POSITIONS:
+            said = shortened(self.max_length)
+            raise UserError(f"a maximum length of {said} is no number of positions; give 1 to {MOST_POSITIONS}")
 
     @property
     def unit(self) -> float:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
+from ..json_text import loads
 from .staging import FULL_OR_FAILING
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def side_modules(source: Path) -> set[str]:
     if not listing.is_file():
         return set()
     try:
-        listed = json.loads(listing.read_text(encoding="utf-8"))
+        listed = loads(listing.read_text(encoding="utf-8"))
         kinds = {str(m["path"]): str(m.get("type", "")).rpartition(".")[2] for m in listed if m["path"]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -192,7 +193,8 @@ def side_modules(source: Path) -> set[str]:
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:
     """Write ``data`` as ``as_json`` gives it, UTF-8."""
-    path.write_text(as_json(data), encoding="utf-8", newline="\n")
+    # Half a character, as a file's name may hold, becomes the escape that JSON has for it.
+    path.write_text(as_json(data), encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def as_json(data: Mapping[str, object]) -> str:

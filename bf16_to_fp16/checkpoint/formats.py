@@ -66,6 +66,10 @@ LONGEST_HEADER = 8_000_000
 hundred MB, while the 100 MB that the safetensors library allows would take several GB."""
 
 
+TORCH_FORMATS = ("pt", "mlx")
+"""What the metadata of a file may call its format: transformers 4 takes MLX's for PyTorch's, and of version 5 any."""
+
+
 MOST_AXES = 8
 """Axes of a tensor. The product of a million sizes would take hours."""
 
@@ -259,10 +263,16 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Return where every tensor of a safetensors file lies.
 
-    Raises UserError unless the header is well formed, its ranges cover the data exactly once, and no dtype is one in
-    which weights are only codes.
+    Raises UserError unless the header is well formed, its ranges cover the data exactly once, no dtype is one in which
+    weights are only codes, and the file does not say that it is for something else than PyTorch.
     """
-    return read_whole_header(file)[0]
+    tensors, metadata = read_whole_header(file)
+    if (made_for := metadata.get("format", "pt")) not in TORCH_FORMATS:
+        raise UserError(
+            f"{file}: its metadata say format {shown(made_for)}, which transformers 4 refuses or reads as weights of"
+            " another library; save it again with save_pretrained"
+        )
+    return tensors
 
 
 def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str, TensorInfo], dict[str, str]]:

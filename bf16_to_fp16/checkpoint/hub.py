@@ -163,8 +163,8 @@ def is_nonsense(error: BaseException) -> bool:
     """Return whether the client could make nothing of an answer: no JSON, or not what a Hub's holds."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     ours = str(frame.f_globals["__name__"]).startswith(__name__.partition(".")[0])
-    parsed = isinstance(error, LookupError | TypeError | AttributeError) and not ours
-    return parsed or isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+    parsed = isinstance(error, LookupError | TypeError | AttributeError | ValueError) and not isinstance(error, OSError)
+    return (parsed and not ours) or isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
 
 
 def refused_card(error: BaseException) -> str:
@@ -236,8 +236,8 @@ FAILURES: tuple[tuple[Condition, *tuple[str | None, ...]], ...] = (
         answered(409, 412),
         "{repo} was changed by someone else meanwhile{reason}; look at it and run the same command again",
     ),
-    (answered(429), "{host} asks for fewer requests (429); {again} {when}"),
-    (answered(*range(500, 1000)), "{host} fails ({status}) however often it is asked{reason}; {again} later"),
+    (answered(429), "{host} asks for fewer requests (429); {again_then}"),
+    (answered(*range(500, 1000)), "{host} fails ({status}) however often it is asked{reason}; {again_later}"),
     (
         lambda error: kind_in(error, UNREACHABLE) and status_of(error) is None,
         NOT_REACHED,
@@ -248,7 +248,7 @@ FAILURES: tuple[tuple[Condition, *tuple[str | None, ...]], ...] = (
     (raised("LocalEntryNotFoundError"), NOT_REACHED, None),
     (
         lambda error: status_of(error) is not None,
-        "{host} answered {status}{reason}; check the name and the options, or {again} later",
+        "{host} answered {status}{reason}; check the name and the options, or {again_later}",
     ),
     (lambda error: True, "{repo}: {what} failed ({first}); check the network and free space, then {again}"),
 )
@@ -270,13 +270,20 @@ def explain(
         host=(endpoint or constants.ENDPOINT).removeprefix("https://").rstrip("/"),
         status=status_of(error),
         reason=f" ({said})" if said else "",
-        again="run the same command again" + (", it goes on where it stopped" if writing else ""),
-        when="in some minutes" if asked is None else f"in {asked:g} seconds",
+        again=again(writing),
+        again_later=again(writing, "later"),
+        again_then=again(writing, f"in {asked:g} seconds" if asked else "in some minutes"),
         what="upload" if writing else "download",
         first=redacted(next(iter(str(error).strip().splitlines()), type(error).__name__), token),
         refusal=redacted(refused_card(error).partition("\n")[2], token).removeprefix("- "),
         log_in=LOG_IN,
     )
+
+
+def again(writing: bool, when: str = "") -> str:
+    """Return the advice to repeat a command, which sends nothing twice where it writes."""
+    goes_on = "; it goes on where it stopped" if writing else ""
+    return " ".join(filter(None, ("run the same command again", when))) + goes_on
 
 
 def reading_from(repo: str, revision: str | None, work: Callable[[], T], endpoint: str | None = None) -> T:

@@ -23,7 +23,8 @@ from ..errors import UserError
 from .disk import created, write_all, writing
 from .formats import LONGEST_HEADER, TensorInfo, parse_json, read_exactly, read_whole_header, reading
 from .naming import STOCK, WAN, Naming
-from .staging import check_file
+from .ownership import is_kept
+from .staging import check_apart, check_file
 
 LAYOUTS: Mapping[str, Naming] = {"comfy": STOCK, "wan": WAN, "single": STOCK}
 """How each layout of one file names its tensors."""
@@ -48,19 +49,31 @@ COPIED_BYTES = 1 << 22
 """Bytes copied at a time."""
 
 
-def check_out_file(out: Path, source: Path | None, *, force: bool) -> None:
-    """Raise UserError unless one file of weights can be written at ``out``: absent, or anything but ``source`` under
-    ``force``."""
+def check_out_file(out: Path, source: Path | None, *, force: bool, back: bool = False) -> None:
+    """Raise UserError unless one file of weights can be written at ``out``: absent or, under ``force``, one that
+    ``convert --layout`` wrote, apart from ``source``; back: as in ``check_out``."""
     if out.suffix != ".safetensors":
         raise UserError(f"{out}: --layout writes one file; give an output path that ends in .safetensors")
     if out.is_dir():
         raise UserError(f"{out} is a folder; choose another output path")
-    if source is not None and out.exists() and source.exists() and out.samefile(source):
-        raise UserError(f"{out} is the source; choose another output path")
-    if out.exists() and not force:
-        raise UserError(f"{out} exists; choose another output path or give --force to replace it")
-    if out.parent.exists():
+    if out.exists() or out.is_symlink():
+        check_apart(out, source)
+        if not back:
+            check_our_file(out)
+        if not force:
+            raise UserError(f"{out} exists; choose another output path or give --force to replace it")
+    elif out.parent.exists():
         check_file(out, "choose another output path")
+
+
+def check_our_file(out: Path, new: Path | None = None) -> None:
+    """Raise UserError unless ``convert --layout`` wrote the file ``out``, or ``new`` has the same bytes."""
+    try:
+        ours = not out.is_symlink() and summary_of(out) is not None
+    except UserError:
+        ours = False
+    if not ours and (new is None or out.is_symlink() or not is_kept(out, out.stat(), new)):
+        raise UserError(f"{out} exists, and convert --layout did not write it; choose another output path")
 
 
 def pack(
@@ -169,7 +182,9 @@ def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
     os.umask(umask)
     try:
         file.chmod(0o666 & ~umask)
-        if out.exists() and not force:
+        if force and out.exists():
+            check_our_file(out, file)
+        elif out.exists():
             raise UserError(f"{out} appeared while it was being made; choose another output path or give --force")
         system.replace_file(file, out)
     except OSError as error:

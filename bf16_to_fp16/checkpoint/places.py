@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from ..errors import UserError
+from ..json_text import loads
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -67,6 +67,6 @@ def check_config(folder: Path | None) -> None:
     if config is None or not config.is_file():
         return
     try:
-        json.loads(config.read_bytes())
-    except (ValueError, RecursionError) as error:
+        loads(config.read_bytes())
+    except ValueError as error:
         raise UserError(f"{config}: the config is not valid JSON ({error}); {RESTORE}") from error

@@ -8,7 +8,6 @@ like any other: its folder, in scratch space, holds all but the weights, which s
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from ..json_text import loads
 from .formats import (
     RESTORE,
     SAFETENSORS_DTYPES,
@@ -237,6 +237,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{file}: the checkpoint is quantised (quantization_config); give the one it was quantised from"
         )
+    if config.get("configuration_files", ["config.json"]) not in ([], ["config.json"]):
+        raise UserError(
+            f"{file}: names other configs by the version of transformers (configuration_files), and that decides what"
+            " runs; put the one that is meant in its place, without the key"
+        )
     if config.get("auto_map"):
         raise UserError(
             f"{file}: the model runs code of its own (auto_map), of which nothing is known here;"
@@ -399,7 +404,7 @@ def hub_files(source: str, folder: Path, endpoint: str | None = None) -> dict[st
 def module_folders(folder: Path) -> list[str]:
     """Return the sub-folders that a sentence encoder's ``modules.json`` names; none where it cannot be understood."""
     try:
-        listing = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        listing = loads((folder / "modules.json").read_text(encoding="utf-8"))
         return [str(module["path"]) for module in listing if module["path"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -8,7 +8,6 @@ is read: what would make another model of it than config.json describes is refus
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +185,7 @@ def check_encoder_config(file: Path, config: Mapping[str, Any]) -> None:
 
 def listing_of(folder: Path) -> list[Mapping[str, Any]]:
     """Return the entries of a folder's ``modules.json``, which ``side_modules`` has checked."""
-    return list(json.loads((folder / MODULES).read_text(encoding="utf-8")))
+    return list(loads((folder / MODULES).read_text(encoding="utf-8")))
 
 
 def read_side_modules(folder: Path) -> list[SideModule]:

@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,41 +20,52 @@ from pathlib import Path
 from typing import Any
 
 from .. import system
-from ..errors import UserError
+from ..errors import UserError, shortened
+from .ownership import files_of, has_record, is_made_from, is_report, strange_file
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 """Errors of the disk that is written to."""
 
 
+MOST_FOLDERS = 200
+"""Folders in each other that an output may lie in; Python makes some 1,000."""
+
+
 FREE_SPACE_REMEDY = "free some space or choose another output path"
 
 
-def check_out(out: Path, source: Path | None = None, *, force: bool) -> None:
-    """Raise UserError unless a folder can be made at ``out``: absent or empty (or anything, under ``force``), writable,
-    and apart from ``source``.
+def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = False) -> None:
+    """Raise UserError unless a folder can be made at ``out``: absent or empty (or, under ``force``, one that this
+    program wrote and that holds nothing else), writable, and apart from the ``sources`` that are here and from what
+    they were made from.
 
-    Tried by making a folder beside it: what permissions promise, a file system may still refuse. Costs nothing, so
-    that it can come before any work.
+    back: the folder is brought back by ``undo``; one without a record is then compared with it before it is replaced.
+    Tried by making a folder beside it: what permissions promise, a file system may still refuse. Reads nothing but a
+    folder that is to be replaced, so that it can come before any work.
     """
     try:
-        if out.exists() or out.is_symlink():
-            if not out.is_dir() or out.is_symlink():
-                raise UserError(f"{out} exists and is not a folder; choose another output path")
-            if not force and any(out.iterdir()):
+        if len(out.parts) > MOST_FOLDERS:
+            raise UserError(f"{shortened(out)} lies in more than {MOST_FOLDERS} folders; choose another output path")
+        if out.absolute().name in ("", ".."):
+            raise UserError(f"{out} is where this runs or above it; choose another output path")
+        there = out.is_dir() and not out.is_symlink()
+        if not there and (out.exists() or out.is_symlink()):
+            raise UserError(f"{out} exists and is not a folder; choose another output path")
+        if there and out.resolve() in (Path.cwd(), *Path.cwd().parents):
+            raise UserError(f"{out} is where this runs and cannot be replaced; choose another output path")
+        if there and os.path.ismount(out):
+            raise UserError(f"{out} is a mount point and cannot be replaced; choose a folder inside it")
+        for source in sources:
+            check_apart(out, source)
+        if there and any(out.iterdir()):
+            ours = has_record(out)
+            if force if ours else not back:
+                check_ours(out)  # without --force its bytes are not read
+            if not force:
                 raise UserError(f"{out} exists; choose another output path or give --force to replace it")
-            if out.resolve() in (Path.cwd(), *Path.cwd().parents):
-                raise UserError(f"{out} is where this runs and cannot be replaced; choose another output path")
-            if os.path.ismount(out):
-                raise UserError(f"{out} is a mount point and cannot be replaced; choose a folder inside it")
-        resolved = out.resolve()
         parent = nearest_parent(out)
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}; choose another output path") from error
-    if source is not None:
-        origin = source.resolve()
-        outside, inside = (origin, *origin.parents), resolved.parents
-        if any(_same(resolved, folder) for folder in outside) or any(_same(origin, folder) for folder in inside):
-            raise UserError(f"{out} overlaps the source {source}; choose an output path outside it")
     if not parent.is_dir():
         raise UserError(f"{parent} is not a folder; choose another output path")
     try:
@@ -62,25 +74,79 @@ def check_out(out: Path, source: Path | None = None, *, force: bool) -> None:
         raise UserError(f"{parent} is not writable ({error.strerror}); choose another output path") from error
 
 
+def check_apart(out: Path, source: str | Path | None) -> None:
+    """Raise UserError where ``out`` is, holds or lies in a source that is here, by whatever name, holds a file that the
+    source is a link to, or is what the source was made from."""
+    source = None if source is None else Path(source).expanduser()
+    if source is None or not source.exists():
+        return
+    origin = source.resolve()
+    apart = not overlap(out, source)
+    if apart and out.exists() and origin.is_dir():
+        links = (origin / name for name, status in files_of(origin) if stat.S_ISLNK(status.st_mode))
+        apart = not any(_same(out.resolve(), each) for link in links for each in link.resolve().parents)
+    if not apart:
+        raise UserError(f"{out} overlaps the source {source}; choose an output path outside it")
+    if out.is_dir() and is_made_from(origin, out):
+        raise UserError(f"{out} is what {source} was made from; choose another output path")
+
+
+def overlap(one: Path, other: Path) -> bool:
+    """Return whether one of two paths is the other or lies in it, by whatever names."""
+    one, other = one.resolve(), other.resolve()
+    return any(_same(one, each) for each in (other, *other.parents)) or any(_same(other, each) for each in one.parents)
+
+
+def check_ours(out: Path, new: Path | None = None) -> None:
+    """Raise UserError unless this program wrote the folder ``out`` and it holds nothing else; new: as
+    ``strange_file``."""
+    if (strange := strange_file(out, new)) is not None:
+        where = "OUT comes after SOURCE; " if (out / "config.json").is_file() and not has_record(out) else ""
+        raise UserError(
+            f"{out} exists and holds {strange}, which this program did not write or which was changed since;"
+            f" {where}choose another output path"
+        )
+
+
 def _same(one: Path, other: Path) -> bool:
     """Return whether two paths are one, or name one folder: upper and lower case are the same on most Macs."""
     return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
 
 
 def check_file(path: Path, mend: str) -> None:
-    """Raise UserError, which ends with ``mend``, unless a file can be written at ``path``, there or in place of one."""
+    """Raise UserError, which ends with ``mend``, unless a report can be written at ``path``: there, in place of an
+    earlier report, or to a device."""
     reason: str | None = None
     try:
         if path.is_dir():
             reason = "Is a directory"
         elif path.exists():
             reason = None if os.access(path, os.W_OK) else "Permission denied"
+            if reason is None and path.is_file() and not is_report(path):
+                raise UserError(f"{path} exists and is no report of this program, or belongs to a checkpoint; {mend}")
         else:
             _try_out(_beside(path.absolute()))
     except OSError as error:
         reason = error.strerror
     if reason is not None:
         raise UserError(f"{path}: cannot be written there ({reason}); {mend}")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that takes its place at ``path``, over another one, when the block ends well; a
+    device, a link and a file in a folder that takes no other are written as they are. Raises OSError."""
+    if path.is_symlink() or (path.exists() and not (path.is_file() and os.access(path.absolute().parent, os.W_OK))):
+        yield path
+        return
+    new = _beside(path)
+    try:
+        yield new
+        if path.exists():
+            shutil.copymode(path, new)
+        system.replace_file(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _try_out(path: Path) -> None:
@@ -211,12 +277,25 @@ def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
 
 
 def put_in_place(work: Path, out: Path, *, force: bool) -> None:
-    """Rename ``work`` to ``out``; with ``force`` an existing folder steps aside first and comes back if the rename
-    fails."""
+    """Rename ``work`` to ``out``; with ``force`` an existing folder that holds nothing else than this program wrote, or
+    than ``work`` has, changes places with it.
+
+    Where the file system cannot do that at once, the old folder steps aside first and comes back if the rename fails.
+    """
     aside: Path | None = None
     lock = None
     try:
         if force and out.exists():
+            try:
+                check_ours(out, work)
+                exchanged = system.exchange_folders(work, out)
+            except OSError as error:
+                raise UserError(f"{out}: {error.strerror}; choose another output path") from error
+            if exchanged:  # and ``work``, the old folder now, goes as all that is staged
+                with suppress(OSError):
+                    sweep(out)
+                    system.sync_folder(out.parent)
+                return
             aside = _beside(out, "replaced")
             try:
                 lock = _claim(aside)

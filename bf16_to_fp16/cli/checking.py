@@ -13,6 +13,7 @@ from ..errors import UserError
 from .shared import (
     CONFIG,
     FOLDER,
+    PATH,
     SAFE,
     UNSAFE,
     check_given,
@@ -107,10 +108,12 @@ def audit_command(
     )
     write_result(json_file, result)
     if html is not None:
+        from ..checkpoint.staging import replacing
         from ..report.page import write_page
 
         try:
-            write_page(html, read(Report, result))
+            with replacing(html) as new:
+                write_page(new, read(Report, result))
         except OSError as error:
             raise UserError(f"{html}: {error.strerror}; choose another file for --html") from error
     if json_file != "-":
@@ -191,7 +194,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @source
 @click.option(
     "--original",
-    type=click.Path(),
+    type=PATH,
     metavar="SOURCE",
     help="What was converted (folder or Hub id): replay the recorded plan on it too.",
 )
@@ -237,7 +240,7 @@ def verify_command(
 
 
 @click.command("check", epilog=f"The runtimes are an extra: {how_to_install('runtimes')}.")
-@click.argument("out", type=click.Path(), metavar="OUT")
+@click.argument("out", type=PATH, metavar="OUT")
 @click.option(
     "--runtime",
     type=click.Choice(["openvino", "onnxruntime", "ctranslate2", "onnx-reference"]),
@@ -246,7 +249,7 @@ def verify_command(
 )
 @click.option(
     "--source",
-    type=click.Path(),
+    type=PATH,
     metavar="SOURCE",
     help="What OUT was converted from (folder or Hub id), to run beside it.",
 )

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from ..checkpoint.places import written_folder
 from ..errors import UserError
+from ..visible import show
 from .publishing import check_publishable, check_publishes, push, status_of
 from .shared import (
     CONFIG,
@@ -232,12 +233,12 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
     result = convert_adapter(adapter, out, base, back=context.command.name == "undo", force=force)
     write_result(json_file, result.to_json())
     if json_file != "-":
-        print(f"{result.out} holds {len(result.tensors)} tensors of an adapter for {result.base}")
+        show(f"{result.out} holds {len(result.tensors)} tensors of an adapter for {result.base}")
         for note in result.notes:
-            print(note)
+            show(note)
         if context.command.name == "convert":
             merged = f"bf16-to-fp16 certify {base} --adapter {result.out}"
-            print(f"no certificate covers an adapter; bound the weights that it makes when it is merged with: {merged}")
+            show(f"no certificate covers an adapter; bound the weights that it makes when it is merged with: {merged}")
     return SAFE
 
 
@@ -291,7 +292,7 @@ def check_free(out: Path, source: Path, layout: str, *, force: bool) -> None:
     from ..checkpoint.staging import check_out
 
     if layout == "hf":
-        check_out(out, source if source.is_dir() else None, force=force)
+        check_out(out, source, force=force)
         return
     from ..checkpoint.packing import check_out_file
 
@@ -318,7 +319,7 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
     if result.out is None:
         terminal.print_planned(report, result.planned)
         took = "" if result.seconds is None else f"; converting takes {roughly(result.seconds)} in all on this machine"
-        print(f"to write: {bytes_in_words(result.nbytes or 0)} of weights{took}")
+        show(f"to write: {bytes_in_words(result.nbytes or 0)} of weights{took}")
         terminal.print_plan(report.plan or result.plan, result.planned)
         return
     if result.out.is_file():
@@ -363,12 +364,12 @@ def undo_command(
     if folder.is_file():
         words = terminal.came_through("the source's weights", read_packed(folder).weights)
     elif (folder / REPORT).is_file():  # what is no converted folder ``undo`` refuses in words of its own
-        check_out(out, folder, force=force)
+        check_out(out, folder, force=force, back=True)
         words = terminal.brought_back(folder)  # before anything is written
     written = undo(folder, out, force=force, progress=make_progress())
     write_result(json_file, {"out": str(written)})
     if json_file != "-":
-        print(f"{written} holds {words}")
+        show(f"{written} holds {words}")
     return SAFE
 
 
@@ -379,16 +380,16 @@ def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -
     from ..report import terminal
 
     names = [entry.subfolder for entry in read_pipeline(folder).encoders]
-    check_out(out, folder, force=force)
+    check_out(out, folder, force=force, back=True)
     words = {name: terminal.brought_back(folder / name) for name in names}
     done = undo_pipeline(folder, out, force=force, progress=make_progress())
     write_result(json_file, {"out": str(done.out), "missing": list(done.missing)})
     if json_file != "-":
         for name, said in words.items():
-            print(f"{done.out / name} holds {said}")
-        print(f"{done.out} has the rest of the pipeline as it was")
+            show(f"{done.out / name} holds {said}")
+        show(f"{done.out} has the rest of the pipeline as it was")
         if done.missing:
-            print(f"not brought back, since convert left them out: {', '.join(done.missing)}")
+            show(f"not brought back, since convert left them out: {', '.join(done.missing)}")
     return SAFE
 
 

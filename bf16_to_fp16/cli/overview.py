@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
+from ..visible import show
 from .shared import FOLDER, SAFE, UNSAFE, check_given, data, device, json_file, make_progress, seed, write_result
 
 
@@ -60,7 +60,7 @@ def survey_command(
         raise click.UsageError("Missing argument 'OUTDIR'.", click.get_current_context())
     if pins:
         written = pin(listing)
-        print(f"{listing}: {written or 'nothing'} pinned", file=sys.stderr)
+        show(f"{listing}: {written or 'nothing'} pinned", aside=True)
     if out is None:
         return SAFE
     from ..survey.run import Settings, survey

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import signal
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import click
 
-from ..errors import UserError
+from ..errors import UserError, shortened
+from ..visible import show
 from .checking import audit_command, certify_command, check_command, verify_command
 from .converting import convert_command, undo_command
 from .overview import demo_command, families_command, survey_command
 from .publishing import publish_command
 from .shared import INTERRUPTED, UNREAD, USAGE
 from .training import advise_command, finetune_command
+
+REPORTS = ("json_file", "html", "picture")
+"""Parameters of the commands that name a file in which a report is written."""
 
 
 class _UnreadError(Exception):
@@ -64,6 +72,24 @@ def app(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
+def apart(command: click.Command) -> Callable[..., Any]:
+    """Return what a command does, which then refuses a report at the path of anything else that it was given."""
+    run = command.callback
+    assert run is not None
+    paths = {p.name: p.opts[0] for p in command.params if isinstance(p.type, click.Path) and p.name is not None}
+
+    @functools.wraps(run)
+    def checked(**values: Any) -> Any:
+        given = {name: os.path.realpath(value) for name in paths if isinstance(value := values[name], (str, Path))}
+        for report in REPORTS:
+            others = {path for name, path in given.items() if name != report}
+            if values.get(report) not in (None, "-") and given[report] in others - {os.devnull}:
+                raise UserError(f"{values[report]} is given twice; choose another file for {paths[report]}")
+        return run(**values)
+
+    return checked
+
+
 for command in (
     convert_command,
     audit_command,
@@ -78,12 +104,13 @@ for command in (
     families_command,
     demo_command,
 ):
+    command.callback = apart(command)
     app.add_command(command)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, terminate)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn in every process that is forked
     interrupts: list[int] = []
 
@@ -110,14 +137,22 @@ def main(arguments: list[str] | None = None) -> int:
         return interrupted()
     except (BrokenPipeError, _UnreadError):
         return unread()
-    except Exception:
+    except Exception as error:
         # Compiled modules that are interrupted while they are imported turn it into errors of their own.
         if interrupts:
             return interrupted()
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of a path in a file that was given
+            return complain(f"{shortened(error.filename)}: {error.strerror}; give another path")
         raise
     finally:
         if before is signal.default_int_handler:
             signal.signal(signal.SIGINT, before)
+
+
+def terminate(*_: object) -> NoReturn:
+    """End by SIGTERM; whoever sends it again waits for what is cleaned up meanwhile."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def interrupted() -> int:
@@ -146,5 +181,5 @@ def complain(message: str) -> int:
         # Under a launcher the first process says the same, and the launcher then ends this one, in this sleep; what is
         # wrong with this one alone is still said.
         time.sleep(10)
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    show("error: " + " ".join(message.split()), aside=True)
     return USAGE

@@ -10,6 +10,7 @@ import click
 
 from ..checkpoint.places import written_folder
 from ..errors import UserError
+from ..visible import show
 from .shared import FOLDER, SAFE, UNSAFE, allow_unsafe, endpoint, json_file, make_progress, public, write_result
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def push(
         return None
     if not result.safe and not allow_unsafe:
         said = f"not published: {out} is unsafe in fp16; give --allow-unsafe to publish it all the same"
-        print(said, file=sys.stderr)
+        show(said, aside=True)
         return None
     from ..commands.publish import publish
 

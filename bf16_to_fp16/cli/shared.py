@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import sys
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,23 +13,42 @@ from typing import Any
 import click
 
 from ..checkpoint.places import check_config, local_source
-from ..errors import UserError
+from ..errors import UserError, shortened
+from ..numerics import MOST_POSITIONS
+from ..visible import visible
 
 SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 
 
-FOLDER = click.Path(path_type=Path)
+class Location(click.Path):
+    """A path that a file may have; anything longer, and what may not be looked at, is refused here, in one place."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        """Return the path; raise UserError for one that the system refuses, but for one that is not there."""
+        try:
+            os.stat(os.path.expanduser(value))
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                said = error.strerror if isinstance(error, OSError) else str(error)
+                raise UserError(f"{shortened(value)}: {said}; give another path") from error
+        return super().convert(value, parameter, context)
+
+
+PATH = Location()
+
+
+FOLDER = Location(path_type=Path)
 
 
 CONFIG = "the config.json of SOURCE's weights"
 
 
-source = click.argument("source", type=click.Path())  # or a Hub id; what a shell completes
+source = click.argument("source", type=PATH)  # or a Hub id; what a shell completes
 
 
 data = click.option(
     "--data",
-    type=click.Path(),
+    type=PATH,
     metavar="FILE",
     help="Text to run on besides the built-in probe: JSONL, CSV, Parquet, text (.gz too), or a Hub dataset.",
 )
@@ -37,7 +57,7 @@ data = click.option(
 json_file = click.option(
     "--json",
     "json_file",
-    type=click.Path(),
+    type=PATH,
     metavar="FILE",
     callback=lambda context, option, target: checked_target(target, "--json"),
     help="Write the report as JSON; - for standard output.",
@@ -47,10 +67,13 @@ json_file = click.option(
 verbose = click.option("-v", "--verbose", is_flag=True, help="Print the tables of the report as well.")
 
 
-force = click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+force = click.option("--force", is_flag=True, help="Replace OUT if this program wrote it and it holds nothing else.")
 
 
-seed = click.option("--seed", type=int, default=0, show_default=True, help="Seed of the built-in probe.")
+SEED = click.IntRange(-(2**63), 2**63 - 1)
+
+
+seed = click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the built-in probe.")
 
 
 sweep = click.option("--sweep", is_flag=True, help="Run every id of a large vocabulary, not a choice of them.")
@@ -58,7 +81,7 @@ sweep = click.option("--sweep", is_flag=True, help="Run every id of a large voca
 
 max_length = click.option(
     "--max-length",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MOST_POSITIONS),
     metavar="N",
     help="Positions for which the certificate holds; default 32768.",
 )
@@ -145,10 +168,12 @@ def write_result(target: str | None, data: Mapping[str, Any]) -> None:
 
     data = {"schema": SCHEMA, **data}
     if target == "-":
-        json.dump(finite(data), sys.stdout, indent=2, ensure_ascii=False)
-        print()
+        print(visible(json.dumps(finite(data), indent=2, ensure_ascii=False), as_json=True))
         return
+    from ..checkpoint.staging import replacing
+
     try:
-        write_json(Path(target), data)
+        with replacing(Path(target)) as new:
+            write_json(new, data)
     except OSError as error:
         raise UserError(f"{target}: {error.strerror}; choose another file for --json") from error

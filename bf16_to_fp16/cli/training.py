@@ -14,7 +14,9 @@ from ..errors import UserError
 from .publishing import check_publishable, check_publishes, push, status_of
 from .shared import (
     FOLDER,
+    PATH,
     SAFE,
+    SEED,
     allow_unsafe,
     endpoint,
     force,
@@ -120,7 +122,7 @@ class _Numbers(click.Command):
 
 
 @click.command("advise", cls=_Numbers)
-@click.argument("source", type=click.Path(), required=False, metavar="SOURCE")
+@click.argument("source", type=PATH, required=False, metavar="SOURCE")
 @click.option("--updates", is_flag=True, help="Which weights an optimizer's updates would not move, and what helps.")
 @click.option("--init", is_flag=True, help="How large weights should begin; SOURCE may be a hidden size.")
 @click.option(
@@ -155,7 +157,7 @@ class _Numbers(click.Command):
 )
 @click.option(
     "--data",
-    type=click.Path(),
+    type=PATH,
     metavar="FILE",
     help="updates: text for real gradients: JSONL, CSV, Parquet, text, or a Hub dataset.",
 )
@@ -168,7 +170,7 @@ class _Numbers(click.Command):
 @click.option("--picture", type=FOLDER, metavar="FILE", help="losses: draw the curve (.svg, .png or .pdf).")
 @click.option("--html", type=FOLDER, metavar="FILE", help="losses: write curve and events as a page.")
 @subfolder
-@click.option("--seed", type=int, default=0, show_default=True, help="updates: seed of the data's order.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="updates: seed of the data's order.")
 @json_file
 def advise_command(
     source: str | None,

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..checkpoint.folder import carry_over, write_json
+from ..checkpoint.folder import carry_over, records, write_json
 from ..checkpoint.formats import read_json
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
@@ -126,7 +126,7 @@ def convert_adapter(
     if not (base / REPORT).is_file():
         raise UserError(f"{base}: has no {REPORT}, so convert did not write it; give a converted folder")
     config, tensors = read_adapter(adapter)
-    check_out(out, adapter, force=force)
+    check_out(out, adapter, base, force=force)
     checkpoint, plan, origin = open_checkpoint(base), read_plan(base), read_origin(base)
     check_side(adapter, config, base, origin, back=back)
     layout = resolve(checkpoint)
@@ -144,7 +144,8 @@ def convert_adapter(
         carry_over(adapter, work, back=back)
         save_file(written, work / TENSORS, metadata={"format": "pt"})
         write_json(work / CONFIG, {**config, "base_model_name_or_path": on, "revision": revision})
-        write_json(work / NOTE, {"for": "original" if back else "converted", "base": on})
+        note = {"for": "original" if back else "converted", "base": on}
+        write_json(work / NOTE, note | {"output": {"files": records(work, {NOTE})}})
     return ConvertedAdapter(out, on, found, read_report(base / REPORT, {}, "", also=("finetune",)).finetune is not None)
 
 

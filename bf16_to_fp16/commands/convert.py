@@ -20,7 +20,16 @@ from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
 from ..checkpoint.formats import read_json
 from ..checkpoint.naming import TOKENIZER_WITH_WEIGHTS
-from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS, check_out_file, metadata_of, pack, put_file_in_place
+from ..checkpoint.packing import (
+    FOLDER_LAYOUT,
+    LAYOUTS,
+    check_out_file,
+    metadata_of,
+    pack,
+    put_file_in_place,
+    summary_of,
+)
+from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import WEIGHTS
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import scratch, staged
@@ -29,6 +38,7 @@ from ..conversion.options import AUTO, TOOL_EPS, TOOLS, Destination, Options, Pr
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
+from ..errors import UserError
 from ..progress import Progress
 from ..quiet import quiet
 from ..report import build as reports
@@ -129,15 +139,11 @@ def convert_by(
     """Convert as ``convert`` does, by ``options``; one step after the other, each from what the last one found."""
     progress, begun = progress or Progress(quiet=True), time.monotonic()
     options.check()
-    place.check(Path(source) if Path(source).is_dir() else None)
+    place.check(source)
     asked = None if options.target == AUTO else options.target
     stored = None if options.plan is None else read_plan_and_target(Path(options.plan), asked)
     opened = open_source(source, options, place, endpoint, progress)
-    if is_converted(opened.checkpoint.folder):
-        progress.say(
-            f"{opened.checkpoint.name} is a converted checkpoint: bf16-to-fp16 verify checks it as it is; for another"
-            " target convert what it was made from"
-        )
+    check_unconverted(opened.checkpoint)
     decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
@@ -225,6 +231,19 @@ def convert_to_file(
     notes = for_the_tool(report, options.layout, drift, missing=needs_tokenizer(config) and inside is None)
     then = options.next(report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
+
+
+def check_unconverted(checkpoint: Checkpoint) -> None:
+    """Raise UserError for a checkpoint, a folder or one file, that this program has converted: another conversion would
+    know nothing of what that was made from, and could not be undone to it."""
+    file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.folder) else checkpoint.weight_files[0]
+    if not (is_converted(checkpoint.folder) if file is None else summary_of(file) is not None):
+        return
+    here, name = (REPORT, checkpoint.folder) if file is None else ("its metadata", file)
+    raise UserError(
+        f"{name} is converted already, as {here} says; convert what it was made from, or bring that back with"
+        " bf16-to-fp16 undo (bf16-to-fp16 verify checks it as it is; finetune goes on from it)"
+    )
 
 
 def needs_tokenizer(config: Mapping[str, Any], file: Path | None = None) -> bool:

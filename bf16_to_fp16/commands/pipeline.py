@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..checkpoint.folder import is_weights, write_json
+from ..checkpoint.folder import is_weights, records, write_json
 from ..checkpoint.formats import read_json
 from ..checkpoint.hub import check_free_space
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
@@ -30,7 +30,7 @@ from ..errors import UserError
 from ..families.known import is_known
 from ..progress import Progress
 from ..quiet import quiet
-from ..report.schema import PipelineEntry, PipelineReport, Report, Source, dump, read
+from ..report.schema import FileEntry, Output, PipelineEntry, PipelineReport, Report, Source, dump, read
 from ..report.stored import read_origin
 from ..wording import counted, listed
 from .convert import Conversion, convert_by
@@ -103,14 +103,14 @@ def convert_pipeline_by(
     if options.plan is not None and len(pipeline.encoders) > 1:
         raise UserError(f"--plan is for one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
     local = pipeline.revision is None
-    place.check(pipeline.folder if local else None)
+    place.check(pipeline.folder)
     if place.dry_run:
         planned = {n: converted(options, pipeline, n, place, endpoint, progress) for n in pipeline.encoders}
         return PipelineConversion({}, None, planned)
     with staged(place.out, force=place.force) as work:
         if not local:
             fetch_others(pipeline, endpoint, progress)
-        brought = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
+        brought, links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
         encoders: list[PipelineEntry] = []
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
@@ -129,6 +129,7 @@ def convert_pipeline_by(
             left_out=list(pipeline.left_out),
             command=command_of(options, pipeline, place.out, copy=copy),
             environment=read(Report, next(iter(done.values())).report).environment,
+            output=Output(files=[FileEntry(**entry) for entry in listing(work, links)]),
             **brought,
         )
         write_json(work / PIPELINE, dump(report))
@@ -159,14 +160,28 @@ def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -
         fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], endpoint, pipeline.revision)
 
 
-def bring_others(folder: Path, names: Sequence[str], work: Path, *, link: bool, progress: Progress) -> dict[str, int]:
-    """Bring the files that are not converted, and return how many were linked and copied, and their bytes."""
-    linked, nbytes = 0, 0
+def bring_others(
+    folder: Path, names: Sequence[str], work: Path, *, link: bool, progress: Progress
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bring the files that are not converted, and return how many were linked and copied, with their bytes in all, and
+    the bytes of each that was linked, by name."""
+    links: dict[str, int] = {}
+    nbytes = 0
     with progress.step(f"Bringing {counted(len(names), 'file')} besides the encoders") as advance:
-        for number, file in enumerate(bring(folder, names, work, link=link), 1):
-            linked, nbytes = linked + file.linked, nbytes + file.nbytes
+        brought = bring(folder, names, work, link=link)
+        for number, (name, file) in enumerate(zip(names, brought, strict=True), 1):
+            nbytes += file.nbytes
+            if file.linked:
+                links[name] = file.nbytes
             advance(number, len(names))
-    return {"linked": linked, "copied": len(names) - linked, "nbytes": nbytes}
+    return {"linked": len(links), "copied": len(names) - len(links), "nbytes": nbytes}, links
+
+
+def listing(work: Path, links: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return the entries of all files of a pipeline, by name; those that are links to a source's have no SHA-256, since
+    whoever removes a link removes no file."""
+    linked = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
+    return sorted([*records(work, links), *linked], key=lambda entry: str(entry["name"]))
 
 
 def entry_of(pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: str | None = None) -> PipelineEntry:
@@ -233,7 +248,7 @@ def undo_pipeline(
     """
     progress, folder, out = progress or Progress(quiet=True), written_folder(folder), Path(out)
     report = read_pipeline(folder)
-    check_out(out, folder, force=force)
+    check_out(out, folder, force=force, back=True)
     ours = {entry.subfolder for entry in report.encoders}
     names = [n for n in files_below(folder)[0] if n != PIPELINE and n.partition("/")[0] not in ours]
     missing: list[str] = []

@@ -43,7 +43,7 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     folder, out = written_folder(folder), Path(out)
     if not (folder / REPORT).is_file():
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
-    check_out(out, folder, force=force)
+    check_out(out, folder, force=force, back=True)
     origin = read_origin(folder)
     checkpoint = open_checkpoint(folder)
     back = writes_back(checkpoint, read_plan(folder), origin)
@@ -81,9 +81,9 @@ def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path
     """Write the source's weights back from one file that ``convert --layout`` wrote."""
     inside, as_file = read_packed(file), out.suffix == ".safetensors"
     if as_file:
-        check_out_file(out, file, force=force)
+        check_out_file(out, file, force=force, back=True)
     else:
-        check_out(out, None, force=force)
+        check_out(out, file, force=force, back=True)
     checkpoint = open_checkpoint(file)
     back = writes_back(checkpoint, inside.plan, inside.source)
     with scratch(out) if as_file else staged(out, force=force) as work:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..bounds.arithmetic import MAX_LENGTH
+from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import TARGETS
 from ..bounds.tiers import TIERS
 from ..checkpoint.folder import MODULES
@@ -87,8 +87,7 @@ class Options:
             raise UserError(f"layout {self.layout!r} is unknown; choose one of {', '.join((FOLDER_LAYOUT, *LAYOUTS))}")
         if self.layout != FOLDER_LAYOUT and self.max_shard_size is not None:
             raise UserError("--layout writes one file; leave out either it or --max-shard-size")
-        if self.max_length < 1:
-            raise UserError(f"a maximum length of {self.max_length} is not a number of positions; give 1 or more")
+        Arithmetic(self.max_length)  # of which it is one
         if self.data is not None and not self.run_model:
             raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
         if self.sweep and not self.run_model:
@@ -190,10 +189,10 @@ class Destination:
     force: bool = False
     dry_run: bool = False
 
-    def check(self, source: Path | None) -> None:
-        """Raise UserError unless the folder can be made, apart from ``source``; costs nothing."""
+    def check(self, *sources: str | Path | None) -> None:
+        """Raise UserError unless the folder can be made, apart from the ``sources`` that are here."""
         if not self.dry_run:
-            check_out(self.out, source, force=self.force)
+            check_out(self.out, *sources, force=self.force)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 from ..checkpoint.folder import finite
 from ..environment import how_to_install
 from ..errors import UserError
+from ..json_text import loads
 from .recipe import Wandb
 from .states import on_a_disk
 
@@ -62,7 +63,7 @@ class RunLog:
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                if line.endswith("\n") and loads(line)["step"] <= step:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue
@@ -111,7 +112,7 @@ def curves(path: Path) -> dict[str, list[float | None]]:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
-            row = json.loads(line)
+            row = loads(line)
         except ValueError:  # cut short by a crash
             continue
         if "task_loss" in row:

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.staging import check_out, put_in_place, scratch, staged
+from ..checkpoint.staging import check_out, overlap, put_in_place, scratch, staged
 from ..checkpoint.writer import write_fp16
 from ..commands.convert import Conversion, convert_by
 from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
@@ -64,6 +64,10 @@ from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
 
 
+OF_A_RUN = {START_FOLDER, "log.jsonl", "teacher", "wandb"}
+"""What the folder of a run may hold before its first state."""
+
+
 START_BATCHES = 4
 """Batches that the start must hold before the first step."""
 
@@ -93,9 +97,9 @@ def finetune(
     asked, recipe = recipe, recipe.settled(in_parts=in_parts())
     out = Path(recipe.out)
     check_recipe(recipe)
-    check_out(out, force=force)  # before a download
+    check_out(out, recipe.source, force=force)  # before a download
     checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
-    check_out(out, checkpoint.folder, force=force)
+    check_out(out, recipe.source, checkpoint.folder, force=force)
     run = train_on_device(recipe, checkpoint, progress)
     if run.weights is None:
         return None
@@ -263,7 +267,7 @@ def convert_or_finetune(
     read_as = read_recipe(recipe, overrides)
     chosen = read_as.settled(in_parts=False)
     check_recipe(chosen)
-    check_out(out, force=force)
+    check_out(out, source, force=force)
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
     check_out(out, checkpoint.folder, force=force)
     check_run_folder(run_folder(chosen), chosen)
@@ -314,7 +318,12 @@ def run_folder(recipe: Recipe) -> Path:
 
 
 def check_run_folder(folder: Path, recipe: Recipe) -> None:
-    """Raise UserError where ``folder`` holds something else than a run of this recipe, before anything is loaded."""
+    """Raise UserError where ``folder`` holds something else than a run of this recipe, or overlaps its source or its
+    output, before anything is loaded."""
+    for other, what in ((recipe.out, "output"), (recipe.source, "source")):
+        path = Path(other).expanduser()
+        if (what == "output" or path.exists()) and overlap(folder, path):
+            raise UserError(f"{folder} overlaps the {what} {other}; give another checkpointing.folder")
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -323,16 +332,10 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
     if states.steps():
         last = states.of(states.steps()[-1])
         check_same_recipe(read_state(last), recipe, last)
-    elif any(entry.name != START_FOLDER and not entry.name.startswith(".") for entry in folder.iterdir()):
-        names = {entry.name for entry in folder.iterdir()} - {
-            START_FOLDER,
-            "log.jsonl",
-            "teacher",
-            "wandb",
-            TRAINED_FOLDER,
-        }
-        if any(not name.startswith(".") for name in names):
-            raise UserError(f"{folder} holds other files; give an empty or new checkpointing.folder")
+        return
+    start, names = folder / START_FOLDER, {entry.name for entry in folder.iterdir()} - OF_A_RUN
+    if any(not name.startswith(".") for name in names) or (start.exists() and not (start / "config.json").is_file()):
+        raise UserError(f"{folder} holds other files; give an empty or new checkpointing.folder")
 
 
 def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
@@ -448,7 +451,7 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
         opened = Opened(checkpoint, layout, inputs, Device(recipe.device))
         decided = decide(opened, options_of(recipe, max_length=recipe.data.input_length), progress)
         layout, plan = decided.layout, decided.plan
-    with staged(start, force=True) as work:
+    with staged(start) as work:
         tensors = [write.as_dtype("F32") for write in writes(layout, plan)]
         with progress.step(
             f"Writing {len(tensors)} rescaled tensors in fp32" if recipe.rescale else "Copying in fp32"
@@ -546,29 +549,29 @@ def rehearse(
 @contextmanager
 def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
     """Yield the trained weights in fp32 as a checkpoint under the names of the run's start, which is then removed."""
-    start, trained = folder / START_FOLDER, folder / TRAINED_FOLDER
+    start = folder / START_FOLDER
     checkpoint = open_checkpoint(start)
     layout = resolve(checkpoint)
-    with staged(trained, force=True) as work, on_a_disk(trained):
-        tensors = {}
-        for tensor in layout.tensors.values():
-            # Processes that hold parts of a model give a shared weight under one of its names only.
-            shared = layout.family.embedding if tensor.name in layout.family.copies else tensor.name
-            value = weights.get(tensor.name, weights.get(shared))
-            if value is None and tensor.source is not None:
-                value = checkpoint.read(tensor.source)
-            if value is not None:
-                tensors[tensor.name] = value.float().contiguous()
-        # One storage under two names is refused.
-        copies, names = layout.family.copies, checkpoint.stored_names
-        tensors = {names.get(n, n): value.clone() if n in copies else value for n, value in tensors.items()}
-        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
-        shutil.copyfile(start / "config.json", work / "config.json")
-        carry_over(start, work)
-    try:
+    with scratch(folder / TRAINED_FOLDER) as beside:
+        trained = beside / TRAINED_FOLDER
+        with on_a_disk(trained):
+            trained.mkdir()
+            tensors = {}
+            for tensor in layout.tensors.values():
+                # Processes that hold parts of a model give a shared weight under one of its names only.
+                shared = layout.family.embedding if tensor.name in layout.family.copies else tensor.name
+                value = weights.get(tensor.name, weights.get(shared))
+                if value is None and tensor.source is not None:
+                    value = checkpoint.read(tensor.source)
+                if value is not None:
+                    tensors[tensor.name] = value.float().contiguous()
+            # One storage under two names is refused.
+            copies, names = layout.family.copies, checkpoint.stored_names
+            tensors = {names.get(n, n): value.clone() if n in copies else value for n, value in tensors.items()}
+            save_file(tensors, trained / "model.safetensors", metadata={"format": "pt"})
+            shutil.copyfile(start / "config.json", trained / "config.json")
+            carry_over(start, trained)
         yield trained
-    finally:
-        shutil.rmtree(trained, ignore_errors=True)
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:

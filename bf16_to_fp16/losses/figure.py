@@ -11,6 +11,14 @@ from typing import Any
 from ..svg import both_schemes
 from .events import Curve, Event, ScaleCollapse
 
+FACTS = {
+    "svg": {"Date": None, "Creator": "bf16-to-fp16", "Format": None, "Type": None},
+    "png": {"Software": "bf16-to-fp16"},
+    "pdf": {"Creator": "bf16-to-fp16"},
+}
+"""What a picture's own metadata say, by its format: that this program drew it, and so may replace it."""
+
+
 _COLOURS = {
     "Spike": "#d62728",
     "Divergence": "#8c1d40",
@@ -70,5 +78,5 @@ def draw_curve(curve: Curve, found: Sequence[Event], target: Any, title: str = "
         for axis in axes:
             if axis.get_legend_handles_labels()[1]:
                 axis.legend(loc="upper right", fontsize=7)
-        facts = {"Date": None, "Creator": None, "Format": None, "Type": None} if format == "svg" else {}
+        facts = FACTS.get(format, {})
         figure.savefig(target, format=format, dpi=150, metadata=facts)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..json_text import loads
 from .events import Curve
 
 LOSS_NAMES = ("loss", "train_loss", "train/loss", "training_loss", "train/train_loss")
@@ -71,7 +72,7 @@ def _in_folder(folder: Path) -> Path:
 
 def _json_rows(path: Path, text: str) -> list[Any]:
     try:
-        tree = json.loads(text)
+        tree = loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one object on each line, whatever the file is called
             return _jsonl_rows(path, text)
@@ -93,7 +94,7 @@ def _jsonl_rows(path: Path, text: str) -> list[Any]:
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
+            rows.append(loads(line))
         except json.JSONDecodeError as error:
             if number == len(lines) and rows:  # a run that was killed while it wrote
                 break
@@ -208,7 +209,7 @@ def _field_value(item: Any) -> Any:
         if item.HasField(name):
             return getattr(item, name)
     try:
-        value = json.loads(item.value_json or item.json)
+        value = loads(item.value_json or item.json)
     except ValueError:  # neither, or no JSON
         return None
     # Infinities and NaN are written as text.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.staging import check_file
+from ..checkpoint.staging import check_file, replacing
 from ..errors import UserError
 from ..svg import follow_schemes
 from .detector import events
@@ -110,9 +110,10 @@ def sparkline(curve: Curve, found: Sequence[Event], width: int = 100) -> tuple[s
 def write_picture(path: Path, curve: Curve, found: Sequence[Event], title: str) -> None:
     """Draw the curve with its events to ``path``, as SVG, PNG or PDF by its ending; raise UserError for another one."""
     check_picture(path)
-    draw_curve(curve, found, path, title, format=path.suffix.lower().removeprefix("."))
-    if path.suffix.lower() == ".svg":
-        follow_schemes(path)
+    with replacing(path) as new:
+        draw_curve(curve, found, new, title, format=path.suffix.lower().removeprefix("."))
+        if path.suffix.lower() == ".svg":
+            follow_schemes(new)
 
 
 def check_picture(path: Path) -> None:
@@ -138,4 +139,5 @@ def write_loss_page(path: Path, result: Mapping[str, Any], curve: Curve, found: 
     text = environment.get_template("losses.html.jinja").render(
         result=result, rows=rows, svg=drawn[drawn.index("<svg") :], name=Path(result["log"]).name
     )
-    path.write_text(text, encoding="utf-8", newline="\n")
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8", newline="\n")

@@ -123,7 +123,7 @@ _KINDS = {"value": "values", "neuron": "neurons", "query_key": "queries and keys
 
 def write_page(path: Path, report: Report) -> None:
     """Write the report of a conversion or an audit to ``path`` as one self-contained HTML file, UTF-8, under 2 MB."""
-    path.write_text(render(report), encoding="utf-8", newline="\n")
+    path.write_text(render(report), encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def render(report: Report) -> str:

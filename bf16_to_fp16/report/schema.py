@@ -642,6 +642,7 @@ class PipelineReport(ReportObject):
     all of them, and what became of the other files.
 
     ``linked`` and ``copied``: how many of them, ``nbytes``: their bytes. ``left_out``: what is not in the output.
+    ``output``: all files of it but this one, links without their SHA-256.
     """
 
     version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
@@ -654,6 +655,7 @@ class PipelineReport(ReportObject):
     left_out: list[str]
     command: str
     environment: Environment
+    output: Output = Output()
 
 
 class ArithmeticEntry(ReportObject):

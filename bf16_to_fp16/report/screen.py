@@ -11,6 +11,8 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..progress import VisibleConsole
+
 PLAIN_WIDTH = 1000
 """More than any row needs, so that none is folded."""
 
@@ -38,7 +40,7 @@ class Name:
         return Measurement(max(map(len, self.parts)), len(self.name)).with_maximum(options.max_width)
 
 
-class Screen(Console):
+class Screen(VisibleConsole):
     """A console for a terminal, in whose tables no number is cut: where they do not fit, each row is a list."""
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -75,7 +77,7 @@ class Screen(Console):
         return below
 
 
-class Plain(Console):
+class Plain(VisibleConsole):
     """A console for files and pipes: a line of text for a row of a table, without frames, colours or wrapping."""
 
     def print(self, *objects: Any, **options: Any) -> None:

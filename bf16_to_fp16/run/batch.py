@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError, first_line
+from ..errors import UserError, first_line, shortened
 from ..families.known import of_model_type
 from .interface import config_of, is_causal
 from .stock import setting
@@ -135,6 +135,13 @@ def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
         return list(inputs)
     whole = [(batch, batch.unpadded) for batch in inputs]
     return [batch.rows(full) if batch.blind else batch for batch, full in whole if full.any() or not batch.blind]
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator of random numbers; raise UserError for a seed of more than 64 bits."""
+    if not -(2**63) <= seed < 2**63:
+        raise UserError(f"the seed {shortened(seed)} has more than 64 bits; give one from -2^63 to 2^63 - 1")
+    return torch.Generator().manual_seed(seed)
 
 
 def describe_batches(

@@ -44,6 +44,7 @@ from .batch import (
     SWEEP,
     Batch,
     ended,
+    seeded,
     stack,
 )
 from .interface import (
@@ -194,7 +195,7 @@ def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int =
     model of this layout; None for a small one, of which it runs all."""
     if is_small(config):
         return None
-    return choice.chosen(source, layout, special_ids(config), torch.Generator().manual_seed(seed))
+    return choice.chosen(source, layout, special_ids(config), seeded(seed))
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
@@ -228,7 +229,7 @@ def _begun(config: Any, ids: Tensor) -> Tensor:
 
 
 def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str, Sequence[int]] | None) -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     vocabulary, decodes = vocabulary_of(config), takes_decoder_ids(config)
 
     def ids(rows: int, columns: int) -> Tensor:
@@ -320,7 +321,7 @@ def random_rows(
 
     left: the encoder's are filled up on the left.
     """
-    generator, vocabulary = torch.Generator().manual_seed(seed), vocabulary_of(config)
+    generator, vocabulary = seeded(seed), vocabulary_of(config)
     most, special = longest_sequence(config), special_ids(config)
 
     def drawn(longest: int, *, framed: bool) -> Tensor:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, first_line
+from ..json_text import loads
 
 TEXT_COLUMNS = ("input", "text")
 """Columns that are taken for the text before any other."""
@@ -121,7 +122,7 @@ def file_rows(path: Path) -> Iterator[dict[str, Any]]:
     packed = path.suffix.lower() == ".gz"
     try:
         # The ends of lines stay as they are, as csv asks for.
-        with (gzip.open if packed else open)(path, "rt", encoding="utf-8", newline="") as lines:
+        with (gzip.open if packed else open)(path, "rt", encoding="utf-8-sig", newline="") as lines:
             yield from READERS[ending](path, lines)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; convert it to UTF-8") from error
@@ -142,7 +143,7 @@ def jsonl_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{path}: line {number} is not JSON ({error.msg}); put one object on each line") from error
         if not isinstance(row, dict):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError, first_line
-from .batch import DATA, LOGIT_BUDGET, Batch
+from .batch import DATA, LOGIT_BUDGET, Batch, seeded
 from .interface import decoder_start, is_causal, pad_id
 from .padding import padded
 from .stock import vocabulary_of
@@ -43,7 +43,7 @@ def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int,
         raise UserError(f"{data}: no examples in it; give a file with at least one")
     tokenizer = load_tokenizer(source)
     vocabulary, causal = vocabulary_of(config), is_causal(config)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
 
     def encode(text: str, **options: Any) -> Tensor:
         tokens = tokenizer(text, truncation=True, max_length=length, **options)["input_ids"]
@@ -111,7 +111,9 @@ def load_tokenizer(folder: Path) -> Any:
         # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
         raise UserError(f"{folder}: no tokenizer files, and text needs them; put the original's tokenizer there")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer("a")  # what its config says is first read where a text is
+        return tokenizer
     except Exception as error:  # transformers raises many kinds, from OSError to TypeError
         raise UserError(
             f"{folder}: no usable tokenizer ({first_line(error)}); put the original's tokenizer there"

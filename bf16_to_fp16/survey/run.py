@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 
 from .. import system
 from ..checkpoint.formats import read_json
+from ..checkpoint.ownership import files_of, strange_file
 from ..checkpoint.staging import check_out
 from ..errors import UserError, first_line
 from ..progress import Progress
@@ -29,10 +31,18 @@ from ..run.memory import available
 from ..wording import bytes_in_words
 from .checkpoints import Listed
 from .page import render
-from .rows import Row, as_csv
-from .worker import RESULT, key_of
+from .rows import HEADER, Row, as_csv
+from .worker import CONVERTED, REPORTS, RESULT, key_of
 
 PAGE, TABLE, CHECKPOINTS = "survey.html", "survey.csv", "checkpoints"
+
+
+FIRST = ",".join(HEADER[:4])
+"""What the table of a survey begins with."""
+
+
+OF_A_CHECKPOINT = {RESULT, f"{RESULT}.new", "log.txt", *REPORTS, CONVERTED}
+"""What the folder of a checkpoint may hold."""
 
 
 CORES = 4
@@ -112,6 +122,8 @@ def survey(
         left = [entry for entry in listed if not rows[entry].ended]
         if len(left) < len(listed):
             progress.say(f"{len(listed) - len(left)} of {len(listed)} are done already")
+        for entry in left:
+            check_ours(folder_of(entry, out))
         for entry in left:  # what a run left that was stopped, or was made from something else
             shutil.rmtree(folder_of(entry, out), ignore_errors=True)
         write(out, rows)
@@ -197,7 +209,7 @@ def surveyed(
     result = folder / RESULT
     if result.is_file():
         return dict(read_json(result, "result")["found"])
-    shutil.rmtree(folder / "converted", ignore_errors=True)
+    shutil.rmtree(folder / CONVERTED, ignore_errors=True)
     return {**opened, "status": "failed", "error": how_it_ended(status)}
 
 
@@ -226,10 +238,11 @@ def how_it_ended(status: int) -> str:
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
     """Make the folder of a survey, and keep others out of it; raise UserError where it holds something else."""
-    if not (out / CHECKPOINTS).is_dir():
-        if out.is_dir() and any(out.iterdir()):
+    if not is_survey(out):
+        if out.is_dir() and any(name != f".{TABLE}.new" for name, _ in files_of(out)):
             raise UserError(f"{out} is not empty and holds no survey; choose another OUTDIR")
-        check_out(out, force=False)
+        if not (out / CHECKPOINTS).is_dir():
+            check_out(out, force=False)
     try:
         (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         lock = system.hold(out / CHECKPOINTS)
@@ -243,6 +256,30 @@ def claimed(out: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def is_survey(out: Path) -> bool:
+    """Return whether a folder holds a survey: its table is the first file that it has."""
+    try:
+        with (out / TABLE).open(encoding="utf-8") as table:
+            return table.read(len(FIRST)) == FIRST
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def check_ours(folder: Path) -> None:
+    """Raise UserError where the folder of a checkpoint holds what no survey wrote, so that it may not be removed."""
+    if not folder.is_dir():
+        return
+    leftover = re.compile(r"\.converted\.(partial|replaced)-[0-9a-f]{16}")
+    strange = [
+        p.name for p in sorted(folder.iterdir()) if p.name not in OF_A_CHECKPOINT and not leftover.fullmatch(p.name)
+    ]
+    converted = folder / CONVERTED
+    if not strange and converted.is_dir() and (name := strange_file(converted)) is not None:
+        strange = [f"{CONVERTED}/{name}"]
+    if strange:
+        raise UserError(f"{folder} holds {strange[0]}, which no survey wrote; move it away, or choose another OUTDIR")
 
 
 def folder_of(entry: Listed, out: Path) -> Path:
@@ -273,14 +310,14 @@ def stored(entry: Listed, out: Path, settings: Settings) -> Row | None:
 
 def kept(entry: Listed, out: Path) -> bool:
     """Return whether the converted weights of a checkpoint are there."""
-    return (folder_of(entry, out) / "converted").is_dir()
+    return (folder_of(entry, out) / CONVERTED).is_dir()
 
 
 def write(out: Path, rows: Mapping[Listed, Row]) -> None:
     """Write page and table, each whole or not at all."""
     done = list(rows.values())
     page = render(done, [f"{CHECKPOINTS}/{entry.folder}" for entry in rows])
-    for name, text in ((PAGE, page), (TABLE, as_csv(done))):
+    for name, text in ((TABLE, as_csv(done)), (PAGE, page)):
         new = out / f".{name}.new"
         try:
             new.write_text(text, encoding="utf-8", newline="\n")

@@ -22,7 +22,14 @@ from .. import system
 from ..errors import UserError, first_line
 from ..wording import bytes_in_words
 
-RESULT = "result.json"
+RESULT, CONVERTED = "result.json", "converted"
+
+
+AUDIT, AUDIT_PAGE, CERTIFICATE = "audit.json", "audit.html", "certificate.json"
+
+
+REPORTS = (AUDIT, AUDIT_PAGE, CERTIFICATE, "fp16_report.json", "fp16_report.html")
+"""The reports of a checkpoint, the last two as the conversion wrote them."""
 
 
 def key_of(source: str, revision: str | None, subfolder: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -76,16 +83,16 @@ def survey_one(job: dict[str, Any], folder: Path, found: dict[str, Any], wait: C
     wait()
     asked = {key: options[key] for key in ("data", "seed", "device")}
     audited = audit(source, subfolder=subfolder, **asked)
-    write_json(folder / "audit.json", audited)
-    write_page(folder / "audit.html", read(Report, audited))
+    write_json(folder / AUDIT, audited)
+    write_page(folder / AUDIT_PAGE, read(Report, audited))
     found |= of_audit(read(Report, audited))
     if not is_known(checkpoint.config):
         found["status"] = "audit only"
         return
     certified = certify(source, subfolder=subfolder, device=options["device"])
-    write_json(folder / "certificate.json", certified)
+    write_json(folder / CERTIFICATE, certified)
     found |= of_certificate(read(Report, certified))
-    converted = folder / "converted"
+    converted = folder / CONVERTED
     check_disk(folder, 2 * found["parameters"])
     done = convert(source, converted, target=options["target"], subfolder=subfolder, **asked)
     found |= of_conversion(read(Report, done.report))
@@ -133,7 +140,7 @@ def run(job: dict[str, Any], folder: Path, opened: Callable[[dict[str, Any]], No
         traceback.print_exc()
         known = isinstance(error, UserError)
         found["error"] = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
-        shutil.rmtree(folder / "converted", ignore_errors=True)
+        shutil.rmtree(folder / CONVERTED, ignore_errors=True)
     found |= {"seconds": time.monotonic() - begun, "peak_bytes": peak()}
     key = None
     if found["status"] != "failed":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ..checkpoint.side_modules import read_side_modules
 from ..checkpoint.single_file import TOKENIZER
 from ..families.configs import looked_up
 from ..families.layout import Layout
+from ..json_text import loads
 from ..report.remedies import CONVERT_AGAIN, REMOVE
 from ..report.schema import CARD, PAGE, REPORT, FileEntry, Report
 from ..report.stored import Packed
@@ -94,7 +94,7 @@ def is_safetensors(name: str) -> bool:
 def changed_keys(path: Path, report: Report) -> str:
     """Return which of the keys that the conversion set have another value now, in words; empty for none of them."""
     try:
-        config = json.loads(path.read_bytes())
+        config = loads(path.read_bytes())
         edits = report.source.config_changes
         wrong = {key: sides["after"] for key, sides in edits.items() if looked_up(config, key) != sides.get("after")}
     except (ValueError, KeyError, AttributeError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bf16_to_fp16 import UserError
+from bf16_to_fp16 import UserError, system
 from bf16_to_fp16.checkpoint.staging import check_file, check_out, staged
 
 
@@ -16,7 +16,7 @@ from bf16_to_fp16.checkpoint.staging import check_file, check_out, staged
 def test_every_file_and_folder_is_on_the_disk_before_the_rename_and_its_parent_after(
     force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync, rename = os.fsync, os.rename
+    sync, rename, exchange = os.fsync, os.rename, system.exchange_folders
     synced: list[int] = []
     before: list[int] = []
 
@@ -30,7 +30,14 @@ def test_every_file_and_folder_is_on_the_disk_before_the_rename_and_its_parent_a
             before.extend(synced)
             synced.clear()
 
+    def see_exchange(one: Path, other: Path) -> bool:
+        done = exchange(one, other)
+        before.extend(synced)
+        synced.clear()
+        return done
+
     monkeypatch.setattr(os, "fsync", see_sync)
+    monkeypatch.setattr(system, "exchange_folders", see_exchange)
     monkeypatch.setattr(os, "rename", see_rename)
     if force:
         (tmp_path / "out").mkdir()
@@ -113,7 +120,8 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path, monkeypa
 
 
 def test_a_report_may_replace_a_file_and_go_to_a_device(tmp_path: Path) -> None:
-    check_file(in_the_way(tmp_path), "choose another")
+    in_the_way(tmp_path).write_text('{"schema": 1, "verdict": "safe"}')
+    check_file(tmp_path / "file", "choose another")
     check_file(Path("/dev/null"), "choose another")
     for path in (tmp_path, tmp_path / "nowhere" / "report.json", Path("/proc/report.json")):
         with pytest.raises(UserError, match="choose another"):

@@ -449,6 +449,18 @@ def _(at: Place) -> None:
     (at.source / "generation_config.json").write_text('{"decoder_start_token_id": 0, "output_hidden_states": [null]}')
 
 
+@row("another config by version", "configuration_files", "put the one that is meant in its place")
+def _(at: Place) -> None:
+    config = json.loads((at.source / "config.json").read_text())
+    (at.source / "config.4.0.0.json").write_text(json.dumps({**config, "num_layers": 1}))
+    (at.source / "config.json").write_text(json.dumps({**config, "configuration_files": ["config.4.0.0.json"]}))
+
+
+@row("metadata of another library", "format 'bogus'", "save it again with save_pretrained")
+def _(at: Place) -> None:
+    save_file(load_file(at.source / WEIGHTS), at.source / WEIGHTS, metadata={"format": "bogus"})
+
+
 @row("half a character in a config", "config.json", "fetch the file again")
 def _(at: Place) -> None:
     (at.source / "config.json").write_text((at.source / "config.json").read_text()[:-2] + ', "x": "\\ud800"}')
@@ -457,10 +469,17 @@ def _(at: Place) -> None:
 # --- where it goes ---------------------------------------------------------------------------------------------------
 
 
-@row("OUT exists", "out exists", "--force")
+@row("OUT is a converted folder", "out exists", "--force")
 def _(at: Place) -> None:
     at.out.mkdir()
+    (at.out / "fp16_report.json").write_text("{}")
+
+
+@row("OUT holds a file of the user's", "holds mine", "choose another output path")
+def _(at: Place) -> list[str]:
+    at.out.mkdir()
     (at.out / "mine").write_text("mine")
+    return ["convert", str(at.source), str(at.out), "--force"]
 
 
 @row("OUT is a file", "out exists and is not a folder", "choose another output path")

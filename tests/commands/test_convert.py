@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import tiny
 
-from bf16_to_fp16 import UserError, audit, certify, cli, convert, rescale, undo
+from bf16_to_fp16 import UserError, audit, certify, cli, convert, rescale, system, undo
 from bf16_to_fp16.auditing.fidelity import fidelity, outputs
 from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.pieces import TensorStats
@@ -365,14 +365,14 @@ def test_the_modules_of_a_sentence_encoder_are_carried_over_or_missed_by_name(tm
 
 def test_out_is_never_touched_unless_forced(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("keep")
+    out = convert(source, tmp_path / "out", run_model=False).out
+    assert out is not None
+    before = (out / "fp16_report.json").stat().st_ino
     with pytest.raises(UserError, match="--force"):
         convert(source, out)
-    assert [p.name for p in out.iterdir()] == ["mine.txt"]
+    assert (out / "fp16_report.json").stat().st_ino == before
     convert(source, out, force=True, run_model=False)
-    assert not (out / "mine.txt").exists() and (out / "config.json").exists()
+    assert (out / "fp16_report.json").stat().st_ino != before
     assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
 
 
@@ -388,10 +388,11 @@ def test_a_forced_replacement_that_fails_puts_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("keep")
+    out = convert(source, tmp_path / "out", run_model=False).out
+    assert out is not None
+    before = (out / "fp16_report.json").stat().st_ino
     rename = os.rename
+    monkeypatch.setattr(system, "exchange_folders", lambda *_: False)  # as on an older file system
 
     def fail(old: Any, new: Any) -> None:
         if ".partial-" in str(old):
@@ -401,7 +402,7 @@ def test_a_forced_replacement_that_fails_puts_the_old_folder_back(
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(UserError, match="Input/output"):
         convert(source, out, force=True, run_model=False)
-    assert (out / "mine.txt").read_text() == "keep"
+    assert (out / "fp16_report.json").stat().st_ino == before
     assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
 
 
@@ -1022,10 +1023,9 @@ def test_steps_name_their_target_and_a_converted_source_is_called_one(
     said = capsys.readouterr().err.splitlines()
     assert len(set(said)) == len(said) and "Planning the exponents for norm-safe" in said
     assert "Bounding every site of the source for norm-safe" in said and "converted checkpoint" not in " ".join(said)
-    assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--dry-run"]) == 0
+    assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--dry-run"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert "out is a converted checkpoint: bf16-to-fp16 verify checks it as it is" in said[0]
-    assert len(set(said)) == len(said)
+    assert "out is converted already" in said[0] and "verify checks it as it is" in said[0] and len(said) == 1
     # What was made for one target and is bounded for another is called so.
     assert cli.main(["certify", str(tmp_path / "out")]) == 0
     found = capsys.readouterr()

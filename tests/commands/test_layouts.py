@@ -192,11 +192,15 @@ def test_what_a_tool_cannot_read_is_refused_before_the_work(name: str, tmp_path:
 def test_a_file_is_replaced_only_when_asked_and_never_the_source(sources: Any, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "out.safetensors").write_text("kept")
     ask = ["convert", str(sources["t5"]), str(tmp_path / "out.safetensors"), "--layout", "single", "--no-audit"]
-    assert main(ask) == 2 and "give --force to replace it" in capsys.readouterr().err
+    assert main([*ask, "--force"]) == 2 and "did not write it" in capsys.readouterr().err
     assert (tmp_path / "out.safetensors").read_text() == "kept"
+    (tmp_path / "out.safetensors").unlink()
+    assert main(ask) in (0, 1)
+    capsys.readouterr()
+    assert main(ask) == 2 and "give --force to replace it" in capsys.readouterr().err
     assert main([*ask, "--force"]) in (0, 1) and load_file(tmp_path / "out.safetensors")
     assert main(["convert", str(sources["t5"]), str(sources["t5"]), "--layout", "single", "--force"]) == 2
-    assert "is the source" in capsys.readouterr().err
+    assert "overlaps the source" in capsys.readouterr().err
     assert main(["convert", str(sources["t5"]), str(tmp_path / "out"), "--layout", "single"]) == 2
     assert "ends in .safetensors" in capsys.readouterr().err
 

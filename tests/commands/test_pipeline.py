@@ -261,15 +261,19 @@ def test_an_encoder_that_cannot_be_converted_leaves_nothing(tmp_path: Path, caps
 def test_what_is_in_the_way_is_one_line(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "older").write_text("older")
-    assert "give --force to replace it" in error_of(capsys, "convert", small, tmp_path / "out")
+    for options in ((), ("--force",)):
+        said = error_of(capsys, "convert", small, tmp_path / "out", *options)
+        assert "out exists and holds older" in said and "--force" not in said
     for out in (small, small / "out"):
         assert "overlaps the source" in error_of(capsys, "convert", small, out, "--force")
     said = error_of(capsys, "convert", small, tmp_path / "new", "--finetune", small / "model_index.json")
     assert "--finetune takes one model" in said
     one = small / "text_encoder_2"
     assert "--copy is for whole pipelines" in error_of(capsys, "convert", one, tmp_path / "new", "--copy")
+    (tmp_path / "out" / "older").unlink()
+    assert main(["convert", str(small), str(tmp_path / "out"), "--no-audit"]) == 0
+    assert "give --force to replace it" in error_of(capsys, "convert", small, tmp_path / "out")
     assert main(["convert", str(small), str(tmp_path / "out"), "--no-audit", "--force"]) == 0
-    assert not (tmp_path / "out" / "older").exists()
     assert main(["convert", str(small), "--dry-run", "--no-audit"]) == 0
     assert "text_encoder_2" in capsys.readouterr().out and not (tmp_path / "new").exists()
 

@@ -140,10 +140,10 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
         (["compile=true"], "compile hides the operations"),
         (["attention=sdpa"], "attention sdpa hides its scores"),
         (["device=cuda"], "device cuda: this machine has no CUDA device that torch can use; choose auto or cpu"),
-        (["out={source}"], "exists; choose another output path"),
+        (["out={source}"], "overlaps the source"),
         (["source=nowhere"], "nowhere is not a folder here"),
         (["data.path=nowhere.txt"], "nowhere.txt"),
-        (["checkpointing.folder={source}"], "holds other files; give an empty or new checkpointing.folder"),
+        (["checkpointing.folder={source}"], "overlaps the source"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_at_out(

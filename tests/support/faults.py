@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib
+import json
 import os
 import pkgutil
 import shutil
@@ -59,6 +60,9 @@ def replaced(root: Path) -> None:
     """Put an older output in the way."""
     (root / "out").mkdir()
     (root / "out" / "older").write_text("older")
+    digest = hashlib.sha256(b"older").hexdigest()
+    listed = {"output": {"files": [{"name": "older", "nbytes": 5, "sha256": digest}]}}
+    (root / "out" / "fp16_report.json").write_text(json.dumps(listed))
 
 
 JOBS = {
