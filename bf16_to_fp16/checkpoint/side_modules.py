@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import UserError
+from ..json_text import loads
 from .folder import MODULES, side_modules
 from .formats import SAFETENSORS_DTYPES, nested_value, read_json
 from .reader import collect, read_range, weight_files
