@@ -92,14 +92,7 @@ def audit(
         results = on.run(
             "audit",
             lambda place: audit_folder(
-                checkpoint.folder,
-                regimes=regimes,
-                inputs=inputs,
-                train_mode=train_mode,
-                device=place,
-                advance=advance,
-                attention=asked.attention,
-                seed=seed,
+                checkpoint.folder, inputs=inputs, attention=asked.attention, device=place, advance=advance, **asked.how
             ),
         )
     observed = observation(checkpoint, asked, results, inputs, generates=layout.stock.is_language_model)
@@ -135,6 +128,11 @@ class Asked:
     seed: int
     sweep: bool
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """What a run of any model takes of them."""
+        return {"regimes": self.regimes, "train_mode": self.train_mode, "seed": self.seed}
+
 
 def observation(
     checkpoint: Checkpoint,
@@ -165,15 +163,7 @@ def audited_without_family(checkpoint: Checkpoint, asked: Asked, on: Device, pro
     with progress.step(f"Auditing {', '.join(asked.regimes)}") as advance:
         results = on.run(
             "audit",
-            lambda place: audit_any(
-                model,
-                inputs,
-                regimes=asked.regimes,
-                train_mode=asked.train_mode,
-                device=place,
-                advance=advance,
-                seed=asked.seed,
-            ),
+            lambda place: audit_any(model, inputs, device=place, advance=advance, **asked.how),
         )
     asked = replace(asked, attention=model.attention)
     observed = observation(checkpoint, asked, results, inputs, generates=model.generates)

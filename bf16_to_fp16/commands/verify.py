@@ -227,8 +227,8 @@ def examine(
             entries = regimes_of(again.regimes)
             problems += [] if problems else check_regimes(claim, entries, same_text=again.same_text)
         found.add("audit", problems)
-    layout_before = None if replayed is None else replayed.layout
-    if original is not None and layout_before is not None:
+    layout_before = None if replayed is None or replayed.problems else replayed.layout
+    if original is not None and layout_before is not None:  # what is not its output differs anyhow
         if again is not None and claim.regimes and again.same_text:
             found.add("fidelity", check_fidelity(original, layout_before, claim, plan, again, progress, device))
         elif not claim.regimes and claim.fidelity is not None:

@@ -17,7 +17,7 @@ from support.adversary import adverse_inputs, observe
 from support.contract import FREE, broken, certified, layout_of
 from support.fp16_sums import fp16_runtime, one_by_one
 
-from bf16_to_fp16.bounds.arithmetic import UNIT, Arithmetic, growth
+from bf16_to_fp16.bounds.arithmetic import MOST_POSITIONS, UNIT, Arithmetic, growth
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import Conversion, convert
 from bf16_to_fp16.conversion import planning
@@ -142,7 +142,7 @@ def test_nested_and_uneven_blocks_in_fp16_grow_no_more_than_is_allowed() -> None
 
 def test_a_sum_of_more_terms_than_can_be_counted_has_no_bound() -> None:
     assert growth(2**40) == math.inf and math.isfinite(growth(2**29))
-    assert Arithmetic(10**12, norms16=True, sums16=True).floor == math.inf
+    assert Arithmetic(MOST_POSITIONS, norms16=True, sums16=True).floor == math.inf
 
 
 def test_every_product_of_a_long_sum_may_lose_to_underflow() -> None:

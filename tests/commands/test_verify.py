@@ -479,7 +479,8 @@ def test_a_certificate_that_does_not_hold_must_not_be_called_one(folder: Path) -
         ("claims", "certificate.holds", "the report says True, and False was found"),
     ]
     rehash(folder, certificate=certificate, proof="certified")
-    [(check, site, reason)] = problems(folder, run_model=False)
+    (check, site, reason), (also, key, _) = problems(folder, run_model=False)
+    assert (also, key) == ("claims", "proof")
     assert (check, site) == ("certificate", min(certificate["sites"], key=lambda s: s["headroom_bits"])["name"])
     assert reason.endswith("over its limit, and the report says certified")
 

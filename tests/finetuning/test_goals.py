@@ -69,10 +69,12 @@ def test_a_missed_goal_is_called_safe_but_short_wherever_it_is_said(
     # The contract's verdict, of which the exit status is made.
     assert result.verdict == "unsafe" and result.short
     sentence = verdict_sentence(result)
-    assert sentence.startswith("Safe in fp16 for every input, by bounds from the weights, but short of what was asked:")
+    assert sentence.startswith(
+        "Safe in fp16 for every input of up to 8 positions, by bounds from the weights, but short of"
+    )
     page, card = render(result), notice(result)
     assert '<span class="badge">safe, but short</span>' in page and "What was asked and is missing" in page
-    assert card.startswith("**Safe in fp16 for every input, ")
+    assert card.startswith("**Safe in fp16 for every input of up to 8 positions, ")
     print_conversion(result, tmp_path)
     terminal = capsys.readouterr().out
     assert "\noutput: safe, but short of what was asked: 0.60 of 1 bit of headroom" in terminal

@@ -149,6 +149,15 @@ class Originals:
     recipe: Mapping[str, Any]
 
 
+LISTING = json.dumps(
+    [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"}
+        for path, kind in (("", "Transformer"), ("1_Pooling", "Pooling"))
+    ]
+)
+"""A ``modules.json`` of an encoder and its pooling."""
+
+
 def originals(root: Path) -> Originals:
     """Make small sound checkpoints of T5 and Pegasus, whole, sharded, pickled and converted, and a recipe."""
     folders = {}
@@ -156,7 +165,7 @@ def originals(root: Path) -> Originals:
     wide: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1}
     for kind, shape in (("t5", small), ("gated", small), ("pegasus", wide)):
         folders[kind] = tiny.save(tiny.build(kind, **shape), root / kind)
-        (folders[kind] / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+        (folders[kind] / "modules.json").write_text(LISTING)
         (folders[kind] / "1_Pooling").mkdir()
         (folders[kind] / "1_Pooling" / "config.json").write_text("{}")
         ByT5Tokenizer(extra_ids=0).save_pretrained(folders[kind])
