@@ -64,6 +64,12 @@ def has_record(folder: Path) -> bool:
     return any((folder / name).is_file() for name in RECORDS)
 
 
+def is_whole(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, a pipeline or an adapter that this program wrote, to which nothing may
+    be added."""
+    return has_record(folder) and any((folder / name).is_file() for name in BELONGING)
+
+
 def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
     """Return what a folder's own record says of each of its files, by name; None for the record itself. Nothing where
     it has none, or one that cannot be read."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import system
 from ..errors import UserError, shortened
-from .ownership import files_of, has_record, is_made_from, is_report, strange_file
+from .ownership import files_of, has_record, is_made_from, is_report, is_whole, strange_file
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 """Errors of the disk that is written to."""
@@ -50,7 +50,10 @@ def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = 
             raise UserError(f"{out} is where this runs or above it; choose another output path")
         there = out.is_dir() and not out.is_symlink()
         if not there and (out.exists() or out.is_symlink()):
-            raise UserError(f"{out} exists and is not a folder; choose another output path")
+            what = "is a link" if out.is_symlink() else "exists and is not a folder"
+            raise UserError(f"{out} {what}; choose another output path")
+        if inside := next((folder for folder in out.absolute().parents if is_whole(folder)), None):
+            raise UserError(f"{out} lies in {inside}, which this program wrote whole; choose an output path outside it")
         if there and out.resolve() in (Path.cwd(), *Path.cwd().parents):
             raise UserError(f"{out} is where this runs and cannot be replaced; choose another output path")
         if there and os.path.ismount(out):

@@ -151,8 +151,10 @@ def make_progress() -> Any:
 
 def checked_target(target: Any, option: str) -> Any:
     """Return ``target``; raise UserError at once where a report could not be written after the work is done."""
-    if target is None or str(target) == "-":
+    if target is None or (str(target) == "-" and option == "--json"):
         return target
+    if str(target) == "-":
+        raise UserError(f"{option} writes a file, and - is none; give its name")
     from ..checkpoint.staging import check_file
 
     check_file(Path(target), f"choose another file for {option}")

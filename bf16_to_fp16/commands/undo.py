@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import carry_over, write_json
-from ..checkpoint.packing import LAYOUTS, check_out_file, pack, put_file_in_place
+from ..checkpoint.packing import (
+    LAYOUTS,
+    check_out_file,
+    pack,
+    put_file_in_place,
+    recorded_sha256,
+    tensors_sha256,
+)
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.shards import WEIGHTS, Write
@@ -84,6 +91,8 @@ def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path
         check_out_file(out, file, force=force, back=True)
     else:
         check_out(out, file, force=force, back=True)
+    if (recorded := recorded_sha256(file)) is not None and recorded != tensors_sha256(file):
+        raise UserError(f"{file}: is not what convert wrote (SHA-256 of its tensors); fetch or convert it again")
     checkpoint = open_checkpoint(file)
     back = writes_back(checkpoint, inside.plan, inside.source)
     with scratch(out) if as_file else staged(out, force=force) as work:

@@ -249,6 +249,9 @@ def examine(
     ran, whole = again is not None and bool(claim.regimes), replayed is not None and replayed.source is not None
     same_text = again is None or again.same_text
     known = not_checked(claim, ran=ran, original=whole, same_text=same_text)
+    if original is not None and not whole:
+        other = "is not compared: the original that was given is not what this was made from"
+        known = {key: other if why in (How.ORIGINAL.value, How.BOTH.value) else why for key, why in known.items()}
     if original is None:
         known |= dict.fromkeys(beside_weights(checkpoint.folder), How.ORIGINAL.value)
     elif original.revision is not None:

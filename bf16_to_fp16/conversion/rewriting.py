@@ -41,7 +41,9 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     if options.layout == FOLDER_LAYOUT and (options.variant or has_variant(there)):
         name_variants(work)  # for from_pretrained(variant="fp16")
     if not has_tokenizer(work):
-        progress.say(f"{checkpoint.name} has no tokenizer, so the output has none; copy a tokenizer into it to use it")
+        progress.say(
+            f"{checkpoint.name} has no tokenizer, so the output has none; put one beside the source and convert again"
+        )
     return Rewritten(written, carried, left_out, write_in_fp16(checkpoint.folder, work))
 
 

@@ -155,7 +155,9 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     return attention(w, config), feed_forward(replace(f, post_norm=f"{at}.post_feedforward_layernorm"))
 
 
-WITHOUT_CAP = "transformers 4.57 leaves out the cap on scores unless it loads with attn_implementation='eager'"
+WITHOUT_CAP = (
+    "transformers 4.57 leaves out the cap on scores, of the source as well, unless attn_implementation is 'eager'"
+)
 
 GEMMA2 = replace(
     GEMMA3,

@@ -169,7 +169,7 @@ T5GEMMA = replace(
     dropout={"stream": "dropout_rate", "attention": "attention_dropout", "neurons": "dropout_rate"},
     free_keys=(*GEMMA2.free_keys, "classifier_dropout_rate"),
     older_notes=dict.fromkeys(in_both("attn_logit_softcapping"), WITHOUT_CAP)
-    | {"encoder.sliding_window": "transformers 4.57 has another attention for texts longer than the encoder's window"},
+    | {"encoder.sliding_window": "transformers 4.57 attends otherwise in texts longer than the encoder's window"},
     nullable=(*in_both("attn_logit_softcapping"), *in_both("final_logit_softcapping")),
     alone={f"{stack}.{key}": why for stack in STACKS for key, why in WITHOUT_BIASES.items()},
     attributes=replace(GEMMA2.attributes, embedding_scale=""),

@@ -595,7 +595,8 @@ def fidelity_rows(close: FidelityEntry | None, reference: str | None = None) -> 
         (error, scientific(close.max_logit_error_bf16), scientific(close.max_logit_error_fp16)),
     ]
     if close.kl_fp32 is not None:
-        table.insert(1, ("the same of the output's weights in fp32", "–", scientific(close.kl_fp32)))
+        same = " (the same function, to the bit)" if close.kl_fp32 == 0 else ""
+        table.insert(1, (f"output's weights in fp32{same}", "–", scientific(close.kl_fp32)))
     if close.kl_bf16 is None and close.max_logit_error_bf16 is None:
         table = [(what, "–", fp16) for what, _, fp16 in table]
     if close.top1_fp16 is not None:

@@ -18,15 +18,15 @@ class How(Enum):
 
     ALWAYS = ""
     """Computed again from the files, or made again from keys that are."""
-    RUN = "nothing was run; leave out --no-audit"
+    RUN = "needs a run (leave out --no-audit)"
     """Measured again when the checkpoint is run."""
-    ORIGINAL = "needs the original; give --original"
+    ORIGINAL = "needs the original (--original)"
     """Made or measured again on the original."""
-    BOTH = "needs the original and a run; give --original, and leave out --no-audit"
+    BOTH = "needs the original and a run (--original, without --no-audit)"
     """Measured again on the original."""
     BESIDE = "needs the same text; give --data"
     """What was run on the user's text, where there was one."""
-    NEVER = "nobody else can know it"
+    NEVER = "taken on trust: nobody else can know it"
     """Taken as it is."""
 
 
@@ -95,7 +95,8 @@ def not_checked(report: Report, *, ran: bool, original: bool, same_text: bool) -
             other_text = ran and not same_text and how in (How.RUN, How.BOTH)
             first = key.partition(".")[0]
             alike = {KEYS[other] for other in KEYS if other.partition(".")[0] == first}
-            result[first if len(alike) == 1 else key] = (How.BESIDE if other_text else how).value
+            missing = How.BESIDE if other_text else How.ORIGINAL if ran and how is How.BOTH else how
+            result[first if len(alike) == 1 else key] = missing.value
     if report.finetune is not None:
         trained = "follows from weights that were trained, which nobody else has"
         result |= dict.fromkeys((k for k, v in result.items() if v in (How.ORIGINAL.value, How.BOTH.value)), trained)

@@ -376,3 +376,23 @@ def test_a_start_that_is_not_the_runs_is_kept(here: Path, capsys: pytest.Capture
     )
     assert "holds other files" in refused(capsys, "finetune", here / "recipe.yaml")
     assert (here / "run" / "start" / "thesis.txt").read_text() == "thesis"
+
+
+def test_no_output_is_put_into_a_converted_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "convert", here / "source", here / "converted" / "deeper" / "out", "--no-audit")
+    assert "which this program wrote whole; choose an output path outside it" in said
+    assert not (here / "converted" / "deeper").exists()
+
+
+def test_undo_of_one_file_with_a_flipped_byte_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = bytearray((here / "packed.safetensors").read_bytes())
+    data[-200] ^= 1
+    (here / "packed.safetensors").write_bytes(data)
+    said = refused(capsys, "undo", here / "packed.safetensors", here / "again")
+    assert "is not what convert wrote (SHA-256 of its tensors)" in said and not (here / "again").exists()
+
+
+def test_a_page_needs_a_name(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(here)
+    assert "--html writes a file" in refused(capsys, "audit", "source", "--html", "-")
+    assert not (here / "-").exists()

@@ -143,7 +143,7 @@ def test_what_transformers_4_computes_otherwise_is_said_in_report_and_card(
     unscaled = tiny.save(tiny.small("longt5-tied", vocab_size=VOCABULARY), tmp_path / "longt5")
     edit_config(unscaled, scale_decoder_outputs=False)
     capped = tiny.save(tiny.small("gemma2", vocab_size=VOCABULARY), tmp_path / "gemma2")
-    said = {unscaled: "√d smaller", capped: "cap on scores"}
+    said = {unscaled: "divides its logits", capped: "cap on scores"}
     for source, sentence in said.items():
         with tiny.no_pictures():
             done = convert(source, source.parent / f"{source.name}-fp16", target="half", run_model=False)
