@@ -82,7 +82,7 @@ def dangling(root: Path) -> Path:
         (in_the_way, "exists and is not a folder"),
         (lambda root: in_the_way(root) / "out", "file is not a folder"),
         (lambda root: in_the_way(root) / "deep" / "out", "file is not a folder"),
-        (dangling, "exists and is not a folder"),
+        (dangling, "is a link"),
         (lambda root: dangling(root) / "out", "link is not a folder"),
         (lambda root: root / ("x" * 300), "File name too long"),
         (lambda root: root / ("x" * 250), "File name too long"),  # fits, but not while it is being made
