@@ -36,7 +36,9 @@ class Fidelity:
     measure "kl": ``kl_*`` is the mean of KL(fp32 ‖ x) per token, in nats; "relative squared error" (encoders):
     Σ(x − fp32)² / Σ fp32² of the last hidden state. ``max_logit_error_*`` is the largest difference of a logit
     (of a state). ``top1_*`` is the share of tokens with the same best id, None for encoders. The bf16 fields
-    are None where no bf16 model was given. Padding is left out. A model that gives inf or NaN has infinite
+    are None where no bf16 model was given. ``kl_fp32``: of the output's weights in fp32, on the batches on which these
+    were run; ``squared_error_fp32``: their relative squared error, which flat logits do not hide: 0 where the function
+    is the source's to the bit. Padding is left out. A model that gives inf or NaN has infinite
     divergence and error.
     """
 
@@ -49,6 +51,7 @@ class Fidelity:
     top1_fp16: float | None
     positions: int
     kl_fp32: float | None = None
+    squared_error_fp32: float | None = None
     reference: str = "fp32 source"
 
     def to_json(self) -> dict[str, Any]:

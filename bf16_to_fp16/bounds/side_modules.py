@@ -163,14 +163,16 @@ class Behind:
         infinite where the vector may be 0."""
         a, width, length = self.arithmetic, vector.caps.numel(), float(vector.caps.norm())
         self.note(f"{module.name}:norm", "statistic", length * (1 + 4 * UNIT))
-        least, longest, shortest = FP16_STEP, 1 + 4 * UNIT, 1 - 8 * UNIT
+        # A length under 2^-14 is rounded to fp16's step, which is at most half of what the largest channel is.
+        least, longest, shortest = FP16_STEP, 1 + 4 * UNIT, (1 - 8 * UNIT) / 1.5
         if a.norms16:
             self.note_squares(module, length**2, width)
             # A sum of squares is at least the largest, of which fp16 has two thirds or more, and at most so many times.
             least, longest, shortest = LEAST_SQUARED, 1.25, 1 / math.sqrt(1.6 * growth(width))
         inverse = math.inf if vector.least == 0 else 1 / vector.least
         self.note(f"{module.name} ({ZERO_VECTOR})", ZERO_VECTOR, inverse, 1 / least)
-        return Vector(vector.caps.clamp(max=longest), max(0.0, shortest / math.sqrt(width) - TINY))
+        # A short vector becomes longer, so that what its channels were at most is of no use.
+        return Vector(torch.full_like(vector.caps, longest), max(0.0, shortest / math.sqrt(width) - TINY))
 
     def note_squares(self, module: SideModule, most: float, width: int) -> None:
         """Record the largest sum of squares of a norm in fp16."""

@@ -97,7 +97,9 @@ def compare(source: Checkpoint, layout: Layout, plan: Plan, reference: Reference
     both = {id(batch) for batch in ran.in_fp32}
     beside = [x for batch, x in zip(compared(ran.inputs), reference.fp32, strict=True) if id(batch) in both]
     function = distance(beside, ran.fp32)
-    closeness = replace(distance(reference.fp32, ran.half, reference.bf16), kl_fp32=function.kl_fp16)
+    relative = fidelity(beside, None, ran.fp32, probabilities=False).kl_fp16
+    closeness = distance(reference.fp32, ran.half, reference.bf16)
+    closeness = replace(closeness, kl_fp32=function.kl_fp16, squared_error_fp32=relative)
     if plan.drift is None:
         return closeness, plan
     predicted = distance(reference.fp32, drifted_outputs(source, layout, plan, list(ran.inputs)))

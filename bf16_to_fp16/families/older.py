@@ -21,6 +21,11 @@ APART = ("rope_theta", "partial_rotary_factor")
 """Keys inside it that stand beside ``rope_scaling`` in an older config, and not in it."""
 
 
+SCALED = ("linear", "dynamic", "llama3", "yarn")
+"""Kinds of rotary positions that both versions make alike from ``rope_scaling``; 4.57 reads another key for others, or
+does not know them."""
+
+
 def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, object]:
     """Return a config with the keys by which transformers 4.57 makes the rotary positions that 5 makes."""
     result = dict(config)
@@ -30,9 +35,9 @@ def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, o
             if not isinstance(rotation, Mapping) or is_nested(rotation):
                 continue
             wanted = {base: rotation.get("rope_theta")}
-            if not layers:
+            if "partial_rotary_factor" in family.free_keys:
                 wanted["partial_rotary_factor"] = rotation.get("partial_rotary_factor")
-            if scaling and kind_of(rotation) != "default":
+            if scaling and kind_of(rotation) in SCALED:
                 wanted[scaling] = {key: value for key, value in rotation.items() if key not in APART}
             for key, value in wanted.items():
                 if value is not None:
@@ -52,7 +57,8 @@ def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
         by_layer = rotation if is_nested(rotation) else {"": rotation}
         for layers, own in by_layer.items():
             scaling = family.older_rotary.get(layers, ("", ""))[1]
-            if layers not in told or (isinstance(own, Mapping) and kind_of(own) != "default" and not scaling):
+            kind = kind_of(own) if isinstance(own, Mapping) else "default"
+            if layers not in told or (kind != "default" and not (scaling and kind in SCALED)):
                 lost.append(f"transformers 4.57 makes other rotary positions for {layers or 'all layers'}")
     said = [n for key, n in family.older_notes.items() if config_value(family, config, key) is not None]
     lost += dict.fromkeys(said)

@@ -263,7 +263,7 @@ def too_inexact(
 
     A stream shrunk until nothing of it is left passes every check for overflow.
     """
-    bf16, fp32 = fidelity.kl_bf16, fidelity.kl_fp32
+    bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
         return [inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]

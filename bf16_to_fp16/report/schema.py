@@ -410,13 +410,14 @@ class FidelityEntry(ReportObject):
     """How far the source in bf16 and the output in fp16 are from the fp32 reference; None for what is infinite.
 
     ``measure`` "kl": KL(fp32 ‖ x) per token in nats; "relative squared error": of an encoder's states. ``kl_fp32``: of
-    the output's weights in fp32, on some of what was run.
+    the output's weights in fp32, on some of what was run; ``squared_error_fp32``: their relative squared error.
     """
 
     measure: str = "kl"
     kl_bf16: Real | None = None
     kl_fp16: Real | None = None
     kl_fp32: Real | None = None
+    squared_error_fp32: Real | None = None
     max_logit_error_bf16: Real | None = None
     max_logit_error_fp16: Real | None = None
     top1_bf16: Real | None = None

@@ -208,7 +208,7 @@ class _Costs:
         self.tables: dict[tuple[str, int], LossTable] = {}
         self.energies: dict[tuple[str, int], torch.Tensor] = {}
         self.gains: dict[str, torch.Tensor] = {}
-        self.magnitudes: dict[str, list[tuple[float, Sign]]] = {}
+        self.magnitudes: dict[str, list[tuple[float, Sign, bool]]] = {}
         self.solved: dict[str, dict[int, Solution]] = {}
         self.tried: list[int] = []
         self.stream = RESIDUAL
@@ -290,8 +290,12 @@ class _Costs:
 
     def of_stream(self) -> list[ResolvedSignal]:
         """Return the signals whose best exponents depend on the present stream's."""
-        movable = [s for s in self.layout.signals.values() if s.kind in OF_STREAM]
-        return [s for s in movable if self.stream_of(s) == self.stream]
+        movable = [s for s in self.layout.signals.values() if s.kind in SOLVED]
+        return [s for s in movable if self.stream_of(s) == self.stream and (s.kind in OF_STREAM or self.carries(s))]
+
+    def carries(self, signal: ResolvedSignal) -> bool:
+        """Return whether the present stream's exponent scales a signal's weights too."""
+        return any(c is not None and c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.axes)
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
         """Return each channel's share in what the signal contributes: float64 [channels], sum 1.
@@ -406,19 +410,20 @@ class _Costs:
                 cost += float(self.weight_cost(table, sign * at, torch.ones(1, 1)).sum())
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r, corrected=True)
 
-    def unwritable_bits(self, r: int) -> float:
+    def unwritable_bits(self, r: int, *, own: bool = False) -> float:
         """Return by how many bits the stream's exponent takes weights past 65504 that no channel of their own makes up
-        for."""
+        for; own: and those that have channels, as if these stayed at 0."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
-                (float(self.weights(tensor.name).abs().amax()), sign)
+                (float(self.weights(tensor.name).abs().amax()), sign, has_own)
                 for tensor, _, sign in self.touched[self.stream]
-                if not {self.layout.signals[c.signal].kind for c in tensor.axes if c} & set(SOLVED)
+                if not (has_own := bool({self.layout.signals[c.signal].kind for c in tensor.axes if c} & set(SOLVED)))
+                or sign < 0
             ]
         return sum(
             max(0.0, math.log2(amax * 2.0 ** (sign * r) / FP16_MAX))
-            for amax, sign in self.magnitudes[self.stream]
-            if 0 < amax < math.inf
+            for amax, sign, has_own in self.magnitudes[self.stream]
+            if 0 < amax < math.inf and (own or not has_own)
         )
 
     def residual_excess(self, r: int) -> float:
@@ -625,8 +630,9 @@ class _PlanSearch(_Costs):
                     tops.append(whole_log2(float(room)))
         top = max(-RESIDUAL_RANGE, min(RESIDUAL_RANGE, min(tops, default=0)))
         proven = max((e for e in range(-RESIDUAL_RANGE, top + 1) if self.residual_excess(e) == 0), default=top)
-        least = min((e for e in range(-RESIDUAL_RANGE, 1) if self.unwritable_bits(e) == 0), default=0)
-        near = {*range(top - 6, top + 2), *range(proven - 1, proven + 1), least, 0}
+        down = range(-RESIDUAL_RANGE, 1)
+        least = {min((e for e in down if self.unwritable_bits(e, own=own) == 0), default=0) for own in (False, True)}
+        near = {*range(top - 6, top + 2), *range(proven - 1, proven + 1), *least, 0}
         return sorted(e for e in near if abs(e) <= RESIDUAL_RANGE)
 
     def settle(self, signal: ResolvedSignal, r: int) -> None:

@@ -58,8 +58,8 @@ KEYS: Mapping[str, How] = {
     **row(How.ALWAYS, "uncertified", "name bound limit excess_bits reason remedy"),
     **row(How.NEVER, "attack", "steps seed worst_headroom_bits median_gain"),
     **row(How.NEVER, "attack.sites", "name worst random tokens embeddings half covered limit headroom_bits gain ids"),
-    **row(How.BOTH, "fidelity", "measure kl_bf16 kl_fp16 kl_fp32 max_logit_error_bf16 max_logit_error_fp16"),
-    **row(How.BOTH, "fidelity", "top1_bf16 top1_fp16 positions reference"),
+    **row(How.BOTH, "fidelity", "measure kl_bf16 kl_fp16 kl_fp32 squared_error_fp32 max_logit_error_bf16"),
+    **row(How.BOTH, "fidelity", "max_logit_error_fp16 top1_bf16 top1_fp16 positions reference"),
     **row(How.ORIGINAL, "weights", "elements lossless_fraction normal_fraction flushed_to_zero nonfinite amax"),
     **row(How.ALWAYS, "plan", "family untied_head eps"),
     **row(How.ORIGINAL, "plan", "residual_exponent exponents gain_correction"),
@@ -71,8 +71,8 @@ KEYS: Mapping[str, How] = {
     **row(How.NEVER, "close", "signal kind regimes nonfinite saturated excess_bits reason remedy"),
     **row(How.NEVER, "finetune", "recipe settled data processes devices steps tokens skipped rewinds evaluations"),
     **row(How.NEVER, "finetune", "curves next"),
-    **row(How.NEVER, "finetune.fidelity", "measure kl_bf16 kl_fp16 kl_fp32 max_logit_error_bf16 max_logit_error_fp16"),
-    **row(How.NEVER, "finetune.fidelity", "top1_bf16 top1_fp16 positions reference"),
+    **row(How.NEVER, "finetune.fidelity", "measure kl_bf16 kl_fp16 kl_fp32 squared_error_fp32 max_logit_error_bf16"),
+    **row(How.NEVER, "finetune.fidelity", "max_logit_error_fp16 top1_bf16 top1_fp16 positions reference"),
     **row(How.NEVER, "environment", "versions python device devices dtype"),
 }
 """How each key is checked, by its dotted name; those of lists' entries and of what goes by names without these."""

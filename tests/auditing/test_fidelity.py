@@ -15,9 +15,10 @@ from bf16_to_fp16.auditing.fidelity import Fidelity, compared, fidelity, output_
 from bf16_to_fp16.auditing.regimes import RegimeResult
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.findings import Certificate
-from bf16_to_fp16.report.build import NOISE, conclude, passed_limits, too_inexact
+from bf16_to_fp16.report import schema
+from bf16_to_fp16.report.build import NOISE, conclude, is_exact, passed_limits, too_inexact
 from bf16_to_fp16.report.remedies import INEXACT, OUTPUT, SOMETHING_INSIDE, inexact
-from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.plan import Drift, Plan
 from bf16_to_fp16.rescaling.planner import Planned, Violation
 from bf16_to_fp16.run.batch import Batch, run_batch
 from bf16_to_fp16.run.probe import batches
@@ -171,3 +172,17 @@ def test_too_inexact_an_output_is_unsafe_at_any_margin_and_a_limit_passed_within
     assert concluded(within) == ("safe", [], ["a (output)"])
     assert concluded(within, past) == ("unsafe", ["o (output)"], ["a (output)"])
     assert concluded(Violation("o (output)", 0.01), margin_bits=None) == ("unsafe", ["o (output)"], [])
+
+
+def test_an_output_must_be_the_source_to_the_bit_unless_something_drifted_was_corrected_rounded_or_made() -> None:
+    whole = schema.WeightsEntry(
+        elements=8, lossless_fraction=1, normal_fraction=1, flushed_to_zero=0, nonfinite=0, amax=1.0
+    )
+    plan, source = Plan(family="t5"), schema.Source()
+    assert is_exact(plan, whole, source)
+    assert not is_exact(plan.model_copy(update={"drift": Drift(relative_error=0.0)}), whole, source)
+    assert not is_exact(plan.model_copy(update={"gain_correction": {"a": 1.1}}), whole, source)
+    assert not is_exact(plan, whole.model_copy(update={"lossless_fraction": 0.999}), source)
+    assert not is_exact(plan, whole, source.model_copy(update={"made": ["lm_head.weight"]}))
+    other = replace(apart(1.0, 0.0), squared_error_fp32=1e-3)
+    assert too_inexact(other) == [] and len(too_inexact(other, exact=True)) == 1

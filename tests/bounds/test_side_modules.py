@@ -87,3 +87,23 @@ def test_no_vector_passes_the_bounds_of_random_modules(strict: bool) -> None:
         broken += not bool(made.isfinite().all())
     # Both ends are met.
     assert proven > 60 and broken > 20
+
+
+@pytest.mark.parametrize("norms16", [False, True])
+def test_a_short_vector_that_is_normalised_becomes_longer(norms16: bool) -> None:
+    """What follows reads channels of up to 1, however small they were before."""
+    arithmetic = Arithmetic(8, norms16=norms16)
+    behind, least = Behind(torch.full((2,), 0.01, dtype=torch.float64), arithmetic), 0.009
+    vector = behind.run(SideModule("3_Normalize", "Normalize", {}, {}), Vector(behind.tokens, least))
+    assert bool((vector.caps >= 1).all()) and behind.sites["3_Normalize (zero vector)"].bound == 1 / least
+    tensors = {"linear.weight": torch.tensor([[-60000.0, 60000.0]]).half()}
+    behind.run(SideModule("4_Dense", "Dense", {}, tensors), vector)
+    assert behind.sites["4_Dense.linear"].bound >= 120000
+
+
+def test_the_length_of_a_faint_vector_is_rounded_to_fp16s_step() -> None:
+    faint = torch.full((3,), 2.0**-24, dtype=torch.float16)
+    behind = Behind(faint.double(), Arithmetic(8))
+    vector = behind.run(SideModule("3_Normalize", "Normalize", {}, {}), Vector(behind.tokens, 2.0**-24))
+    made = torch.nn.functional.normalize(faint, dim=0)
+    assert float(made.max()) >= vector.least > 0 and float(made.max()) <= float(vector.caps.max())

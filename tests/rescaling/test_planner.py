@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from support import tiny
 from torch import Tensor
 
+from bf16_to_fp16 import convert
 from bf16_to_fp16.families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import (
@@ -317,6 +319,20 @@ def test_no_plan_takes_a_weight_past_65504(kind: str) -> None:
         assert planned.plan.residual_exponent < -3 and not planned.violations
     apply(model, layout, tied.plan)
     assert all(float(t.abs().max()) <= FP16_MAX for t in model.state_dict().values())
+
+
+def test_queries_and_keys_that_both_carry_the_stream_bound_its_exponent(tmp_path: Path) -> None:
+    """Their own exponents move one up and the other down, so that no channel makes up for both."""
+    model = tiny.small("longt5", seed=2, factor=1.0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name and "final" not in name:
+                weight *= 5952 / weight.abs().max()
+            if name.endswith((".o.weight", ".wo.weight")):
+                weight *= 30000 / weight.abs().max()
+    result = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out", target="half", run_model=False)
+    assert result.plan.residual_exponent > -24 and result.report["weights"]["nonfinite"] == 0
+    assert result.report["weights"]["amax"] <= FP16_MAX and not result.safe  # and no error
 
 
 def test_a_correction_leaves_room_for_what_a_gain_carries() -> None:
