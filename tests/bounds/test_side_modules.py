@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.side_modules import Behind, Vector
+from bf16_to_fp16.bounds.side_modules import Behind, Vector, pooled
 from bf16_to_fp16.checkpoint.side_modules import MODES, SideModule
 from bf16_to_fp16.run.sentence_vectors import SentenceVectors
 
@@ -107,3 +107,25 @@ def test_the_length_of_a_faint_vector_is_rounded_to_fp16s_step() -> None:
     vector = behind.run(SideModule("3_Normalize", "Normalize", {}, {}), Vector(behind.tokens, 2.0**-24))
     made = torch.nn.functional.normalize(faint, dim=0)
     assert float(made.max()) >= vector.least > 0 and float(made.max()) <= float(vector.caps.max())
+
+
+def test_what_a_mean_divides_by_in_fp16_stops_growing_where_ones_are_rounded_away() -> None:
+    """Tokens that are summed in blocks, and counted one after the other, come to twice their mean of 4,096."""
+    arithmetic, caps = Arithmetic(4096, norms16=True, sums16=True), torch.ones(2, dtype=torch.float64)
+    made, total = pooled("mean", caps, arithmetic)
+    assert float(made.min()) >= 2 and total >= 4096
+    count = torch.zeros((), dtype=torch.float16)
+    for _ in range(4096):
+        count = count + torch.ones((), dtype=torch.float16)
+    assert float(count) == 2048
+    weighted, _ = pooled("weightedmean", caps, arithmetic)
+    assert float(weighted.min()) >= 1 + 4096 * 2.0**-11
+
+
+@pytest.mark.parametrize("mode", ["mean", "weightedmean"])
+def test_the_weights_of_small_tokens_are_summed_too(mode: str) -> None:
+    arithmetic = Arithmetic(512, norms16=True)
+    made, total = pooled(mode, torch.full((2,), 1e-6, dtype=torch.float64), arithmetic)
+    assert total >= (512 * 513 / 2 if mode == "weightedmean" else 512)
+    # Sum and divisor are rounded to fp16 each, and their quotient.
+    assert float(made.min()) >= 1e-6 * (1 + 2.0**-11) ** 2

@@ -321,6 +321,18 @@ def test_no_plan_takes_a_weight_past_65504(kind: str) -> None:
     assert all(float(t.abs().max()) <= FP16_MAX for t in model.state_dict().values())
 
 
+def test_the_least_exponent_that_can_be_written_is_tried() -> None:
+    model = with_large_last_gains("umt5")
+    source = ModelTensors(model)
+    layout = resolve(source)
+    ranges = observe_ranges(model, shown_to(model))
+    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    assert search.unwritable_bits(-4) == pytest.approx(math.log2(5952 * 16 / FP16_MAX))
+    assert search.unwritable_bits(-3) == 0 and -3 in search.candidates()
+    assert min(search.candidates()) < -4  # what the stream asks for
+    assert search.residual_cost(-4) > search.residual_cost(-3) + UNWRITABLE / 4
+
+
 def test_queries_and_keys_that_both_carry_the_stream_bound_its_exponent(tmp_path: Path) -> None:
     """Their own exponents move one up and the other down, so that no channel makes up for both."""
     model = tiny.small("longt5", seed=2, factor=1.0)
