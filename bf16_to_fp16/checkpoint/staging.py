@@ -52,14 +52,14 @@ def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = 
         if not there and (out.exists() or out.is_symlink()):
             what = "is a link" if out.is_symlink() else "exists and is not a folder"
             raise UserError(f"{out} {what}; choose another output path")
-        if inside := next((folder for folder in out.absolute().parents if is_whole(folder)), None):
-            raise UserError(f"{out} lies in {inside}, which this program wrote whole; choose an output path outside it")
         if there and out.resolve() in (Path.cwd(), *Path.cwd().parents):
             raise UserError(f"{out} is where this runs and cannot be replaced; choose another output path")
         if there and os.path.ismount(out):
             raise UserError(f"{out} is a mount point and cannot be replaced; choose a folder inside it")
         for source in sources:
             check_apart(out, source)
+        if inside := next((folder for folder in out.absolute().parents if is_whole(folder)), None):
+            raise UserError(f"{out} lies in {inside}, which this program wrote whole; choose an output path outside it")
         if there and any(out.iterdir()):
             ours = has_record(out)
             if force if ours else not back:
