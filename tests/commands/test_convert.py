@@ -804,7 +804,7 @@ def test_without_an_audit_the_certificate_decides_and_a_few_rows_show_the_same_f
 
 
 @pytest.mark.usefixtures("brief")
-@pytest.mark.parametrize(("audited", "head"), [(False, 1.0), (True, 1.0), (False, 2.0**-14)])
+@pytest.mark.parametrize(("audited", "head"), [(False, 1.0), (True, 1.0), (False, 2.0**-20)])
 def test_a_plan_that_changes_the_function_is_not_called_safe(
     audited: bool, head: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
