@@ -40,8 +40,8 @@ from .planning import Opened, checkpoint_batches, drifted_outputs, reference_of
 
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
-    """Bound what was written, audit it unless nothing is to be audited, and compare it with the source, then on a few
-    short rows."""
+    """Bound what was written, audit it, and compare it with the source; where nothing is to be audited, compare a few
+    short rows alone."""
     device = opened.device
     with products_on(device, "certificate"):
         certificate, tiers = certificate_of(work, decided.target, options.max_length, opened.spectra, progress)

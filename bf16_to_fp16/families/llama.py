@@ -14,6 +14,7 @@ from functools import partial
 
 from ..errors import UserError
 from .gemma3 import BODY, check_window, classes, shared_values
+from .older import kind_of
 from .types import (
     RESIDUAL,
     Attention,
@@ -153,7 +154,7 @@ def check_rotation(config: Mapping[str, object]) -> None:
         found = config.get(key)
         if not isinstance(found, Mapping):
             continue
-        kind = found.get("rope_type", found.get("type", "default"))
+        kind = kind_of(found)
         if kind not in ROTATIONS and found.get("attention_factor") != 1:
             raise UserError(
                 f"config.json: {key!r} is of the kind {kind!r}, which multiplies queries and keys by a factor that has"
