@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 4
 PYTEST_ARGS ?=
 
-.PHONY: install demo test quality bench gpu docs compat runtimes clean
+.PHONY: install demo test test-all quality bench gpu docs compat runtimes clean
 
 install: $(STAMP)
 
@@ -20,7 +20,11 @@ demo: install
 
 # Called before the tests, so that the second environment is made once and with its progress on the screen.
 test: install compat
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40 $(PYTEST_ARGS)
+
+# The same with every case of the tables of which `test` runs a part.
+test-all:
+	$(MAKE) test PYTEST_ARGS="--exhaustive $(PYTEST_ARGS)"
 
 quality: install
 	$(BIN)/ruff format --check .

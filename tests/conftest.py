@@ -24,6 +24,11 @@ from support import tiny, warm
 from support.download_server import serving
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--exhaustive``, which ``make test-all`` gives."""
+    parser.addoption("--exhaustive", action="store_true", help="also run the tests that are marked exhaustive")
+
+
 def pytest_configure() -> None:
     """Take Ctrl-C again where a shell has started the tests in the background, which tells children to ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -63,15 +68,16 @@ SLOW = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the slowest files first, and deselect the ``gpu`` tests where there is no CUDA device."""
+    """Put the slowest files first, and deselect what needs another machine or more time: ``gpu``, ``exhaustive``."""
     place = {f"test_{name}.py": number for number, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.path.name, len(SLOW)))
-    if torch.cuda.is_available():
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+    runs = {"gpu": torch.cuda.is_available(), "exhaustive": config.getoption("--exhaustive")}
+    left_out = [name for name, selected in runs.items() if not selected]
+    deselected = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        chosen = set(items) - set(deselected)
+        items[:] = [item for item in items if item in chosen]
 
 
 def pytest_collection_finish() -> None:

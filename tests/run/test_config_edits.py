@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import config_edits
+from support import config_edits, exhaustive
 
 from bf16_to_fp16.run import agreement
 
@@ -26,11 +26,25 @@ EDITS = {
 """Edits of each kind, one in four together with another: every key of most, fewer of what others repeat."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "number"), EDITS.items())
 def test_an_edited_config_is_refused_or_not_certified_or_agrees(kind: str, number: int, tmp_path: Path) -> None:
-    case = config_edits.original(kind, tmp_path)
+    check(kind, number, 0, tmp_path)
+
+
+@pytest.mark.parametrize("kind", EDITS)
+@pytest.mark.parametrize("seed", [exhaustive.TODAY])
+def test_some_edited_configs_of_each_kind_are_refused_or_not_certified_or_agree(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
+    check(kind, 33, seed, tmp_path)
+
+
+def check(kind: str, number: int, seed: int, folder: Path) -> None:
+    """Judge so many edits of a kind's config."""
+    case = config_edits.original(kind, folder)
     assert config_edits.judge(case, {}) == "agrees"
-    outcomes = config_edits.run(case, number)
+    outcomes = config_edits.run(case, number, seed)
     assert not outcomes.failures, outcomes.failures
     assert min(outcomes.counts["refused"], outcomes.counts["agrees"]) > number / 10
 

@@ -1,0 +1,17 @@
+"""What ``make test`` leaves to ``make test-all``: the rest of a table of cases of which some show the same."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+TODAY = datetime.date.today().toordinal()
+"""Seed of what another part is tried of each day: whoever sees a failure finds the seed in the test's name."""
+
+
+def beyond(few: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Return all cases as parameters, those that are not among the few marked ``exhaustive``."""
+    return [case if case in few else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
