@@ -23,7 +23,7 @@ from compat.harness import (
     run_script,
 )
 from safetensors.torch import load_file, save_file
-from support import config_edits
+from support import config_edits, exhaustive
 from support.tiny import KINDS, T5_SHAPE
 
 from bf16_to_fp16 import convert
@@ -251,7 +251,7 @@ def is_taken(case: config_edits.Original, edit: dict[str, object]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["t5", "mt5", "pegasus", "mbart"])
+@pytest.mark.parametrize("kind", exhaustive.beyond(["t5", "mbart"], ["t5", "mt5", "pegasus", "mbart"]))
 def test_what_is_taken_is_the_same_model_in_both_versions_or_none_in_4(
     kind: str, tmp_path: Path, warm_python: Path, compat_python: Path
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support import exhaustive, tiny
 from support.devices import STAND_IN, StandIn
 
 from bf16_to_fp16 import UserError, audit, certify, convert
@@ -133,7 +133,7 @@ def test_an_audit_is_the_same_where_the_device_runs_full_halfway(source: Path) -
     assert f"{STAND_IN} is out of memory: the audit goes on on the CPU" in said.lines
 
 
-@pytest.mark.parametrize("room", [0, 10**9])
+@pytest.mark.parametrize("room", exhaustive.beyond([0], [0, 10**9]))
 def test_the_worst_inputs_are_searched_on_the_device_and_are_those_of_the_cpu(source: Path, room: int) -> None:
     given: Any = {"regimes": ("half",), "attention": ("eager",), "attack_steps": 2}
     with StandIn(room):

@@ -198,10 +198,12 @@ def too_large(text: str) -> list[str]:
     found = []
     for function in functions(ast.parse(text)):
         lines, parameters = size_of(function)
+        over = {"lines": lines > MOST_LINES, "parameters": parameters > MOST_PARAMETERS}
+        if not any(over.values()):
+            continue
         body = text.splitlines()[function.lineno - 1 : function.end_lineno]
         comments = " ".join(line for line in body if line.lstrip().startswith("#"))
         said = f"{ast.get_docstring(function)} {comments}"
-        over = {"lines": lines > MOST_LINES, "parameters": parameters > MOST_PARAMETERS}
         if any(past and not re.search(rf"\bmany {word}\b", said) for word, past in over.items()):
             found.append(f"{function.name}: {lines} lines, {parameters} parameters")
     return found
