@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
 from ..checkpoint.formats import read_json
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.naming import TOKENIZER_WITH_WEIGHTS
 from ..checkpoint.packing import (
-    FOLDER_LAYOUT,
-    LAYOUTS,
     check_out_file,
     metadata_of,
     pack,
@@ -225,7 +224,7 @@ def convert_to_file(
         spiece = folder / TOKENIZER_FILE
         inside = (TOKENIZER, spiece) if options.layout == "comfy" and needs_tokenizer(config, spiece) else None
         with progress.step(f"Packing it for --layout {options.layout}"):
-            pack(folder / WEIGHTS, file, LAYOUTS[options.layout], metadata_of(summary, back), inside)
+            pack(folder / WEIGHTS, file, LAYOUTS[options.layout].naming, metadata_of(summary, back), inside)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
     notes = for_the_tool(report, options.layout, drift, missing=needs_tokenizer(config) and inside is None)

@@ -12,8 +12,8 @@ from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import TARGETS
 from ..bounds.tiers import TIERS
 from ..checkpoint.folder import MODULES
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.naming import WAN_MODELS
-from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.reader import Checkpoint, own_name
 from ..checkpoint.side_modules import encoder_config
 from ..checkpoint.staging import check_out
