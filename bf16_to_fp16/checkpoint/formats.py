@@ -14,19 +14,19 @@ import json
 import math
 import os
 import pickle
-import stat
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import UserError
-from ..system import open_to_read, read_at
+from ..system import open_to_read
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -124,40 +124,49 @@ def clipped(text: str) -> str:
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[int]:
-    """Yield a descriptor of a file open for reading; raise UserError where it cannot be opened."""
+def reading(file: Path) -> Iterator[FileIO]:
+    """Yield a file open for reading; raise UserError where it cannot be opened, or is a folder, a pipe or a device."""
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise UserError(f"{file} is not a regular file; {RESTORE}")
     try:
-        descriptor = open_to_read(file)
+        source = open_to_read(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with source:
+        yield source
 
 
-def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: Path) -> None:
+def size_of(source: FileIO) -> int:
+    """Return the size of an open file in bytes."""
+    return os.fstat(source.fileno()).st_size
+
+
+def read_exactly(source: FileIO, buffer: memoryview, offset: int) -> None:
     """Fill ``buffer`` from ``offset`` of an open file; raise UserError where the disk fails or the file ends."""
-    done = 0
-    while done < len(buffer):
-        try:
-            count = read_at(descriptor, buffer[done:], offset + done)
-        except OSError as error:
-            raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-        if count == 0:
-            raise UserError(f"{file} became shorter while it was read; {RESTORE}")
-        done += count
+    try:
+        source.seek(offset)
+        while buffer:
+            count = source.readinto(buffer)
+            if not count:
+                raise UserError(f"{source.name} became shorter while it was read; {RESTORE}")
+            buffer = buffer[count:]
+    except OSError as error:
+        raise UserError(f"{source.name}: {error.strerror}; {RESTORE}") from error
+
+
+def read_bytes(source: FileIO, count: int, offset: int = 0) -> bytes:
+    """Return so many bytes of an open file from ``offset`` on; raises as ``read_exactly`` does."""
+    buffer = bytearray(count)
+    read_exactly(source, memoryview(buffer), offset)
+    return bytes(buffer)
 
 
 class RunningHash:
-    """The SHA-256 of a file, fed with what passes by in order; what did not pass by is read from the file."""
+    """The SHA-256 of an open file, fed with what passes by in order; what did not pass by is read from the file."""
 
-    def __init__(self, descriptor: int, file: Path) -> None:
-        """Start at the beginning of an open file."""
-        self.digest = hashlib.sha256()
-        self.position = 0
-        self.descriptor = descriptor
-        self.file = file
+    def __init__(self, source: FileIO) -> None:
+        """Start at the beginning."""
+        self.digest, self.position, self.source = hashlib.sha256(), 0, source
 
     def feed(self, data: memoryview, offset: int) -> None:
         """Take the bytes of the file from ``offset`` on, unless they lie behind the position and are known already."""
@@ -166,12 +175,17 @@ class RunningHash:
             self.digest.update(data)
             self.position = offset + len(data)
 
+    def whole(self) -> str:
+        """Return the hash of the whole file in hexadecimal."""
+        self.catch_up(size_of(self.source))
+        return self.digest.hexdigest()
+
     def catch_up(self, end: int) -> None:
         """Read and take what lies between the position and ``end``."""
         buffer = memoryview(bytearray(max(0, min(READ_BYTES, end - self.position))))
         while self.position < end:
             part = buffer[: end - self.position]
-            read_exactly(self.descriptor, part, self.position, self.file)
+            read_exactly(self.source, part, self.position)
             self.digest.update(part)
             self.position += len(part)
 
@@ -186,8 +200,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Tensor:
     """Return a tensor of ``shape`` from the bytes that begin ``skip`` bytes into a stored tensor."""
     tensor = torch.empty(shape, dtype=(SAFETENSORS_DTYPES | FP8_DTYPES)[info.dtype])
-    with reading(info.file) as descriptor:
-        read_exactly(descriptor, bytes_of(tensor), info.offset + skip, info.file)
+    with reading(info.file) as source:
+        read_exactly(source, bytes_of(tensor), info.offset + skip)
     return tensor
 
 
@@ -225,13 +239,11 @@ def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
 
 def read_json(file: Path, what: str, limit: int = LONGEST_HEADER) -> dict[str, Any]:
     """Return the JSON object in a file of at most ``limit`` bytes, read as ``parse_json`` does."""
-    with reading(file) as descriptor:
-        size = regular_size(descriptor, file)
+    with reading(file) as source:
+        size = size_of(source)
         if size > limit:
             raise UserError(f"{file}: {size} bytes are too many for a {what}; {RESTORE}")
-        buffer = memoryview(bytearray(size))
-        read_exactly(descriptor, buffer, 0, file)
-    return parse_json(bytes(buffer), file, what)
+        return parse_json(read_bytes(source, size), file, what)
 
 
 def nested_value(data: object, *keys: str) -> Any:
@@ -239,14 +251,6 @@ def nested_value(data: object, *keys: str) -> Any:
     for key in keys:
         data = data.get(key) if isinstance(data, Mapping) else None
     return data
-
-
-def regular_size(descriptor: int, file: Path) -> int:
-    """Return the size of an open file in bytes; raise UserError where it is a folder, a pipe or a device."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{file} is not a regular file; {RESTORE}")
-    return status.st_size
 
 
 def check_not_quantised(dtype: str, name: str, file: Path) -> None:
@@ -280,13 +284,11 @@ def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str,
 
     any_dtype: take tensors of dtypes that cannot be read, too. Raises UserError as ``read_header`` does otherwise.
     """
-    with reading(file) as descriptor:
-        size = regular_size(descriptor, file)
+    with reading(file) as source:
+        size = size_of(source)
         if size < 8:
             raise UserError(f"{file}: {size} bytes are too few for a safetensors file; {RESTORE}")
-        prefix = memoryview(bytearray(8))
-        read_exactly(descriptor, prefix, 0, file)
-        length = int.from_bytes(prefix, "little")
+        length = int.from_bytes(read_bytes(source, 8), "little")
         if length > size - 8:
             raise UserError(
                 f"{file}: a header of {length} bytes does not fit the file of {size};"
@@ -297,9 +299,7 @@ def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str,
                 f"{file}: a header of {length} bytes is longer than the {LONGEST_HEADER} that are read here;"
                 f" it is not a header of weights, {RESTORE}"
             )
-        header = memoryview(bytearray(length))
-        read_exactly(descriptor, header, 8, file)
-    entries = parse_json(bytes(header), file, "header")
+        entries = parse_json(read_bytes(source, length, 8), file, "header")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise UserError(f"{file}: __metadata__ is not a map of strings; {RESTORE}")
@@ -354,6 +354,18 @@ def is_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
 
 
+def entry_of(dtype: str, shape: tuple[int, ...], begin: int, nbytes: int) -> dict[str, object]:
+    """Return a tensor's entry in a header."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + nbytes]}
+
+
+def header_of(entries: Mapping[str, object]) -> bytes:
+    """Return the header of a safetensors file with its length before it."""
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 # --- pytorch_model.bin ---------------------------------------------------------------------------------------------
 
 
@@ -365,9 +377,8 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
     contiguous tensors in an uncompressed zip file.
     """
     resave = "load it with torch and save it with safetensors"
-    with reading(file) as descriptor:
-        regular_size(descriptor, file)
-    records = zip_records(file)
+    with reading(file):
+        records = zip_records(file)
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -10,16 +10,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import UserError
 from ..progress import Progress
-from ..wording import bytes_in_words
 
 T = TypeVar("T")
 
@@ -295,16 +292,3 @@ def reading_from(repo: str, revision: str | None, work: Callable[[], T], endpoin
 
     with explained(repo, endpoint=endpoint, revision=revision, token=get_token()):
         return with_retries(work)
-
-
-def check_free_space(repo: str, nbytes: int, cache: Path) -> None:
-    """Raise UserError where the disk of ``cache`` has no room for so many bytes."""
-    place = cache
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < nbytes:
-        raise UserError(
-            f"{repo} needs {bytes_in_words(nbytes)} and the disk of the cache has {bytes_in_words(free)};"
-            " free some space, or set HF_HOME to a folder on another disk"
-        )

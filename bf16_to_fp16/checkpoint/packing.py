@@ -13,17 +13,28 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from .. import system
 from ..errors import UserError
-from .disk import created, write_all, writing
-from .formats import LONGEST_HEADER, TensorInfo, parse_json, read_exactly, read_whole_header, reading
+from ..system import write_all
+from .disk import created, writing
+from .formats import (
+    LONGEST_HEADER,
+    TensorInfo,
+    entry_of,
+    header_of,
+    parse_json,
+    read_exactly,
+    read_whole_header,
+    reading,
+)
 from .layouts import LAYOUTS
-from .naming import Naming
+from .naming import STOCK, Naming
 from .ownership import is_kept
 from .staging import check_apart, check_file
 
@@ -83,32 +94,43 @@ def pack(
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, TENSORS: running.hexdigest()}}
     end = 0
     for info in tensors:
-        entries[naming.from_stock(info.name)] = entry(info.dtype, info.shape, end, info.nbytes)
+        entries[naming.from_stock(info.name)] = entry_of(info.dtype, info.shape, end, info.nbytes)
         end += info.nbytes
     extra = b""
     if tokenizer is not None:
         name, file = tokenizer
         extra = file.read_bytes()
-        entries[name] = entry("U8", (len(extra),), end, len(extra))
+        entries[name] = entry_of("U8", (len(extra),), end, len(extra))
     header = header_of(entries)
     if len(header) > LONGEST_HEADER:
         raise UserError(f"{target.name}: its header would have {len(header):,} bytes; leave out --layout")
     with created(target, len(header) + end + len(extra)) as out, reading(weights) as source, writing(target):
-        copy_range(source, out, tensors, naming, len(header), weights, running)
-        write_all(out, memoryview(extra), len(header) + end)
+        write_all(out, memoryview(header))
+        for part in hashing(source, tensors, running, naming):
+            write_all(out, part)
+        write_all(out, memoryview(extra))
         if tokenizer is not None:
             running.update(described(tokenizer[0], "U8", (len(extra),)) + extra)
-        # Last, since it holds the hash of what follows it; a digest is as long as another.
+        # Again, since it holds the hash of what follows it; a digest is as long as another.
         entries["__metadata__"] = {"format": "pt", **metadata, TENSORS: running.hexdigest()}
-        write_all(out, memoryview(header_of(entries)), 0)
+        os.lseek(out, 0, os.SEEK_SET)
+        write_all(out, memoryview(header_of(entries)))
         os.fsync(out)
 
 
-def header_of(entries: Mapping[str, object]) -> bytes:
-    """Return the header of a safetensors file with its length before it."""
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def hashing(
+    source: FileIO, tensors: Iterable[TensorInfo], running: Any, naming: Naming = STOCK
+) -> Iterator[memoryview]:
+    """Yield the bytes of tensors of an open file, part by part, and add them to the hash ``running``, each tensor
+    behind its description under the name that ``naming`` has for it."""
+    buffer = memoryview(bytearray(COPIED_BYTES))
+    for info in tensors:
+        running.update(described(naming.from_stock(info.name), info.dtype, info.shape))
+        for done in range(0, info.nbytes, COPIED_BYTES):
+            part = buffer[: info.nbytes - done]
+            read_exactly(source, part, info.offset + done)
+            running.update(part)
+            yield part
 
 
 def described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -118,42 +140,17 @@ def described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
 
 def tensors_sha256(file: Path) -> str:
     """Return the SHA-256 of a file's tensors, as ``TENSORS`` records it; raise UserError where it cannot be read."""
-    running, buffer = hashlib.sha256(), memoryview(bytearray(COPIED_BYTES))
+    running = hashlib.sha256()
     tensors = sorted(read_whole_header(file, any_dtype=True)[0].values(), key=lambda info: info.offset)
     with reading(file) as source:
-        for info in tensors:
-            running.update(described(info.name, info.dtype, info.shape))
-            for done in range(0, info.nbytes, COPIED_BYTES):
-                part = buffer[: info.nbytes - done]
-                read_exactly(source, part, info.offset + done, file)
-                running.update(part)
+        for _ in hashing(source, tensors, running):
+            pass
     return running.hexdigest()
 
 
 def recorded_sha256(file: Path) -> str | None:
     """Return the hash of its tensors that a file records, None where it has none."""
     return read_whole_header(file, any_dtype=True)[1].get(TENSORS)
-
-
-def entry(dtype: str, shape: tuple[int, ...], begin: int, nbytes: int) -> dict[str, object]:
-    """Return a tensor's entry in a header."""
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + nbytes]}
-
-
-def copy_range(
-    source: int, out: int, tensors: list[TensorInfo], naming: Naming, begin: int, file: Path, running: Any
-) -> None:
-    """Copy tensors, in the order in which they lie in an open file, to another from ``begin`` on, and add them under
-    their names there to the hash ``running``."""
-    buffer = memoryview(bytearray(COPIED_BYTES))
-    for info in tensors:
-        running.update(described(naming.from_stock(info.name), info.dtype, info.shape))
-        for done in range(0, info.nbytes, COPIED_BYTES):
-            part = buffer[: info.nbytes - done]
-            read_exactly(source, part, info.offset + done, file)
-            write_all(out, part, begin + done)
-            running.update(part)
-        begin += info.nbytes
 
 
 def summary_of(file: Path) -> dict[str, Any] | None:

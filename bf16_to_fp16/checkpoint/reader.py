@@ -34,7 +34,6 @@ from .formats import (
     read_pickle,
     read_range,
     reading,
-    regular_size,
     shown,
     state_of,
 )
@@ -129,17 +128,15 @@ class Checkpoint:
             raise IndexError(f"{name} has shape {info.shape}, and not all of the rows {min(rows)} to {max(rows)}")
         found = torch.empty((len(rows), *info.shape[1:]), dtype=SAFETENSORS_DTYPES[info.dtype])
         size = info.nbytes // info.shape[0]
-        with reading(info.file) as descriptor:
+        with reading(info.file) as source:
             for row, place in zip(rows, found, strict=True):
-                read_exactly(descriptor, bytes_of(place), info.offset + row * size, info.file)
+                read_exactly(source, bytes_of(place), info.offset + row * size)
         return found
 
     def sha256(self, file: Path) -> str:
         """Return the SHA-256 of a file in hexadecimal, read in pieces of 1 MB."""
-        with reading(file) as descriptor:
-            running = RunningHash(descriptor, file)
-            running.catch_up(regular_size(descriptor, file))
-        return running.digest.hexdigest()
+        with reading(file) as source:
+            return RunningHash(source).whole()
 
 
 def own_name(path: str | Path) -> str:

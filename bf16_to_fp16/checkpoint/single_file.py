@@ -9,7 +9,6 @@ scales, are written to scratch space in bf16, whose 8 significant bits hold fp8'
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from .disk import FREE_SPACE_REMEDY, check_free_space, writing
 from .formats import (
     FP8_DTYPES,
     RESTORE,
@@ -35,7 +35,6 @@ from .formats import (
 from .inference import CLASSES, DTYPES, described, given_config, inferred_config
 from .naming import Naming, found_in
 from .packing import way_back_of
-from .staging import FREE_SPACE_REMEDY
 
 TOKENIZER = "spiece_model"
 """Under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights."""
@@ -50,6 +49,9 @@ SCALES = (".scale_weight", ".weight_scale")
 
 ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale", TOKENIZER)
 """Endings of the names of what lies beside weights and is none."""
+
+
+SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
 
 
 SCRATCH: list[tempfile.TemporaryDirectory[str]] = []
@@ -106,12 +108,10 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
         check_not_quantised(info.dtype, name, file)
     dtypes = [info.dtype for info in tensors.values()]
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
-    try:
+    with writing(folder, SCRATCH_REMEDY):
         text = json.dumps(settled, indent=2, ensure_ascii=False) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8", newline="\n")
-        keep_tokenizer(file, every, folder)
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}; {FREE_SPACE_REMEDY}, or set TMPDIR") from error
+        keep_tokenizer(every, folder)
     return SingleFile(file, folder, settled, tensors, states, tuple(notes))
 
 
@@ -174,26 +174,17 @@ def dequantised(target: Path, narrow: list[TensorInfo], scales: Mapping[str, Ten
     scales: by the tensor's name, one number or one for each row. One tensor at a time is in memory. Raises UserError
     for another scale, and where the disk is full.
     """
-    nbytes = sum(2 * info.nbytes for info in narrow)
-    free = shutil.disk_usage(target.parent).free
-    if free < nbytes:
-        raise UserError(
-            f"{target.parent}: has {free:,} bytes free, and {nbytes:,} are needed for the values of fp8 weights;"
-            f" {FREE_SPACE_REMEDY}, or set TMPDIR to a folder on another disk"
-        )
-    found = {}
-    try:
-        with target.open("wb") as out:
-            for info in narrow:
-                values = read_range(info, info.shape, 0).float()
-                if (scale := scales.get(info.name)) is not None:
-                    values *= scale_values(scale, info)
-                offset = out.tell()
-                out.write(bytes_of(values.bfloat16()))
-                found[info.name] = TensorInfo(info.name, "BF16", info.shape, target, offset, 2 * info.nbytes)
-    except OSError as error:
-        raise UserError(f"{target.parent}: {error.strerror}; {FREE_SPACE_REMEDY}, or set TMPDIR") from error
-    return found
+    nbytes, widened = sum(2 * info.nbytes for info in narrow), {}
+    what = f"{narrow[0].file}: the dequantised copy"
+    check_free_space(what, nbytes, target.parent, of="temporary files", variable="TMPDIR")
+    with writing(target.parent, SCRATCH_REMEDY), target.open("wb") as out:
+        for info in narrow:
+            values = read_range(info, info.shape, 0).float()
+            if (scale := scales.get(info.name)) is not None:
+                values *= scale_values(scale, info)
+            widened[info.name] = TensorInfo(info.name, "BF16", info.shape, target, out.tell(), 2 * info.nbytes)
+            out.write(bytes_of(values.bfloat16()))
+    return widened
 
 
 def scale_values(scale: TensorInfo, weight: TensorInfo) -> torch.Tensor:
@@ -210,7 +201,7 @@ def scale_values(scale: TensorInfo, weight: TensorInfo) -> torch.Tensor:
     )
 
 
-def keep_tokenizer(file: Path, tensors: Mapping[str, TensorInfo], folder: Path) -> None:
+def keep_tokenizer(tensors: Mapping[str, TensorInfo], folder: Path) -> None:
     """Write the SentencePiece model that a file of weights holds, if any, byte for byte as a stock folder has it."""
     found = [i for name, i in tensors.items() if name.split(".")[-1] == TOKENIZER and i.dtype == "U8"]
     if len(found) == 1:

@@ -21,6 +21,7 @@ from typing import Any
 
 from .. import system
 from ..errors import UserError, shortened
+from .disk import FREE_SPACE_REMEDY
 from .ownership import files_of, has_record, is_made_from, is_report, is_whole, strange_file
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -29,9 +30,6 @@ FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ERO
 
 MOST_FOLDERS = 200
 """Folders in each other that an output may lie in; Python makes some 1,000."""
-
-
-FREE_SPACE_REMEDY = "free some space or choose another output path"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = False) -> None:

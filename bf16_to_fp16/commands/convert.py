@@ -100,7 +100,6 @@ def convert(
     margin_bits: float = MARGIN_BITS,
     max_length: int = MAX_LENGTH,
     max_shard_size: int | None = None,
-    workers: int = 1,
     seed: int = 0,
     sweep: bool = False,
     device: str | torch.device = "auto",
@@ -117,7 +116,7 @@ def convert(
     Raises UserError for input that cannot be used; ``out`` then does not exist.
     """
     options = Options(
-        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep, device,
+        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, seed, sweep, device,
         config=config, layout=layout,
     )  # fmt: skip
     place = Destination(Path(out), force=force, dry_run=dry_run)

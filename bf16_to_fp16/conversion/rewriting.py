@@ -31,7 +31,6 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
             writes(layout, decided.plan),
             work,
             max_shard_size=options.max_shard_size if options.layout == FOLDER_LAYOUT else sys.maxsize,
-            workers=options.workers,
             advance=advance,
         )
     check_finite(written, checkpoint, layout)
