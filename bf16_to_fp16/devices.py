@@ -1,8 +1,7 @@
-"""Where the work runs: one parser for a device's name, and the CPU for what a device has no memory for.
+"""Where the work runs: a device is asked for by name and used part by part.
 
-A device is asked for by name and used part by part. What runs out of its memory is run again on the CPU, as is the
-rest of that part; what ran where is kept for the report. torch is imported when a device is looked for, so that
-a name can be refused without it.
+A part that runs out of its memory goes on on the CPU; what ran where is kept for the report. torch is imported when a
+device is looked for, so that a name can be refused without it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Files of weights: where every tensor of a safetensors file or of a ``torch.save`` file lies, and ranges of bytes.
 
-The files are someone else's, so nothing in them is believed: duplicate keys, holes, overlaps and wrong sizes are told
-when a file is opened. Ranges are read into memory of their own: no mapping, which would grow with the
-file and kill the process if the file shrank, and no pickle, except the one that torch reads with ``weights_only`` to
-learn where a legacy ``pytorch_model.bin`` keeps its tensors.
+Nothing in a stranger's file is believed: duplicate keys, holes, overlaps and wrong sizes are told when it is opened.
+Ranges are read into memory of their own, as a mapping kills the process if the file shrinks; the only pickle that is
+read is that of a legacy ``pytorch_model.bin``, by torch with ``weights_only``.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -14,8 +13,10 @@ import json
 import math
 import os
 import pickle
+import struct
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from typing import Any
 
 import torch
 
-from ..errors import UserError
+from ..errors import UserError, shortened
 from ..system import open_to_read
+from .places import RESTORE
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -62,8 +64,7 @@ QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")
 
 
 LONGEST_HEADER = 8_000_000
-"""Bytes of a header, a config or an index. Some 50,000 tensors fit; parsed, the worst of so many bytes takes a few
-hundred MB, while the 100 MB that the safetensors library allows would take several GB."""
+"""Bytes of a header, a config or an index: some 50,000 tensors, a few hundred MB once parsed."""
 
 
 TORCH_FORMATS = ("pt", "mlx")
@@ -76,13 +77,6 @@ MOST_AXES = 8
 
 READ_BYTES = 1 << 20
 """Bytes read at a time where a whole file is hashed."""
-
-
-LONGEST_SHOWN = 120
-"""Characters of a name or value of a stranger's file that an error message repeats."""
-
-
-RESTORE = "fetch the file again from the original checkpoint"
 
 
 @dataclass(frozen=True)
@@ -112,12 +106,7 @@ def state_of(file: Path) -> FileState:
 
 def shown(value: object) -> str:
     """Return a name or value from a stranger's file as an error message may repeat it, cut where it is long."""
-    return repr(clipped(value)) if isinstance(value, str) else clipped(repr(value))
-
-
-def clipped(text: str) -> str:
-    """Return a text, cut where it is too long for an error message."""
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+    return repr(shortened(value)) if isinstance(value, str) else shortened(repr(value))
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------
@@ -210,12 +199,10 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of a JSON object as a dict; raise ValueError for a key that comes twice."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {shown(twice)} comes twice")
-    return result
+    for key, times in Counter(key for key, _ in pairs).items():
+        if times > 1:
+            raise ValueError(f"key {shown(key)} comes twice")
+    return dict(pairs)
 
 
 def no_constant(name: str) -> float:
@@ -230,7 +217,7 @@ def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
         if b"\\u" in data:  # half of a surrogate pair is valid JSON, but no text that could be written again
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        reason = clipped(str(error)) or "nested too deeply"
+        reason = shortened(str(error)) or "nested too deeply"
         raise UserError(f"{file}: the {what} is not valid JSON ({reason}); {RESTORE}") from error
     if not isinstance(parsed, dict):
         raise UserError(f"{file}: the {what} is not a JSON object; {RESTORE}")
@@ -257,7 +244,7 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
     """Raise UserError for a dtype in which weights are only codes."""
     if dtype.startswith(QUANTISED):
         raise UserError(
-            f"{file}: tensor {shown(name)} is {clipped(dtype)}, quantised; give the checkpoint it was quantised from"
+            f"{file}: tensor {shown(name)} is {shortened(dtype)}, quantised; give the checkpoint it was quantised from"
         )
 
 
@@ -265,11 +252,8 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return where every tensor of a safetensors file lies.
-
-    Raises UserError unless the header is well formed, its ranges cover the data exactly once, no dtype is one in which
-    weights are only codes, and the file does not say that it is for something else than PyTorch.
-    """
+    """Return where every tensor of a safetensors file lies; raise UserError as ``read_whole_header`` does, and for a
+    file that says that it is for something else than PyTorch."""
     tensors, metadata = read_whole_header(file)
     if (made_for := metadata.get("format", "pt")) not in TORCH_FORMATS:
         raise UserError(
@@ -282,7 +266,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return where every tensor of a safetensors file lies, and the file's own metadata.
 
-    any_dtype: take tensors of dtypes that cannot be read, too. Raises UserError as ``read_header`` does otherwise.
+    any_dtype: take tensors of dtypes that cannot be read, too. Raises UserError unless the header is well formed, its
+    ranges cover the data exactly once, and no dtype is one in which weights are only codes.
     """
     with reading(file) as source:
         size = size_of(source)
@@ -317,10 +302,7 @@ def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str,
 
 
 def tensor_info(name: str, entry: object, file: Path, start: int, any_dtype: bool = False) -> TensorInfo:
-    """Return a header's entry as a TensorInfo, the data beginning at ``start``; raise UserError where it is wrong.
-
-    any_dtype: take dtypes that cannot be read, whose sizes are not known here.
-    """
+    """Return a header's entry as a TensorInfo, the data beginning at ``start``; raise UserError where it is wrong."""
 
     def invalid(problem: str) -> UserError:
         return UserError(f"{file}: tensor {shown(name)} {problem}; {RESTORE}")
@@ -337,13 +319,11 @@ def tensor_info(name: str, entry: object, file: Path, start: int, any_dtype: boo
     except UnicodeEncodeError as error:
         raise invalid("has a name that is not Unicode text") from error
     begin, end = offsets
-    if not isinstance(dtype, str):
-        raise invalid(f"has the unknown dtype {shown(dtype)}")
     known = SAFETENSORS_DTYPES | FP8_DTYPES
-    if not any_dtype:
+    if isinstance(dtype, str) and not any_dtype:
         check_not_quantised(dtype, name, file)
-        if dtype not in SAFETENSORS_DTYPES:
-            raise invalid(f"has the unknown dtype {shown(dtype)}")
+    if not isinstance(dtype, str) or not (any_dtype or dtype in SAFETENSORS_DTYPES):
+        raise invalid(f"has the unknown dtype {shown(dtype)}")
     if dtype in known and (nbytes := math.prod(shape) * known[dtype].itemsize) != end - begin:
         raise invalid(f"needs {nbytes} bytes for {dtype} {shape} but has {end - begin}")
     return TensorInfo(name, dtype, tuple(shape), file, start + begin, end - begin)
@@ -419,14 +399,9 @@ def zip_records(file: Path) -> dict[int, int]:
                 if record.filename.endswith("/byteorder") and archive.read(record).decode() != sys.byteorder:
                     raise UserError(f"{file}: saved on a machine of another byte order; save it again on one like this")
                 raw.seek(record.header_offset + 26)
-                lengths = raw.read(4)
-                sizes[
-                    record.header_offset
-                    + 30
-                    + int.from_bytes(lengths[:2], "little")
-                    + int.from_bytes(lengths[2:], "little")
-                ] = record.file_size
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
+                name, extra = struct.unpack("<HH", raw.read(4))
+                sizes[record.header_offset + 30 + name + extra] = record.file_size
+    except (struct.error, zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
         # Zip files that are encrypted, of many disks or with impossible offsets raise the other kinds.
         raise UserError(
             f"{file}: cut short, or in torch's format of before 2020;"

@@ -36,7 +36,7 @@ from .formats import (
 from .layouts import LAYOUTS
 from .naming import STOCK, Naming
 from .ownership import is_kept
-from .staging import check_apart, check_file
+from .staging import ELSEWHERE, check_apart, check_file, umask
 
 SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
 """Keys of a file's metadata: what it is, as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""
@@ -84,10 +84,10 @@ def check_our_file(out: Path, new: Path | None = None) -> None:
 def pack(
     weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str], tokenizer: tuple[str, Path] | None = None
 ) -> None:
-    """Write the tensors of a safetensors file to a new one under the names of ``naming``.
+    """Write the tensors of a safetensors file to a new one under the names of ``naming``, a few MB at a time.
 
-    tokenizer: a name, and the file whose bytes it is to stand for. A few MB are in memory at a time. Raises UserError
-    where a tensor has no name there, and for a full disk.
+    tokenizer: a name, and the file whose bytes it is to stand for. Raises UserError where a tensor has no name there,
+    and for a full disk.
     """
     tensors = sorted(read_whole_header(weights)[0].values(), key=lambda info: info.offset)
     running = hashlib.sha256()
@@ -148,9 +148,14 @@ def tensors_sha256(file: Path) -> str:
     return running.hexdigest()
 
 
+def metadata_in(file: Path) -> dict[str, str]:
+    """Return a file's own metadata, none where it is no safetensors file; raise UserError where it is damaged."""
+    return read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
+
+
 def recorded_sha256(file: Path) -> str | None:
     """Return the hash of its tensors that a file records, None where it has none."""
-    return read_whole_header(file, any_dtype=True)[1].get(TENSORS)
+    return metadata_in(file).get(TENSORS)
 
 
 def summary_of(file: Path) -> dict[str, Any] | None:
@@ -158,8 +163,7 @@ def summary_of(file: Path) -> dict[str, Any] | None:
     is damaged."""
     if not file.is_file():
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
-    said = read_whole_header(file, any_dtype=True)[1].get(SUMMARY) if file.suffix == ".safetensors" else None
-    if said is None:
+    if (said := metadata_in(file).get(SUMMARY)) is None:
         return None
     found = parse_json(said.encode(), file, "metadata")
     if not all(isinstance(found.get(key), str) for key in ("layout", "verdict", "proof", "target", "command")):
@@ -169,17 +173,13 @@ def summary_of(file: Path) -> dict[str, Any] | None:
 
 def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
     """Move a finished file to ``out``; raise UserError where something has appeared there meanwhile."""
-    umask = os.umask(0)
-    os.umask(umask)
-    try:
-        file.chmod(0o666 & ~umask)
+    with writing(out, ELSEWHERE):
+        file.chmod(0o666 & ~umask())
         if force and out.exists():
             check_our_file(out, file)
         elif out.exists():
-            raise UserError(f"{out} appeared while it was being made; choose another output path or give --force")
+            raise UserError(f"{out} appeared while it was being made; {ELSEWHERE} or give --force")
         system.replace_file(file, out)
-    except OSError as error:
-        raise UserError(f"{out}: {error.strerror}; choose another output path") from error
     with suppress(OSError):
         system.sync_folder(out.parent)
 
@@ -191,11 +191,9 @@ def metadata_of(summary: Mapping[str, Any], way_back: Mapping[str, Any]) -> dict
 
 
 def way_back_of(file: Path) -> dict[str, Any] | None:
-    """Return what ``undo`` needs of a file that this program wrote, with its ``layout``; None for any other file.
-
-    Raises UserError where it is damaged.
-    """
-    metadata = read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
+    """Return what ``undo`` needs of a file that this program wrote, with its ``layout``; None for any other file, and
+    raise UserError where it is damaged."""
+    metadata = metadata_in(file)
     if WAY_BACK not in metadata:
         return None
     try:

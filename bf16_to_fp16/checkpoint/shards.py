@@ -14,13 +14,10 @@ from pathlib import Path
 import torch
 
 from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, entry_of, header_of
-from .reader import Checkpoint
+from .reader import INDEX, WEIGHTS, Checkpoint
 
 LARGEST_EXPONENT = 500
 """Exponents beyond it are refused; fp64 has room for twice as much."""
-
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """One file of weights as a source, as ComfyUI, Forge and Wan's tools keep text encoders.
 
 Such a file has no config beside it, names of its own or a prefix before them, perhaps a tokenizer inside, perhaps a
-whole pipeline around it. A folder in scratch space gets what a stock folder would hold besides weights; the weights
-stay where they are, so that nothing is copied, under their stock names. fp8 is the exception: its values, times their
-scales, are written to scratch space in bf16, whose 8 significant bits hold fp8's 4 and 3.
+whole pipeline around it. A folder in scratch space gets what a stock folder would hold besides weights, which stay
+where they are; only fp8 values are written there, times their scales, in bf16, whose 8 significant bits hold them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from ..errors import UserError
 from .disk import FREE_SPACE_REMEDY, check_free_space, writing
 from .formats import (
     FP8_DTYPES,
-    RESTORE,
     FileState,
     TensorInfo,
     bytes_of,
@@ -35,6 +33,7 @@ from .formats import (
 from .inference import CLASSES, DTYPES, described, given_config, inferred_config
 from .naming import Naming, found_in
 from .packing import way_back_of
+from .places import RESTORE
 
 TOKENIZER = "spiece_model"
 """Under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights."""
@@ -72,10 +71,10 @@ class SingleFile:
 
 
 def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str, Any] | None) -> SingleFile:
-    """Open one file of weights.
+    """Open one file of weights; raise UserError where it cannot be read, or holds no T5 or several.
 
     prefix: of the names of the tensors that are meant, where several would do. config: what describes them, or its
-    file, instead of what is inferred. Raises UserError where the file cannot be read, or holds no T5 or several.
+    file, instead of what is inferred.
     """
     state = state_of(file)
     every = read_any(file)
@@ -94,8 +93,7 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     states = {file: state}
     narrow = [info for info in tensors.values() if info.dtype in FP8_DTYPES]
     if narrow:
-        scales = {name: scale for name in mine if (scale := scale_of(name, mine)) is not None}
-        stock = {naming.to_stock(name): scale for name, scale in scales.items()}
+        stock = {naming.to_stock(name): scale for name in mine if (scale := scale_of(name, mine)) is not None}
         widened = dequantised(folder / "dequantised", narrow, stock)
         tensors |= widened
         states[folder / "dequantised"] = state_of(folder / "dequantised")
@@ -169,10 +167,9 @@ def scale_of(name: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
 
 
 def dequantised(target: Path, narrow: list[TensorInfo], scales: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Write fp8 tensors, times their scales, one after the other in bf16 to a new file, and return where they lie.
+    """Write fp8 tensors, times their scales, in bf16 to a new file, one at a time, and return where they lie.
 
-    scales: by the tensor's name, one number or one for each row. One tensor at a time is in memory. Raises UserError
-    for another scale, and where the disk is full.
+    scales: by the tensor's name, one number or one for each row. Raises UserError for another, and for a full disk.
     """
     nbytes, widened = sum(2 * info.nbytes for info in narrow), {}
     what = f"{narrow[0].file}: the dequantised copy"

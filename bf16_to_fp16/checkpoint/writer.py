@@ -44,6 +44,7 @@ ends below 2⁻²⁶ or above 2²⁸, where fp16 has nothing."""
 
 
 Array = np.ndarray[Any, Any]
+Chunk = tuple[Callable[[], object], memoryview]
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,9 @@ def write_fp16(
         waiting: deque[Future[object]] = deque()
         for file, output in zip(files, outputs, strict=True):
             digest = hashlib.sha256()
+            header: Chunk = (int, memoryview(file.header))
             parts = (converted(write, checkpoint, sources, source_hashes, stats) for write in file.writes)
-            for feed, data in chain([(int, memoryview(file.header))], chain.from_iterable(parts)):
+            for feed, data in chain([header], *parts):
                 if hashes:
                     waiting += thread.submit(feed), thread.submit(digest.update, data)
                 while len(waiting) > MOST_WAITING:
@@ -143,7 +145,7 @@ def converted(
     sources: Mapping[Path, FileIO],
     hashes: Mapping[Path, RunningHash],
     stats: dict[str, TensorStats],
-) -> Iterator[tuple[Callable[[], object], memoryview]]:
+) -> Iterator[Chunk]:
     """Yield the bytes to write for a tensor, chunk by chunk, each with what adds the bytes read for it to the hash of
     their file; what became of the values is added to the tensor's ``stats``."""
     dtype = dtype_of(write, checkpoint)
@@ -209,13 +211,11 @@ def count(wanted: Array, written: Array, zero: Array, tiny: float) -> TensorStat
     lossless, magnitude = np.equal(wanted, written), np.abs(written)
     normal, none = np.greater_equal(magnitude, tiny), np.equal(magnitude, 0)
     amax, nonzero = float(magnitude.max()), zero.size - np.count_nonzero(zero)
-    flushed, nonfinite = np.count_nonzero(none) - np.count_nonzero(zero), 0
+    flushed, finite = np.count_nonzero(none) - np.count_nonzero(zero), np.isfinite(written)
     if flushed:
         lossless &= ~none | zero
     if not math.isfinite(amax):
-        finite = np.isfinite(written)
         lossless &= finite
         normal &= finite
-        nonfinite = finite.size - np.count_nonzero(finite)
-    exact, large = np.count_nonzero(lossless), np.count_nonzero(normal)
-    return TensorStats(zero.size, int(exact), int(large), int(flushed), int(nonfinite), amax, int(nonzero))
+    exact, large, nonfinite = (int(np.count_nonzero(mask)) for mask in (lossless, normal, ~finite))
+    return TensorStats(zero.size, exact, large, int(flushed), nonfinite, amax, int(nonzero))

@@ -19,7 +19,7 @@ from ..checkpoint.packing import (
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.shards import WEIGHTS, Write
-from ..checkpoint.side_modules import write_back
+from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import write_fp16
@@ -61,7 +61,7 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
         check_written_files(folder, written.source_sha256)
         write_json(work / "config.json", config_before(checkpoint.config, origin))
         carry_over(folder, work, back=True)
-        write_back(folder, work, origin.side_dtypes)
+        write_in_fp16(folder, work, origin.side_dtypes)
     return out
 
 
