@@ -22,7 +22,7 @@ from transformers import ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, cli, system
 from bf16_to_fp16.checkpoint import folder as folders
-from bf16_to_fp16.checkpoint import reader
+from bf16_to_fp16.checkpoint import places, reader
 from bf16_to_fp16.checkpoint.staging import check_out
 from bf16_to_fp16.finetuning import run as finetuning
 from bf16_to_fp16.finetuning.recipe import Recipe
@@ -183,10 +183,9 @@ def test_a_folder_with_something_in_it_is_not_renamed_over(tmp_path: Path, monke
 def test_a_name_that_leaves_the_folder_on_windows_is_refused_there(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "Path", PureWindowsPath)
-    monkeypatch.setattr(folders, "Path", PureWindowsPath)
+    monkeypatch.setattr(places, "Path", PureWindowsPath)
     with pytest.raises(UserError, match="leaves the folder"):
-        reader.contained(tmp_path, name)
+        places.contained(tmp_path, name)
     (tmp_path / "modules.json").write_text(json.dumps([{"path": name, "type": "x.Normalize"}]))
     with pytest.raises(UserError, match="leaves the folder"):
         folders.side_modules(tmp_path)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..json_text import loads
+from .places import contained, leaves
 from .staging import FULL_OR_FAILING
 
 if TYPE_CHECKING:
@@ -108,8 +109,6 @@ def is_code(name: str) -> bool:
 def copy(file: Path, place: Path, folder: Path) -> None:
     """Copy a file of ``folder``; raise UserError where it is no regular file, cannot be read, or is a link to one
     outside, which would publish what lies there."""
-    from .reader import contained  # with torch, which what writes JSON alone need not wait for
-
     contained(folder, file.relative_to(folder).as_posix())
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +152,7 @@ def listed_modules(source: Path) -> list[Mapping[str, Any]]:
             f"{listing}: not a list of modules with paths; restore it from the original checkpoint"
         ) from error
     for name, kind in sorted(kinds.items()):
-        if Path(name).anchor or ".." in Path(name).parts or len(Path(name).parts) != 1:
+        if leaves(name) or len(Path(name).parts) != 1:
             raise UserError(
                 f"{listing}: module path {name!r} leaves the folder; restore it from the original checkpoint"
             )

@@ -28,7 +28,7 @@ import torch
 
 from ..errors import UserError, shortened
 from ..system import open_to_read
-from .places import RESTORE
+from .places import RESTORE, shown
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -102,11 +102,6 @@ def state_of(file: Path) -> FileState:
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def shown(value: object) -> str:
-    """Return a name or value from a stranger's file as an error message may repeat it, cut where it is long."""
-    return repr(shortened(value)) if isinstance(value, str) else shortened(repr(value))
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from .. import system
 from ..errors import UserError
 from .folder import copy, is_weights
 from .formats import read_json
-from .places import RESTORE, local_source
-from .reader import SMALL_FILES, contained, fetched, hub_files
+from .places import RESTORE, contained, local_source
+from .reader import SMALL_FILES, fetched, hub_files
 from .shards import INDEX, WEIGHTS
 
 MODEL_INDEX = "model_index.json"

@@ -31,12 +31,11 @@ from .formats import (
     read_pickle,
     read_range,
     reading,
-    shown,
     state_of,
 )
 from .hub import reading_from
 from .naming import names_in_files
-from .places import RESTORE, local_source
+from .places import RESTORE, contained, local_source, shown, subfolder_of
 from .single_file import open_single_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -207,37 +206,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 # --- which files ---------------------------------------------------------------------------------------------------
-
-
-def subfolder_of(folder: Path, name: str) -> Path:
-    """Return a folder's sub-folder; raise UserError where it is missing or the name leaves the folder."""
-    path = Path(name)
-    if path.anchor or ".." in path.parts:
-        raise UserError(f"subfolder {name!r} leaves {folder}; name a folder inside it")
-    if not (folder / path).is_dir():
-        raise UserError(f"{folder} has no folder {name!r}; name one that it has")
-    return folder / path
-
-
-def contained(folder: Path, name: str) -> Path:
-    """Return the path of a folder's file; raise UserError where the name or a link leads out of the folder.
-
-    The Hub's cache links ``snapshots/<commit>/…`` to ``blobs/…`` of the same repository, which counts as inside.
-    """
-    path = Path(name)
-    if path.anchor or ".." in path.parts or not path.parts or "\0" in name:
-        raise UserError(f"{folder}: file name {shown(name)} leaves the folder; {RESTORE}")
-    try:
-        inside = folder.resolve()
-        real = (folder / path).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name too long or not of text
-        raise UserError(f"{folder}: file name {shown(name)} cannot be followed; {RESTORE}") from error
-    if real.is_relative_to(inside):
-        return folder / path
-    for snapshot in (inside, *inside.parents):
-        if snapshot.parent.name == "snapshots" and real.is_relative_to(snapshot.parent.parent / "blobs"):
-            return folder / path
-    raise UserError(f"{folder / path} is a link to {real}, outside the folder; put the file itself there")
 
 
 def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]:

@@ -34,6 +34,10 @@ ELEMENTS = 1 << 18
 """Elements in a chunk: 512 kB of bf16."""
 
 
+FLUSHED = 1 << 26
+"""Bytes after which the disk is given what has been written, so that it works at the same time."""
+
+
 MOST_WAITING = 8
 """Pieces of work that wait for the thread that hashes."""
 
@@ -114,23 +118,28 @@ def write_fp16(
         sources = {path: stack.enter_context(reading(path)) for path in sorted(read)}
         source_hashes = {path: RunningHash(stack.enter_context(reading(path))) for path in hashed}
         outputs = [stack.enter_context(created(file.path, file.size)) for file in files]
-        thread = stack.enter_context(ThreadPoolExecutor(1))  # hashing takes as long as all else
+        # Hashing takes as long as all else, and so does the disk.
+        hasher, flusher = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
         waiting: deque[Future[object]] = deque()
         for file, output in zip(files, outputs, strict=True):
-            digest = hashlib.sha256()
+            digest, flushed = hashlib.sha256(), flusher.submit(bool)
             header: Chunk = (int, memoryview(file.header))
             parts = (converted(write, checkpoint, sources, source_hashes, stats) for write in file.writes)
             for feed, data in chain([header], *parts):
                 if hashes:
-                    waiting += thread.submit(feed), thread.submit(digest.update, data)
+                    waiting += hasher.submit(feed), hasher.submit(digest.update, data)
                 while len(waiting) > MOST_WAITING:
                     waiting.popleft().result()
                 with writing(file.path):
                     write_all(output, data)
+                    if (done + len(data)) // FLUSHED > done // FLUSHED:
+                        flushed.result()
+                        flushed = flusher.submit(os.fsync, output)
                 done += len(data)
                 if advance is not None:
                     advance(done, total)
             with writing(file.path):
+                flushed.result()
                 os.fsync(output)
             while waiting:
                 waiting.popleft().result()
