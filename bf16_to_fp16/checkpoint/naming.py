@@ -48,7 +48,6 @@ class Naming:
     ``anchors``: names that a file in this naming has, whatever its size.
     """
 
-    name: str
     title: str
     anchors: tuple[str, ...]
     pairs: tuple[tuple[str, str], ...] = ()
@@ -65,14 +64,10 @@ class Naming:
         return own
 
 
-STOCK = Naming(
-    "stock",
-    "stock names",
-    ("encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.final_layer_norm.weight"),
-)
+STOCK = Naming("stock code", ("encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.final_layer_norm.weight"))
 
 
-WAN = Naming("wan", "Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight", "norm.weight"), WAN_NAMES)
+WAN = Naming("Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight", "norm.weight"), WAN_NAMES)
 
 
 NAMINGS = (STOCK, WAN)

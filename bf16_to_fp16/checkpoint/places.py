@@ -30,10 +30,8 @@ def looks_like_repo_id(source: str) -> bool:
 
 
 def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool = False) -> Path | None:
-    """Return the folder (or the file, where that may be one) that a source names, None for a Hub id.
-
-    Raises UserError for what is neither; wanted: what it then tells to give.
-    """
+    """Return the folder (or the file, where that may be one) that a source names, None for a Hub id; raise UserError,
+    which tells to give what is ``wanted``, for what is neither."""
     folder = Path(source).expanduser()
     if folder.is_dir() or (or_file and folder.exists()):
         return folder
@@ -43,10 +41,7 @@ def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool 
 
 
 def local_source(source: str | Path) -> Path | None:
-    """Return the folder or the file of weights that a source names, None for a Hub id.
-
-    Raises UserError for what is none of them.
-    """
+    """Return the folder or the file of weights that a source names, None for a Hub id; raise UserError for others."""
     file = Path(source).expanduser()
     if file.name.endswith(SINGLE_FILES) and file.is_file():
         return file
