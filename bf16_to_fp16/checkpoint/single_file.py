@@ -7,7 +7,6 @@ where they are; only fp8 values are written there, times their scales, in bf16, 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import torch
 
 from ..errors import UserError
 from .disk import FREE_SPACE_REMEDY, check_free_space, writing
+from .folder import write_json
 from .formats import (
     FP8_DTYPES,
     FileState,
@@ -107,8 +107,7 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     dtypes = [info.dtype for info in tensors.values()]
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
     with writing(folder, SCRATCH_REMEDY):
-        text = json.dumps(settled, indent=2, ensure_ascii=False) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8", newline="\n")
+        write_json(folder / "config.json", settled)
         keep_tokenizer(every, folder)
     return SingleFile(file, folder, settled, tensors, states, tuple(notes))
 

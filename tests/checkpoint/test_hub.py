@@ -21,7 +21,7 @@ from support.hub_server import OTHER, WRITER, Fault, HubServer
 from bf16_to_fp16 import UserError, cli, convert, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 
-ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+ONE = "model-00001-of-00002.safetensors"
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -224,16 +224,9 @@ def test_verify_fetches_what_the_report_lists_and_names_what_else_there_is(
 def test_verify_names_what_was_changed_in_a_repository(hub: HubServer, published: dict[str, bytes]) -> None:
     damaged = bytearray(published[ONE])
     damaged[-1] ^= 1
-    swapped = {ONE: published[TWO], TWO: published[ONE]}
-    cases: dict[str, tuple[dict[str, bytes], str]] = {
-        "me/byte": ({ONE: bytes(damaged)}, "the weights were changed or damaged"),
-        "me/config": ({"config.json": published["config.json"] + b" "}, "the config was changed"),
-        "me/swap": (swapped, "the shards are swapped"),
-    }
-    for name, (changes, reason) in cases.items():
-        hub.add(name, published | changes)
-        problems = verify(name, endpoint=hub.endpoint, run_model=False)["problems"]
-        assert {p["name"] for p in problems} == set(changes) and all(reason in p["reason"] for p in problems)
+    hub.add("me/byte", published | {ONE: bytes(damaged)})
+    [problem] = verify("me/byte", endpoint=hub.endpoint, run_model=False)["problems"]
+    assert problem["name"] == ONE and "the weights were changed or damaged" in problem["reason"]
 
 
 def test_verify_needs_a_report_and_room(
