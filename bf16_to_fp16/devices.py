@@ -1,8 +1,7 @@
-"""Where the work runs: one parser for a device's name, and the CPU for what a device has no memory for.
+"""Where the work runs: a device is asked for by name and used part by part.
 
-A device is asked for by name and used part by part. What runs out of its memory is run again on the CPU, as is the
-rest of that part; what ran where is kept for the report. torch is imported when a device is looked for, so that
-a name can be refused without it.
+A part that runs out of its memory goes on on the CPU; what ran where is kept for the report. torch is imported when a
+device is looked for, so that a name can be refused without it.
 """
 
 from __future__ import annotations
@@ -111,21 +110,20 @@ class Device:
         """
         import torch
 
-        on_cpu = torch.device("cpu")
+        on_cpu, place = torch.device("cpu"), self.asked
         if not self.used:
             self.progress.say(f"Device: {self.name}", once=True)
-        if self.used.get(part, [""])[-1] == shown(on_cpu) or self.asked == on_cpu:
-            self.note(part, on_cpu)
-            return work(on_cpu)
-        if wide and self.asked.type == "mps":
+        if self.used.get(part, [""])[-1] == shown(on_cpu):
+            place = on_cpu
+        elif wide and self.asked.type == "mps":
             self.progress.say(f"mps has no fp64, so the {part} is computed on the CPU")
-            self.note(part, on_cpu)
-            return work(on_cpu)
-        self.note(part, self.asked)
+            place = on_cpu
+        self.note(part, place)
         try:
-            return work(self.asked)
+            return work(place)
         except RuntimeError as error:  # MPS has no kind of its own for it
-            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+            if place == on_cpu or not full:
                 raise
         # Out of the handler, whose traceback holds what fills the memory.
         gc.collect()

@@ -1,4 +1,4 @@
-"""What differs between Linux, macOS and Windows: positioned reads and writes, locks, flushing, renaming.
+"""What differs between Linux, macOS and Windows: opening, locks, flushing, renaming.
 
 Each function does the same everywhere with what the system has, so that nothing else asks which one it runs on.
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 try:
@@ -23,14 +22,6 @@ except ImportError:  # Windows
 
 BINARY: int = getattr(os, "O_BINARY", 0)
 """Windows would otherwise translate the ends of lines, in weights as well."""
-
-
-DIRECT: int = getattr(os, "O_DIRECT", 0)
-"""Past the page cache; macOS and Windows have no such flag."""
-
-
-MOST_BYTES = 1 << 24
-"""Bytes moved by one call: macOS refuses 2 GiB, and where there are no positioned reads so many are copied."""
 
 
 AT_FDCWD = -2 if sys.platform == "darwin" else -100
@@ -45,21 +36,14 @@ PATIENCE = (0.1, 0.3, 1.0)
 """Seconds between attempts to rename what another program, such as a virus scanner on Windows, has just opened."""
 
 
-PR_SET_PDEATHSIG = 1
-"""Linux's prctl option: the signal that a process gets when its parent ends."""
-
-
 M_ARENA_MAX = -8
 """glibc's mallopt option: how many arenas threads allocate in, 0 for its own choice."""
 
 
-_positions: dict[int, threading.Lock] = {}
-"""For each descriptor who may move its position, where reads and writes need it."""
-
-
-def open_to_read(file: Path) -> int:
-    """Return a descriptor of a file open for reading; raises OSError, and does not wait for the writer of a pipe."""
-    return os.open(file, os.O_RDONLY | BINARY | getattr(os, "O_NONBLOCK", 0))
+def open_to_read(file: Path) -> FileIO:
+    """Return a file open for reading; raises OSError, and does not wait for the writer of a pipe."""
+    waiting = getattr(os, "O_NONBLOCK", 0)
+    return FileIO(file, opener=lambda path, flags: os.open(path, flags | BINARY | waiting))
 
 
 def open_new(file: Path) -> int:
@@ -67,30 +51,10 @@ def open_new(file: Path) -> int:
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
 
 
-def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Read at ``offset`` of a file into a buffer of bytes and return how many came, 0 at the end; safe in threads."""
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [buffer[:MOST_BYTES]], offset)
-    with _positioned(descriptor, offset):
-        data = os.read(descriptor, min(len(buffer), MOST_BYTES))
-    buffer[: len(data)] = data
-    return len(data)
-
-
-def write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    """Write bytes at ``offset`` of a file and return how many went; safe in threads."""
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, data[:MOST_BYTES], offset)
-    with _positioned(descriptor, offset):
-        return os.write(descriptor, data[:MOST_BYTES])
-
-
-@contextmanager
-def _positioned(descriptor: int, offset: int) -> Iterator[None]:
-    """Have a file's position for oneself."""
-    with _positions.setdefault(descriptor, threading.Lock()):
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        yield
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write all bytes of ``data`` where a file's position is; raises OSError."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def reserve(descriptor: int, size: int) -> None:
@@ -102,28 +66,6 @@ def reserve(descriptor: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
-
-
-def is_direct(descriptor: int) -> bool:
-    """Return whether writes to a file bypass the page cache."""
-    return bool(DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
-
-
-def set_direct(descriptor: int, on: bool) -> None:
-    """Let writes to a file bypass the page cache, if that is possible, or not."""
-    if not DIRECT:
-        return
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-
-
-def flush(descriptor: int) -> None:
-    """Hand to the disk what was written to a file, its times aside where the system tells them apart."""
-    getattr(os, "fdatasync", os.fsync)(descriptor)
 
 
 def sync_file(file: Path) -> None:
@@ -229,15 +171,6 @@ def _patiently(move: Callable[[Path, Path], None], old: Path, new: Path) -> None
         except PermissionError:
             time.sleep(pause)
     move(old, new)
-
-
-def end_with(parent: int) -> None:
-    """Have this process end when its parent, of that process id, is killed; elsewhere than on Linux it ends when it
-    has no more to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before the line above
-        os._exit(1)
 
 
 @contextmanager

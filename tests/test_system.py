@@ -10,10 +10,7 @@ import re
 import resource
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -25,7 +22,7 @@ from transformers import ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, cli, system
 from bf16_to_fp16.checkpoint import folder as folders
-from bf16_to_fp16.checkpoint import formats, reader
+from bf16_to_fp16.checkpoint import places, reader
 from bf16_to_fp16.checkpoint.staging import check_out
 from bf16_to_fp16.finetuning import run as finetuning
 from bf16_to_fp16.finetuning.recipe import Recipe
@@ -59,7 +56,7 @@ COMMANDS = (
     ("certify", "{root}/source"),
     ("convert", "{root}/source", "empty", "--no-audit"),
     ("convert", "{root}/source", "out", "--no-audit"),
-    ("convert", "{root}/source", "out", "--force", "--workers", "2"),
+    ("convert", "{root}/source", "out", "--force"),
     ("certify", "out"),
     ("audit", "out", "--html", "page.html"),
     ("verify", "out"),
@@ -88,9 +85,7 @@ def test_convert_certify_audit_verify_and_undo_work_elsewhere_and_write_the_same
 ) -> None:
     """Every module of the package is imported, too."""
     (tmp_path / "empty").mkdir()
-    # What a worker process could lack on macOS, it lacks on Windows too.
-    workers = () if name == "win32" else ("--workers", "2")
-    commands = [[word.format(root=sources) for word in words if word not in workers] for words in COMMANDS]
+    commands = [[word.format(root=sources) for word in words] for words in COMMANDS]
     done = elsewhere(name, "-m", "support.elsewhere", json.dumps(commands), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall("^done: (.*)$", done.stdout, re.MULTILINE) == [words[0] for words in COMMANDS]
@@ -108,7 +103,7 @@ from pathlib import Path
 import support.elsewhere
 from bf16_to_fp16 import system
 from bf16_to_fp16.checkpoint import staging
-from bf16_to_fp16.checkpoint.disk import created, write_all
+from bf16_to_fp16.checkpoint.disk import created
 
 assert system.fcntl is None
 dead, out = Path(".out.partial-0123456789abcdef"), Path("out")
@@ -121,7 +116,7 @@ assert not list(Path().iterdir())
 
 try:
     with created(Path("half"), 1000) as descriptor:
-        write_all(descriptor, memoryview(bytes(100)), 0)
+        system.write_all(descriptor, memoryview(bytes(100)))
         raise KeyboardInterrupt
 except KeyboardInterrupt:
     assert not list(Path().iterdir())
@@ -133,91 +128,6 @@ else:
 def test_on_windows_a_file_beside_a_folder_holds_it_and_no_half_of_a_file_stays(tmp_path: Path) -> None:
     done = elsewhere("win32", "-c", LOCKED_AND_HALF, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-# --- reading and writing ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("positioned", [True, False])
-def test_threads_that_share_a_file_read_and_write_where_they_mean_to(
-    positioned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not positioned:
-        monkeypatch.delattr(os, "preadv")
-        monkeypatch.delattr(os, "pwrite")
-        seek = os.lseek
-
-        def slow(descriptor: int, offset: int, how: int) -> int:
-            found = seek(descriptor, offset, how)
-            time.sleep(1e-5)  # lets another thread come in between
-            return found
-
-        monkeypatch.setattr(os, "lseek", slow)
-    parts, length = 200, 1000
-    data = [bytes([number]) * length for number in range(parts)]
-    descriptor = system.open_new(tmp_path / "file")
-    started = threading.Barrier(8)
-
-    def write(first: int) -> None:
-        started.wait()
-        for number in range(first, parts, 8):
-            assert system.write_at(descriptor, memoryview(data[number]), number * length) == length
-
-    def read(first: int) -> bool:
-        started.wait()
-        buffer = memoryview(bytearray(length))
-        for step in range(0, 3 * parts, 8):
-            number = (first * 37 + step * 11) % parts
-            assert system.read_at(descriptor, buffer, number * length) == length
-            if bytes(buffer) != data[number]:
-                return False
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(write, range(8)))
-        assert (tmp_path / "file").read_bytes() == b"".join(data)
-        assert all(pool.map(read, range(8)))
-    assert system.read_at(descriptor, memoryview(bytearray(9)), parts * length) == 0
-    os.close(descriptor)
-
-
-def test_no_call_moves_as_much_as_macos_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = 1 << 25  # 2 GiB there
-    preadv, pwrite = os.preadv, os.pwrite
-
-    def read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if sum(map(len, buffers)) >= most:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return preadv(descriptor, buffers, offset)
-
-    def write(descriptor: int, data: memoryview, offset: int) -> int:
-        if len(data) >= most:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return pwrite(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "preadv", read)
-    monkeypatch.setattr(os, "pwrite", write)
-    from bf16_to_fp16.checkpoint.disk import created, write_all
-
-    data = memoryview(os.urandom(1 << 20) * 40)
-    with created(tmp_path / "file", len(data)) as descriptor:
-        write_all(descriptor, data, 0)
-    with formats.reading(tmp_path / "file") as descriptor:
-        back = memoryview(bytearray(len(data)))
-        formats.read_exactly(descriptor, back, 0, tmp_path / "file")
-    assert back == data
-
-
-def test_what_is_written_is_flushed_without_the_call_that_only_linux_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: list[int] = []
-    monkeypatch.delattr(os, "fdatasync")
-    monkeypatch.setattr(os, "fsync", flushed.append)
-    descriptor = system.open_new(tmp_path / "file")
-    system.flush(descriptor)
-    os.close(descriptor)
-    assert flushed == [descriptor]
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -273,10 +183,9 @@ def test_a_folder_with_something_in_it_is_not_renamed_over(tmp_path: Path, monke
 def test_a_name_that_leaves_the_folder_on_windows_is_refused_there(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "Path", PureWindowsPath)
-    monkeypatch.setattr(folders, "Path", PureWindowsPath)
+    monkeypatch.setattr(places, "Path", PureWindowsPath)
     with pytest.raises(UserError, match="leaves the folder"):
-        reader.contained(tmp_path, name)
+        places.contained(tmp_path, name)
     (tmp_path / "modules.json").write_text(json.dumps([{"path": name, "type": "x.Normalize"}]))
     with pytest.raises(UserError, match="leaves the folder"):
         folders.side_modules(tmp_path)

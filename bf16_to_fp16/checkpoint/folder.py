@@ -14,51 +14,26 @@ import shutil
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..json_text import loads
+from .places import contained, leaves
 from .staging import FULL_OR_FAILING
 
 if TYPE_CHECKING:
     from .reader import Checkpoint
 
 OTHER_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".h5",
-    ".msgpack",
-    ".ot",
-    ".onnx",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".npz",
-    ".tflite",
-    ".index.json",
+    *(".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt"),
+    *(".pth", ".ckpt", ".gguf", ".npz", ".tflite", ".index.json"),
 )
 """Endings of weight files and their indexes, which are rewritten or left out, never copied."""
 
 
 CODE = (
-    ".py",
-    ".pyc",
-    ".pyd",
-    ".pyw",
-    ".so",
-    ".dll",
-    ".dylib",
-    ".exe",
-    ".sh",
-    ".bat",
-    ".cmd",
-    ".ps1",
-    ".ipynb",
-    ".pkl",
-    ".pickle",
-    ".joblib",
-    ".dill",
+    *(".py", ".pyc", ".pyd", ".pyw", ".so", ".dll", ".dylib", ".exe", ".sh"),
+    *(".bat", ".cmd", ".ps1", ".ipynb", ".pkl", ".pickle", ".joblib", ".dill"),
 )
 """Endings of files that run, or run something when they are read: what is converted needs none of them."""
 
@@ -78,12 +53,11 @@ OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html",
 def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Copy the files that belong to a checkpoint besides its weights, and return the names carried over and left
-    out.
+    """Copy the files that belong to a checkpoint besides its weights; return the names carried over and left out.
 
     ``tokenizer``: a folder beside the source that holds the tokenizer (diffusers layouts). A folder that
-    ``modules.json`` names is carried over whole; one that is missing raises UserError. Code is left out. The source's
-    model card becomes ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind.
+    ``modules.json`` names is carried over whole. Code is left out. The source's model card becomes
+    ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind.
     """
     carried, left_out = [], []
     modules = side_modules(source)
@@ -135,8 +109,6 @@ def is_code(name: str) -> bool:
 def copy(file: Path, place: Path, folder: Path) -> None:
     """Copy a file of ``folder``; raise UserError where it is no regular file, cannot be read, or is a link to one
     outside, which would publish what lies there."""
-    from .reader import contained  # with torch, which what writes JSON alone need not wait for
-
     contained(folder, file.relative_to(folder).as_posix())
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -166,21 +138,21 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def side_modules(source: Path) -> set[str]:
-    """Return the sub-folders that a sentence encoder's ``modules.json`` names; raise UserError where one is not
-    there."""
+def listed_modules(source: Path) -> list[Mapping[str, Any]]:
+    """Return the entries of a sentence encoder's ``modules.json``, none without one; raise UserError where a folder
+    that it names is not there."""
     listing = source / MODULES
     if not listing.is_file():
-        return set()
+        return []
     try:
-        listed = loads(listing.read_text(encoding="utf-8"))
+        listed = list(loads(listing.read_text(encoding="utf-8")))
         kinds = {str(m["path"]): str(m.get("type", "")).rpartition(".")[2] for m in listed if m["path"]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{listing}: not a list of modules with paths; restore it from the original checkpoint"
         ) from error
     for name, kind in sorted(kinds.items()):
-        if Path(name).anchor or ".." in Path(name).parts or len(Path(name).parts) != 1:
+        if leaves(name) or len(Path(name).parts) != 1:
             raise UserError(
                 f"{listing}: module path {name!r} leaves the folder; restore it from the original checkpoint"
             )
@@ -188,7 +160,13 @@ def side_modules(source: Path) -> set[str]:
             raise UserError(
                 f"{listing}: module {name!r} is not in {source}; fetch the whole checkpoint, its output depends on it"
             )
-    return {Path(name).name for name in kinds}  # also of ./1_Pooling and 1_Pooling/
+    return listed
+
+
+def side_modules(source: Path) -> set[str]:
+    """Return the sub-folders that a sentence encoder's ``modules.json`` names; raises as ``listed_modules`` does."""
+    # Also of ./1_Pooling and 1_Pooling/.
+    return {Path(str(entry["path"])).name for entry in listed_modules(source) if entry["path"]}
 
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:

@@ -1,9 +1,8 @@
 """Files of weights: where every tensor of a safetensors file or of a ``torch.save`` file lies, and ranges of bytes.
 
-The files are someone else's, so nothing in them is believed: duplicate keys, holes, overlaps and wrong sizes are told
-when a file is opened. Ranges are read into memory of their own: no mapping, which would grow with the
-file and kill the process if the file shrank, and no pickle, except the one that torch reads with ``weights_only`` to
-learn where a legacy ``pytorch_model.bin`` keeps its tensors.
+Nothing in a stranger's file is believed: duplicate keys, holes, overlaps and wrong sizes are told when it is opened.
+Ranges are read into memory of their own, as a mapping kills the process if the file shrinks; the only pickle that is
+read is that of a legacy ``pytorch_model.bin``, by torch with ``weights_only``.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -14,19 +13,22 @@ import json
 import math
 import os
 import pickle
-import stat
+import struct
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import UserError
-from ..system import open_to_read, read_at
+from ..errors import UserError, shortened
+from ..system import open_to_read
+from .places import RESTORE, shown
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -62,8 +64,7 @@ QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")
 
 
 LONGEST_HEADER = 8_000_000
-"""Bytes of a header, a config or an index. Some 50,000 tensors fit; parsed, the worst of so many bytes takes a few
-hundred MB, while the 100 MB that the safetensors library allows would take several GB."""
+"""Bytes of a header, a config or an index: some 50,000 tensors, a few hundred MB once parsed."""
 
 
 TORCH_FORMATS = ("pt", "mlx")
@@ -76,13 +77,6 @@ MOST_AXES = 8
 
 READ_BYTES = 1 << 20
 """Bytes read at a time where a whole file is hashed."""
-
-
-LONGEST_SHOWN = 120
-"""Characters of a name or value of a stranger's file that an error message repeats."""
-
-
-RESTORE = "fetch the file again from the original checkpoint"
 
 
 @dataclass(frozen=True)
@@ -110,54 +104,53 @@ def state_of(file: Path) -> FileState:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def shown(value: object) -> str:
-    """Return a name or value from a stranger's file as an error message may repeat it, cut where it is long."""
-    return repr(clipped(value)) if isinstance(value, str) else clipped(repr(value))
-
-
-def clipped(text: str) -> str:
-    """Return a text, cut where it is too long for an error message."""
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
-
-
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[int]:
-    """Yield a descriptor of a file open for reading; raise UserError where it cannot be opened."""
+def reading(file: Path) -> Iterator[FileIO]:
+    """Yield a file open for reading; raise UserError where it cannot be opened, or is a folder, a pipe or a device."""
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise UserError(f"{file} is not a regular file; {RESTORE}")
     try:
-        descriptor = open_to_read(file)
+        source = open_to_read(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with source:
+        yield source
 
 
-def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: Path) -> None:
+def size_of(source: FileIO) -> int:
+    """Return the size of an open file in bytes."""
+    return os.fstat(source.fileno()).st_size
+
+
+def read_exactly(source: FileIO, buffer: memoryview, offset: int) -> None:
     """Fill ``buffer`` from ``offset`` of an open file; raise UserError where the disk fails or the file ends."""
-    done = 0
-    while done < len(buffer):
-        try:
-            count = read_at(descriptor, buffer[done:], offset + done)
-        except OSError as error:
-            raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-        if count == 0:
-            raise UserError(f"{file} became shorter while it was read; {RESTORE}")
-        done += count
+    try:
+        source.seek(offset)
+        while buffer:
+            count = source.readinto(buffer)
+            if not count:
+                raise UserError(f"{source.name} became shorter while it was read; {RESTORE}")
+            buffer = buffer[count:]
+    except OSError as error:
+        raise UserError(f"{source.name}: {error.strerror}; {RESTORE}") from error
+
+
+def read_bytes(source: FileIO, count: int, offset: int = 0) -> bytes:
+    """Return so many bytes of an open file from ``offset`` on; raises as ``read_exactly`` does."""
+    buffer = bytearray(count)
+    read_exactly(source, memoryview(buffer), offset)
+    return bytes(buffer)
 
 
 class RunningHash:
-    """The SHA-256 of a file, fed with what passes by in order; what did not pass by is read from the file."""
+    """The SHA-256 of an open file, fed with what passes by in order; what did not pass by is read from the file."""
 
-    def __init__(self, descriptor: int, file: Path) -> None:
-        """Start at the beginning of an open file."""
-        self.digest = hashlib.sha256()
-        self.position = 0
-        self.descriptor = descriptor
-        self.file = file
+    def __init__(self, source: FileIO) -> None:
+        """Start at the beginning."""
+        self.digest, self.position, self.source = hashlib.sha256(), 0, source
 
     def feed(self, data: memoryview, offset: int) -> None:
         """Take the bytes of the file from ``offset`` on, unless they lie behind the position and are known already."""
@@ -166,12 +159,17 @@ class RunningHash:
             self.digest.update(data)
             self.position = offset + len(data)
 
+    def whole(self) -> str:
+        """Return the hash of the whole file in hexadecimal."""
+        self.catch_up(size_of(self.source))
+        return self.digest.hexdigest()
+
     def catch_up(self, end: int) -> None:
         """Read and take what lies between the position and ``end``."""
         buffer = memoryview(bytearray(max(0, min(READ_BYTES, end - self.position))))
         while self.position < end:
             part = buffer[: end - self.position]
-            read_exactly(self.descriptor, part, self.position, self.file)
+            read_exactly(self.source, part, self.position)
             self.digest.update(part)
             self.position += len(part)
 
@@ -186,8 +184,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Tensor:
     """Return a tensor of ``shape`` from the bytes that begin ``skip`` bytes into a stored tensor."""
     tensor = torch.empty(shape, dtype=(SAFETENSORS_DTYPES | FP8_DTYPES)[info.dtype])
-    with reading(info.file) as descriptor:
-        read_exactly(descriptor, bytes_of(tensor), info.offset + skip, info.file)
+    with reading(info.file) as source:
+        read_exactly(source, bytes_of(tensor), info.offset + skip)
     return tensor
 
 
@@ -196,12 +194,10 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of a JSON object as a dict; raise ValueError for a key that comes twice."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {shown(twice)} comes twice")
-    return result
+    for key, times in Counter(key for key, _ in pairs).items():
+        if times > 1:
+            raise ValueError(f"key {shown(key)} comes twice")
+    return dict(pairs)
 
 
 def no_constant(name: str) -> float:
@@ -216,7 +212,7 @@ def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
         if b"\\u" in data:  # half of a surrogate pair is valid JSON, but no text that could be written again
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        reason = clipped(str(error)) or "nested too deeply"
+        reason = shortened(str(error)) or "nested too deeply"
         raise UserError(f"{file}: the {what} is not valid JSON ({reason}); {RESTORE}") from error
     if not isinstance(parsed, dict):
         raise UserError(f"{file}: the {what} is not a JSON object; {RESTORE}")
@@ -225,13 +221,11 @@ def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
 
 def read_json(file: Path, what: str, limit: int = LONGEST_HEADER) -> dict[str, Any]:
     """Return the JSON object in a file of at most ``limit`` bytes, read as ``parse_json`` does."""
-    with reading(file) as descriptor:
-        size = regular_size(descriptor, file)
+    with reading(file) as source:
+        size = size_of(source)
         if size > limit:
             raise UserError(f"{file}: {size} bytes are too many for a {what}; {RESTORE}")
-        buffer = memoryview(bytearray(size))
-        read_exactly(descriptor, buffer, 0, file)
-    return parse_json(bytes(buffer), file, what)
+        return parse_json(read_bytes(source, size), file, what)
 
 
 def nested_value(data: object, *keys: str) -> Any:
@@ -241,19 +235,11 @@ def nested_value(data: object, *keys: str) -> Any:
     return data
 
 
-def regular_size(descriptor: int, file: Path) -> int:
-    """Return the size of an open file in bytes; raise UserError where it is a folder, a pipe or a device."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{file} is not a regular file; {RESTORE}")
-    return status.st_size
-
-
 def check_not_quantised(dtype: str, name: str, file: Path) -> None:
     """Raise UserError for a dtype in which weights are only codes."""
     if dtype.startswith(QUANTISED):
         raise UserError(
-            f"{file}: tensor {shown(name)} is {clipped(dtype)}, quantised; give the checkpoint it was quantised from"
+            f"{file}: tensor {shown(name)} is {shortened(dtype)}, quantised; give the checkpoint it was quantised from"
         )
 
 
@@ -261,11 +247,8 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return where every tensor of a safetensors file lies.
-
-    Raises UserError unless the header is well formed, its ranges cover the data exactly once, no dtype is one in which
-    weights are only codes, and the file does not say that it is for something else than PyTorch.
-    """
+    """Return where every tensor of a safetensors file lies; raise UserError as ``read_whole_header`` does, and for a
+    file that says that it is for something else than PyTorch."""
     tensors, metadata = read_whole_header(file)
     if (made_for := metadata.get("format", "pt")) not in TORCH_FORMATS:
         raise UserError(
@@ -278,15 +261,14 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return where every tensor of a safetensors file lies, and the file's own metadata.
 
-    any_dtype: take tensors of dtypes that cannot be read, too. Raises UserError as ``read_header`` does otherwise.
+    any_dtype: take tensors of dtypes that cannot be read, too. Raises UserError unless the header is well formed, its
+    ranges cover the data exactly once, and no dtype is one in which weights are only codes.
     """
-    with reading(file) as descriptor:
-        size = regular_size(descriptor, file)
+    with reading(file) as source:
+        size = size_of(source)
         if size < 8:
             raise UserError(f"{file}: {size} bytes are too few for a safetensors file; {RESTORE}")
-        prefix = memoryview(bytearray(8))
-        read_exactly(descriptor, prefix, 0, file)
-        length = int.from_bytes(prefix, "little")
+        length = int.from_bytes(read_bytes(source, 8), "little")
         if length > size - 8:
             raise UserError(
                 f"{file}: a header of {length} bytes does not fit the file of {size};"
@@ -297,9 +279,7 @@ def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str,
                 f"{file}: a header of {length} bytes is longer than the {LONGEST_HEADER} that are read here;"
                 f" it is not a header of weights, {RESTORE}"
             )
-        header = memoryview(bytearray(length))
-        read_exactly(descriptor, header, 8, file)
-    entries = parse_json(bytes(header), file, "header")
+        entries = parse_json(read_bytes(source, length, 8), file, "header")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise UserError(f"{file}: __metadata__ is not a map of strings; {RESTORE}")
@@ -317,10 +297,7 @@ def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str,
 
 
 def tensor_info(name: str, entry: object, file: Path, start: int, any_dtype: bool = False) -> TensorInfo:
-    """Return a header's entry as a TensorInfo, the data beginning at ``start``; raise UserError where it is wrong.
-
-    any_dtype: take dtypes that cannot be read, whose sizes are not known here.
-    """
+    """Return a header's entry as a TensorInfo, the data beginning at ``start``; raise UserError where it is wrong."""
 
     def invalid(problem: str) -> UserError:
         return UserError(f"{file}: tensor {shown(name)} {problem}; {RESTORE}")
@@ -337,13 +314,11 @@ def tensor_info(name: str, entry: object, file: Path, start: int, any_dtype: boo
     except UnicodeEncodeError as error:
         raise invalid("has a name that is not Unicode text") from error
     begin, end = offsets
-    if not isinstance(dtype, str):
-        raise invalid(f"has the unknown dtype {shown(dtype)}")
     known = SAFETENSORS_DTYPES | FP8_DTYPES
-    if not any_dtype:
+    if isinstance(dtype, str) and not any_dtype:
         check_not_quantised(dtype, name, file)
-        if dtype not in SAFETENSORS_DTYPES:
-            raise invalid(f"has the unknown dtype {shown(dtype)}")
+    if not isinstance(dtype, str) or not (any_dtype or dtype in SAFETENSORS_DTYPES):
+        raise invalid(f"has the unknown dtype {shown(dtype)}")
     if dtype in known and (nbytes := math.prod(shape) * known[dtype].itemsize) != end - begin:
         raise invalid(f"needs {nbytes} bytes for {dtype} {shape} but has {end - begin}")
     return TensorInfo(name, dtype, tuple(shape), file, start + begin, end - begin)
@@ -352,6 +327,18 @@ def tensor_info(name: str, entry: object, file: Path, start: int, any_dtype: boo
 def is_sizes(value: object) -> bool:
     """Return whether a JSON value is a list of integers from 0 to 2⁴⁸."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
+
+
+def entry_of(dtype: str, shape: tuple[int, ...], begin: int, nbytes: int) -> dict[str, object]:
+    """Return a tensor's entry in a header."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + nbytes]}
+
+
+def header_of(entries: Mapping[str, object]) -> bytes:
+    """Return the header of a safetensors file with its length before it."""
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 # --- pytorch_model.bin ---------------------------------------------------------------------------------------------
@@ -365,9 +352,8 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
     contiguous tensors in an uncompressed zip file.
     """
     resave = "load it with torch and save it with safetensors"
-    with reading(file) as descriptor:
-        regular_size(descriptor, file)
-    records = zip_records(file)
+    with reading(file):
+        records = zip_records(file)
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -408,14 +394,9 @@ def zip_records(file: Path) -> dict[int, int]:
                 if record.filename.endswith("/byteorder") and archive.read(record).decode() != sys.byteorder:
                     raise UserError(f"{file}: saved on a machine of another byte order; save it again on one like this")
                 raw.seek(record.header_offset + 26)
-                lengths = raw.read(4)
-                sizes[
-                    record.header_offset
-                    + 30
-                    + int.from_bytes(lengths[:2], "little")
-                    + int.from_bytes(lengths[2:], "little")
-                ] = record.file_size
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
+                name, extra = struct.unpack("<HH", raw.read(4))
+                sizes[record.header_offset + 30 + name + extra] = record.file_size
+    except (struct.error, zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
         # Zip files that are encrypted, of many disks or with impossible offsets raise the other kinds.
         raise UserError(
             f"{file}: cut short, or in torch's format of before 2020;"

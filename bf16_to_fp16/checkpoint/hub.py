@@ -1,8 +1,7 @@
 """Requests to the Hub: tried again where that helps, and one line with a remedy where it does not.
 
-The client raises dozens of kinds of exceptions whose messages run over many lines; here they become ``UserError``. What
-a server says is shown only with the token cut out of it, and the exception that carried the request, whose headers
-hold the token, is not kept.
+The client's dozens of kinds of exceptions become ``UserError``. What a server says is shown with the token cut out, and
+the exception that carried the request, whose headers hold the token, is not kept.
 """
 
 from __future__ import annotations
@@ -10,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import UserError
 from ..progress import Progress
-from ..wording import bytes_in_words
 
 T = TypeVar("T")
 
@@ -48,10 +44,8 @@ LOG_IN = "log in with `hf auth login`, or put a token into HF_TOKEN"
 
 
 def with_retries(work: Callable[[], T], progress: Progress | None = None, *, cut: bool = True) -> T:
-    """Return what ``work`` does, tried again where the server is busy, fails or (``cut``) breaks the connection.
-
-    Waits as long as ``Retry-After`` says. The last exception is raised as it is.
-    """
+    """Return what ``work`` does, tried again, after as long as ``Retry-After`` says, where the server is busy, fails or
+    (``cut``) breaks the connection; the last exception is raised as it is."""
     for wait in (*WAITS, None):
         try:
             return work()
@@ -118,10 +112,8 @@ def no_space(error: BaseException) -> bool:
 
 
 def clients_errors() -> tuple[type[BaseException], ...]:
-    """Return the kinds of exceptions by which the client says that a request went wrong.
-
-    Besides its own and the disk's: its transfers of large files raise RuntimeError and ValueError.
-    """
+    """Return the kinds of exceptions by which the client says that a request went wrong: its transfers of large files
+    raise RuntimeError and ValueError."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return (HfHubHTTPError.__mro__[1], OSError, RuntimeError, ValueError)
@@ -143,10 +135,8 @@ def server_message(error: BaseException, token: str | None, most: int = 200) -> 
 @contextlib.contextmanager
 def explained(repo: str, *, endpoint: str | None = None, revision: str | None = None, token: str | None = None,
               writing: bool = False) -> Iterator[None]:  # fmt: skip
-    """Turn the client's exceptions into a UserError of one line with a remedy.
-
-    writing: whether something is uploaded. token: what must not be shown. The original exception is dropped.
-    """
+    """Turn the client's exceptions, which are dropped, into a UserError of one line with a remedy. writing: whether
+    something is uploaded. token: what must not be shown."""
     try:
         yield
     except UserError:
@@ -287,24 +277,9 @@ def again(writing: bool, when: str = "") -> str:
 
 
 def reading_from(repo: str, revision: str | None, work: Callable[[], T], endpoint: str | None = None) -> T:
-    """Return what ``work`` fetches from the Hub, tried again where the server fails for a moment.
-
-    Raises UserError where the repository, the revision, the permission, the network or the space is missing.
-    """
+    """Return what ``work`` fetches from the Hub, tried again where the server fails for a moment; raise UserError where
+    the repository, the revision, the permission, the network or the space is missing."""
     from huggingface_hub import get_token
 
     with explained(repo, endpoint=endpoint, revision=revision, token=get_token()):
         return with_retries(work)
-
-
-def check_free_space(repo: str, nbytes: int, cache: Path) -> None:
-    """Raise UserError where the disk of ``cache`` has no room for so many bytes."""
-    place = cache
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < nbytes:
-        raise UserError(
-            f"{repo} needs {bytes_in_words(nbytes)} and the disk of the cache has {bytes_in_words(free)};"
-            " free some space, or set HF_HOME to a folder on another disk"
-        )

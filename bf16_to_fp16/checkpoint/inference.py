@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
-from .formats import TensorInfo, clipped, read_json
+from ..errors import UserError, shortened
+from .formats import TensorInfo, read_json
 
 GIVE = "give its config.json with --config FILE"
 
@@ -138,7 +138,7 @@ def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, TensorI
 
 def described(config: Mapping[str, Any]) -> str:
     """Return a config in a few words."""
-    title = TITLES.get(str(config.get("model_type")), clipped(str(config.get("model_type"))))
+    title = TITLES.get(str(config.get("model_type")), shortened(str(config.get("model_type"))))
     whole = "" if config["is_encoder_decoder"] else " encoder"
     return (
         f"{title}{whole}, {config['num_layers']} layers of width {config['d_model']:,}, {config['num_heads']} heads of"

@@ -1,9 +1,8 @@
-"""What tensors are called: those of a T5 encoder in stock code and in the code of those who wrote their own, and those
-of a stock class with images in its modules and in its files.
+"""What tensors are called: those of a T5 encoder in stock code and in Wan's, and those of a stock class with images in
+its modules and in its files.
 
 ComfyUI, Forge, SD3's and Flux's files have the stock names, in a bundle behind a prefix. Wan's own T5
-(``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1) has others, which are the same tensors one by one:
-``fc1`` is the linear branch that multiplies the gate.
+(``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1) names the same tensors otherwise, one by one.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class Naming:
     ``anchors``: names that a file in this naming has, whatever its size.
     """
 
-    name: str
     title: str
     anchors: tuple[str, ...]
     pairs: tuple[tuple[str, str], ...] = ()
@@ -66,14 +64,10 @@ class Naming:
         return own
 
 
-STOCK = Naming(
-    "stock",
-    "stock names",
-    ("encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.final_layer_norm.weight"),
-)
+STOCK = Naming("stock code", ("encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.final_layer_norm.weight"))
 
 
-WAN = Naming("wan", "Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight", "norm.weight"), WAN_NAMES)
+WAN = Naming("Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight", "norm.weight"), WAN_NAMES)
 
 
 NAMINGS = (STOCK, WAN)
@@ -90,11 +84,9 @@ WITH_IMAGES = (
 version of transformers writes the former and reads either, but 4.57 of a vision tower no other than its own."""
 
 
-def names_in_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the names in files of those tensors that modules call otherwise, by the names that these have.
-
-    Raises UserError for two tensors of one module name.
-    """
+def names_in_files(names: Iterable[str], source: str) -> dict[str, str]:
+    """Return the names in the files of ``source`` of those tensors that modules call otherwise, by the modules' names;
+    raise UserError for two tensors of one name."""
     names = frozenset(names)
     if not all(
         any(name.startswith(begin) for name in names) for begin in ("language_model.", "multi_modal_projector.")
@@ -106,7 +98,8 @@ def names_in_files(names: Iterable[str]) -> dict[str, str]:
             if name.startswith(begin):
                 module = other + name.removeprefix(begin)
                 if module in found or module in names:
-                    raise UserError(f"tensor {name} is there as {found.get(module, module)} too; remove one of them")
+                    twin = found.get(module, module)
+                    raise UserError(f"{source}: tensor {name} is there as {twin} too; remove one of them")
                 found[module] = name
                 break
     return found

@@ -1,8 +1,7 @@
 """What this program wrote, and may therefore replace: a folder whose record lists all that is in it, or a report.
 
-A converted folder, a pipeline and an adapter hold a record that lists their files with SHA-256. Whatever is not listed,
-or was changed since, is the user's, and nothing here may cost the user a file. A folder without a record, as ``undo``
-writes it, may give way to one that has every file of it, byte for byte.
+The record lists files with SHA-256; whatever is not listed, or was changed since, is the user's. A folder without a
+record, as ``undo`` writes it, may give way to one that has every file of it, byte for byte.
 """
 
 from __future__ import annotations
@@ -44,18 +43,13 @@ _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 def strange_file(folder: Path, new: Path | None = None) -> str | None:
     """Return the name of a file below a folder that this program did not write there or that was changed since, None
-    where there is none.
-
-    new: the folder that is to take its place; what it has as well, byte for byte, is not lost.
-    """
+    where there is none; what ``new``, the folder that is to take its place, has as well is not lost."""
     listed = listed_files(folder)
     for name, status in files_of(folder):
         file = folder / name
-        if name in listed and matches(file, status, listed[name]):
-            continue
-        if new is not None and is_kept(file, status, new / name):
-            continue
-        return name
+        ours = name in listed and matches(file, status, listed[name])
+        if not ours and (new is None or not is_kept(file, status, new / name)):
+            return name
     return None
 
 
@@ -71,22 +65,16 @@ def is_whole(folder: Path) -> bool:
 
 
 def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
-    """Return what a folder's own record says of each of its files, by name; None for the record itself. Nothing where
-    it has none, or one that cannot be read."""
+    """Return what a folder's own record says of each of its files, by name; None for the record itself."""
     for name in RECORDS:
-        record = read_record(folder / name)
+        try:
+            entries = loads((folder / name).read_bytes())["output"]["files"]
+            record = {str(entry["name"]): entry for entry in entries}
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
         if record:
             return {name: None, **record}
     return {}
-
-
-def read_record(file: Path) -> dict[str, Mapping[str, Any] | None]:
-    """Return the entries of a record's list of files by name, nothing where it has no such list."""
-    try:
-        entries = loads(file.read_bytes())["output"]["files"]
-        return {str(entry["name"]): entry for entry in entries}
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
 
 
 def files_of(folder: Path) -> Iterator[tuple[str, os.stat_result]]:

@@ -13,25 +13,30 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from .. import system
 from ..errors import UserError
-from .disk import created, write_all, writing
-from .formats import LONGEST_HEADER, TensorInfo, parse_json, read_exactly, read_whole_header, reading
-from .naming import STOCK, WAN, Naming
+from ..system import write_all
+from .disk import created, writing
+from .formats import (
+    LONGEST_HEADER,
+    TensorInfo,
+    entry_of,
+    header_of,
+    parse_json,
+    read_exactly,
+    read_whole_header,
+    reading,
+)
+from .layouts import LAYOUTS
+from .naming import STOCK, Naming
 from .ownership import is_kept
-from .staging import check_apart, check_file
-
-LAYOUTS: Mapping[str, Naming] = {"comfy": STOCK, "wan": WAN, "single": STOCK}
-"""How each layout of one file names its tensors."""
-
-
-FOLDER_LAYOUT = "hf"
-
+from .staging import ELSEWHERE, check_apart, check_file, umask
 
 SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
 """Keys of a file's metadata: what it is, as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""
@@ -79,42 +84,53 @@ def check_our_file(out: Path, new: Path | None = None) -> None:
 def pack(
     weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str], tokenizer: tuple[str, Path] | None = None
 ) -> None:
-    """Write the tensors of a safetensors file to a new one under the names of ``naming``.
+    """Write the tensors of a safetensors file to a new one under the names of ``naming``, a few MB at a time.
 
-    tokenizer: a name, and the file whose bytes it is to stand for. A few MB are in memory at a time. Raises UserError
-    where a tensor has no name there, and for a full disk.
+    tokenizer: a name, and the file whose bytes it is to stand for. Raises UserError where a tensor has no name there,
+    and for a full disk.
     """
     tensors = sorted(read_whole_header(weights)[0].values(), key=lambda info: info.offset)
     running = hashlib.sha256()
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, TENSORS: running.hexdigest()}}
     end = 0
     for info in tensors:
-        entries[naming.from_stock(info.name)] = entry(info.dtype, info.shape, end, info.nbytes)
+        entries[naming.from_stock(info.name)] = entry_of(info.dtype, info.shape, end, info.nbytes)
         end += info.nbytes
     extra = b""
     if tokenizer is not None:
         name, file = tokenizer
         extra = file.read_bytes()
-        entries[name] = entry("U8", (len(extra),), end, len(extra))
+        entries[name] = entry_of("U8", (len(extra),), end, len(extra))
     header = header_of(entries)
     if len(header) > LONGEST_HEADER:
         raise UserError(f"{target.name}: its header would have {len(header):,} bytes; leave out --layout")
     with created(target, len(header) + end + len(extra)) as out, reading(weights) as source, writing(target):
-        copy_range(source, out, tensors, naming, len(header), weights, running)
-        write_all(out, memoryview(extra), len(header) + end)
+        write_all(out, memoryview(header))
+        for part in hashing(source, tensors, running, naming):
+            write_all(out, part)
+        write_all(out, memoryview(extra))
         if tokenizer is not None:
             running.update(described(tokenizer[0], "U8", (len(extra),)) + extra)
-        # Last, since it holds the hash of what follows it; a digest is as long as another.
+        # Again, since it holds the hash of what follows it; a digest is as long as another.
         entries["__metadata__"] = {"format": "pt", **metadata, TENSORS: running.hexdigest()}
-        write_all(out, memoryview(header_of(entries)), 0)
+        os.lseek(out, 0, os.SEEK_SET)
+        write_all(out, memoryview(header_of(entries)))
         os.fsync(out)
 
 
-def header_of(entries: Mapping[str, object]) -> bytes:
-    """Return the header of a safetensors file with its length before it."""
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def hashing(
+    source: FileIO, tensors: Iterable[TensorInfo], running: Any, naming: Naming = STOCK
+) -> Iterator[memoryview]:
+    """Yield the bytes of tensors of an open file, part by part, and add them to the hash ``running``, each tensor
+    behind its description under the name that ``naming`` has for it."""
+    buffer = memoryview(bytearray(COPIED_BYTES))
+    for info in tensors:
+        running.update(described(naming.from_stock(info.name), info.dtype, info.shape))
+        for done in range(0, info.nbytes, COPIED_BYTES):
+            part = buffer[: info.nbytes - done]
+            read_exactly(source, part, info.offset + done)
+            running.update(part)
+            yield part
 
 
 def described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -124,42 +140,22 @@ def described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
 
 def tensors_sha256(file: Path) -> str:
     """Return the SHA-256 of a file's tensors, as ``TENSORS`` records it; raise UserError where it cannot be read."""
-    running, buffer = hashlib.sha256(), memoryview(bytearray(COPIED_BYTES))
+    running = hashlib.sha256()
     tensors = sorted(read_whole_header(file, any_dtype=True)[0].values(), key=lambda info: info.offset)
     with reading(file) as source:
-        for info in tensors:
-            running.update(described(info.name, info.dtype, info.shape))
-            for done in range(0, info.nbytes, COPIED_BYTES):
-                part = buffer[: info.nbytes - done]
-                read_exactly(source, part, info.offset + done, file)
-                running.update(part)
+        for _ in hashing(source, tensors, running):
+            pass
     return running.hexdigest()
+
+
+def metadata_in(file: Path) -> dict[str, str]:
+    """Return a file's own metadata, none where it is no safetensors file; raise UserError where it is damaged."""
+    return read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
 
 
 def recorded_sha256(file: Path) -> str | None:
     """Return the hash of its tensors that a file records, None where it has none."""
-    return read_whole_header(file, any_dtype=True)[1].get(TENSORS)
-
-
-def entry(dtype: str, shape: tuple[int, ...], begin: int, nbytes: int) -> dict[str, object]:
-    """Return a tensor's entry in a header."""
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + nbytes]}
-
-
-def copy_range(
-    source: int, out: int, tensors: list[TensorInfo], naming: Naming, begin: int, file: Path, running: Any
-) -> None:
-    """Copy tensors, in the order in which they lie in an open file, to another from ``begin`` on, and add them under
-    their names there to the hash ``running``."""
-    buffer = memoryview(bytearray(COPIED_BYTES))
-    for info in tensors:
-        running.update(described(naming.from_stock(info.name), info.dtype, info.shape))
-        for done in range(0, info.nbytes, COPIED_BYTES):
-            part = buffer[: info.nbytes - done]
-            read_exactly(source, part, info.offset + done, file)
-            write_all(out, part, begin + done)
-            running.update(part)
-        begin += info.nbytes
+    return metadata_in(file).get(TENSORS)
 
 
 def summary_of(file: Path) -> dict[str, Any] | None:
@@ -167,8 +163,7 @@ def summary_of(file: Path) -> dict[str, Any] | None:
     is damaged."""
     if not file.is_file():
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
-    said = read_whole_header(file, any_dtype=True)[1].get(SUMMARY) if file.suffix == ".safetensors" else None
-    if said is None:
+    if (said := metadata_in(file).get(SUMMARY)) is None:
         return None
     found = parse_json(said.encode(), file, "metadata")
     if not all(isinstance(found.get(key), str) for key in ("layout", "verdict", "proof", "target", "command")):
@@ -178,17 +173,13 @@ def summary_of(file: Path) -> dict[str, Any] | None:
 
 def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
     """Move a finished file to ``out``; raise UserError where something has appeared there meanwhile."""
-    umask = os.umask(0)
-    os.umask(umask)
-    try:
-        file.chmod(0o666 & ~umask)
+    with writing(out, ELSEWHERE):
+        file.chmod(0o666 & ~umask())
         if force and out.exists():
             check_our_file(out, file)
         elif out.exists():
-            raise UserError(f"{out} appeared while it was being made; choose another output path or give --force")
+            raise UserError(f"{out} appeared while it was being made; {ELSEWHERE} or give --force")
         system.replace_file(file, out)
-    except OSError as error:
-        raise UserError(f"{out}: {error.strerror}; choose another output path") from error
     with suppress(OSError):
         system.sync_folder(out.parent)
 
@@ -200,11 +191,9 @@ def metadata_of(summary: Mapping[str, Any], way_back: Mapping[str, Any]) -> dict
 
 
 def way_back_of(file: Path) -> dict[str, Any] | None:
-    """Return what ``undo`` needs of a file that this program wrote, with its ``layout``; None for any other file.
-
-    Raises UserError where it is damaged.
-    """
-    metadata = read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
+    """Return what ``undo`` needs of a file that this program wrote, with its ``layout``; None for any other file, and
+    raise UserError where it is damaged."""
+    metadata = metadata_in(file)
     if WAY_BACK not in metadata:
         return None
     try:

@@ -1,8 +1,8 @@
 """A diffusion pipeline in the layout of diffusers: which folder holds which component, and its files, linked or copied.
 
 ``model_index.json`` names the components, each a folder with a config of its own. What is not converted goes into the
-output as hard links, which take no space, survive a move of either folder, and become plain files on another disk; a
-symbolic link would do neither. Small files are copied, since people edit them, and an edit would reach both folders.
+output as hard links, which take no space and survive a move of either folder; small files, which people edit, are
+copied.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from .. import system
 from ..errors import UserError
 from .folder import copy, is_weights
-from .formats import RESTORE, read_json
-from .places import local_source
-from .reader import SMALL_FILES, contained, fetched, hub_files
+from .formats import read_json
+from .places import RESTORE, contained, local_source
+from .reader import SMALL_FILES, fetched, hub_files
 from .shards import INDEX, WEIGHTS
 
 MODEL_INDEX = "model_index.json"
@@ -67,10 +67,10 @@ def is_pipeline(folder: Path) -> bool:
 def open_pipeline(
     source: str | Path, wanted: Callable[[Mapping[str, Any]], bool], endpoint: str | None = None
 ) -> Pipeline | None:
-    """Return the pipeline that a source (folder or Hub id) is, None for a source that is none.
+    """Return the pipeline that a source (folder or Hub id, of which only small files are fetched here) is, else None.
 
-    wanted: says by a component's config.json whether it is to be converted. Of the Hub's repository only small files
-    are fetched here. Raises UserError for a pipeline that holds nothing to convert, or was converted already.
+    wanted: says by a component's config.json whether it is to be converted. Raises UserError for a pipeline that holds
+    nothing to convert, or was converted already.
     """
     folder, revision = local_source(source), None
     if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
@@ -199,10 +199,7 @@ class Brought:
 
 def bring(folder: Path, names: Iterable[str], target: Path, *, link: bool = True) -> Iterator[Brought]:
     """Bring files of ``folder`` into ``target``, one after the other: large ones as hard links where the system can and
-    ``link`` allows it, else as copies.
-
-    Raises UserError for what is no regular file or leads out of the folder.
-    """
+    ``link`` allows it, else as copies; raise UserError for what is no regular file or leads out of the folder."""
     for name in names:
         file, place = contained(folder, name), target / name
         nbytes = file.stat().st_size if file.is_file() else 0
@@ -225,18 +222,16 @@ def linked_to(file: Path, place: Path) -> bool:
 
 
 def name_variants(folder: Path) -> list[str]:
-    """Give the weights in a converted folder the names of the variant fp16 as well, and return those names.
-
-    The files are the same ones, linked; of the index there is another with the shards' other names.
-    """
-    made = []
+    """Give the weights in a converted folder the names of the variant fp16 as well, as links, with an index of their
+    own, and return those names."""
+    names = []
     for path in sorted((*folder.glob("model-*-of-*.safetensors"), *folder.glob(WEIGHTS))):
-        made.append(variant_name(path.name))
-        if not linked_to(path, folder / made[-1]):
-            copy(path, folder / made[-1], folder)
+        names.append(variant_name(path.name))
+        if not linked_to(path, folder / names[-1]):
+            copy(path, folder / names[-1], folder)
     if (folder / INDEX).is_file():
-        made.append(variant_name(INDEX))
+        names.append(variant_name(INDEX))
         text = (folder / INDEX).read_text(encoding="utf-8")
         renamed = re.sub(r'"(model-\d+-of-\d+\.safetensors)"', lambda m: f'"{variant_name(m[1])}"', text)
-        (folder / made[-1]).write_text(renamed, encoding="utf-8", newline="\n")
-    return made
+        (folder / names[-1]).write_text(renamed, encoding="utf-8", newline="\n")
+    return names

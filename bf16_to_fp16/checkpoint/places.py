@@ -1,11 +1,11 @@
-"""What a user names as a source, checked before anything heavy is imported: a folder here, or an id on the Hub."""
+"""Names of places, checked before anything heavy is imported: a source here or on the Hub, a file of a folder."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from ..errors import UserError
+from ..errors import UserError, shortened
 from ..json_text import loads
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -30,10 +30,8 @@ def looks_like_repo_id(source: str) -> bool:
 
 
 def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool = False) -> Path | None:
-    """Return the folder (or the file, where that may be one) that a source names, None for a Hub id.
-
-    Raises UserError for what is neither; wanted: what it then tells to give.
-    """
+    """Return the folder (or the file, where that may be one) that a source names, None for a Hub id; raise UserError,
+    which tells to give what is ``wanted``, for what is neither."""
     folder = Path(source).expanduser()
     if folder.is_dir() or (or_file and folder.exists()):
         return folder
@@ -43,10 +41,7 @@ def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool 
 
 
 def local_source(source: str | Path) -> Path | None:
-    """Return the folder or the file of weights that a source names, None for a Hub id.
-
-    Raises UserError for what is none of them.
-    """
+    """Return the folder or the file of weights that a source names, None for a Hub id; raise UserError for others."""
     file = Path(source).expanduser()
     if file.name.endswith(SINGLE_FILES) and file.is_file():
         return file
@@ -70,3 +65,44 @@ def check_config(folder: Path | None) -> None:
         loads(config.read_bytes())
     except ValueError as error:
         raise UserError(f"{config}: the config is not valid JSON ({error}); {RESTORE}") from error
+
+
+def leaves(name: str) -> bool:
+    """Return whether a name leads out of the folder that it is a path in."""
+    path = Path(name)
+    return bool(path.anchor) or ".." in path.parts
+
+
+def subfolder_of(folder: Path, name: str) -> Path:
+    """Return a folder's sub-folder; raise UserError where it is missing or the name leaves the folder."""
+    if leaves(name):
+        raise UserError(f"subfolder {name!r} leaves {folder}; name a folder inside it")
+    if not (folder / name).is_dir():
+        raise UserError(f"{folder} has no folder {name!r}; name one that it has")
+    return folder / name
+
+
+def contained(folder: Path, name: str) -> Path:
+    """Return the path of a folder's file; raise UserError where the name or a link leads out of the folder.
+
+    The Hub's cache links ``snapshots/<commit>/…`` to ``blobs/…`` of the same repository, which counts as inside.
+    """
+    path = Path(name)
+    if leaves(name) or not path.parts or "\0" in name:
+        raise UserError(f"{folder}: file name {shown(name)} leaves the folder; {RESTORE}")
+    try:
+        inside = folder.resolve()
+        real = (folder / path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name too long or not of text
+        raise UserError(f"{folder}: file name {shown(name)} cannot be followed; {RESTORE}") from error
+    if real.is_relative_to(inside):
+        return folder / path
+    for snapshot in (inside, *inside.parents):
+        if snapshot.parent.name == "snapshots" and real.is_relative_to(snapshot.parent.parent / "blobs"):
+            return folder / path
+    raise UserError(f"{folder / path} is a link to {real}, outside the folder; put the file itself there")
+
+
+def shown(value: object) -> str:
+    """Return a name or value from a stranger's file as an error message may repeat it, cut where it is long."""
+    return repr(shortened(value)) if isinstance(value, str) else shortened(repr(value))

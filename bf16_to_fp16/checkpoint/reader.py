@@ -1,9 +1,8 @@
 """Reading a checkpoint: where every tensor lies, and its bytes on request.
 
-The files are someone else's, so nothing in them is believed: stock readers take an index that points out of its
-folder, or a missing tensor without a word. Everything is checked when the checkpoint is opened, and after that a tensor
-is a range of bytes in a file (``formats``). A source that is one file of weights (``single_file``) is a checkpoint
-like any other: its folder, in scratch space, holds all but the weights, which stay where they are.
+Everything is checked when the checkpoint is opened, also what stock readers take without a word, such as an index that
+points out of its folder; after that a tensor is a range of bytes in a file. The folder of a source that is one file of
+weights lies in scratch space and holds all but the weights.
 """
 
 from __future__ import annotations
@@ -17,38 +16,32 @@ from typing import Any
 
 import torch
 
-from ..errors import UserError
+from ..errors import UserError, shortened
 from ..json_text import loads
 from .formats import (
-    RESTORE,
     SAFETENSORS_DTYPES,
     FileState,
     RunningHash,
     TensorInfo,
     bytes_of,
     check_not_quantised,
-    clipped,
     read_exactly,
     read_header,
     read_json,
     read_pickle,
     read_range,
     reading,
-    regular_size,
-    shown,
     state_of,
 )
 from .hub import reading_from
 from .naming import names_in_files
-from .places import local_source
-from .single_file import SingleFile, open_single_file
+from .places import RESTORE, contained, local_source, shown, subfolder_of
+from .single_file import open_single_file
 
-SINGLE_OR_SHARDED = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+SINGLE_OR_SHARDED = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Where stock code looks for weights, in its order."""
 
 
@@ -60,11 +53,9 @@ SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")
 class Checkpoint:
     """An opened checkpoint: its config and where each tensor lies; the weights stay on the disk.
 
-    ``source``: what the user typed. ``revision``: the commit that a Hub id stood for, else None. ``tensors``: by
-    name, sorted. ``weight_files``: in shard order. ``index``: the parsed index file, None for a single file.
-    ``subfolder``: the folder below the source that was asked for. ``notes``: what was assumed of a source that is one
-    file, in sentences for its user. ``stored_names``: what files call those tensors whose names are another in modules;
-    ``tensors`` has the latter.
+    ``source``: what the user typed. ``revision``: the commit that a Hub id stood for. ``tensors``: by name, sorted.
+    ``weight_files``: in shard order. ``index``: the parsed index of shards. ``notes``: what was assumed of a source
+    that is one file, for its user. ``stored_names``: the names in files of tensors that modules call otherwise.
     """
 
     folder: Path
@@ -80,11 +71,7 @@ class Checkpoint:
     stored_names: Mapping[str, str] = field(default_factory=dict)
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a weight file that is not as it was when the checkpoint was opened.
-
-        Told by inode, size and times of the last change, so that no byte is read again; whatever writes to a file
-        changes them.
-        """
+        """Raise UserError for a weight file whose inode, size or times are not as when the checkpoint was opened."""
         for file, before in self.states.items():
             if state_of(file) != before:
                 raise UserError(f"{file} changed while it was read; wait until nothing writes to it and start again")
@@ -101,18 +88,13 @@ class Checkpoint:
         return file.relative_to(self.folder).as_posix() if file.is_relative_to(self.folder) else file.name
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a whole tensor in its own dtype and in memory of its own.
-
-        Raises UserError where the file cannot be read or has changed since it was opened.
-        """
+        """Return a whole tensor in its own dtype; raise UserError where the file cannot be read or became shorter."""
         info = self.tensors[name]
         return read_range(info, info.shape, 0)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows ``start`` to ``stop`` (exclusive) of the first axis of a tensor, reading only their bytes.
-
-        Raises UserError as ``read`` does, IndexError for rows that the tensor does not have.
-        """
+        """Return rows ``start`` to ``stop`` (exclusive) of a tensor, reading only their bytes; raise IndexError for
+        rows that it does not have."""
         info = self.tensors[name]
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise IndexError(f"{name} has shape {info.shape}, not rows {start} to {stop}")
@@ -120,26 +102,21 @@ class Checkpoint:
         return read_range(info, (stop - start, *info.shape[1:]), start * row)
 
     def read_some_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
-        """Return the rows of these numbers of a tensor, reading only their bytes.
-
-        Raises as ``read_rows`` does.
-        """
+        """Return the rows of these numbers of a tensor, reading only their bytes; raises as ``read_rows`` does."""
         info = self.tensors[name]
         if not info.shape or not all(0 <= row < info.shape[0] for row in rows):
             raise IndexError(f"{name} has shape {info.shape}, and not all of the rows {min(rows)} to {max(rows)}")
-        found = torch.empty((len(rows), *info.shape[1:]), dtype=SAFETENSORS_DTYPES[info.dtype])
+        values = torch.empty((len(rows), *info.shape[1:]), dtype=SAFETENSORS_DTYPES[info.dtype])
         size = info.nbytes // info.shape[0]
-        with reading(info.file) as descriptor:
-            for row, place in zip(rows, found, strict=True):
-                read_exactly(descriptor, bytes_of(place), info.offset + row * size, info.file)
-        return found
+        with reading(info.file) as source:
+            for row, place in zip(rows, values, strict=True):
+                read_exactly(source, bytes_of(place), info.offset + row * size)
+        return values
 
     def sha256(self, file: Path) -> str:
         """Return the SHA-256 of a file in hexadecimal, read in pieces of 1 MB."""
-        with reading(file) as descriptor:
-            running = RunningHash(descriptor, file)
-            running.catch_up(regular_size(descriptor, file))
-        return running.digest.hexdigest()
+        with reading(file) as source:
+            return RunningHash(source).whole()
 
 
 def own_name(path: str | Path) -> str:
@@ -148,8 +125,8 @@ def own_name(path: str | Path) -> str:
 
 
 VIEWS: dict[Path, Checkpoint] = {}
-"""The checkpoints that are one file of weights, by the folders in scratch space that hold all else of them. Only this
-process makes such folders, so that no file of a folder can lead to weights outside it."""
+"""The checkpoints that are one file of weights, by the folders in scratch space that hold all else of them; only this
+process makes such folders."""
 
 
 def open_checkpoint(
@@ -171,7 +148,11 @@ def open_checkpoint(
     if folder in VIEWS and subfolder is None:
         return VIEWS[folder]
     if folder is not None and not folder.is_dir():
-        return view(open_single_file(folder, subfolder, config), source, subfolder)
+        one = open_single_file(folder, subfolder, config)
+        VIEWS[one.folder] = Checkpoint(
+            one.folder, str(source), None, one.config, one.tensors, (one.file,), None, one.states, subfolder, one.notes
+        )
+        return VIEWS[one.folder]
     if config is not None:
         raise UserError(f"{source} has a config.json of its own; leave out --config, which is for single files")
     if folder is None:
@@ -184,38 +165,12 @@ def open_checkpoint(
     tensors = collect(files, index, folder)
     for info in tensors.values():
         check_not_quantised(info.dtype, info.name, info.file)
-    tensors, stored = by_modules(tensors, str(source))
+    stored = names_in_files(tensors, str(source))
+    modules = {name: module for module, name in stored.items()}
+    tensors = dict(sorted((modules.get(name, name), info) for name, info in tensors.items()))
     return Checkpoint(
         folder, str(source), revision, found, tensors, files, index, states, subfolder, stored_names=stored
     )
-
-
-def by_modules(tensors: dict[str, TensorInfo], source: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return tensors under the names that modules have for them, and the names in files of those where they differ."""
-    try:
-        stored = names_in_files(tensors)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
-    modules = {name: module for module, name in stored.items()}
-    return dict(sorted((modules.get(name, name), info) for name, info in tensors.items())), stored
-
-
-def view(opened: SingleFile, source: str | Path, subfolder: str | None) -> Checkpoint:
-    """Return one file of weights as a checkpoint, which its folder in scratch space then stands for."""
-    made = Checkpoint(
-        folder=opened.folder,
-        source=str(source),
-        revision=None,
-        config=opened.config,
-        tensors=opened.tensors,
-        weight_files=(opened.file,),
-        index=None,
-        states=opened.states,
-        subfolder=subfolder,
-        notes=opened.notes,
-    )
-    VIEWS[opened.folder] = made
-    return made
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -253,37 +208,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 # --- which files ---------------------------------------------------------------------------------------------------
 
 
-def subfolder_of(folder: Path, name: str) -> Path:
-    """Return a folder's sub-folder; raise UserError where it is missing or the name leaves the folder."""
-    path = Path(name)
-    if path.anchor or ".." in path.parts:
-        raise UserError(f"subfolder {name!r} leaves {folder}; name a folder inside it")
-    if not (folder / path).is_dir():
-        raise UserError(f"{folder} has no folder {name!r}; name one that it has")
-    return folder / path
-
-
-def contained(folder: Path, name: str) -> Path:
-    """Return the path of a folder's file; raise UserError where the name or a link leads out of the folder.
-
-    The Hub's cache links ``snapshots/<commit>/…`` to ``blobs/…`` of the same repository, which counts as inside.
-    """
-    path = Path(name)
-    if path.anchor or ".." in path.parts or not path.parts or "\0" in name:
-        raise UserError(f"{folder}: file name {shown(name)} leaves the folder; {RESTORE}")
-    try:
-        inside = folder.resolve()
-        real = (folder / path).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name too long or not of text
-        raise UserError(f"{folder}: file name {shown(name)} cannot be followed; {RESTORE}") from error
-    if real.is_relative_to(inside):
-        return folder / path
-    for snapshot in (inside, *inside.parents):
-        if snapshot.parent.name == "snapshots" and real.is_relative_to(snapshot.parent.parent / "blobs"):
-            return folder / path
-    raise UserError(f"{folder / path} is a link to {real}, outside the folder; put the file itself there")
-
-
 def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]:
     """Return the weight files that stock code would read from a folder, and their index (None for a single file)."""
     found = next((name for name in SINGLE_OR_SHARDED if (folder / name).exists()), None)
@@ -309,9 +233,8 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
     files = tuple(contained(folder, shard) for shard in sorted(set(placed.values())))
     for file in files:
         if not os.path.exists(file):  # False for names that no file can have, too
-            raise UserError(
-                f"{folder / clipped(file.name)} is missing, but {found} names it; fetch it from the original checkpoint"
-            )
+            missing = folder / shortened(file.name)
+            raise UserError(f"{missing} is missing, but {found} names it; fetch it from the original checkpoint")
     return files, index
 
 
@@ -346,10 +269,7 @@ def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Pa
 
 def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:
     """Fetch a Hub repository's small files and the weights that stock code would use; return the snapshot's folder
-    and its commit.
-
-    Raises UserError where the repository, the revision, the permission, the network or the space is missing.
-    """
+    and its commit. Raises UserError as ``reading_from`` does."""
     inside, (folder, commit) = f"{subfolder}/" if subfolder else "", fetched(source, SMALL_FILES, endpoint)
     modules = [f"{name}/*" for name in module_folders(folder)]
     for name in SINGLE_OR_SHARDED:

@@ -1,27 +1,23 @@
-"""What is written where: tensors to files, headers and offsets, the index of shards.
+"""What is written where: tensors to files, headers, the index of shards, settled before the first byte.
 
-All of it is settled before the first byte, so that pieces can be written in any order. Names of files and their index
-are those of transformers. Format: https://github.com/huggingface/safetensors#format
+Names of files and their index are those of transformers. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from .disk import created, write_all, writing
-from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
-from .reader import Checkpoint
+from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, entry_of, header_of
+from .reader import INDEX, WEIGHTS, Checkpoint
 
 LARGEST_EXPONENT = 500
-"""Exponents beyond it are refused; fp64, which the general path scales in, has room for twice as much."""
+"""Exponents beyond it are refused; fp64 has room for twice as much."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,11 @@ class Write:
     offset: float = 0.0
     dtype: torch.dtype = torch.float16
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the tensor takes in the output."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def as_dtype(self, name: str) -> Write:
         """Return the same write with another dtype, spelled as in safetensors ("BF16")."""
         return replace(self, dtype=SAFETENSORS_DTYPES[name])
@@ -58,31 +59,14 @@ class FileRecord:
     sha256: str | None
 
 
-def remove(files: Iterable[OutFile]) -> None:
-    """Remove what was written of files."""
-    for file in files:
-        file.path.unlink(missing_ok=True)
-
-
-WEIGHTS = "model.safetensors"
-
-
-INDEX = "model.safetensors.index.json"
-
-
 @dataclass(frozen=True)
 class OutFile:
-    """A file to be written: its header, and its tensors with the offset of each in the file."""
+    """A file to be written: what it begins with, the tensors that follow, and its size in bytes."""
 
     path: Path
     header: bytes
-    tensors: tuple[tuple[Write, int], ...]
+    writes: tuple[Write, ...]
     size: int
-
-
-def size_of(write: Write) -> int:
-    """Return the bytes that a tensor takes in the output."""
-    return math.prod(write.shape) * write.dtype.itemsize
 
 
 def dtype_of(write: Write, checkpoint: Checkpoint) -> torch.dtype:
@@ -91,6 +75,12 @@ def dtype_of(write: Write, checkpoint: Checkpoint) -> torch.dtype:
         return SAFETENSORS_DTYPES[checkpoint.tensors[write.source].dtype]
     assert write.data is not None
     return write.data.dtype
+
+
+def reach_of(write: Write) -> int:
+    """Return the largest magnitude that the exponents of a tensor's values can have, step by step."""
+    axes = [e for e in (write.row_exponents, write.column_exponents) if e is not None and e.numel()]
+    return abs(write.exponent) + sum(int(exponents.abs().max()) for exponents in axes)
 
 
 def check_write(write: Write, checkpoint: Checkpoint) -> None:
@@ -103,7 +93,6 @@ def check_write(write: Write, checkpoint: Checkpoint) -> None:
         raise ValueError(f"{write.name}: shape {write.shape}, but the values have {shape}")
     if not dtype.is_floating_point or write.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"{write.name}: cannot write {dtype} as {write.dtype}")
-    reach = abs(write.exponent)
     for axis, exponents in enumerate((write.row_exponents, write.column_exponents)):
         if exponents is None:
             continue
@@ -111,9 +100,8 @@ def check_write(write: Write, checkpoint: Checkpoint) -> None:
             raise ValueError(
                 f"{write.name}: exponents of shape {tuple(exponents.shape)} on axis {axis} of {write.shape}"
             )
-        reach += int(exponents.abs().max()) if exponents.numel() else 0
-    if reach > LARGEST_EXPONENT:
-        raise ValueError(f"{write.name}: exponents up to {reach}")
+    if reach_of(write) > LARGEST_EXPONENT:
+        raise ValueError(f"{write.name}: exponents up to {reach_of(write)}")
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
@@ -134,52 +122,43 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
     result: list[list[Write]] = [[]]
     left = max_shard_size
     for write in ordered:
-        if size_of(write) > left and result[-1]:
+        if write.nbytes > left and result[-1]:
             result.append([])
             left = max_shard_size
         result[-1].append(write)
-        left -= size_of(write)
+        left -= write.nbytes
     return result
 
 
 def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str, str]) -> list[OutFile]:
-    """Return the files for groups of tensors, in each wider dtypes first, so that all are aligned, then by name; names:
-    what files call those that are called otherwise."""
+    """Return the files for groups of tensors, and the index of several; names: what files call those that are called
+    otherwise. In a file wider dtypes come first, so that all are aligned, then names decide."""
     files = []
     for number, group in enumerate(groups, 1):
         name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        begins, end = [], 0
-        ordered = sorted(group, key=lambda w: (-w.dtype.itemsize, w.name))
+        end = 0
+        ordered = tuple(sorted(group, key=lambda w: (-w.dtype.itemsize, w.name)))
         for write in ordered:
-            begins.append(end)
-            end += size_of(write)
-            entries[names.get(write.name, write.name)] = {
-                "dtype": SAFETENSORS_NAMES[write.dtype],
-                "shape": list(write.shape),
-                "data_offsets": [begins[-1], end],
-            }
-        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
-        placed = tuple((w, len(header) + b) for w, b in zip(ordered, begins, strict=True))
-        files.append(OutFile(folder / name, header, placed, len(header) + end))
+            stored = names.get(write.name, write.name)
+            entries[stored] = entry_of(SAFETENSORS_NAMES[write.dtype], write.shape, end, write.nbytes)
+            end += write.nbytes
+        header = header_of(entries)
+        files.append(OutFile(folder / name, header, ordered, len(header) + end))
+    if len(files) > 1:
+        index = index_of(files, names)
+        files.append(OutFile(folder / INDEX, index, (), len(index)))
     return files
 
 
-def write_index(files: Sequence[OutFile], folder: Path, names: Mapping[str, str], hashes: bool) -> FileRecord:
-    """Write the index of shards as transformers spells it; names: as in ``lay_out``."""
-    placed = {names.get(write.name, write.name): file.path.name for file in files for write, _ in file.tensors}
-    writes = [write for file in files for write, _ in file.tensors]
+def index_of(files: Sequence[OutFile], names: Mapping[str, str]) -> bytes:
+    """Return the index of shards as transformers spells it; names: as in ``lay_out``."""
+    writes = [write for file in files for write in file.writes]
     index = {
         "metadata": {
-            "total_parameters": sum(math.prod(w.shape) for w in writes),
-            "total_size": sum(size_of(w) for w in writes),
+            "total_parameters": sum(math.prod(write.shape) for write in writes),
+            "total_size": sum(write.nbytes for write in writes),
         },
-        "weight_map": placed,
+        "weight_map": {names.get(write.name, write.name): file.path.name for file in files for write in file.writes},
     }
-    text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-    with created(folder / INDEX, len(text)) as descriptor, writing(folder / INDEX):
-        write_all(descriptor, memoryview(text), 0)
-        os.fsync(descriptor)
-    return FileRecord(INDEX, len(text), hashlib.sha256(text).hexdigest() if hashes else None)
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

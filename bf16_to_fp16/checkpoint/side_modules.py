@@ -1,9 +1,8 @@
 """What stands behind the encoder in a folder of sentence-transformers: pooling, linears, normalisation.
 
-``modules.json`` lists the modules in the order in which they run, each with a class and a sub-folder
-(https://sbert.net/docs/package_reference). Their weights are in files of their own, safetensors or a pickle, in fp32
-whatever the encoder is in. ``sentence_bert_config.json`` says how the encoder itself is loaded and which of its outputs
-is read: what would make another model of it than config.json describes is refused.
+``modules.json`` lists the modules in the order in which they run, each with a class and a folder for its weights, in
+fp32 whatever the encoder is in (https://sbert.net/docs/package_reference). ``sentence_bert_config.json`` says how the
+encoder is loaded and which output is read: what would make another model of it than config.json describes is refused.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import UserError
-from ..json_text import loads
-from .folder import MODULES, side_modules
-from .formats import SAFETENSORS_DTYPES, nested_value, read_json
+from .folder import MODULES, listed_modules
+from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, nested_value, read_json
 from .reader import collect, read_range, weight_files
 from .shards import WEIGHTS
 
@@ -120,11 +118,11 @@ class SideModule:
 def check_sentence_encoder(folder: Path) -> None:
     """Raise UserError where sentence-transformers would run anything but the folder's own encoder as config.json
     describes it, followed by modules that have a bound; says nothing without a ``modules.json``."""
-    side_modules(folder)
+    entries = listed_modules(folder)
     if not (folder / MODULES).is_file():
         return
-    listed = [(str(entry["path"]), str(entry.get("type", ""))) for entry in listing_of(folder)]
-    names = [entry["name"] for entry in listing_of(folder) if "name" in entry]
+    listed = [(str(entry["path"]), str(entry.get("type", ""))) for entry in entries]
+    names = [entry["name"] for entry in entries if "name" in entry]
     for again in (name for i, name in enumerate(names) if name in names[:i]):
         raise UserError(
             f"{folder / MODULES}: two modules have the name {again!r}, and sentence-transformers runs the second"
@@ -184,28 +182,18 @@ def check_encoder_config(file: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def listing_of(folder: Path) -> list[Mapping[str, Any]]:
-    """Return the entries of a folder's ``modules.json``, which ``side_modules`` has checked."""
-    return list(loads((folder / MODULES).read_text(encoding="utf-8")))
-
-
 def read_side_modules(folder: Path) -> list[SideModule]:
     """Return the modules behind the encoder in the order in which they run, with their tensors in the files' dtypes;
-    none where there is no ``modules.json``.
-
-    Raises UserError for a listing, config or weights that cannot be read, and as ``check_sentence_encoder`` does.
-    """
+    none where there is no ``modules.json``. Raises UserError as ``check_sentence_encoder`` does, and for damage."""
     check_sentence_encoder(folder)
-    if not side_modules(folder):
-        return []
-    found = []
-    for entry in listing_of(folder)[1:]:
+    modules = []
+    for entry in listed_modules(folder)[1:]:
         place = folder / str(entry["path"])
         described = place / "config.json"
         config = read_json(described, "config") if described.is_file() else {}
         kind = str(entry["type"]).rpartition(".")[2]
-        found.append(SideModule(place.name, kind, config, read_tensors(place) if kind in WITH_WEIGHTS else {}))
-    return found
+        modules.append(SideModule(place.name, kind, config, read_tensors(place) if kind in WITH_WEIGHTS else {}))
+    return modules
 
 
 def read_tensors(place: Path) -> dict[str, Tensor]:
@@ -214,30 +202,20 @@ def read_tensors(place: Path) -> dict[str, Tensor]:
     return {name: read_range(info, info.shape, 0) for name, info in collect(files, index, place).items()}
 
 
-def write_in_fp16(folder: Path, out: Path) -> dict[str, str]:
+def write_in_fp16(folder: Path, out: Path, back: Mapping[str, str] | None = None) -> dict[str, str]:
     """Write the floating tensors of the side modules of ``folder`` in fp16 below ``out``, where their other files are,
     and return the dtypes that they had, in safetensors' spelling, by sub-folder and name.
 
-    Raises UserError for one that fp16 cannot hold.
+    back: dtypes as returned here, in which to write those of a converted folder. Raises UserError for a tensor that
+    fp16 cannot hold.
     """
-    return rewritten(folder, out, lambda _, __: "F16")
-
-
-def write_back(folder: Path, out: Path, dtypes: Mapping[str, str]) -> None:
-    """Write the tensors of the side modules of a converted ``folder`` in the dtypes that ``write_in_fp16`` returned."""
-    rewritten(folder, out, lambda name, own: dtypes.get(name, own))
-
-
-def rewritten(folder: Path, out: Path, wanted: Any) -> dict[str, str]:
-    """Write every floating tensor in the dtype that ``wanted(name, dtype)`` says; return those that changed, with the
-    dtype that they had."""
-    spelling = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     changed: dict[str, str] = {}
     for module in read_side_modules(folder):
         tensors = {}
         for name, tensor in module.tensors.items():
-            full, own = f"{module.name}/{name}", spelling[tensor.dtype]
-            dtype = SAFETENSORS_DTYPES[wanted(full, own)] if tensor.is_floating_point() else tensor.dtype
+            full, own = f"{module.name}/{name}", SAFETENSORS_NAMES[tensor.dtype]
+            wanted = "F16" if back is None else back.get(full, own)
+            dtype = SAFETENSORS_DTYPES[wanted] if tensor.is_floating_point() else tensor.dtype
             tensors[name] = tensor.to(dtype).contiguous()
             if not bool(tensors[name].isfinite().all()):
                 raise UserError(

@@ -1,15 +1,12 @@
 """One file of weights as a source, as ComfyUI, Forge and Wan's tools keep text encoders.
 
 Such a file has no config beside it, names of its own or a prefix before them, perhaps a tokenizer inside, perhaps a
-whole pipeline around it. A folder in scratch space gets what a stock folder would hold besides weights; the weights
-stay where they are, so that nothing is copied, under their stock names. fp8 is the exception: its values, times their
-scales, are written to scratch space in bf16, whose 8 significant bits hold fp8's 4 and 3.
+whole pipeline around it. A folder in scratch space gets what a stock folder would hold besides weights, which stay
+where they are; only fp8 values are written there, times their scales, in bf16, whose 8 significant bits hold them.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,9 +16,10 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from .disk import FREE_SPACE_REMEDY, check_free_space, writing
+from .folder import write_json
 from .formats import (
     FP8_DTYPES,
-    RESTORE,
     FileState,
     TensorInfo,
     bytes_of,
@@ -35,7 +33,7 @@ from .formats import (
 from .inference import CLASSES, DTYPES, described, given_config, inferred_config
 from .naming import Naming, found_in
 from .packing import way_back_of
-from .staging import FREE_SPACE_REMEDY
+from .places import RESTORE
 
 TOKENIZER = "spiece_model"
 """Under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights."""
@@ -50,6 +48,9 @@ SCALES = (".scale_weight", ".weight_scale")
 
 ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale", TOKENIZER)
 """Endings of the names of what lies beside weights and is none."""
+
+
+SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
 
 
 SCRATCH: list[tempfile.TemporaryDirectory[str]] = []
@@ -70,10 +71,10 @@ class SingleFile:
 
 
 def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str, Any] | None) -> SingleFile:
-    """Open one file of weights.
+    """Open one file of weights; raise UserError where it cannot be read, or holds no T5 or several.
 
     prefix: of the names of the tensors that are meant, where several would do. config: what describes them, or its
-    file, instead of what is inferred. Raises UserError where the file cannot be read, or holds no T5 or several.
+    file, instead of what is inferred.
     """
     state = state_of(file)
     every = read_any(file)
@@ -92,8 +93,7 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     states = {file: state}
     narrow = [info for info in tensors.values() if info.dtype in FP8_DTYPES]
     if narrow:
-        scales = {name: scale for name in mine if (scale := scale_of(name, mine)) is not None}
-        stock = {naming.to_stock(name): scale for name, scale in scales.items()}
+        stock = {naming.to_stock(name): scale for name in mine if (scale := scale_of(name, mine)) is not None}
         widened = dequantised(folder / "dequantised", narrow, stock)
         tensors |= widened
         states[folder / "dequantised"] = state_of(folder / "dequantised")
@@ -106,12 +106,9 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
         check_not_quantised(info.dtype, name, file)
     dtypes = [info.dtype for info in tensors.values()]
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
-    try:
-        text = json.dumps(settled, indent=2, ensure_ascii=False) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8", newline="\n")
-        keep_tokenizer(file, every, folder)
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}; {FREE_SPACE_REMEDY}, or set TMPDIR") from error
+    with writing(folder, SCRATCH_REMEDY):
+        write_json(folder / "config.json", settled)
+        keep_tokenizer(every, folder)
     return SingleFile(file, folder, settled, tensors, states, tuple(notes))
 
 
@@ -169,31 +166,21 @@ def scale_of(name: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
 
 
 def dequantised(target: Path, narrow: list[TensorInfo], scales: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Write fp8 tensors, times their scales, one after the other in bf16 to a new file, and return where they lie.
+    """Write fp8 tensors, times their scales, in bf16 to a new file, one at a time, and return where they lie.
 
-    scales: by the tensor's name, one number or one for each row. One tensor at a time is in memory. Raises UserError
-    for another scale, and where the disk is full.
+    scales: by the tensor's name, one number or one for each row. Raises UserError for another, and for a full disk.
     """
-    nbytes = sum(2 * info.nbytes for info in narrow)
-    free = shutil.disk_usage(target.parent).free
-    if free < nbytes:
-        raise UserError(
-            f"{target.parent}: has {free:,} bytes free, and {nbytes:,} are needed for the values of fp8 weights;"
-            f" {FREE_SPACE_REMEDY}, or set TMPDIR to a folder on another disk"
-        )
-    found = {}
-    try:
-        with target.open("wb") as out:
-            for info in narrow:
-                values = read_range(info, info.shape, 0).float()
-                if (scale := scales.get(info.name)) is not None:
-                    values *= scale_values(scale, info)
-                offset = out.tell()
-                out.write(bytes_of(values.bfloat16()))
-                found[info.name] = TensorInfo(info.name, "BF16", info.shape, target, offset, 2 * info.nbytes)
-    except OSError as error:
-        raise UserError(f"{target.parent}: {error.strerror}; {FREE_SPACE_REMEDY}, or set TMPDIR") from error
-    return found
+    nbytes, widened = sum(2 * info.nbytes for info in narrow), {}
+    what = f"{narrow[0].file}: the dequantised copy"
+    check_free_space(what, nbytes, target.parent, of="temporary files", variable="TMPDIR")
+    with writing(target.parent, SCRATCH_REMEDY), target.open("wb") as out:
+        for info in narrow:
+            values = read_range(info, info.shape, 0).float()
+            if (scale := scales.get(info.name)) is not None:
+                values *= scale_values(scale, info)
+            widened[info.name] = TensorInfo(info.name, "BF16", info.shape, target, out.tell(), 2 * info.nbytes)
+            out.write(bytes_of(values.bfloat16()))
+    return widened
 
 
 def scale_values(scale: TensorInfo, weight: TensorInfo) -> torch.Tensor:
@@ -210,7 +197,7 @@ def scale_values(scale: TensorInfo, weight: TensorInfo) -> torch.Tensor:
     )
 
 
-def keep_tokenizer(file: Path, tensors: Mapping[str, TensorInfo], folder: Path) -> None:
+def keep_tokenizer(tensors: Mapping[str, TensorInfo], folder: Path) -> None:
     """Write the SentencePiece model that a file of weights holds, if any, byte for byte as a stock folder has it."""
     found = [i for name, i in tensors.items() if name.split(".")[-1] == TOKENIZER and i.dtype == "U8"]
     if len(found) == 1:

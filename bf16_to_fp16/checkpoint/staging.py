@@ -21,6 +21,7 @@ from typing import Any
 
 from .. import system
 from ..errors import UserError, shortened
+from .disk import FREE_SPACE_REMEDY, writing
 from .ownership import files_of, has_record, is_made_from, is_report, is_whole, strange_file
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -31,7 +32,7 @@ MOST_FOLDERS = 200
 """Folders in each other that an output may lie in; Python makes some 1,000."""
 
 
-FREE_SPACE_REMEDY = "free some space or choose another output path"
+ELSEWHERE = "choose another output path"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = False) -> None:
@@ -40,20 +41,19 @@ def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = 
     they were made from.
 
     back: the folder is brought back by ``undo``; one without a record is then compared with it before it is replaced.
-    Tried by making a folder beside it: what permissions promise, a file system may still refuse. Reads nothing but a
-    folder that is to be replaced, so that it can come before any work.
+    Tried by making a folder beside it, as a file system may refuse what permissions promise.
     """
-    try:
+    with writing(out, ELSEWHERE):
         if len(out.parts) > MOST_FOLDERS:
-            raise UserError(f"{shortened(out)} lies in more than {MOST_FOLDERS} folders; choose another output path")
+            raise UserError(f"{shortened(out)} lies in more than {MOST_FOLDERS} folders; {ELSEWHERE}")
         if out.absolute().name in ("", ".."):
-            raise UserError(f"{out} is where this runs or above it; choose another output path")
+            raise UserError(f"{out} is where this runs or above it; {ELSEWHERE}")
         there = out.is_dir() and not out.is_symlink()
         if not there and (out.exists() or out.is_symlink()):
             what = "is a link" if out.is_symlink() else "exists and is not a folder"
-            raise UserError(f"{out} {what}; choose another output path")
+            raise UserError(f"{out} {what}; {ELSEWHERE}")
         if there and out.resolve() in (Path.cwd(), *Path.cwd().parents):
-            raise UserError(f"{out} is where this runs and cannot be replaced; choose another output path")
+            raise UserError(f"{out} is where this runs and cannot be replaced; {ELSEWHERE}")
         if there and os.path.ismount(out):
             raise UserError(f"{out} is a mount point and cannot be replaced; choose a folder inside it")
         for source in sources:
@@ -67,14 +67,12 @@ def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = 
             if not force:
                 raise UserError(f"{out} exists; choose another output path or give --force to replace it")
         parent = nearest_parent(out)
-    except OSError as error:
-        raise UserError(f"{out}: {error.strerror}; choose another output path") from error
     if not parent.is_dir():
-        raise UserError(f"{parent} is not a folder; choose another output path")
+        raise UserError(f"{parent} is not a folder; {ELSEWHERE}")
     try:
         _try_out(parent / _beside(out).name)
     except OSError as error:
-        raise UserError(f"{parent} is not writable ({error.strerror}); choose another output path") from error
+        raise UserError(f"{parent} is not writable ({error.strerror}); {ELSEWHERE}") from error
 
 
 def check_apart(out: Path, source: str | Path | None) -> None:
@@ -91,7 +89,7 @@ def check_apart(out: Path, source: str | Path | None) -> None:
     if not apart:
         raise UserError(f"{out} overlaps the source {source}; choose an output path outside it")
     if out.is_dir() and is_made_from(origin, out):
-        raise UserError(f"{out} is what {source} was made from; choose another output path")
+        raise UserError(f"{out} is what {source} was made from; {ELSEWHERE}")
 
 
 def overlap(one: Path, other: Path) -> bool:
@@ -172,22 +170,17 @@ def nearest_parent(path: Path) -> Path:
 def scratch(out: Path, kind: str = "partial") -> Iterator[Path]:
     """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed.
 
-    It is locked meanwhile, and the system drops the lock of a process that is killed: so the next one that is to make
-    ``out`` can tell what was left behind from what another one is working in, and removes it. Raises UserError where
-    the folder cannot be made.
+    It is locked meanwhile, and the system drops the lock of a process that is killed: so the next one can tell what
+    was left behind, which it removes, from what another one is working in. Raises UserError where it cannot be made.
     """
     out = out.absolute()
-    try:
+    with writing(out.parent, ELSEWHERE):
         out.parent.mkdir(parents=True, exist_ok=True)
         sweep(out)
-    except OSError as error:
-        raise UserError(f"{out.parent}: {error.strerror}; choose another output path") from error
     work, lock = _beside(out, kind), None
     try:
-        try:
+        with writing(out.parent, ELSEWHERE):
             lock = _claim(work)
-        except OSError as error:
-            raise UserError(f"{out.parent}: {error.strerror}; choose another output path") from error
         yield work
     finally:
         with undisturbed():
@@ -215,10 +208,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def _beside(out: Path, kind: str = "partial") -> Path:
-    """Return a path beside ``out`` that nobody else has.
-
-    A name that is known before the folder is made can be removed whenever the making is interrupted.
-    """
+    """Return a path beside ``out`` that nobody else has."""
     return out.parent / f".{out.absolute().name}.{kind}-{secrets.token_hex(8)}"
 
 
@@ -237,10 +227,8 @@ def _claim(path: Path) -> int | None:
 
 
 def sweep(out: Path) -> None:
-    """Remove what processes that were killed left beside ``out``.
-
-    A folder that was to be replaced stays as long as nothing has taken its place.
-    """
+    """Remove what processes that were killed left beside ``out``, but a folder that was to be replaced only once
+    something has its place."""
     out = out.absolute()
     leftover = re.compile(rf"\.{re.escape(out.name)}\.(partial|replaced|rescaled)-[0-9a-f]{{16}}")
     for entry in sorted(out.parent.iterdir()):
@@ -257,19 +245,13 @@ def sweep(out: Path) -> None:
 
 @contextmanager
 def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` that takes its place when the block ends well and vanishes when it does not.
-
-    Raises UserError where the folder cannot be made or put in place, or the disk is full or fails meanwhile; ``out``
-    then is as it was.
-    """
+    """Yield an empty folder beside ``out`` that takes its place when the block ends well, and else vanishes; raise
+    UserError where it cannot be made or put in place, or the disk is full or fails meanwhile."""
     out = out.absolute()
     with scratch(out) as work:
         try:
             yield work
-            # The folder was made private; the result has the permissions of any other.
-            umask = os.umask(0)
-            os.umask(umask)
-            work.chmod(0o777 & ~umask)
+            work.chmod(0o777 & ~umask())  # it was made private; the result has the permissions of any other
             sync_tree(work)
             with undisturbed():
                 put_in_place(work, out, force=force)
@@ -279,21 +261,23 @@ def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
             raise UserError(f"{out}: {error.strerror}; {FREE_SPACE_REMEDY}") from error
 
 
-def put_in_place(work: Path, out: Path, *, force: bool) -> None:
-    """Rename ``work`` to ``out``; with ``force`` an existing folder that holds nothing else than this program wrote, or
-    than ``work`` has, changes places with it.
+def umask() -> int:
+    """Return the permissions that new files do not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
-    Where the file system cannot do that at once, the old folder steps aside first and comes back if the rename fails.
-    """
+
+def put_in_place(work: Path, out: Path, *, force: bool) -> None:
+    """Rename ``work`` to ``out``; with ``force`` it changes places with a folder that holds nothing else than this
+    program wrote or ``work`` has, which steps aside first where the file system cannot do that at once."""
     aside: Path | None = None
     lock = None
     try:
         if force and out.exists():
-            try:
+            with writing(out, ELSEWHERE):
                 check_ours(out, work)
                 exchanged = system.exchange_folders(work, out)
-            except OSError as error:
-                raise UserError(f"{out}: {error.strerror}; choose another output path") from error
             if exchanged:  # and ``work``, the old folder now, goes as all that is staged
                 with suppress(OSError):
                     sweep(out)
@@ -306,7 +290,7 @@ def put_in_place(work: Path, out: Path, *, force: bool) -> None:
             except OSError as error:
                 with suppress(OSError):
                     aside.rmdir()
-                raise UserError(f"{out}: {error.strerror}; choose another output path") from error
+                raise UserError(f"{out}: {error.strerror}; {ELSEWHERE}") from error
         try:
             system.rename_folder(work, out)
         except OSError as error:
@@ -317,7 +301,7 @@ def put_in_place(work: Path, out: Path, *, force: bool) -> None:
                 raise UserError(
                     f"{out} appeared while it was being made; choose another output path or give --force"
                 ) from error
-            raise UserError(f"{out}: {error.strerror}; choose another output path") from error
+            raise UserError(f"{out}: {error.strerror}; {ELSEWHERE}") from error
         # From here on the result stands, and whatever fails is no longer its fault.
         with suppress(OSError):
             if aside is not None:

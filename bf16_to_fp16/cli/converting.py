@@ -99,13 +99,6 @@ if TYPE_CHECKING:
     help="Such as 5GB; default: sharded like the source.",
 )
 @click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Processes that write shards at the same time; the bytes are the same.",
-)
-@click.option(
     "--push-to",
     metavar="REPO_ID",
     help="Publish the result without asking; OUT then defaults to the repository's name.",
@@ -141,7 +134,6 @@ def convert_command(
     margin: float | None,
     max_length: int | None,
     max_shard_size: int | None,
-    workers: int,
     push_to: str | None,
     adapter: Path | None,
     public: bool,
@@ -188,7 +180,6 @@ def convert_command(
         margin_bits=MARGIN_BITS if margin is None else margin,
         max_length=MAX_LENGTH if max_length is None else max_length,
         max_shard_size=max_shard_size,
-        workers=workers,
         seed=seed,
         sweep=sweep,
         device=device,

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
 from ..checkpoint.formats import read_json
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.naming import TOKENIZER_WITH_WEIGHTS
 from ..checkpoint.packing import (
-    FOLDER_LAYOUT,
-    LAYOUTS,
     check_out_file,
     metadata_of,
     pack,
@@ -101,7 +100,6 @@ def convert(
     margin_bits: float = MARGIN_BITS,
     max_length: int = MAX_LENGTH,
     max_shard_size: int | None = None,
-    workers: int = 1,
     seed: int = 0,
     sweep: bool = False,
     device: str | torch.device = "auto",
@@ -118,7 +116,7 @@ def convert(
     Raises UserError for input that cannot be used; ``out`` then does not exist.
     """
     options = Options(
-        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep, device,
+        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, seed, sweep, device,
         config=config, layout=layout,
     )  # fmt: skip
     place = Destination(Path(out), force=force, dry_run=dry_run)
@@ -225,7 +223,7 @@ def convert_to_file(
         spiece = folder / TOKENIZER_FILE
         inside = (TOKENIZER, spiece) if options.layout == "comfy" and needs_tokenizer(config, spiece) else None
         with progress.step(f"Packing it for --layout {options.layout}"):
-            pack(folder / WEIGHTS, file, LAYOUTS[options.layout], metadata_of(summary, back), inside)
+            pack(folder / WEIGHTS, file, LAYOUTS[options.layout].naming, metadata_of(summary, back), inside)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
     notes = for_the_tool(report, options.layout, drift, missing=needs_tokenizer(config) and inside is None)

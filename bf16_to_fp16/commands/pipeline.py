@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ..checkpoint.disk import check_free_space
 from ..checkpoint.folder import is_weights, records, write_json
 from ..checkpoint.formats import read_json
-from ..checkpoint.hub import check_free_space
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import contained, fetched, hub_files, own_name

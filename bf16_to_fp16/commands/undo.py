@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import carry_over, write_json
+from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packing import (
-    LAYOUTS,
     check_out_file,
     pack,
     put_file_in_place,
@@ -19,7 +19,7 @@ from ..checkpoint.packing import (
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.shards import WEIGHTS, Write
-from ..checkpoint.side_modules import write_back
+from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import write_fp16
@@ -61,7 +61,7 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
         check_written_files(folder, written.source_sha256)
         write_json(work / "config.json", config_before(checkpoint.config, origin))
         carry_over(folder, work, back=True)
-        write_back(folder, work, origin.side_dtypes)
+        write_in_fp16(folder, work, origin.side_dtypes)
     return out
 
 
@@ -102,7 +102,7 @@ def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path
         spiece = checkpoint.folder / TOKENIZER_FILE
         if as_file:
             tokenizer = (TOKENIZER, spiece) if spiece.is_file() else None
-            pack(work / WEIGHTS, work / "packed", LAYOUTS[inside.layout], {}, tokenizer)
+            pack(work / WEIGHTS, work / "packed", LAYOUTS[inside.layout].naming, {}, tokenizer)
             put_file_in_place(work / "packed", out, force=force)
         else:
             write_json(work / "config.json", config_before(checkpoint.config, inside.source))

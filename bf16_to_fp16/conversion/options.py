@@ -12,8 +12,8 @@ from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import TARGETS
 from ..bounds.tiers import TIERS
 from ..checkpoint.folder import MODULES
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.naming import WAN_MODELS
-from ..checkpoint.packing import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.reader import Checkpoint, own_name
 from ..checkpoint.side_modules import encoder_config
 from ..checkpoint.staging import check_out
@@ -53,7 +53,7 @@ class Options:
     source's, block by block, and the whole model is never in memory. plan: a
     report whose plan is replayed instead of observing. margin_bits: kept between what is observed and each limit.
     max_length: positions for which the certificate holds. max_shard_size: bytes, else sharded like the source.
-    workers: processes that write shards. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda,
+    sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda,
     cuda:N or mps. prove: hold every signal for every input where an exponent does it, whatever precision that costs.
     config: the config.json of a source that is one file of weights, else told from its tensors. layout: ``hf`` for a
     folder, or one of ``LAYOUTS`` for one file. variant: give the weights the names of the variant fp16 as well, as is
@@ -68,7 +68,6 @@ class Options:
     margin_bits: float = MARGIN_BITS
     max_length: int = MAX_LENGTH
     max_shard_size: int | None = None
-    workers: int = 1
     seed: int = 0
     sweep: bool = False
     device: str | torch.device = "auto"

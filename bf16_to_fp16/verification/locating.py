@@ -6,7 +6,8 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoint.hub import check_free_space, reading_from
+from ..checkpoint.disk import check_free_space
+from ..checkpoint.hub import reading_from
 from ..checkpoint.places import CONVERTED, local_folder
 from ..checkpoint.reader import contained, subfolder_of
 from ..environment import SCHEMA

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
 import pickle
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save, save_file
-from support.download_server import COMMIT
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
@@ -252,80 +248,65 @@ def test_pickles_in_other_containers_are_refused(folder: Path) -> None:
 
 # --- what is wrong ---------------------------------------------------------------------------------------------------
 
-METADATA = {"__metadata__": {"format": "pt"}}
+ENTRY = json.dumps({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}).encode()
 
-BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "too few"),
-    "half a length": (lambda f: (f / "model.safetensors").write_bytes(b"\x08\0\0"), "too few"),
+BAD_HEADERS: dict[str, tuple[object, int, str]] = {
+    "longer than its tensors": ({"a": entry(0, 8)}, 9, "longer than"),
+    "not JSON": (b"{'a': 1}", 0, "not valid JSON"),
+    "not UTF-8": (b'{"\xff": {}}', 0, "not valid JSON"),
+    "nested without end": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "not valid JSON"),
+    "a list": ([], 0, "not a JSON object"),
+    "duplicate tensor": (b'{"a":' + ENTRY + b',"a":' + ENTRY + b"}", 8, "comes twice"),
+    "no tensors": ({"__metadata__": {"format": "pt"}}, 0, "no tensors"),
+    "metadata of numbers": ({"__metadata__": {"a": 1}, "a": entry(0, 8)}, 8, "map of strings"),
+    "entry without shape": ({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8, "exactly"),
+    "entry that is a list": ({"a": [1]}, 8, "exactly"),
+    "unknown dtype": ({"a": entry(0, 8, "F31")}, 8, "unknown dtype"),
+    "dtype that is a number": ({"a": entry(0, 8, 32)}, 8, "unknown dtype"),
+    "negative size": ({"a": entry(0, 8, shape=[-1, -2])}, 8, "has the shape"),
+    "fractional size": ({"a": entry(0, 8, shape=[2.0])}, 8, "has the shape"),
+    "enormous size": ({"a": entry(0, 0, shape=[10**30, 0])}, 0, "has the shape"),
+    "shape against bytes": ({"a": entry(0, 8, shape=[3])}, 8, "needs 12 bytes"),
+    "offsets backwards": ({"a": entry(8, 0, shape=[2])}, 8, "has the offsets"),
+    "three offsets": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}}, 8, "has the offsets"),
+    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, 12, "overlaps"),
+    "hole": ({"a": entry(0, 8), "b": entry(12, 20)}, 20, "hole"),
+    "hole at the start": ({"a": entry(4, 12)}, 12, "hole"),
+    "data beyond the file": ({"a": entry(0, 1 << 40)}, 8, "cut short"),
+    "a name that is no text": (b'{"\\ud800":' + ENTRY + b"}", 8, "surrogates not allowed"),
+}
+"""Headers, as JSON or as bytes, the bytes of data behind them, and what is said of the file."""
+
+BAD_WEIGHTS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "too few"),
+    "half a length": (b"\x08\0\0", "too few"),
+    "length beyond the file": (b"\xff" * 64, "does not fit"),
+    "header of more than 8 MB": ((8_000_001).to_bytes(8, "little") + bytes(8_000_100), "longer than the 8000000"),
+    "int8 weights": (save({"a": torch.ones(2, dtype=torch.int8)}), "quantised"),
+    "fp8 weights": (save({"a": torch.ones(2).to(torch.float8_e4m3fn)}), "quantised"),
+}
+
+BAD_CONFIGS: dict[str, tuple[str, str]] = {
+    "empty config": ("", "not valid JSON"),
+    "config with NaN": ('{"layer_norm_epsilon": NaN}', "NaN is not JSON"),
+    "config with a key twice": ('{"d": 1, "d": 2}', "comes twice"),
+    "config that is a list": ("[]", "not a JSON object"),
+    "quantised config": ('{"quantization_config": {"load_in_8bit": true}}', "quantised"),
+    "code of its own": ('{"auto_map": {"AutoModel": "m.M"}}', "auto_map"),
+}
+
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut in the header": (lambda f: cut(f, 40), "does not fit"),
     "cut in the data": (lambda f: cut(f, -3), "cut short"),
-    "longer than its tensors": (lambda f: raw(f, {"a": entry(0, 8)}, bytes(9)), "longer than"),
-    "length beyond the file": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "does not fit"),
-    "header of more than 100 MB": (lambda f: sparse_header(f), "longer than the 8000000"),
-    "not JSON": (lambda f: raw(f, b"{'a': 1}"), "not valid JSON"),
-    "not UTF-8": (lambda f: raw(f, b'{"\xff": {}}'), "not valid JSON"),
-    "nested without end": (lambda f: raw(f, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "not valid JSON"),
-    "a list": (lambda f: raw(f, []), "not a JSON object"),
-    "duplicate tensor": (
-        lambda f: raw(
-            f,
-            b'{"a":' + json.dumps(entry(0, 8)).encode() + b',"a":' + json.dumps(entry(0, 8)).encode() + b"}",
-            bytes(8),
-        ),
-        "comes twice",
-    ),
-    "no tensors": (lambda f: raw(f, METADATA), "no tensors"),
-    "metadata of numbers": (lambda f: raw(f, {"__metadata__": {"a": 1}, "a": entry(0, 8)}, bytes(8)), "map of strings"),
-    "entry without shape": (lambda f: raw(f, {"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)), "exactly"),
-    "entry that is a list": (lambda f: raw(f, {"a": [1]}, bytes(8)), "exactly"),
-    "unknown dtype": (lambda f: raw(f, {"a": entry(0, 8, "F31")}, bytes(8)), "unknown dtype"),
-    "dtype that is a number": (lambda f: raw(f, {"a": entry(0, 8, 32)}, bytes(8)), "unknown dtype"),
-    "negative size": (lambda f: raw(f, {"a": entry(0, 8, shape=[-1, -2])}, bytes(8)), "has the shape"),
-    "fractional size": (lambda f: raw(f, {"a": entry(0, 8, shape=[2.0])}, bytes(8)), "has the shape"),
-    "enormous size": (lambda f: raw(f, {"a": entry(0, 0, shape=[10**30, 0])}), "has the shape"),
-    "shape against bytes": (lambda f: raw(f, {"a": entry(0, 8, shape=[3])}, bytes(8)), "needs 12 bytes"),
-    "offsets backwards": (lambda f: raw(f, {"a": entry(8, 0, shape=[2])}, bytes(8)), "has the offsets"),
-    "three offsets": (
-        lambda f: raw(f, {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}}, bytes(8)),
-        "has the offsets",
-    ),
-    "overlap": (lambda f: raw(f, {"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "overlaps"),
-    "hole": (lambda f: raw(f, {"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "hole"),
-    "hole at the start": (lambda f: raw(f, {"a": entry(4, 12)}, bytes(12)), "hole"),
-    "data beyond the file": (lambda f: raw(f, {"a": entry(0, 1 << 40)}, bytes(8)), "cut short"),
-    "a name that is no text": (
-        lambda f: raw(f, b'{"\\ud800":' + json.dumps(entry(0, 8)).encode() + b"}", bytes(8)),
-        "surrogates not allowed",
-    ),
-    "int8 weights": (lambda f: save_file({"a": torch.ones(2, dtype=torch.int8)}, f / "model.safetensors"), "quantised"),
-    "fp8 weights": (
-        lambda f: save_file({"a": torch.ones(2).to(torch.float8_e4m3fn)}, f / "model.safetensors"),
-        "quantised",
-    ),
-    "a folder in its place": (
-        lambda f: in_place(f / "model.safetensors", Path.mkdir),
-        "regular file",
-    ),
-    "a pipe in its place": (
-        lambda f: in_place(f / "model.safetensors", os.mkfifo),
-        "regular file",
-    ),
+    "a folder in its place": (lambda f: in_place(f / "model.safetensors", Path.mkdir), "regular file"),
+    "a pipe in its place": (lambda f: in_place(f / "model.safetensors", os.mkfifo), "regular file"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
     "weights of another format": (
         lambda f: os.rename(f / "model.safetensors", f / "tf_model.h5"),
         "it has tf_model.h5",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
-    "empty config": (lambda f: (f / "config.json").write_text(""), "not valid JSON"),
-    "config with NaN": (lambda f: (f / "config.json").write_text('{"layer_norm_epsilon": NaN}'), "NaN is not JSON"),
-    "config with a key twice": (lambda f: (f / "config.json").write_text('{"d": 1, "d": 2}'), "comes twice"),
-    "config that is a list": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
     "config that is a folder": (lambda f: in_place(f / "config.json", Path.mkdir), "regular file"),
-    "quantised config": (
-        lambda f: (f / "config.json").write_text('{"quantization_config": {"load_in_8bit": true}}'),
-        "quantised",
-    ),
-    "code of its own": (lambda f: (f / "config.json").write_text('{"auto_map": {"AutoModel": "m.M"}}'), "auto_map"),
     "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "merge_and_unload"),
 }
 
@@ -340,16 +321,20 @@ def in_place(file: Path, make: Callable[[Path], object]) -> None:
     make(file)
 
 
-def sparse_header(folder: Path) -> None:
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write((100_000_001).to_bytes(8, "little"))
-        file.truncate(100_000_100)
-
-
-@pytest.mark.parametrize("case", BAD_FILES)
+@pytest.mark.parametrize("case", [*BAD_HEADERS, *BAD_WEIGHTS, *BAD_CONFIGS, *BAD_FOLDERS])
 def test_a_damaged_checkpoint_is_refused_in_one_line_that_names_it(folder: Path, case: str) -> None:
-    damage, problem = BAD_FILES[case]
-    damage(folder)
+    if case in BAD_HEADERS:
+        header, count, problem = BAD_HEADERS[case]
+        raw(folder, header, bytes(count))
+    elif case in BAD_WEIGHTS:
+        data, problem = BAD_WEIGHTS[case]
+        (folder / "model.safetensors").write_bytes(data)
+    elif case in BAD_CONFIGS:
+        text, problem = BAD_CONFIGS[case]
+        (folder / "config.json").write_text(text)
+    else:
+        damage, problem = BAD_FOLDERS[case]
+        damage(folder)
     with pytest.raises(UserError, match=problem) as caught:
         open_checkpoint(folder)
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value) and "; " in str(caught.value)
@@ -408,82 +393,3 @@ def test_a_path_that_is_no_folder_is_named(tmp_path: Path, folder: Path) -> None
         open_checkpoint(tmp_path / "absent")
     with pytest.raises(UserError, match="is not a folder"):
         open_checkpoint(folder / "config.json")
-
-
-# --- Hub -------------------------------------------------------------------------------------------------------------
-
-OPEN_EACH = """
-import json, os, sys
-from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.errors import UserError
-for source in sys.argv[1:]:
-    try:
-        c = open_checkpoint(source)
-        files = [os.path.relpath(os.path.join(d, n), c.folder) for d, _, ns in os.walk(c.folder) for n in ns]
-        print(json.dumps([c.source, c.revision, sorted(c.tensors), c.read("w").tolist(), sorted(files)]))
-    except UserError as error:
-        print(error)
-"""
-
-
-def open_each(home: Path, endpoint: str, *sources: str) -> list[str]:
-    """Open sources in a process that knows the Hub under ``endpoint``, and return a line for each."""
-    root = str(Path(__file__).parents[2])
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": root}
-    command = [sys.executable, "-c", OPEN_EACH, *sources]
-    done = subprocess.run(command, env=environment, cwd=home, check=True, capture_output=True, text=True, timeout=120)
-    return done.stdout.splitlines()
-
-
-def test_a_hub_id_is_fetched_without_weights_that_stock_code_would_not_read(
-    hub: http.server.ThreadingHTTPServer, tmp_path: Path
-) -> None:
-    repo = {
-        "config.json": json.dumps(CONFIG).encode(),
-        "modules.json": json.dumps([{"path": ""}, {"path": "2_Dense"}]).encode(),
-        "2_Dense/model.safetensors": b"x",
-        "README.md": b"card",
-        "spiece.model": b"x",
-        "model.safetensors": save({"w": torch.ones(2)}),
-        "model.fp16.safetensors": b"x",
-        "pytorch_model.bin": b"x",
-        "tf_model.h5": b"x",
-    }
-    hub.repo = repo  # type: ignore[attr-defined]
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
-    good, pinned, gated, absent, revision = open_each(
-        tmp_path, endpoint, "org/good", f"org/good@{COMMIT}", "org/gated", "org/none", "org/good@nope"
-    )
-    wanted = sorted(set(repo) - {"model.fp16.safetensors", "pytorch_model.bin", "tf_model.h5"})
-    assert json.loads(good) == ["org/good", COMMIT, ["w"], [1.0, 1.0], wanted]
-    assert json.loads(pinned) == [f"org/good@{COMMIT}", COMMIT, ["w"], [1.0, 1.0], wanted]
-    assert "org/gated is gated" in gated
-    assert "org/none is neither a folder here nor a repository" in absent
-    assert "org/good has no revision 'nope'" in revision
-
-
-def test_shards_and_pickles_of_a_hub_id_are_fetched_where_there_is_nothing_better(
-    hub: http.server.ThreadingHTTPServer, tmp_path: Path
-) -> None:
-    index = {"metadata": {}, "weight_map": {"w": "shard.safetensors"}}
-    config = json.dumps(CONFIG).encode()
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
-    hub.repo = {  # type: ignore[attr-defined]
-        "config.json": config,
-        "model.safetensors.index.json": json.dumps(index).encode(),
-        "shard.safetensors": save({"w": torch.ones(2)}),
-        "pytorch_model.bin": b"x",
-    }
-    files = json.loads(open_each(tmp_path, endpoint, "org/good")[0])[4]
-    assert files == ["config.json", "model.safetensors.index.json", "shard.safetensors"]
-    torch.save({"w": torch.ones(2)}, tmp_path / "pickle")
-    hub.repo = {"config.json": config, "pytorch_model.bin": (tmp_path / "pickle").read_bytes()}  # type: ignore[attr-defined]
-    other = tmp_path / "other"
-    other.mkdir()
-    assert json.loads(open_each(other, endpoint, "org/good")[0])[4] == ["config.json", "pytorch_model.bin"]
-
-
-def test_a_hub_id_without_network_is_one_line(tmp_path: Path) -> None:
-    (line,) = open_each(tmp_path, "http://127.0.0.1:9", "org/good")
-    assert "the Hub cannot be reached" in line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,6 +201,15 @@ def test_fp8_without_scales_is_taken_at_its_word_and_scales_by_block_are_refused
     name = "encoder.block.0.layer.0.SelfAttention.q.weight_scale"
     with pytest.raises(UserError, match="no scale that is known here"):
         open_checkpoint(tools.write(tmp_path / "blocks.safetensors", blocks | {name: torch.ones(3, 3)}))
+
+
+def test_a_disk_without_room_for_the_dequantised_copy_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tools.write(tmp_path / "fp8.safetensors", tools.in_fp8(tools.stored(encoder()), ending="scale_weight"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10))
+    with pytest.raises(UserError, match=r"copy needs [\d.]+ kB and the disk of temporary files has 10 B; .* TMPDIR"):
+        open_checkpoint(source)
 
 
 def test_the_config_is_told_from_names_and_shapes(t5: Path, umt5: Path) -> None:

@@ -19,9 +19,8 @@ from support import exhaustive, tiny
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, rescale, system, undo
 from bf16_to_fp16.auditing.fidelity import fidelity, outputs
 from bf16_to_fp16.auditing.regimes import audit_folder
-from bf16_to_fp16.checkpoint.pieces import TensorStats
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.checkpoint.writer import Written
+from bf16_to_fp16.checkpoint.writer import TensorStats, Written
 from bf16_to_fp16.commands.convert import Conversion, convert_by
 from bf16_to_fp16.conversion import measuring
 from bf16_to_fp16.conversion.options import Destination, Options, Provenance
