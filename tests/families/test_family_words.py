@@ -79,7 +79,8 @@ deviations, and of what sentence-transformers calls what its own modules are."""
 def paths_of(topology: Topology) -> Iterator[str]:
     """Yield the texts of a wiring record: paths, sites, config keys, an activation's name."""
     for value in astuple(topology):
-        yield from (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
+        values = value if isinstance(value, tuple) else (value,)
+        yield from (each for each in values if isinstance(each, str))
 
 
 def module_names() -> set[str]:
