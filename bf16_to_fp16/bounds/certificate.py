@@ -12,7 +12,7 @@ what a sublayer adds to the stream, and the head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -163,11 +163,11 @@ class _Walk(Findings):
             amax, square = self.rounded(amax + extra), square + extra_square
             length = a.rounded_length(length + extra_length, width)
             self.note(f"{ends.at}:add", "embedding" if ends.first_norm else "residual", amax)
-        if self.layout.projector is not None:
-            brought, brought_square = self.projected(self.layout.projector)
+        if self.layout.family.projector is not None:
+            brought, brought_square = self.projected(self.layout.family.projector)
             amax, square = torch.maximum(amax, brought), torch.maximum(square, brought_square)
             length = max(length, float(brought.norm()))
-            self.note(self.layout.projector.add, "residual", amax)
+            self.note(self.layout.family.projector.add, "residual", amax)
         if ends.first_norm:
             made, square = self.normalised(ends.first_norm, amax, square, min(float(amax.norm()), length))
             amax, length = made.bound, made.length
@@ -276,6 +276,19 @@ class _Walk(Findings):
         self.outputs[path] = (torch.maximum(made.bound, made.partial), expected)
         return made, expected
 
+    def linears(
+        self, fused: Sequence[int], *reads: tuple[str, str, tuple[NormOutput, Tensor]]
+    ) -> Iterator[tuple[LinearBound, Tensor]]:
+        """Yield what ``linear`` gives of each path, kind and source; fused: how many rows of one matrix each has, none
+        where they are matrices of their own."""
+        if not fused:
+            for path, kind, source in reads:
+                yield self.linear(path, kind, *source)
+            return
+        path, kind, source = reads[0]
+        made, expected = self.linear(path, kind, *source)
+        yield from zip(made.split(fused), expected.split(fused), strict=True)
+
     def project(self, path: str, weight: Tensor, made: Projection, entering: Tensor, square: Tensor) -> Tensor:
         """Record an output projection and return the mean squares of what it gives; entering, square: bounds and mean
         squares of its input."""
@@ -304,8 +317,9 @@ class _Walk(Findings):
         assert other is not None
         if w.block:
             other = self.summed(w, source, square)
-        query, query_square = self.linear(w.query, "query", source, square)
-        key, key_square = self.linear(w.key, "key", *other)
+        reads = (w.query, "query", (source, square)), (w.key, "key", other), (w.value, "value", other)
+        linears = self.linears(w.fused, *reads)
+        (query, query_square), (key, key_square) = next(linears), next(linears)
         if w.rotary and w.query_norm:
             normed = (w.query_norm, query, query_square, heads), (w.key_norm, key, key_square, kv_heads)
             self.turned_score(w, heads, *(self.head_norm(*each) for each in normed))
@@ -314,7 +328,7 @@ class _Walk(Findings):
         else:
             self.score(w, heads, query, key)
         del query, key
-        values, mean_square = self.linear(w.value, "value", *other)
+        values, mean_square = next(linears)
         keep = self.kept("attention")
         if keep != 1.0:
             site = f"{w.weights_dropout}:mul" if w.weights_dropout else f"{w.at}:mul#2"
@@ -346,10 +360,13 @@ class _Walk(Findings):
         number of heads."""
         a, scale = self.arithmetic, self.layout.score_scale(w)
         one, other = (rotated(made, heads, w.interleaved, a) for made, heads in (query, key))
-        for path, made in ((w.query, one), (w.key, other)):
+        turned_rows = {w.query: one.bound, w.key: other.bound}
+        if w.fused:
+            turned_rows = {w.query: torch.cat([one.bound, other.bound, torch.zeros(w.fused[2], dtype=torch.float64)])}
+        for path, most in turned_rows.items():
             # What moves a projection's channels moves the turned ones too.
             bound, square = self.outputs[path]
-            self.outputs[path] = (torch.maximum(bound, made.bound), square)
+            self.outputs[path] = (torch.maximum(bound, most), square)
         factors = self.rotation(w, one.bound, other.bound)
         self.scored(w, rotated_score_bounds(one, other, a, scale), scale, factors)
 
@@ -435,11 +452,8 @@ class _Walk(Findings):
     def neurons(self, w: FeedForward, source: NormOutput, square: Tensor) -> tuple[Projection, Tensor]:
         """Bound a feed-forward on a norm's output; return what its output projection gives, with its mean squares."""
         if w.gate:
-            gate, gate_square = self.linear(w.gate, "gate", source, square)
-            if w.fused:
-                (gate, other), (gate_square, other_square) = gate.halves(), gate_square.chunk(2)
-            else:
-                other, other_square = self.linear(w.linear, "neuron", source, square)
+            reads = (w.gate, "gate", (source, square)), (w.linear, "neuron", (source, square))
+            (gate, gate_square), (other, other_square) = self.linears(w.fused, *reads)
             self.activation(w, gate)
             gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"), self.spectra)
             neurons: Neurons = gated

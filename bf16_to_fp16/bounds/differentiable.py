@@ -239,7 +239,7 @@ class _Walk:
         amax = table.abs().amax(0) * self.layout.embedding_scale(ends)
         positions = self.weight(ends.positions) if ends.positions else None
         amax = amax if positions is None else amax + positions.abs().amax(0)
-        if (w := self.layout.projector) is not None:
+        if (w := self.layout.family.projector) is not None:
             brought, weight = self.norm(w.norm), self.weight(w.weight)
             assert weight is not None
             amax = torch.maximum(amax, rows_of(weight.mT, None, brought).partial)

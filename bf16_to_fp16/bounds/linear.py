@@ -8,6 +8,7 @@ largest entries, and maxima over a ball.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,18 +117,12 @@ class LinearBound:
         length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(torch.float32).tiny)
         return replace(self.matrix, rows=lengths / length)
 
-    def halves(self) -> tuple[LinearBound, LinearBound]:
-        """Return the linears that the first half of the rows and the second one are."""
-        middle = len(self.norms) // 2
-
-        def rows(part: slice) -> LinearBound:
-            # Without the weight's name, by which the whole of it would be read again.
-            matrix = Factored(self.matrix.weight[part], self.matrix.columns)
-            vectors = (self.norms, self.centre, self.error, self.bound, self.partial)
-            norms, centre, error, bound, partial = (x[part] for x in vectors)
-            return LinearBound(matrix, self.radius, norms, centre, error, bound, partial)
-
-        return rows(slice(0, middle)), rows(slice(middle, None))
+    def split(self, rows: Sequence[int]) -> list[LinearBound]:
+        """Return the linears that stand in one matrix, which have so many rows each."""
+        vectors = (self.norms, self.centre, self.error, self.bound, self.partial)
+        parts = zip(self.matrix.weight.split(rows), *(x.split(rows) for x in vectors), strict=True)
+        # Without the weight's name, by which the whole of it would be read again.
+        return [LinearBound(Factored(weight, self.matrix.columns), self.radius, *own) for weight, *own in parts]
 
 
 @dataclass(frozen=True)

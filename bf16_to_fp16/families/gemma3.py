@@ -170,5 +170,5 @@ GEMMA3_WITH_IMAGES = replace(
         "mm_tokens_per_image",
     ),
     tie_keys=("tie_word_embeddings", *TEXT.tie_keys),
-    projector=projector(),
+    brings=projector(),
 )

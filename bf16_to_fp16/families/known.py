@@ -25,7 +25,7 @@ from .roles import Roles, roles
 from .switch import SWITCH
 from .t5 import T5
 from .t5gemma import T5GEMMA
-from .types import Attention, Family, Projector, StockClass, family_inside
+from .types import Attention, Family, StockClass, family_inside
 from .umt5 import UMT5
 
 FAMILIES: tuple[Family, ...] = (
@@ -211,12 +211,6 @@ def padding_entry(config: Mapping[str, object]) -> int | None:
     """Return what a report says of ``spare_padding``: None where no row may be padded."""
     spare = spare_padding(config)
     return None if spare == math.inf else int(spare)
-
-
-def projector_of(family: Family | None) -> Projector | None:
-    """Return what brings another model's outputs into models of a family; None where nothing does."""
-    found = None if family is None or family.projector is None else family.projector.topology
-    return found if isinstance(found, Projector) else None
 
 
 def roles_of(family: Family | None) -> Roles:

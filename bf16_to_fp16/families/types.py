@@ -79,7 +79,7 @@ class Axis:
         return replace(self, others=others)
 
 
-def carried(axis: Axis | None) -> tuple[Axis, ...]:
+def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
     """Return what the elements of an axis carry, signal by signal."""
     return () if axis is None else (replace(axis, others=()), *axis.others)
 
@@ -614,8 +614,14 @@ class Family:
     """Further config keys that must say the same eps."""
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
     """Config keys of whether the embedding serves as head: every version of stock code goes by one of them."""
-    projector: Part | None = None
+    brings: Part | None = None
     """What brings another model's outputs into the first stack, None where nothing does."""
+
+    @property
+    def projector(self) -> Projector | None:
+        """What brings another model's outputs into the first stack, None where nothing does."""
+        topology = self.brings and self.brings.topology
+        return topology if isinstance(topology, Projector) else None
 
     @property
     def eps_keys(self) -> tuple[str, ...]:

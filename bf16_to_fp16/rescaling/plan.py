@@ -19,7 +19,7 @@ from ..checkpoint.shards import LARGEST_EXPONENT
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
 from ..families.spread import all_carry, channels_along, spread_out
-from ..families.types import RESIDUAL, Kind
+from ..families.types import RESIDUAL, Axis, Kind, carried_by
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
 """An exponent of a plan; an element carries three at most, which the writer then can apply."""
@@ -119,25 +119,22 @@ class Exponents:
 
 def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tensor]:
     """Return for each axis of a tensor the exponents that it carries: one number, or an int32 number per channel."""
-    found: list[int | torch.Tensor] = []
-    for axis, size in zip(tensor.axes, tensor.shape, strict=True):
-        if axis is None:
-            found.append(0)
-            continue
+
+    def carried(axis: Axis, size: int) -> int | torch.Tensor:
         exponent = plan.exponent(axis.signal)
-        if isinstance(exponent, int):
-            if all_carry(axis.spread):
-                found.append(axis.sign * exponent)
-                continue
-            exponent = [exponent] * channels_along(size, axis.spread)
+        if isinstance(exponent, int) and all_carry(axis.spread):
+            return axis.sign * exponent
         channels = channels_along(size, axis.spread)
+        exponent = [exponent] * channels if isinstance(exponent, int) else exponent
         if len(exponent) != channels:
             raise UserError(
                 f"the plan has {len(exponent)} exponents for {axis.signal}, but {tensor.name} has {channels} channels;"
                 " use the plan of this very checkpoint"
             )
-        found.append(axis.sign * spread_out(torch.tensor(exponent, dtype=torch.int32), axis.spread))
-    return found
+        return axis.sign * spread_out(torch.tensor(exponent, dtype=torch.int32), axis.spread)
+
+    sizes = zip(tensor.axes, tensor.shape, strict=True)
+    return [sum((carried(each, size) for each in carried_by(axis)), 0) for axis, size in sizes]
 
 
 def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:

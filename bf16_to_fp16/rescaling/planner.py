@@ -33,7 +33,7 @@ from ..bounds.certificate import SQUARING
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from ..families.spread import shared, spread_out
-from ..families.types import RESIDUAL, Kind, ObservationPoint, Sign, Spread
+from ..families.types import RESIDUAL, Axis, Kind, ObservationPoint, Sign, carried_by
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
@@ -205,8 +205,8 @@ class _Costs:
         self.gate_limit = GELU_CUBE_BACKWARD_LIMIT if target == "train" and cubes else math.inf
         self.elements = sum(math.prod(t.shape) for t in layout.tensors.values())
         self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
-        self.tables: dict[tuple[str, int], LossTable] = {}
-        self.energies: dict[tuple[str, int], torch.Tensor] = {}
+        self.tables: dict[tuple[str, int, str], LossTable] = {}
+        self.energies: dict[tuple[str, int, str], torch.Tensor] = {}
         self.gains: dict[str, torch.Tensor] = {}
         self.magnitudes: dict[str, list[tuple[float, Sign, bool]]] = {}
         self.solved: dict[str, dict[int, Solution]] = {}
@@ -214,14 +214,14 @@ class _Costs:
         self.stream = RESIDUAL
         self.decided: dict[str, int] = {}
         self.advance: Advance | None = None
-        self.looked_at: set[tuple[str, int]] = set()
+        self.looked_at: set[tuple[str, int, str]] = set()
         self.chosen: dict[str, torch.Tensor] = {}
         self.fallbacks: dict[str, Fallback] = {}
-        self.touched: dict[str, list[tuple[ResolvedTensor, int, Sign]]] = {name: [] for name in layout.signals}
+        self.touched: dict[str, list[tuple[ResolvedTensor, int, Axis]]] = {name: [] for name in layout.signals}
         for tensor in layout.tensors.values():
-            for axis, carried in enumerate(tensor.axes):
-                if carried is not None:
-                    self.touched[carried.signal].append((tensor, axis, carried.sign))
+            for place, axis in enumerate(tensor.axes):
+                for carried in carried_by(axis):
+                    self.touched[carried.signal].append((tensor, place, carried))
 
     # -- what is known ----------------------------------------------------------------------------------------------
 
@@ -234,58 +234,56 @@ class _Costs:
         """Return the bound at one observation point, None without a certificate."""
         return None if self.bounds is None else at_point(self.bounds, point)
 
-    def table(self, tensor: ResolvedTensor, axis: int) -> LossTable:
-        """Return the tensor's loss table along ``axis``, with the vector exponents chosen for its other axis
-        applied."""
-        key = (tensor.name, axis)
+    def table(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> LossTable:
+        """Return the loss table of what a tensor carries along ``axis``, with the vector exponents chosen for its other
+        axis applied."""
+        key = (tensor.name, axis, carried.signal)
         if key not in self.tables:
             weight = self.weights(tensor.name)
             if tensor.offset:
                 self.tables[key] = offset_loss_table(weight, tensor.offset)
             else:
-                made = loss_table(weight, axis, self.shift(tensor, axis))
-                self.tables[key] = of_channels(made, spread_of(tensor, axis))
+                self.tables[key] = of_channels(loss_table(weight, axis, self.shift(tensor, axis)), carried.spread)
             self.energies[key] = self.tables[key].energy
             self.looked_at.add(key)
             if self.advance is not None:
                 self.advance(len(self.looked_at), sum(map(len, self.touched.values())))
         return self.tables[key]
 
-    def energy(self, tensor: ResolvedTensor, axis: int) -> torch.Tensor:
+    def energy(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> torch.Tensor:
         """Return the energy of the tensor's loss table, without making one."""
-        key = (tensor.name, axis)
+        key = (tensor.name, axis, carried.signal)
         if key not in self.energies:
-            found = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
-            self.energies[key] = shared(found, spread_of(tensor, axis)).sum(1)
+            energy = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
+            self.energies[key] = shared(energy, carried.spread).sum(1)
         return self.energies[key]
 
     def shift(self, tensor: ResolvedTensor, axis: int) -> torch.Tensor | None:
         """Return the vector exponents chosen for a tensor's other axis, None where none are."""
-        other = tensor.axes[1 - axis] if len(tensor.axes) == 2 else None
-        exponents = self.chosen.get(other.signal) if other else None
-        return spread_out(exponents * other.sign, other.spread) if other and exponents is not None else None
+        others = carried_by(tensor.axes[1 - axis]) if len(tensor.axes) == 2 else ()
+        shifts = [spread_out(self.chosen[c.signal] * c.sign, c.spread) for c in others if c.signal in self.chosen]
+        return torch.stack(shifts).sum(0, dtype=torch.int32) if shifts else None
 
     def release(self, signal: ResolvedSignal) -> None:
         """Free the tables of a signal's weights, which take far more memory than what was found with them."""
         for tensor, axis, _ in self.touched[signal.name]:
-            self.tables.pop((tensor.name, axis), None)
+            self.tables.pop((tensor.name, axis, signal.name), None)
 
     def forget(self, tensor: ResolvedTensor, axis: int) -> None:
         """Drop what is known of a tensor along an axis, since its other axis has been scaled."""
-        self.tables.pop((tensor.name, axis), None)
-        self.energies.pop((tensor.name, axis), None)
-        carried = tensor.axes[axis] if axis < len(tensor.axes) else None
-        if carried is not None:
+        for carried in carried_by(tensor.axes[axis]) if axis < len(tensor.axes) else ():
+            self.tables.pop((tensor.name, axis, carried.signal), None)
+            self.energies.pop((tensor.name, axis, carried.signal), None)
             self.solved.pop(carried.signal, None)
 
     def offset(self, tensor: ResolvedTensor, axis: int, r: int) -> int:
         """Return the residual exponent's part in a tensor's exponent on the axes other than ``axis``."""
-        others = (c for place, c in enumerate(tensor.axes) if c and place != axis)
+        others = (c for place, of in enumerate(tensor.axes) if place != axis for c in carried_by(of))
         return sum(c.sign * r for c in others if self.layout.signals[c.signal].kind is Kind.RESIDUAL)
 
     def stream_of(self, signal: ResolvedSignal) -> str:
         """Return the residual stream whose exponent scales a signal's weights too; the first one where none does."""
-        carried = {c.signal for tensor, *_ in self.touched[signal.name] for c in tensor.axes if c}
+        carried = {c.signal for tensor, *_ in self.touched[signal.name] for c in tensor.carries}
         return next((stream for stream in self.layout.streams if stream in carried), self.layout.streams[0])
 
     def of_stream(self) -> list[ResolvedSignal]:
@@ -295,7 +293,7 @@ class _Costs:
 
     def carries(self, signal: ResolvedSignal) -> bool:
         """Return whether the present stream's exponent scales a signal's weights too."""
-        return any(c is not None and c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.axes)
+        return any(c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.carries)
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
         """Return each channel's share in what the signal contributes: float64 [channels], sum 1.
@@ -307,12 +305,12 @@ class _Costs:
         squares = [r.mean_square.double() for s in signal.seen if (r := self.seen(s)) is not None]
         if not squares:
             return ones / signal.size
-        readers = [(t, a) for t, a, sign in self.touched[signal.name] if a == 1 and sign < 0]
+        readers = [(t, a, c) for t, a, c in self.touched[signal.name] if a == 1 and c.sign < 0]
         if signal.kind is Kind.QUERY_KEY:
             return as_shares(torch.stack(squares).prod(0))
         if not readers:
             return as_shares(squares[-1])
-        return as_shares(sum((as_shares(squares[-1] * self.energy(t, a)) for t, a in readers), 0 * ones))
+        return as_shares(sum((as_shares(squares[-1] * self.energy(*of)) for of in readers), 0 * ones))
 
     # -- what an exponent costs -------------------------------------------------------------------------------------
 
@@ -324,14 +322,14 @@ class _Costs:
         """Yield ``channel_costs`` for each residual exponent, each weight's cost worked out once for all of them."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         own = RESTRAINT / signal.size * exponents.abs().double().expand(signal.size, -1)
-        tables = [(self.table(tensor, axis), tensor, axis, sign) for tensor, axis, sign in self.touched[signal.name]]
+        tables = [(self.table(*of), *of) for of in self.touched[signal.name]]
         share = self.importance(signal)[:, None]
         weights = []
-        for table, tensor, axis, sign in tables:
+        for table, tensor, axis, carried in tables:
             offsets = [self.offset(tensor, axis, r) for r in tried]
             least = min(offsets) - CHANNEL_RANGE
             every = torch.arange(least, max(offsets) + CHANNEL_RANGE + 1)
-            weights.append((self.weight_cost(table, every, share), sign * exponents - least, offsets))
+            weights.append((self.weight_cost(table, every, share), carried.sign * exponents - least, offsets))
         for point in signal.seen:
             observed = self.seen(point)
             if observed is not None:
@@ -404,10 +402,10 @@ class _Costs:
                 cost += float((share[:, None] * signal_noise(observed.mean_square, torch.tensor([e]))).sum())
                 length = self.stream_norm(self.ranges, point.module) * 2.0**e
                 cost += EXCESS * float(excess_bits(length, self.norm_limit(self.margin_bits)))
-        for tensor, axis, sign in self.touched[self.stream]:
-            if all(c is None or c.signal == self.stream for c in tensor.axes):
-                table = self.table(tensor, axis).total()
-                cost += float(self.weight_cost(table, sign * at, torch.ones(1, 1)).sum())
+        for tensor, axis, carried in self.touched[self.stream]:
+            if all(c.signal == self.stream for c in tensor.carries):
+                table = self.table(tensor, axis, carried).total()
+                cost += float(self.weight_cost(table, carried.sign * at, torch.ones(1, 1)).sum())
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r, corrected=True)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
@@ -415,10 +413,10 @@ class _Costs:
         for; own: and those that have channels, as if these stayed at 0."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
-                (float(self.weights(tensor.name).abs().amax()), sign, has_own)
-                for tensor, _, sign in self.touched[self.stream]
-                if not (has_own := bool({self.layout.signals[c.signal].kind for c in tensor.axes if c} & set(SOLVED)))
-                or sign < 0
+                (float(self.weights(tensor.name).abs().amax()), carried.sign, has_own)
+                for tensor, _, carried in self.touched[self.stream]
+                if not (has_own := any(self.layout.signals[c.signal].kind in SOLVED for c in tensor.carries))
+                or carried.sign < 0
             ]
         return sum(
             max(0.0, math.log2(amax * 2.0 ** (sign * r) / FP16_MAX))
@@ -479,10 +477,10 @@ class _Costs:
         """Return the sum over the norms whose stored gains only r moves of the squared relative error of rounding
         them."""
         total = 0.0
-        for tensor, axis, sign in self.touched[self.stream]:
+        for tensor, axis, carried in self.touched[self.stream]:
             if tensor.offset:
-                table = self.table(tensor, axis).total()
-                total += float(table.at(torch.tensor([sign * r]))[1].double().sum() / table.energy.sum())
+                table = self.table(tensor, axis, carried).total()
+                total += float(table.at(torch.tensor([carried.sign * r]))[1].double().sum() / table.energy.sum())
         return total
 
     def norms(self) -> list[str]:
@@ -656,11 +654,11 @@ class _PlanSearch(_Costs):
     def resettle_writers(self, norm: ResolvedSignal) -> None:
         """Solve again the channels that the readers of a moved norm write, since their tables have changed."""
         for tensor, *_ in list(self.touched[norm.name]):
-            written = tensor.axes[0]
-            if len(tensor.axes) == 2 and written is not None and written.signal in self.chosen:
-                self.forget(tensor, 0)
-                signal = self.layout.signals[written.signal]
-                self.settle(signal, self.exponent_for(signal))
+            for written in carried_by(tensor.axes[0]) if len(tensor.axes) == 2 else ():
+                if written.signal in self.chosen:
+                    self.forget(tensor, 0)
+                    signal = self.layout.signals[written.signal]
+                    self.settle(signal, self.exponent_for(signal))
 
     # -- what cannot be held ----------------------------------------------------------------------------------------
 
@@ -695,12 +693,6 @@ def at_point(ranges: Mapping[str, ModuleRange], point: ObservationPoint) -> Chan
         return found
     amax, square = (shared(x, point.spread) for x in (found.amax, found.mean_square))
     return ChannelRange(amax.amax(1), square.mean(1), found.rows)
-
-
-def spread_of(tensor: ResolvedTensor, axis: int) -> Spread:
-    """Return how the elements of a tensor along an axis share channels."""
-    carried = tensor.axes[axis]
-    return () if carried is None else carried.spread
 
 
 def excess_bits(amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:

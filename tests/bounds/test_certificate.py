@@ -96,7 +96,7 @@ def test_no_model_input_passes_a_bound_and_every_audited_site_has_one(kind: str)
     for regime, served_model in (("half", half), ("amp", copy.deepcopy(half).float()), ("stock", half)):
         attentions = attentions_of(type(model).__name__, ATTENTIONS)
         for site in audit_model(served_model, inputs, regime=regime, attention=attentions).sites:
-            if layout.projector is not None and is_inside(site.name, layout.projector.tower):
+            if layout.family.projector is not None and is_inside(site.name, layout.family.projector.tower):
                 continue  # of which nothing is said
             if site.dtype == "float16" and site.limit is not None and "constant" not in site.name:
                 limit = certificate.at(site.name)

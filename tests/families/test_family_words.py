@@ -87,7 +87,9 @@ def module_names() -> set[str]:
     """Return every part of a tensor's or a module's path in any family."""
     paths = set()
     for layout in map(layout_of, map(tiny.build, tiny.KINDS)):
-        inside = (f"{layout.projector.tower}.",) if layout.projector else ()  # another model, which has no family
+        inside = (
+            (f"{layout.family.projector.tower}.",) if layout.family.projector else ()
+        )  # another model, which has no family
         paths |= {name for name in (*layout.tensors, *layout.dropped) if not name.startswith(inside)}
         paths |= {text.partition(":")[0] for record in layout.topology for text in paths_of(record) if "." in text}
     for family in FAMILIES:
