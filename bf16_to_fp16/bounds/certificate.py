@@ -421,7 +421,11 @@ class _Walk(Findings):
         biased = self.rounded(scaled + offset)
         self.note(w.joining, "scores", biased)
         if not w.radius:  # whose mask is −inf
-            self.note(f"{w.at}:masked", "masked scores", masked_span(span, scaled, bias, self.arithmetic))
+            self.note(
+                f"{w.at}:masked",
+                "masked scores",
+                masked_span(span, scaled, None if bias is None else bias.double(), self.arithmetic),
+            )
         self.note(f"{w.at}:softmax", "weights", 1.0)
         product = torch.maximum(made.product, made.partial)
         self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)))

@@ -147,7 +147,7 @@ class GatedNeurons(Neurons):
         cosines = unit @ unit.t()
 
         def largest_sum(values: Tensor) -> Tensor:
-            return torch.minimum(knapsack(values, caps, self.budget), matrix_vector(values, caps))
+            return torch.minimum(knapsack(values, caps.double(), self.budget), matrix_vector(values, caps))
 
         best = []
         for part in chunks(out):

@@ -205,8 +205,8 @@ class _Costs:
         self.gate_limit = GELU_CUBE_BACKWARD_LIMIT if target == "train" and cubes else math.inf
         self.elements = sum(math.prod(t.shape) for t in layout.tensors.values())
         self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
-        self.tables: dict[tuple[str, int, str], LossTable] = {}
-        self.energies: dict[tuple[str, int, str], torch.Tensor] = {}
+        self.tables: dict[tuple[str, int, Axis], LossTable] = {}
+        self.energies: dict[tuple[str, int, Axis], torch.Tensor] = {}
         self.gains: dict[str, torch.Tensor] = {}
         self.magnitudes: dict[str, list[tuple[float, Sign, bool]]] = {}
         self.solved: dict[str, dict[int, Solution]] = {}
@@ -214,7 +214,7 @@ class _Costs:
         self.stream = RESIDUAL
         self.decided: dict[str, int] = {}
         self.advance: Advance | None = None
-        self.looked_at: set[tuple[str, int, str]] = set()
+        self.looked_at: set[tuple[str, int, Axis]] = set()
         self.chosen: dict[str, torch.Tensor] = {}
         self.fallbacks: dict[str, Fallback] = {}
         self.touched: dict[str, list[tuple[ResolvedTensor, int, Axis]]] = {name: [] for name in layout.signals}
@@ -237,7 +237,7 @@ class _Costs:
     def table(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> LossTable:
         """Return the loss table of what a tensor carries along ``axis``, with the vector exponents chosen for its other
         axis applied."""
-        key = (tensor.name, axis, carried.signal)
+        key = (tensor.name, axis, carried)
         if key not in self.tables:
             weight = self.weights(tensor.name)
             if tensor.offset:
@@ -252,7 +252,7 @@ class _Costs:
 
     def energy(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> torch.Tensor:
         """Return the energy of the tensor's loss table, without making one."""
-        key = (tensor.name, axis, carried.signal)
+        key = (tensor.name, axis, carried)
         if key not in self.energies:
             energy = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
             self.energies[key] = shared(energy, carried.spread).sum(1)
@@ -266,14 +266,14 @@ class _Costs:
 
     def release(self, signal: ResolvedSignal) -> None:
         """Free the tables of a signal's weights, which take far more memory than what was found with them."""
-        for tensor, axis, _ in self.touched[signal.name]:
-            self.tables.pop((tensor.name, axis, signal.name), None)
+        for tensor, axis, carried in self.touched[signal.name]:
+            self.tables.pop((tensor.name, axis, carried), None)
 
     def forget(self, tensor: ResolvedTensor, axis: int) -> None:
         """Drop what is known of a tensor along an axis, since its other axis has been scaled."""
         for carried in carried_by(tensor.axes[axis]) if axis < len(tensor.axes) else ():
-            self.tables.pop((tensor.name, axis, carried.signal), None)
-            self.energies.pop((tensor.name, axis, carried.signal), None)
+            self.tables.pop((tensor.name, axis, carried), None)
+            self.energies.pop((tensor.name, axis, carried), None)
             self.solved.pop(carried.signal, None)
 
     def offset(self, tensor: ResolvedTensor, axis: int, r: int) -> int:

@@ -21,11 +21,11 @@ from bf16_to_fp16.rescaling.weights import ModelTensors
 NEURON = "model.layers.0.mlp.neuron"
 
 
-def test_halves_of_a_linear_are_the_linears_of_the_halves() -> None:
+def test_rows_of_a_linear_are_linears() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, gain = torch.randn(14, 6, generator=generator), torch.rand(6, generator=generator).double()
     source = rms_normalised(gain, Arithmetic())
-    found = bound_linear(source, weight, None, Arithmetic(), "name").halves()
+    found = bound_linear(source, weight, None, Arithmetic(), "name").split((7, 7))
     for half, rows in zip(found, weight.chunk(2), strict=True):
         alone = bound_linear(source, rows, None, Arithmetic())
         assert torch.equal(half.bound, alone.bound) and torch.equal(half.norms, alone.norms)
