@@ -70,18 +70,14 @@ from .spectral import Spectra
 SQUARING = ("norm-safe", "fp16-accumulate")
 """Targets for which norms square the residual stream in fp16."""
 
-
 TARGETS = ("half", *SQUARING, "train")
 """What weights can be bounded, and planned, for."""
-
 
 REFINED_ROWS = 4
 """Rows of one feed-forward output that get an eigenvalue of their own."""
 
-
 OPERATIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
 """The operation that computes an activation, where it has another name."""
-
 
 FP16_OVERFLOW = 65520.0
 """Values from here on are inf in fp16."""

@@ -41,14 +41,11 @@ LOWEST = {
 }
 """How far below zero an activation goes, rounded up; all are x·Φ(x) with 0 ≤ Φ ≤ 1."""
 
-
 STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.13, "silu": 1.1, "swish": 1.1}
 """Largest derivative of an activation, rounded up."""
 
-
 HEAVIEST = 8
 """Neurons behind a gate that get an eigenvalue together, for every row of the output."""
-
 
 WORTH_REFINING = 2.0**0.25
 """How far a row must stand out for its own eigenvalue: the largest bound can fall by less than this otherwise."""

@@ -27,7 +27,6 @@ from .arithmetic import UNIT, Arithmetic, Bound, largest
 HOPELESS = 2.0**62
 """Weights this large cannot be planned for: an element has three exponents of 24 at most, and squares overflow fp32."""
 
-
 CARRYING = {
     "to",
     "clone",

@@ -57,7 +57,6 @@ def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
 FINAL = "layernorm_embedding"
 FINAL_NORM = f"{BODY}.decoder.{FINAL}"
 
-
 BIGBIRD_PEGASUS = replace(
     PEGASUS,
     name="bigbird_pegasus",

@@ -29,7 +29,6 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
 OTHERS = ("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 """Config keys of Gemma 2 that Gemma has not."""
 
-
 GEMMA = replace(
     GEMMA2,
     name="gemma",

@@ -145,13 +145,11 @@ def projector() -> Part:
 INSIDE = f"{BODY}.language_model"
 """Where the stack stands in a model with images."""
 
-
 TEXT = keys_inside(
     replace(GEMMA3, **heads(STYLE, body=INSIDE, cap=CAP)),
     "text_config",
 )
 """Gemma 3's text model under the keys of a config with images."""
-
 
 GEMMA3_WITH_IMAGES = replace(
     TEXT,

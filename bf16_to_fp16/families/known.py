@@ -50,18 +50,15 @@ FAMILIES: tuple[Family, ...] = (
 )
 """Every supported family."""
 
-
 _OWN_POSITIONS = (
     "stock code makes the positions that are added to its stream by itself, so that no file can scale them; in fp32 or"
     " bf16 it runs as trained"
 )
 
-
 _POST_NORM = (
     "a norm behind each add keeps its stream small, so that scaling the stream gains nothing; where its fp16 breaks is"
     " inside a sublayer, which `audit` names, and that can run in fp32"
 )
-
 
 REFUSED: Mapping[str, str] = {
     "m2m_100": _OWN_POSITIONS,

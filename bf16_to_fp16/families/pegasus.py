@@ -114,7 +114,6 @@ FINAL_NORM = f"{BODY}.decoder.layer_norm"
 HEAD = head(f"{BODY}.shared.weight")
 LOGITS_BIAS = Tensor("final_logits_bias", ("one", "vocab"), (None, None), absent="stock code takes zeros")
 
-
 PEGASUS = Family(
     name="pegasus",
     title="Pegasus",

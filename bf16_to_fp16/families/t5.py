@@ -160,7 +160,6 @@ TOKEN_CLASSIFIER = head_of(
 
 SPANS = head_of(DECODER_NORM, Head("qa_outputs", (head_linear("qa_outputs"),)), "labels")
 
-
 ENCODER_OUTPUT = states(ENCODER_NORM)
 STATES = ("last_hidden_state",)
 
@@ -192,7 +191,6 @@ SIZES = {
     "labels": ("id2label",),
 }
 
-
 DEFAULTS = {
     "num_decoder_layers": SameAs("num_layers"),
     "relative_attention_num_buckets": 32,
@@ -204,10 +202,8 @@ DEFAULTS = {
     "num_labels": 2,
 }
 
-
 # Scores are not scaled: queries begin smaller by 1/√d_kv instead.
 QUERIES, INPUTS = Deviation(("model", "head")), Deviation(("model",))
-
 
 T5 = Family(
     name="t5",

@@ -42,14 +42,11 @@ class Kind(StrEnum):
 RESIDUAL = "residual"
 """Name of the residual signal, of the encoder's where stacks have one each."""
 
-
 Sign = Literal[1, -1]
 """How a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides."""
 
-
 Side = Literal["input", "output"]
 """Side of a module."""
-
 
 Spread = tuple[int, ...]
 """How the elements of an axis share the channels of a signal: factors of the axis, outermost first, of which every

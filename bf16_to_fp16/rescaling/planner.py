@@ -43,63 +43,48 @@ from .rounding_loss import LossTable, channel_energy, loss_table, of_channels, o
 MARGIN_BITS = 1.25
 """How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
 
-
 PROOF_MARGIN_BITS = 1 / 32
 """What a bound of the unscaled weights keeps to its limit, for rounding them to fp16 afterwards."""
-
 
 TRAIN_MARGIN_BITS = 2.0
 """Further bits that the target ``train`` keeps: for weights that move, and gradients that flow back."""
 
-
 CHANNEL_RANGE = 24
 """Channel exponents are searched from −24 to 24."""
-
 
 RESIDUAL_RANGE = 24
 """Residual exponents are searched from −24 to 24."""
 
-
 ROUNDING = 2.0**-24
 """Scale of one unavoidable fp16 rounding, (2⁻¹¹)²/4, in relative squared error; costs well under it do not matter."""
 
-
 EXCESS = 1e6
 """Cost of one bit over a hard limit: more than any precision, so that limits come first."""
-
 
 UNWRITABLE = 1e12
 """Cost of one bit by which a weight passes 65504: more than any signal's excess, since such a plan cannot be written,
 and an unsafe one can."""
 
-
 PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS
 """What a bound must stay under after scaling."""
-
 
 RESTRAINT = ROUNDING * 2.0**-10
 """What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
 
-
 PROOF_WORTH = ROUNDING / 4
 """Predicted error that a proof of one site may cost; with four sites for each norm, as much as one rounding there."""
-
 
 PROOF_FIRST = 1.0
 """The same where a proof is what was asked for: all that there is to lose."""
 
-
 LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 """A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
-
 
 INDIFFERENCE = ROUNDING / 4
 """Residual exponents whose costs differ by less are as good as each other; the one nearest 0 is taken."""
 
-
 OF_STREAM = (Kind.VALUE, Kind.NEURON)
 """Signals whose channels are solved for each exponent of the stream."""
-
 
 SOLVED = (*OF_STREAM, Kind.QUERY_KEY)
 """Signals that have an exponent for each channel wherever that costs less."""
