@@ -314,7 +314,9 @@ class _Costs:
             offsets = [self.offset(tensor, axis, r) for r in tried]
             least = min(offsets) - CHANNEL_RANGE
             every = torch.arange(least, max(offsets) + CHANNEL_RANGE + 1)
-            weights.append((self.weight_cost(table, every, share), carried.sign * exponents - least, offsets))
+            cost = self.weight_cost(table, every, share)
+            cost = cost + UNWRITABLE * excess_bits(table.amax[:, None] * 2.0 ** every.double(), FP16_MAX)
+            weights.append((cost, carried.sign * exponents - least, offsets))
         for point in signal.seen:
             observed = self.seen(point)
             if observed is not None:
@@ -362,13 +364,13 @@ class _Costs:
 
     def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """Return the cost of a weight's channels at ``exponents``: error energy by share, inexact elements, excess
-        over the limit and over 65504."""
+        over the limit."""
         lossy, error = table.at(exponents)
         energy = table.energy[:, None].clamp(min=1e-300)
         cost = share * (error.double() / energy).clamp(max=1.0)
         cost = cost + self.lossy_price * lossy.double()
         amax = table.amax[:, None] * 2.0 ** exponents.double()
-        return cost + EXCESS * excess_bits(amax, self.limit) + UNWRITABLE * excess_bits(amax, FP16_MAX)
+        return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
         """Return what depends on r alone: the stream's own limits and noise, the weights that only it scales, the
