@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..checkpoint.shards import LARGEST_EXPONENT
 from ..errors import UserError
@@ -62,12 +62,6 @@ class Plan(BaseModel):
     gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     drift: Drift | None = None
     margin_bits: float | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_notes(cls, given: Any) -> Any:
-        # Reports once had a list of notes in the plan, always empty.
-        return {key: value for key, value in given.items() if key != "notes"} if isinstance(given, Mapping) else given
 
     @property
     def drifts_by(self) -> str:

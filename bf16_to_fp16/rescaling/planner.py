@@ -210,14 +210,14 @@ class _Costs:
 
     # -- what is known ----------------------------------------------------------------------------------------------
 
-    def seen(self, point: ObservationPoint) -> ChannelRange | None:
-        """Return the range of the channels at one observation point, None where the module was not observed (an
-        encoder-only run, a shared module)."""
-        return at_point(self.ranges, point)
+    def seen(self, signal: ResolvedSignal) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
+        """Yield the points where a signal was observed, with the range of its channels; no others, as where a stack was
+        not run or a module is shared."""
+        return known_points(self.ranges, signal)
 
-    def possible(self, point: ObservationPoint) -> ChannelRange | None:
-        """Return the bound at one observation point, None without a certificate."""
-        return None if self.bounds is None else at_point(self.bounds, point)
+    def possible(self, signal: ResolvedSignal) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
+        """Yield the points where a signal has a bound, with that of its channels; none without a certificate."""
+        return known_points(self.bounds or {}, signal)
 
     def table(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> LossTable:
         """Return the loss table of what a tensor carries along ``axis``, with the vector exponents chosen for its other
@@ -287,7 +287,7 @@ class _Costs:
         mean squares. Both are invariant under the channel's own exponent.
         """
         ones = torch.ones(signal.size, dtype=torch.float64)
-        squares = [r.mean_square.double() for s in signal.seen if (r := self.seen(s)) is not None]
+        squares = [observed.mean_square.double() for _, observed in self.seen(signal)]
         if not squares:
             return ones / signal.size
         readers = [(t, a, c) for t, a, c in self.touched[signal.name] if a == 1 and c.sign < 0]
@@ -299,12 +299,9 @@ class _Costs:
 
     # -- what an exponent costs -------------------------------------------------------------------------------------
 
-    def channel_costs(self, signal: ResolvedSignal, r: int) -> torch.Tensor:
-        """Return the cost of every exponent −24…24 for every channel of a signal: float64 [channels, 49]."""
-        return next(self.costs_by_residual(signal, [r]))
-
-    def costs_by_residual(self, signal: ResolvedSignal, tried: list[int]) -> Iterator[torch.Tensor]:
-        """Yield ``channel_costs`` for each residual exponent, each weight's cost worked out once for all of them."""
+    def channel_costs(self, signal: ResolvedSignal, tried: list[int]) -> Iterator[torch.Tensor]:
+        """Yield for each residual exponent the cost of every exponent −24…24 for every channel of a signal, float64
+        [channels, 49], each weight's cost worked out once for all of them."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         own = RESTRAINT / signal.size * exponents.abs().double().expand(signal.size, -1)
         tables = [(self.table(*of), *of) for of in self.touched[signal.name]]
@@ -317,12 +314,10 @@ class _Costs:
             cost = self.weight_cost(table, every, share)
             cost = cost + UNWRITABLE * excess_bits(table.amax[:, None] * 2.0 ** every.double(), FP16_MAX)
             weights.append((cost, carried.sign * exponents - least, offsets))
-        for point in signal.seen:
-            observed = self.seen(point)
-            if observed is not None:
-                at = point.sign * exponents
-                own = own + share * signal_noise(observed.mean_square, at)
-                own = own + EXCESS * excess_bits(observed.amax.double()[:, None] * 2.0**at, self.limit)
+        for point, observed in self.seen(signal):
+            at = point.sign * exponents
+            own = own + share * signal_noise(observed.mean_square, at)
+            own = own + EXCESS * excess_bits(observed.amax.double()[:, None] * 2.0**at, self.limit)
         for number in range(len(tried)):
             yield sum((cost.index_select(1, at + offsets[number]) for cost, at, offsets in weights), own)
 
@@ -330,11 +325,9 @@ class _Costs:
         """Return what the bounds add to ``channel_costs``: float64 [channels, 49], zeros without a certificate."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         cost = torch.zeros(signal.size, exponents.numel(), dtype=torch.float64)
-        for point in signal.seen:
-            possible = self.possible(point)
-            if possible is not None:
-                at = point.sign * exponents
-                cost = cost + EXCESS * excess_bits(possible.amax.double()[:, None] * 2.0**at, PROOF_LIMIT)
+        for point, possible in self.possible(signal):
+            amax = possible.amax.double()[:, None] * 2.0 ** (point.sign * exponents)
+            cost = cost + EXCESS * excess_bits(amax, PROOF_LIMIT)
         return cost
 
     def best(self, signal: ResolvedSignal, r: int) -> Solution:
@@ -343,7 +336,7 @@ class _Costs:
         if r not in known:
             tried = sorted({*self.tried, r} - known.keys())
             proof = None if self.bounds is None else self.proof_costs(signal)
-            for at, costs in zip(tried, self.costs_by_residual(signal, tried), strict=True):
+            for at, costs in zip(tried, self.channel_costs(signal, tried), strict=True):
                 known[at] = self.solution(signal, costs, proof)
             self.release(signal)
         return known[r]
@@ -377,10 +370,7 @@ class _Costs:
         eps drift."""
         signal, at = self.layout.signals[self.stream], torch.tensor([r])
         cost = RESTRAINT * abs(r)
-        for point in signal.seen:
-            observed = self.seen(point)
-            if observed is None:
-                continue
+        for point, observed in self.seen(signal):
             e = point.sign * r
             cost += EXCESS * float(excess_bits(observed.amax.double().amax() * 2.0**e, self.limit))
             if point.side == "input":
@@ -393,7 +383,7 @@ class _Costs:
             if all(c.signal == self.stream for c in tensor.carries):
                 table = self.table(tensor, axis, carried).total()
                 cost += float(self.weight_cost(table, carried.sign * at, torch.ones(1, 1)).sum())
-        return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r, corrected=True)
+        return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
         """Return by how many bits the stream's exponent takes weights past 65504 that no channel of their own makes up
@@ -414,14 +404,12 @@ class _Costs:
     def residual_excess(self, r: int) -> float:
         """Return by how many bits the stream's bounds pass their limits at r, summed over its sites."""
         total = 0.0
-        for point in self.layout.signals[self.stream].seen:
-            possible = self.possible(point)
-            if possible is None or self.bounds is None:
-                continue
+        bounds = self.bounds or {}
+        for point, possible in self.possible(self.layout.signals[self.stream]):
             e = point.sign * r
             total += float(excess_bits(possible.amax.double().amax() * 2.0**e, PROOF_LIMIT))
             if point.side == "input":
-                length = self.stream_norm(self.bounds, point.module) * 2.0**e
+                length = self.stream_norm(bounds, point.module) * 2.0**e
                 total += float(excess_bits(length, self.norm_limit(PROOF_MARGIN_BITS)))
         return total
 
@@ -445,19 +433,18 @@ class _Costs:
         norm = ranges[module].norm
         return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
 
-    def drift(self, r: int, *, corrected: bool) -> float:
+    def drift(self, r: int) -> float:
         """Return the sum over the stream's norms of the mean squared relative change that an unscaled eps makes, 0
         where eps is in the config.
 
-        A token of variance v changes by √((v + eps) / (v + eps·4^-r)) − 1; a gain correction takes out the mean.
+        A token of variance v changes by √((v + eps) / (v + eps·4^-r)) − 1, whose mean a gain correction takes out.
         """
         if self.layout.family.eps_key is not None or r == 0:
             return 0.0
         total = 0.0
         for path in self.norms():
             kept, shares = self.kept(path, r)
-            gain = self.gain_correction(path, r) if corrected else 1.0
-            total += float((shares * (gain * kept - 1).square()).sum())
+            total += float((shares * (self.gain_correction(path, r) * kept - 1).square()).sum())
         return total
 
     def rounded_gains(self, r: int) -> float:
@@ -521,12 +508,11 @@ class _PlanSearch(_Costs):
         by_exponent: dict[int, float] = {}
         others = least_free = 0.0
         for self.stream in streams:
-            first = self.stream == streams[0]
             totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
             r = self.decided[self.stream]
-            drift += self.drift(r, corrected=True) + (self.rounded_gains(r) if r else 0.0)
+            drift += self.drift(r) + (self.rounded_gains(r) if r else 0.0)
             least_free += min(free for _, free, _ in totals.values())
-            if first:
+            if self.stream == streams[0]:
                 by_exponent = {e: cost for e, (cost, *_) in totals.items()}
             else:
                 others += totals[r][0]
@@ -606,9 +592,8 @@ class _PlanSearch(_Costs):
     def candidates(self) -> list[int]:
         """Return the residual exponents worth trying: around the largest that the stream's limits allow, and 0."""
         tops = []
-        for point in self.layout.signals[self.stream].seen:
-            observed = self.seen(point)
-            if observed is not None and point.sign > 0 and float(observed.amax.amax()) > 0:
+        for point, observed in self.seen(self.layout.signals[self.stream]):
+            if point.sign > 0 and float(observed.amax.amax()) > 0:
                 tops.append(whole_log2(self.limit / float(observed.amax.amax())))
                 if point.side == "input" and self.target in SQUARING:
                     room = self.norm_limit(self.margin_bits) / self.stream_norm(self.ranges, point.module)
@@ -653,33 +638,32 @@ class _PlanSearch(_Costs):
         """Return every signal that still passes its limit under ``plan``, the worst point of each."""
         worst: dict[str, float] = {}
         for signal in self.layout.signals.values():
-            exponent = plan.exponent(signal.name)
-            e = torch.as_tensor(exponent, dtype=torch.float64)
-            for point in signal.seen:
-                observed = self.seen(point)
-                if observed is not None:
-                    limit = min(self.limit, self.gate_limit) if point.module in self.layout.gates else self.limit
-                    excess = float(excess_bits(observed.amax.double() * 2.0 ** (point.sign * e), limit).amax())
-                    if signal.kind is Kind.RESIDUAL and point.side == "input":
-                        length = self.stream_norm(self.ranges, point.module) * 2.0**e
-                        excess = max(excess, float(excess_bits(length, self.norm_limit(self.margin_bits))))
-                    place = f"{point.module} ({point.side})"
-                    if excess > 0:
-                        worst[place] = max(worst.get(place, 0.0), excess)
+            e = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)
+            for point, observed in self.seen(signal):
+                limit = min(self.limit, self.gate_limit) if point.module in self.layout.gates else self.limit
+                excess = float(excess_bits(observed.amax.double() * 2.0 ** (point.sign * e), limit).amax())
+                if signal.kind is Kind.RESIDUAL and point.side == "input":
+                    length = self.stream_norm(self.ranges, point.module) * 2.0**e
+                    excess = max(excess, float(excess_bits(length, self.norm_limit(self.margin_bits))))
+                place = f"{point.module} ({point.side})"
+                if excess > 0:
+                    worst[place] = max(worst.get(place, 0.0), excess)
         return [Violation(*place) for place in sorted(worst.items(), key=lambda item: -item[1])]
 
 
-def at_point(ranges: Mapping[str, ModuleRange], point: ObservationPoint) -> ChannelRange | None:
-    """Return what the channels of a signal reach at a point, those that elements share over all of them; None where its
-    module is not known."""
-    module = ranges.get(point.module)
-    if module is None:
-        return None
-    found = module.input if point.side == "input" else module.output
-    if not point.spread:
-        return found
-    amax, square = (shared(x, point.spread) for x in (found.amax, found.mean_square))
-    return ChannelRange(amax.amax(1), square.mean(1), found.rows)
+def known_points(
+    ranges: Mapping[str, ModuleRange], signal: ResolvedSignal
+) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
+    """Yield the points of a signal whose modules are known, with what its channels reach there, those that elements
+    share over all of them."""
+    for point in signal.seen:
+        if (module := ranges.get(point.module)) is None:
+            continue
+        reached = module.input if point.side == "input" else module.output
+        if point.spread:
+            amax, square = (shared(x, point.spread) for x in (reached.amax, reached.mean_square))
+            reached = ChannelRange(amax.amax(1), square.mean(1), reached.rows)
+        yield point, reached
 
 
 def excess_bits(amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
