@@ -266,10 +266,8 @@ class _Walk(Findings):
         weight, bias = self.weight(path)
         made = bound_linear(source, weight, bias, self.arithmetic, f"{path}.weight")
         expected = (made.norms / made.radius).square() + made.centre.square()
-        self.note(path, kind, made.bound, made.partial)
         self.inner[f"{path}:input"] = largest(source.bound)
-        self.inputs[path] = (source.bound, square)
-        self.outputs[path] = (torch.maximum(made.bound, made.partial), expected)
+        self.record(path, kind, (made.bound, made.partial), expected, (source.bound, square))
         return made, expected
 
     def linears(
@@ -288,10 +286,8 @@ class _Walk(Findings):
     def project(self, path: str, weight: Tensor, made: Projection, entering: Tensor, square: Tensor) -> Tensor:
         """Record an output projection and return the mean squares of what it gives; entering, square: bounds and mean
         squares of its input."""
-        self.note(path, "output", made.bound, made.partial)
         expected = squared_matrix_vector(weight, square)
-        self.inputs[path] = (entering, square)
-        self.outputs[path] = (torch.maximum(made.bound, made.partial), expected)
+        self.record(path, "output", (made.bound, made.partial), expected, (entering, square))
         return expected
 
     def join(self, w: Sublayer, made: Projection, expected: Tensor) -> None:
@@ -456,8 +452,8 @@ class _Walk(Findings):
             (gate, gate_square), (other, other_square) = self.linears(w.fused, *reads)
             self.activation(w, gate)
             gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"), self.spectra)
+            self.note(f"{w.at}:mul", "product", gated.undropped)
             neurons: Neurons = gated
-            self.note(f"{w.at}:mul", "product", neurons.undropped)
             mean_square = (gate_square * other_square + 2 * gated.products.square()) / 2
         else:
             plain, plain_square = self.linear(w.linear, "neuron", source, square)
@@ -535,11 +531,11 @@ class _Walk(Findings):
             partials.append(made.partial)
             expected.append((made.norms / made.radius).square() + made.centre.square())
         bound, partial, squares = torch.cat(bounds), torch.cat(partials), torch.cat(expected)
-        self.note(linear.at, "logits" if not linear.tanh else "neuron", bound, partial)
+        self.record(
+            linear.at, "logits" if not linear.tanh else "neuron", (bound, partial), squares, (final.bound, square)
+        )
         self.note_weight(linear.at, self.inner[f"{linear.weight.rpartition('.')[0]}:weight"])
         self.inner[f"{linear.at}:input"] = largest(final.bound)
-        self.inputs[linear.at] = (final.bound, square)
-        self.outputs[linear.at] = (torch.maximum(bound, partial), squares)
         return bound, squares
 
     def linear_behind(self, linear: HeadLinear, caps: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
@@ -547,10 +543,8 @@ class _Walk(Findings):
         weight, bias = self.weight(linear.at)
         bound = bound_box(caps, weight, bias, self.arithmetic)
         expected = squared_matrix_vector(weight, square)
-        self.note(linear.at, "logits", bound)
+        self.record(linear.at, "logits", (bound, bound), expected, (caps, square))
         self.inner[f"{linear.at}:input"] = largest(caps)
-        self.inputs[linear.at] = (caps, square)
-        self.outputs[linear.at] = (bound, expected)
         return bound, expected
 
 

@@ -214,6 +214,12 @@ class _Walk:
     def weight(self, name: str) -> Tensor | None:
         return effective(self.layout.tensors[name], wide(self.read(name))) if name in self.layout.tensors else None
 
+    def pair(self, path: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a module."""
+        weight = self.weight(f"{path}.weight")
+        assert weight is not None
+        return weight, self.weight(f"{path}.bias")
+
     def linear_error(self, width: int) -> float:
         """Relative error of a linear of a norm's output, both of which are rounded."""
         return 4 * self.a.unit + self.a.gamma(width)
@@ -249,8 +255,7 @@ class _Walk:
 
     def normalised(self, path: str, amax: Tensor | None) -> NormOutput:
         """What a norm gives; amax: of the components that it reads, needed where the means of LayerNorms are found."""
-        gain, shift = self.weight(f"{path}.weight"), self.weight(f"{path}.bias")
-        assert gain is not None
+        gain, shift = self.pair(path)
         if not self.centred:
             return rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
         if self.finds_means:
@@ -262,8 +267,7 @@ class _Walk:
 
     def linear(self, path: str, source: NormOutput, at: Tensor | None = None) -> _Rows:
         """What a linear makes of a norm's output, of some rows only where indices are given."""
-        weight, bias = self.weight(f"{path}.weight"), self.weight(f"{path}.bias")
-        assert weight is not None
+        weight, bias = self.pair(path)
         if at is not None:
             weight, bias = weight[at], None if bias is None else bias[at]
         return rows_of(weight, bias, source)
@@ -425,8 +429,7 @@ class _Walk:
         a = replace(self.a, max_length=self.layout.sees(w, self.a.max_length))
         assert other is not None
         values = self.linears(w.fused, (w.value, other))[-1]
-        weight, bias = self.weight(f"{w.output}.weight"), self.weight(f"{w.output}.bias")
-        assert weight is not None
+        weight, bias = self.pair(w.output)
         group = weight.shape[1] // len(values.norms)
         o = weight.view(len(weight), heads, -1).transpose(0, 1)
         # Several heads may read the same values.
@@ -447,8 +450,7 @@ class _Walk:
 
     def feed_forward_output(self, w: FeedForward, source: NormOutput) -> Tensor:
         """Bound of a feed-forward's output by channel; no row has an eigenvalue of its own."""
-        weight, bias = self.weight(f"{w.output}.weight"), self.weight(f"{w.output}.bias")
-        assert weight is not None
+        weight, bias = self.pair(w.output)
         if w.gate:
             gate, linear = self.linears(w.fused, (w.gate, source), (w.linear, source))
             if bool(gate.centre.any()) or bool(linear.centre.any()):

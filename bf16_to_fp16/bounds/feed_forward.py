@@ -51,33 +51,6 @@ WORTH_REFINING = 2.0**0.25
 """How far a row must stand out for its own eigenvalue: the largest bound can fall by less than this otherwise."""
 
 
-class Neurons:
-    """The inner signals of a feed-forward: ``undropped`` and ``bound``, fp64 [n], before and after dropout.
-
-    ``depth``: how far below zero an activation may go, which ``rows`` counts for negative weights only.
-    """
-
-    undropped: Tensor
-    bound: Tensor
-    depth: float
-
-    def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return upper bounds of ±(out · neurons) for every row without their rounding: fp64 [d] each."""
-        raise NotImplementedError
-
-    def row(self, out: Tensor, number: int) -> float:
-        """Return a tighter bound of |out · neurons| for one row, given its number."""
-        raise NotImplementedError
-
-    def least(self, out: Tensor) -> float:
-        """Return what ``row`` gives for one row at least, 0 where that is not known without an eigenvalue."""
-        return 0.0
-
-    def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        """Return what the rounding of the neurons adds to every row, given what ``rows`` bounds it by: fp64 [d]."""
-        raise NotImplementedError
-
-
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
     """Return two linears of one norm's output as maps alone, what shift and bias give being one more column.
 
@@ -103,8 +76,12 @@ def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, Line
     return joined(one), joined(other)
 
 
-class GatedNeurons(Neurons):
-    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n."""
+class GatedNeurons:
+    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n.
+
+    ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go, which
+    ``rows`` counts for negative weights only.
+    """
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -136,6 +113,7 @@ class GatedNeurons(Neurons):
         self.budget = spectra.largest(both) / 2 * COMPUTED
 
     def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return upper bounds of ±(out · neurons) for every row without their rounding: fp64 [d] each."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype)
         top = out.amax(0).maximum(-out.amin(0)).double() * self.size
@@ -159,6 +137,7 @@ class GatedNeurons(Neurons):
         return both, both
 
     def row(self, out: Tensor, number: int) -> float:
+        """Return a tighter bound of |out · neurons| for one row, given its number."""
         wide = out.double()
         values = wide.abs() * self.size
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED
@@ -174,10 +153,12 @@ class GatedNeurons(Neurons):
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def least(self, out: Tensor) -> float:
+        """Return what ``row`` gives for one row at least."""
         # One neuron alone.
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
+        """Return what the rounding of the neurons adds to every row, given what ``rows`` bounds it by: fp64 [d]."""
         keep, dtype = self.keep, working_dtype(out)
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
@@ -190,8 +171,8 @@ class GatedNeurons(Neurons):
         return (torch.minimum(plain, ball) * (1 + self.factor) + rest) * COMPUTED + self.factor * exact
 
 
-class PlainNeurons(Neurons):
-    """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c."""
+class PlainNeurons:
+    """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c; methods as ``GatedNeurons`` has them."""
 
     def __init__(
         self, made: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -257,6 +238,9 @@ class PlainNeurons(Neurons):
             best = max(best, min(ball, (straight + ball) / 2) + float(rest))
         return best * COMPUTED
 
+    def least(self, out: Tensor) -> float:
+        return 0.0
+
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
         return magnitudes(out, self.error) * COMPUTED
 
@@ -264,6 +248,10 @@ class PlainNeurons(Neurons):
         """Return what a matrix product in the working dtype may be off by, as a length: n·u·Σ|c_i|·‖row_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
+
+
+Neurons = GatedNeurons | PlainNeurons
+"""The inner signals of a feed-forward."""
 
 
 def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic) -> Tensor:
