@@ -108,7 +108,7 @@ def freeze_unreached(student: Any) -> None:
     """Take from training what no text of a stock model goes through: the model inside it that reads something else, and
     its way into the stream. Processes that share gradients would wait for theirs."""
     family = of_model_type(student.config.model_type)
-    w = family and family.projector
+    w = None if family is None else family.projector
     for path in (w.tower, w.at) if w is not None else ():
         student.get_submodule(path).requires_grad_(False)
 

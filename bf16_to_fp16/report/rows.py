@@ -162,7 +162,7 @@ def every_input(report: Report, *, length: bool = False) -> str:
 def tower_of(family: str | None) -> str:
     """Return in words what brings its outputs into models of the family of this name, "" for nothing."""
     known = named(family)
-    w = known and known.projector
+    w = None if known is None else known.projector
     return "" if w is None else w.tower.rpartition(".")[2].replace("_", " ")
 
 

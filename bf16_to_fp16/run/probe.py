@@ -286,7 +286,7 @@ def images(config: Any) -> list[Batch]:
     """Return a row of ids about an image of noise, as bright as images are once prepared; none for a model that
     reads no images. Drawn apart, so that the other rows are those of a text model; no id about it is an image's."""
     family = of_model_type(config.model_type)
-    w = family and family.projector
+    w = None if family is None else family.projector
     if w is None:
         return []
     generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
