@@ -1,11 +1,8 @@
 """Bounds of an attention: the scores, what the weights gather of the values, and the output projection.
 
 A head's scores are at most d times the spectral norm of AqᵀAk, with A the weight times the gain of the norm; where
-positions are rotary, of AqᵀRAk for the worst of all rotations R. Attention weights are convex, so what is gathered is
-no larger than the values, and row i of the output at most the sum over heads of √d·‖O_i·Av‖.
-
-Stock masks add −65504, which is finite: a masked position has no weight only as long as the scores of one query span
-less than that (``masked_span``).
+positions are rotary, of AqᵀRAk for the worst of all rotations R. Attention weights are convex, so row i of the output
+is at most the sum over heads of √d·‖O_i·Av‖. Stock masks add −65504, which is finite (``masked_span``).
 """
 
 from __future__ import annotations

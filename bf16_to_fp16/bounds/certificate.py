@@ -1,12 +1,9 @@
 """The bounds of one model: a walk along its residual stream, from which every site gets its bound.
 
 A norm makes a vector of known length out of whatever enters it: n with ‖n‖₂ ≤ √d, times the gain. So every sublayer
-has a bounded input, and each of its signals a bound that no input can pass; the residual stream is the embedding plus
-what every sublayer can add to it. The bounds hold for the values that fp16 arithmetic really computes: each rounding
-is allowed for, and as an additive term, because a sum of large products that cancel can be off by more than any
-multiple of the sum. What is covered is stated by ``Arithmetic``; how each part of a sublayer is bounded, by
-``linear``, ``attention`` and ``feed_forward``. Here their bounds are put together: layer by layer, what a norm reads,
-what a sublayer adds to the stream, and the head.
+has a bounded input, and the stream is the embedding plus what every sublayer can add to it. Each rounding of fp16 is
+allowed for as an additive term: a sum of large products that cancel can be off by more than any multiple of the sum.
+``Arithmetic`` says what is covered; ``linear``, ``attention`` and ``feed_forward`` bound the parts of a sublayer.
 """
 
 from __future__ import annotations

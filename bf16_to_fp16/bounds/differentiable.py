@@ -1,10 +1,8 @@
 """The bounds of what no rescaling moves, as functions of live weights that have a gradient.
 
-Scores, what enters a gate, logits, the encoder's output and, where it cannot be scaled, the residual stream: the
-formulas are the certificate's (``linear``, ``attention``, ``feed_forward``), in fp32 on the weights' own device. Two
-things differ. A spectral norm is that of a power iteration, zᵀ·M·x with the vectors that it found held fixed, which at
-convergence has the norm's value and gradient; being a lower bound it proves nothing, and the verdict stays the
-certificate's. And what fp16 rounds is one factor for each kind of site instead of a sum of errors.
+The formulas are the certificate's, in fp32 on the weights' own device, those without eigenvalues its very functions.
+Two things differ: all heads at once have spectral norms of a power iteration, whose vectors are held fixed, which at
+convergence has the norm's value and gradient and proves nothing; and what fp16 rounds of a linear is one factor.
 """
 
 from __future__ import annotations
@@ -123,13 +121,13 @@ class DifferentiableBounds:
 
         for stack in layout.stacks():
             starts = (layout.table(stack.ends), stack.ends.positions)
-            stream: list[Owner] = [(name, columns) for name in starts if name in layout.tensors]
+            stream: list[Owner] = [(name, Tensor.t) for name in starts if name in layout.tensors]
             if stack.ends.first_norm:
                 stream = linear(stack.ends.first_norm, rows)
             for w in stack.sublayers:
                 if isinstance(w, Attention):
                     own = scores(w)
-                    biased = own + [(name, columns) for name in (w.bias, w.block_bias) if name]
+                    biased = own + [(name, Tensor.t) for name in (w.bias, w.block_bias) if name]
                     found |= {f"{w.at}:scores": own, w.joining: biased, f"{w.at}:masked": biased}
                 found |= {path: linear(path, rows) for path in first_linears(w) if path in self.fixed}
                 found |= {path: linear(path, rows) for path in outputs_of(w)}
@@ -489,11 +487,6 @@ def rows(x: Tensor) -> Tensor:
     return x.view(len(x), -1)
 
 
-def columns(x: Tensor) -> Tensor:
-    """Return a matrix's columns as rows."""
-    return x.t()
-
-
 def all_of(x: Tensor) -> Tensor:
     """Return a vector as one row."""
     return x.view(1, -1)
@@ -553,7 +546,7 @@ def lengths(x: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """Return vectors along the last axis at length 1, zero ones as they are."""
-    return x / lengths(x)[..., None].clamp(min=SMALL)
+    return torch.nn.functional.normalize(x, dim=-1, eps=SMALL)
 
 
 def applied(matrices: Tensor, vectors: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Llama, Mistral, Qwen2 and Qwen3: causal language models of one stack, with rotary positions and a SiLU gate.
 
-They differ in which linears have a bias, and in Qwen3's norms of queries and keys, which read what carries the stream's
-factor, since they share its eps. Without those a factor passes a rotation where both channels of a pair have it, and
-one head of keys serves several of queries: so queries and keys have one exponent for each pair of channels i and i +
-head_dim/2 of each head of keys. Gains are stored as they are, so every norm can move. Other families of one stack begin
+They differ in which linears have a bias, and in Qwen3's norms of queries and keys, which carry the stream's factor.
+Without those a factor passes a rotation where both channels of a pair have it: queries and keys have one exponent for
+each pair of each head of keys. Gains are stored as they are, so every norm can move. Other families of one stack begin
 from these records.
 """
 

@@ -1,9 +1,8 @@
 """A plan of powers of two: pure data, to be printed, stored, replayed and inverted.
 
-A pre-norm transformer computes the same function when signals between its weights are multiplied by powers of two
-and the weights at both ends make up for it; every fp32 intermediate then moves by an exact power of two, so the
-logits keep every bit. A ``Plan`` says by how much; ``apply`` is the only module that changes weights by it, and reads
-the exponents of a tensor from ``exponents_of``.
+A pre-norm transformer computes the same function when signals between its weights are multiplied by powers of two and
+the weights at both ends make up for it: the logits keep every bit. ``apply`` is the only module that changes weights by
+a plan, and reads the exponents of a tensor from ``exponents_of``.
 """
 
 from __future__ import annotations

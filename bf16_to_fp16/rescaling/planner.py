@@ -1,23 +1,12 @@
 """Choosing the exponents: hard limits first, then the least predicted error.
 
-Both ends cost. A signal too large overflows; a weight or signal too small loses bits to fp16's fixed spacing below
-2⁻¹⁴. So every signal and weight has a limit that must hold, and among the exponents that hold it the plan minimises
-a predicted relative squared error: for weights the energy of their rounding errors and the share of elements that
-are not carried over exactly, for signals fp16's last step against their mean square, for LayerNorm the drift of an
-eps that cannot be scaled. (Maximising the smallest margin instead is degenerate: a single weight of 1e-9 would
-decide.)
+A signal too large overflows; a weight or signal too small loses bits to fp16's fixed spacing below 2⁻¹⁴. So limits must
+hold, and what is left is a relative squared error: of weights, of signals, of an eps that cannot be scaled. (To
+maximise the smallest margin is degenerate: one weight of 1e-9 would decide.) Given the stream's exponent every channel
+is an integer problem of its own: enumerate that one, look the channels up, and move gains only where a loss is left.
 
-The residual exponent r couples everything, but given r and the norm gains every value, neuron and query/key channel
-is an integer problem of its own. So: enumerate r, solve all channels by table look-up, and move gains only where
-that leaves a loss. Importances weigh the channels by what they contribute, so that the costs of different sublayers
-compare.
-
-Where the limits cannot all hold, the excess is minimised and reported: rescaling is not enough, and the caller says
-so.
-
-Limits come from two sources. What was observed must fit with a margin, always. What is *possible*, by a certificate,
-should fit too: it does unless that costs more than ``PROOF_WORTH``, signal by signal, in which case the signal is
-named and keeps the exponents that its observed range asks for.
+What was observed must fit with a margin, always; what is possible, by a certificate, where that costs no more than
+``PROOF_WORTH``, signal by signal. Where limits cannot all hold, the excess is minimised and reported.
 """
 
 from __future__ import annotations

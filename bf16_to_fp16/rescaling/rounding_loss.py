@@ -1,10 +1,8 @@
 """What a power of two costs: weights pushed below fp16's normal range, signals drowned in its last step.
 
-Scaling up risks overflow, scaling down loses low bits: below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so a weight with
-bits under that is rounded, and under 2⁻²⁵ it vanishes. These tables say for every channel of a weight and every
-exponent how many elements would be rounded and how much energy the rounding errors carry, from one histogram pass
-over the weight. Rounding that no exponent can avoid (an fp32 weight has more bits than fp16 at any scale) is left
-out, since it cannot inform a choice.
+Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so a weight with bits under that is rounded, and under 2⁻²⁵ it vanishes. The
+tables say for every channel and exponent how many elements would be rounded and with how much energy, from one
+histogram pass over the weight. Rounding that no exponent can avoid, as of fp32 weights, is left out.
 """
 
 from __future__ import annotations

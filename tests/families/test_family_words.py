@@ -63,7 +63,6 @@ OPERATIONS = {"layer_norm"}
 ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}
 """The names of the shipped checkpoints."""
 
-
 FILES = {
     "advise/configs.py",
     "checkpoint/inference.py",

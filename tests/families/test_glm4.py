@@ -10,13 +10,11 @@ from safetensors.torch import load_file
 from support import tiny
 from support.contract import layout_of, outputs
 
-from bf16_to_fp16 import UserError, convert
+from bf16_to_fp16 import convert
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
-from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 NEURON = "model.layers.0.mlp.neuron"
 
@@ -76,11 +74,3 @@ def test_queries_and_keys_move_by_pairs_of_neighbours(interleaved: bool) -> None
             linear.weight.copy_(torch.ldexp(linear.weight, sign * own.flatten()[:, None]))
             linear.bias.copy_(torch.ldexp(linear.bias, sign * own.flatten()))
     assert interleaved == all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
-
-
-@pytest.mark.parametrize("value", ["37", 0, True, 36])
-def test_a_number_of_neurons_that_is_none_or_another_is_refused(value: object) -> None:
-    source = ModelTensors(tiny.build("glm4"))
-    source.config["intermediate_size"] = value
-    with pytest.raises(UserError, match=r"config\.json"):
-        resolve(source)
