@@ -1,11 +1,9 @@
 """Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
 
-A gated neuron is a product of which the maximum on the sphere is known, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2, and an
-activation is x·Φ(x) with 0 ≤ Φ ≤ 1. No input maximises all neurons at once: with neurons scaled to at most 1, their sum
-is at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ), so a row of the output projection is at most the sum of its M largest entries
-(gated), or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). M counts all neurons alike, but often a few outweigh
-the rest: behind a gate these get an eigenvalue for every row, and the sum is over the others. Rows that set a layer's
-maximum get an eigenvalue of their own.
+A gated neuron is a product, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2; an activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Of neurons scaled
+to at most 1 the sum is at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ), so a row of the output projection is at most the sum of its M
+largest entries (gated), or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Behind a gate the few that outweigh
+the rest get an eigenvalue for every row; rows that set a layer's maximum get one of their own.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Gemma 3's text models and EmbeddingGemma: one stack, with norms on both sides of every sublayer.
 
-What T5 has not: a norm between each output projection and the stream, so that no sublayer adds more than that norm's
-gain allows, and norms of queries and keys, so that scores are bounded by their gains. All of them read what carries the
-stream's factor and share its eps. Gains are stored as gain − 1: a factor on them rounds (``Tensor.offset``), so only
-those that must move do, and all others stay. Several query heads read the same keys and values; queries and keys are
-turned by rotary positions. The embedding multiplies itself by √d.
-
-With images, what a vision tower gives goes through a norm and a linear into the stream, each in the place of a token.
+As Llama, with these differences. Norms stand between output projections and the stream, and read queries and keys; all
+of them read what carries the stream's factor and share its eps. Gains are stored as gain − 1: a factor on them rounds
+(``Tensor.offset``), so only those that must move do. The embedding multiplies itself by √d. With images, what a vision
+tower gives goes through a norm and a linear into the stream, each in the place of a token.
 """
 
 from __future__ import annotations

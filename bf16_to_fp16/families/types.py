@@ -1,13 +1,10 @@
-"""The vocabulary in which a model family is declared.
+"""The vocabulary in which a model family is declared: pure data, nothing here or in the family files computes on weights.
 
-The idea that makes every coupling one line of data: a *signal* is something that flows between weights (the residual
-stream, one attention's values, the output of one norm), and it may carry a power of two, one for each channel. A
-weight that writes a signal is multiplied by the signal's factor along the axis that produces it, a weight that reads
-it is divided along the axis that consumes it. So each axis of a tensor is ``multiplied_by(signal)``,
-``divided_by(signal)`` or None, and the exponent of an element is the sum over its axes. Queries and keys meet in a
-product that must not move, so queries are multiplied by their factor and keys divided by it.
-
-A family is a list of such records. Nothing here or in the family files computes on weights.
+A *signal* is something that flows between weights (the residual stream, one attention's values, the output of one
+norm), and it may carry a power of two, one for each channel. A weight that writes a signal is multiplied by its factor
+along the axis that produces it, a weight that reads it divided along the axis that consumes it; queries and keys meet
+in a product that must not move, so queries are multiplied and keys divided. An element's exponent is the sum over its
+axes, each of which is ``multiplied_by(signal)``, ``divided_by(signal)`` or None.
 """
 
 from __future__ import annotations
