@@ -1,4 +1,4 @@
-"""The vocabulary in which a model family is declared: pure data, nothing here or in the family files computes on weights.
+"""The vocabulary in which a model family is declared, as pure data: nothing here computes on weights.
 
 A *signal* is something that flows between weights (the residual stream, one attention's values, the output of one
 norm), and it may carry a power of two, one for each channel. A weight that writes a signal is multiplied by its factor
