@@ -17,37 +17,28 @@ if TYPE_CHECKING:
 FP16_MAX = 65504.0
 """Largest finite fp16 value, (2 − 2⁻¹⁰)·2¹⁵."""
 
-
 OVERFLOWED = 2.0**16
 """What is reported of a value that overflowed fp16: the least power of two past its range."""
-
 
 FP16_TINY = 2.0**-14
 """Smallest normal fp16 value; below it the absolute spacing stays at ``FP16_STEP``."""
 
-
 FP16_STEP = 2.0**-24
 """Smallest positive fp16 value, and the spacing of all subnormal ones."""
 
-
 FP16_SIGNIFICANT_BITS = 11
 
-
 BF16_SIGNIFICANT_BITS = 8
-
 
 SATURATED_FROM = 64504.0
 """Values from here to 65504 count as saturated: stock T5 and Pegasus code clamps to 64504 (65504 − 1000)."""
 
-
 GELU_CUBE_BACKWARD_LIMIT = math.sqrt(FP16_MAX / 3)
 """|x| beyond which the derivative of x³ is inf in fp16 and 0·inf gives NaN gradients (147.8)."""
-
 
 NORM_FLOOR = 2.0**-17
 """Least mean square of a stream that a norm may square in fp16: squares then lose at most 2⁻²⁵ each, and the norm's
 output no more than 2⁻⁹, as much as one rounding to bf16."""
-
 
 MOST_POSITIONS = 2**31 - 1
 """The longest sequence that a certificate may be asked for, in positions."""

@@ -1,11 +1,8 @@
 """Bounds of an attention: the scores, what the weights gather of the values, and the output projection.
 
 A head's scores are at most d times the spectral norm of AqᵀAk, with A the weight times the gain of the norm; where
-positions are rotary, of AqᵀRAk for the worst of all rotations R. Attention weights are convex, so what is gathered is
-no larger than the values, and row i of the output at most the sum over heads of √d·‖O_i·Av‖.
-
-Stock masks add −65504, which is finite: a masked position has no weight only as long as the scores of one query span
-less than that (``masked_span``).
+positions are rotary, of AqᵀRAk for the worst of all rotations R. Attention weights are convex, so row i of the output
+is at most the sum over heads of √d·‖O_i·Av‖. Stock masks add −65504, which is finite (``masked_span``).
 """
 
 from __future__ import annotations
@@ -154,13 +151,13 @@ def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arit
     most the largest product of two gains times ‖n‖‖m‖.
     """
     pairs = len(query.gain)
-    whole = query.radius * key.radius * float((query.gain * key.gain).max())
+    whole = query.radius * key.radius * (query.gain * key.gain).max()
     # Σ|n_p| ≤ √pairs·‖n‖.
     root = math.sqrt(pairs)
-    off = root * query.radius * float((query.gain * key.absolute).max())
-    off += root * key.radius * float((key.gain * query.absolute).max())
-    off += float(query.absolute @ key.absolute)
-    every = torch.ones(heads, dtype=torch.float64)
+    off = root * query.radius * (query.gain * key.absolute).max()
+    off = off + root * key.radius * (key.gain * query.absolute).max()
+    off = off + query.absolute @ key.absolute
+    every = torch.ones(heads, dtype=query.gain.dtype, device=query.gain.device)
     terms = (query.bound + key.bound).expand(heads, -1)
     return summed_scores(whole * every, off * every, (whole + off) * every, 2 * whole * every, terms, scale, arithmetic)
 
@@ -312,7 +309,7 @@ def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: A
     reach = (26 + math.log2(a.max_length)) * math.log(2)
     if bias is not None:
         # SDPA puts the mask in place of a masked position's bias, eager attention adds it.
-        high, low = bias.double().amax(0).clamp(min=0), bias.double().amin(0)
+        high, low = bias.amax(0).clamp(min=0), bias.amin(0)
         largest = scores + torch.maximum(high, -low)
         span = span + (high - low) + 2 * (a.rounded(largest) - largest)
     return span * COMPUTED + MASK_ROUNDING + reach

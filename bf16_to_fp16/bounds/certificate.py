@@ -1,18 +1,15 @@
 """The bounds of one model: a walk along its residual stream, from which every site gets its bound.
 
 A norm makes a vector of known length out of whatever enters it: n with ‖n‖₂ ≤ √d, times the gain. So every sublayer
-has a bounded input, and each of its signals a bound that no input can pass; the residual stream is the embedding plus
-what every sublayer can add to it. The bounds hold for the values that fp16 arithmetic really computes: each rounding
-is allowed for, and as an additive term, because a sum of large products that cancel can be off by more than any
-multiple of the sum. What is covered is stated by ``Arithmetic``; how each part of a sublayer is bounded, by
-``linear``, ``attention`` and ``feed_forward``. Here their bounds are put together: layer by layer, what a norm reads,
-what a sublayer adds to the stream, and the head.
+has a bounded input, and the stream is the embedding plus what every sublayer can add to it. Each rounding of fp16 is
+allowed for as an additive term: a sum of large products that cancel can be off by more than any multiple of the sum.
+``Arithmetic`` says what is covered; ``linear``, ``attention`` and ``feed_forward`` bound the parts of a sublayer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -70,18 +67,14 @@ from .spectral import Spectra
 SQUARING = ("norm-safe", "fp16-accumulate")
 """Targets for which norms square the residual stream in fp16."""
 
-
 TARGETS = ("half", *SQUARING, "train")
 """What weights can be bounded, and planned, for."""
-
 
 REFINED_ROWS = 4
 """Rows of one feed-forward output that get an eigenvalue of their own."""
 
-
 OPERATIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
 """The operation that computes an activation, where it has another name."""
-
 
 FP16_OVERFLOW = 65520.0
 """Values from here on are inf in fp16."""
@@ -163,11 +156,11 @@ class _Walk(Findings):
             amax, square = self.rounded(amax + extra), square + extra_square
             length = a.rounded_length(length + extra_length, width)
             self.note(f"{ends.at}:add", "embedding" if ends.first_norm else "residual", amax)
-        if self.layout.projector is not None:
-            brought, brought_square = self.projected(self.layout.projector)
+        if self.layout.family.projector is not None:
+            brought, brought_square = self.projected(self.layout.family.projector)
             amax, square = torch.maximum(amax, brought), torch.maximum(square, brought_square)
             length = max(length, float(brought.norm()))
-            self.note(self.layout.projector.add, "residual", amax)
+            self.note(self.layout.family.projector.add, "residual", amax)
         if ends.first_norm:
             made, square = self.normalised(ends.first_norm, amax, square, min(float(amax.norm()), length))
             amax, length = made.bound, made.length
@@ -270,19 +263,28 @@ class _Walk(Findings):
         weight, bias = self.weight(path)
         made = bound_linear(source, weight, bias, self.arithmetic, f"{path}.weight")
         expected = (made.norms / made.radius).square() + made.centre.square()
-        self.note(path, kind, made.bound, made.partial)
         self.inner[f"{path}:input"] = largest(source.bound)
-        self.inputs[path] = (source.bound, square)
-        self.outputs[path] = (torch.maximum(made.bound, made.partial), expected)
+        self.record(path, kind, (made.bound, made.partial), expected, (source.bound, square))
         return made, expected
+
+    def linears(
+        self, fused: Sequence[int], *reads: tuple[str, str, tuple[NormOutput, Tensor]]
+    ) -> Iterator[tuple[LinearBound, Tensor]]:
+        """Yield what ``linear`` gives of each path, kind and source; fused: how many rows of one matrix each has, none
+        where they are matrices of their own."""
+        if not fused:
+            for path, kind, source in reads:
+                yield self.linear(path, kind, *source)
+            return
+        path, kind, source = reads[0]
+        made, expected = self.linear(path, kind, *source)
+        yield from zip(made.split(fused), expected.split(fused), strict=True)
 
     def project(self, path: str, weight: Tensor, made: Projection, entering: Tensor, square: Tensor) -> Tensor:
         """Record an output projection and return the mean squares of what it gives; entering, square: bounds and mean
         squares of its input."""
-        self.note(path, "output", made.bound, made.partial)
         expected = squared_matrix_vector(weight, square)
-        self.inputs[path] = (entering, square)
-        self.outputs[path] = (torch.maximum(made.bound, made.partial), expected)
+        self.record(path, "output", (made.bound, made.partial), expected, (entering, square))
         return expected
 
     def join(self, w: Sublayer, made: Projection, expected: Tensor) -> None:
@@ -304,8 +306,9 @@ class _Walk(Findings):
         assert other is not None
         if w.block:
             other = self.summed(w, source, square)
-        query, query_square = self.linear(w.query, "query", source, square)
-        key, key_square = self.linear(w.key, "key", *other)
+        reads = (w.query, "query", (source, square)), (w.key, "key", other), (w.value, "value", other)
+        linears = self.linears(w.fused, *reads)
+        (query, query_square), (key, key_square) = next(linears), next(linears)
         if w.rotary and w.query_norm:
             normed = (w.query_norm, query, query_square, heads), (w.key_norm, key, key_square, kv_heads)
             self.turned_score(w, heads, *(self.head_norm(*each) for each in normed))
@@ -314,7 +317,7 @@ class _Walk(Findings):
         else:
             self.score(w, heads, query, key)
         del query, key
-        values, mean_square = self.linear(w.value, "value", *other)
+        values, mean_square = next(linears)
         keep = self.kept("attention")
         if keep != 1.0:
             site = f"{w.weights_dropout}:mul" if w.weights_dropout else f"{w.at}:mul#2"
@@ -346,10 +349,13 @@ class _Walk(Findings):
         number of heads."""
         a, scale = self.arithmetic, self.layout.score_scale(w)
         one, other = (rotated(made, heads, w.interleaved, a) for made, heads in (query, key))
-        for path, made in ((w.query, one), (w.key, other)):
+        turned_rows = {w.query: one.bound, w.key: other.bound}
+        if w.fused:
+            turned_rows = {w.query: torch.cat([one.bound, other.bound, torch.zeros(w.fused[2], dtype=torch.float64)])}
+        for path, most in turned_rows.items():
             # What moves a projection's channels moves the turned ones too.
             bound, square = self.outputs[path]
-            self.outputs[path] = (torch.maximum(bound, made.bound), square)
+            self.outputs[path] = (torch.maximum(bound, most), square)
         factors = self.rotation(w, one.bound, other.bound)
         self.scored(w, rotated_score_bounds(one, other, a, scale), scale, factors)
 
@@ -404,7 +410,11 @@ class _Walk(Findings):
         biased = self.rounded(scaled + offset)
         self.note(w.joining, "scores", biased)
         if not w.radius:  # whose mask is −inf
-            self.note(f"{w.at}:masked", "masked scores", masked_span(span, scaled, bias, self.arithmetic))
+            self.note(
+                f"{w.at}:masked",
+                "masked scores",
+                masked_span(span, scaled, None if bias is None else bias.double(), self.arithmetic),
+            )
         self.note(f"{w.at}:softmax", "weights", 1.0)
         product = torch.maximum(made.product, made.partial)
         self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)))
@@ -435,15 +445,12 @@ class _Walk(Findings):
     def neurons(self, w: FeedForward, source: NormOutput, square: Tensor) -> tuple[Projection, Tensor]:
         """Bound a feed-forward on a norm's output; return what its output projection gives, with its mean squares."""
         if w.gate:
-            gate, gate_square = self.linear(w.gate, "gate", source, square)
-            if w.fused:
-                (gate, other), (gate_square, other_square) = gate.halves(), gate_square.chunk(2)
-            else:
-                other, other_square = self.linear(w.linear, "neuron", source, square)
+            reads = (w.gate, "gate", (source, square)), (w.linear, "neuron", (source, square))
+            (gate, gate_square), (other, other_square) = self.linears(w.fused, *reads)
             self.activation(w, gate)
             gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"), self.spectra)
+            self.note(f"{w.at}:mul", "product", gated.undropped)
             neurons: Neurons = gated
-            self.note(f"{w.at}:mul", "product", neurons.undropped)
             mean_square = (gate_square * other_square + 2 * gated.products.square()) / 2
         else:
             plain, plain_square = self.linear(w.linear, "neuron", source, square)
@@ -521,11 +528,11 @@ class _Walk(Findings):
             partials.append(made.partial)
             expected.append((made.norms / made.radius).square() + made.centre.square())
         bound, partial, squares = torch.cat(bounds), torch.cat(partials), torch.cat(expected)
-        self.note(linear.at, "logits" if not linear.tanh else "neuron", bound, partial)
+        self.record(
+            linear.at, "logits" if not linear.tanh else "neuron", (bound, partial), squares, (final.bound, square)
+        )
         self.note_weight(linear.at, self.inner[f"{linear.weight.rpartition('.')[0]}:weight"])
         self.inner[f"{linear.at}:input"] = largest(final.bound)
-        self.inputs[linear.at] = (final.bound, square)
-        self.outputs[linear.at] = (torch.maximum(bound, partial), squares)
         return bound, squares
 
     def linear_behind(self, linear: HeadLinear, caps: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
@@ -533,10 +540,8 @@ class _Walk(Findings):
         weight, bias = self.weight(linear.at)
         bound = bound_box(caps, weight, bias, self.arithmetic)
         expected = squared_matrix_vector(weight, square)
-        self.note(linear.at, "logits", bound)
+        self.record(linear.at, "logits", (bound, bound), expected, (caps, square))
         self.inner[f"{linear.at}:input"] = largest(caps)
-        self.inputs[linear.at] = (caps, square)
-        self.outputs[linear.at] = (bound, expected)
         return bound, expected
 
 

@@ -1,16 +1,14 @@
 """The bounds of what no rescaling moves, as functions of live weights that have a gradient.
 
-Scores, what enters a gate, logits, the encoder's output and, where it cannot be scaled, the residual stream: the
-formulas are the certificate's (``linear``, ``attention``, ``feed_forward``), in fp32 on the weights' own device. Two
-things differ. A spectral norm is that of a power iteration, zᵀ·M·x with the vectors that it found held fixed, which at
-convergence has the norm's value and gradient; being a lower bound it proves nothing, and the verdict stays the
-certificate's. And what fp16 rounds is one factor for each kind of site instead of a sum of errors.
+The formulas are the certificate's, in fp32 on the weights' own device, those without eigenvalues its very functions.
+Two things differ: all heads at once have spectral norms of a power iteration, whose vectors are held fixed, which at
+convergence has the norm's value and gradient and proves nothing; and what fp16 rounds of a linear is one factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,39 +33,28 @@ from ..families.types import (
 from ..families.walk import walk
 from ..numerics import FP16_MAX
 from .arithmetic import Arithmetic, full_precision
-from .attention import MASK_ROUNDING, pair_order
+from .attention import (
+    capped_span,
+    masked_span,
+    pair_order,
+    soft_capped,
+    turned,
+    turned_score_bounds,
+)
 from .feed_forward import LOWEST
-from .linear import NORM_ERROR, lengthened
+from .linear import NormOutput, either, in_ball, knapsack, layer_normalised, rms_normalised
 
 SQUARINGS = 10
 """Times that a Gram matrix of a head is squared: as 1024 steps of power iteration."""
 
-
 STEPS = 32
 """Steps of power iteration on the rows of a feed-forward, whose Gram matrix is not made."""
-
 
 ROWS_AT_A_TIME = 1 << 14
 """Rows of a head that are measured at a time."""
 
-
 SMALL = 1e-30
 """What lengths are kept from being divided by."""
-
-
-@dataclass(frozen=True)
-class _Normalised:
-    """What a norm gives: gain∘n + shift, ‖n‖₂ ≤ ``radius``."""
-
-    gain: Tensor
-    shift: Tensor | None
-    radius: float
-
-    @property
-    def largest(self) -> Tensor:
-        """Bound of each component."""
-        most = self.gain.abs() * self.radius
-        return most if self.shift is None else most + self.shift.abs()
 
 
 @dataclass(frozen=True)
@@ -81,11 +68,10 @@ class _Rows:
     centre: Tensor
     partial: Tensor
 
-    def halves(self) -> tuple[_Rows, _Rows]:
-        """Return the first half of the rows, and the second."""
-        parts = zip(*(x.chunk(2) for x in (self.matrix, self.norms, self.centre, self.partial)), strict=True)
-        first, second = (_Rows(matrix, self.radius, *others) for matrix, *others in parts)
-        return first, second
+    def split(self, rows: Sequence[int]) -> list[_Rows]:
+        """Return the linears that stand in one matrix, which have so many rows each."""
+        parts = zip(*(x.split(rows) for x in (self.matrix, self.norms, self.centre, self.partial)), strict=True)
+        return [_Rows(matrix, self.radius, *others) for matrix, *others in parts]
 
 
 Owner = tuple[str, Callable[[Tensor], Tensor]]
@@ -106,13 +92,13 @@ class DifferentiableBounds:
         self.layout, self.read, self.arithmetic, self.stream = layout, weights, arithmetic or Arithmetic(), stream
         fixed = [signal for signal in layout.signals.values() if signal.kind is Kind.FIXED]
         self.fixed = {point.module for signal in fixed for point in signal.seen if point.side == "output"}
-        self.radii: dict[str, float] = {}
+        self.means: dict[str, float] = {}
 
     @full_precision()
     def measure(self, *, again: bool = False) -> dict[str, Tensor]:
         """Return the bounds of all sites without a graph: fp32, one each for the rows, heads or channels of a site.
 
-        again: the weights have hardly changed since the last time, from which lengths of LayerNorms' outputs are taken.
+        again: the weights have hardly changed since the last time, from which what LayerNorms read is taken.
         """
         with torch.no_grad():
             return _Walk(self, None, again=again).run()
@@ -128,20 +114,20 @@ class DifferentiableBounds:
         def scores(w: Attention) -> list[Owner]:
             if w.query_norm:
                 return linear(w.query_norm, all_of) + linear(w.key_norm, all_of)
-            heads = partial(by_head, heads=layout.heads(w))
+            queries, keys = (partial(by_head, heads=layout.heads(w), fused=w.fused, number=i) for i in (0, 1))
             # Keys that several heads of queries share have no row for each of them.
             shared = layout.kv_heads(w) != layout.heads(w)
-            return linear(w.query, heads) + ([] if shared else linear(w.key, heads))
+            return linear(w.query, queries) + ([] if shared else linear(w.key, keys))
 
         for stack in layout.stacks():
             starts = (layout.table(stack.ends), stack.ends.positions)
-            stream: list[Owner] = [(name, columns) for name in starts if name in layout.tensors]
+            stream: list[Owner] = [(name, Tensor.t) for name in starts if name in layout.tensors]
             if stack.ends.first_norm:
                 stream = linear(stack.ends.first_norm, rows)
             for w in stack.sublayers:
                 if isinstance(w, Attention):
                     own = scores(w)
-                    biased = own + [(name, columns) for name in (w.bias, w.block_bias) if name]
+                    biased = own + [(name, Tensor.t) for name in (w.bias, w.block_bias) if name]
                     found |= {f"{w.at}:scores": own, w.joining: biased, f"{w.at}:masked": biased}
                 found |= {path: linear(path, rows) for path in first_linears(w) if path in self.fixed}
                 found |= {path: linear(path, rows) for path in outputs_of(w)}
@@ -159,32 +145,32 @@ class DifferentiableBounds:
 
     @full_precision()
     def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the bounds of some sites at the indices given, with a graph; how much longer than √d a LayerNorm's
-        output may be is taken from the last ``measure``."""
+        """Return the bounds of some sites at the indices given, with a graph; what LayerNorms read is taken from the
+        last ``measure``."""
         return _Walk(self, wanted).run()
 
 
 class _Walk:
-    """One pass over a layout; ``wanted``: indices of what to bound by site, None for all, which also finds radii."""
+    """One pass over a layout; ``wanted``: indices of what to bound by site, None for all, which also finds means."""
 
     def __init__(
         self, whole: DifferentiableBounds, wanted: Mapping[str, Tensor] | None, *, again: bool = False
     ) -> None:
         self.layout, self.read, self.a = whole.layout, whole.read, whole.arithmetic
-        self.fixed, self.radii, self.wanted = whole.fixed, whole.radii, wanted
+        self.fixed, self.means, self.wanted = whole.fixed, whole.means, wanted
         self.stream_counts = whole.stream
         self.centred = self.layout.family.centred_norm
-        self.finds_radii = wanted is None and not again
+        self.finds_means = wanted is None and not again
         self.found: dict[str, Tensor] = {}
         self.stream: Tensor | None = None
-        self.memory: _Normalised | None = None
+        self.memory: NormOutput | None = None
 
     def run(self) -> dict[str, Tensor]:
         for reader in walk(self.layout):
             stack, w = reader.stack, reader.sublayer
             if reader.is_first:
                 sums = [x for s in stack.sublayers for x in (s.add, *outputs_of(s))]
-                follows = (self.stream_counts and self.wants(*sums)) or (self.centred and self.finds_radii)
+                follows = (self.stream_counts and self.wants(*sums)) or (self.centred and self.finds_means)
                 self.stream = self.embedding(stack.ends) if follows else None
             source = self.norm(reader.norm)
             if isinstance(w, Attention):
@@ -204,13 +190,13 @@ class _Walk:
                 self.end(stack, source)
         return self.found
 
-    def end(self, stack: ResolvedStack, source: _Normalised) -> None:
+    def end(self, stack: ResolvedStack, source: NormOutput) -> None:
         """Note what a stack's final norm gives where nothing may move it, and what the head makes of the last one's."""
         norm = stack.ends.norm
         if stack.is_encoder:
             self.memory = source
         if norm in self.fixed:
-            self.note(f"{norm}:{self.layout.family.norm_site}", source.largest * (1 + 4 * self.a.unit))
+            self.note(f"{norm}:{self.layout.family.norm_site}", source.bound)
         if stack.is_last and self.layout.head is not None:
             self.head(self.layout.head, source)
 
@@ -226,6 +212,12 @@ class _Walk:
     def weight(self, name: str) -> Tensor | None:
         return effective(self.layout.tensors[name], wide(self.read(name))) if name in self.layout.tensors else None
 
+    def pair(self, path: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a module."""
+        weight = self.weight(f"{path}.weight")
+        assert weight is not None
+        return weight, self.weight(f"{path}.bias")
+
     def linear_error(self, width: int) -> float:
         """Relative error of a linear of a norm's output, both of which are rounded."""
         return 4 * self.a.unit + self.a.gamma(width)
@@ -239,64 +231,66 @@ class _Walk:
         amax = table.abs().amax(0) * self.layout.embedding_scale(ends)
         positions = self.weight(ends.positions) if ends.positions else None
         amax = amax if positions is None else amax + positions.abs().amax(0)
-        if (w := self.layout.projector) is not None:
+        if (w := self.layout.family.projector) is not None:
             brought, weight = self.norm(w.norm), self.weight(w.weight)
             assert weight is not None
             amax = torch.maximum(amax, rows_of(weight.mT, None, brought).partial)
-        return self.normalised(ends.first_norm, amax).largest if ends.first_norm else amax
+        return self.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
 
     def add(self, w: Sublayer, outputs: Mapping[str, Tensor], made: Tensor) -> None:
         assert self.stream is not None
         for path, bounds in outputs.items() if self.stream_counts else ():
             self.note(path, bounds)
         if w.post_norm:
-            out = self.norm(w.post_norm)
-            made = out.gain.abs() * out.radius * (1 + self.a.unit)
+            made = self.norm(w.post_norm).bound
         self.stream = (self.stream + made) * (1 + self.a.unit)
         if self.stream_counts:
             self.note(w.add, self.stream)
 
-    def norm(self, path: str) -> _Normalised:
+    def norm(self, path: str) -> NormOutput:
         """What a norm gives, of the stream where it is a LayerNorm."""
         return self.normalised(path, self.stream)
 
-    def normalised(self, path: str, amax: Tensor | None) -> _Normalised:
-        """What a norm gives; amax: of the components that it reads, needed where radii are found of LayerNorms."""
-        gain, shift = self.weight(f"{path}.weight"), self.weight(f"{path}.bias")
-        assert gain is not None
-        if self.finds_radii:
-            self.radii[path] = math.sqrt(gain.numel())
-            if self.centred:
-                assert amax is not None
-                longer = lengthened(min(float(amax.mean()), FP16_MAX), self.layout.eps_of(path), gain.numel())
-                self.radii[path] *= longer * (1 + NORM_ERROR)
-        return _Normalised(gain, shift, self.radii[path])
+    def normalised(self, path: str, amax: Tensor | None) -> NormOutput:
+        """What a norm gives; amax: of the components that it reads, needed where the means of LayerNorms are found."""
+        gain, shift = self.pair(path)
+        if not self.centred:
+            return rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
+        if self.finds_means:
+            assert amax is not None
+            self.means[path] = min(float(amax.mean()), FP16_MAX)
+        return layer_normalised(gain, shift, self.means[path], self.layout.eps_of(path), self.a)
 
     # -- linears, scores, logits --------------------------------------------------------------------------------------
 
-    def linear(self, path: str, source: _Normalised, at: Tensor | None = None) -> _Rows:
+    def linear(self, path: str, source: NormOutput, at: Tensor | None = None) -> _Rows:
         """What a linear makes of a norm's output, of some rows only where indices are given."""
-        weight, bias = self.weight(f"{path}.weight"), self.weight(f"{path}.bias")
-        assert weight is not None
+        weight, bias = self.pair(path)
         if at is not None:
             weight, bias = weight[at], None if bias is None else bias[at]
         return rows_of(weight, bias, source)
 
-    def linear_site(self, path: str, source: _Normalised) -> None:
+    def linears(self, fused: Sequence[int], *reads: tuple[str, NormOutput]) -> list[_Rows]:
+        """What each linear makes of its source; of one matrix, whose rows are ``fused`` in number, all linears there
+        are."""
+        if fused:
+            return self.linear(*reads[0]).split(fused)
+        return [self.linear(path, source) for path, source in reads]
+
+    def linear_site(self, path: str, source: NormOutput) -> None:
         """Note a linear whose output no exponent moves, with the neurons that stand in one matrix with their gates."""
         at = None if self.wanted is None else self.wanted[path]
         self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
-    def head(self, head: Head, final: _Normalised) -> None:
+    def head(self, head: Head, final: NormOutput) -> None:
         """Note what a head's linears make of the last norm's output, a language model's with and without its bias."""
         layout, (first, *others) = self.layout, head.linears
         offset = None
         if layout.stock.is_language_model and layout.family.logits_bias:
             offset = self.weight(layout.family.logits_bias)
         added = None if offset is None else offset.abs().view(-1)
-        scale = layout.head_scale
-        final = _Normalised(final.gain * scale, None if final.shift is None else final.shift * scale, final.radius)
-        error = 1 + self.linear_error(final.gain.numel()) + (self.a.unit if scale != 1.0 else 0.0)
+        error = 1 + self.linear_error(final.gain.numel()) + (self.a.unit if layout.head_scale != 1.0 else 0.0)
+        final = final.scaled(layout.head_scale, self.a)
         self.head_rows(first, first.at, final, error, None)
         if added is not None:
             self.head_rows(first, "model:add", final, error, added)
@@ -309,7 +303,7 @@ class _Walk:
             total = weight.abs().sum(1) if bias is None else weight.abs().sum(1) + bias.abs()
             self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
 
-    def head_rows(self, linear: HeadLinear, site: str, final: _Normalised, error: float, added: Tensor | None) -> None:
+    def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
         """Note a head's linear on a norm's output, a few thousand rows at a time where all are wanted.
 
         added: magnitudes that join its outputs.
@@ -328,15 +322,11 @@ class _Walk:
         starts = range(0, len(weight), ROWS_AT_A_TIME)
         self.found[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
-    def with_sums(self, w: Attention, source: _Normalised) -> _Normalised:
+    def with_sums(self, w: Attention, source: NormOutput) -> NormOutput:
         """What keys and values read: a norm's output and, where there are sums of it, what their own norm gives."""
-        if not w.block:
-            return source
-        gain = self.weight(f"{w.block_norm}.weight")
-        assert gain is not None
-        return _Normalised(torch.maximum(source.gain.abs(), gain.abs()), None, source.radius)
+        return either(source, self.norm(w.block_norm)) if w.block else source
 
-    def scores(self, w: Attention, source: _Normalised) -> None:
+    def scores(self, w: Attention, source: NormOutput) -> None:
         """Note every head's products with their partial sums, the scores with their position bias, and what a mask must
         add at least."""
         a, heads, other = self.a, self.layout.heads(w), self.memory if w.memory else self.with_sums(w, source)
@@ -345,11 +335,11 @@ class _Walk:
             return
         assert other is not None
         if w.rotary:
-            product, biased, span = self.turned_scores(w) if w.query_norm else self.rotated_scores(w, source)
-            for site, bound in zip(sites, (product, *self.capped(w, biased, span)), strict=True):
+            product, scaled, span = self.turned_scores(w) if w.query_norm else self.rotated_scores(w, source)
+            for site, bound in zip(sites, (product, *self.masked(w, scaled, span)), strict=True):
                 self.note(site, bound)
             return
-        query, key = self.linear(w.query, source), self.linear(w.key, other)
+        query, key, *_ = self.linears(w.fused, (w.query, source), (w.key, other))
         size = len(query.norms) // heads
         group = len(query.norms) // len(key.norms)
         q, k = query.matrix.view(heads, size, -1), key.matrix.view(-1, size, key.matrix.shape[1])
@@ -373,52 +363,41 @@ class _Walk:
         off = (2 * self.linear_error(q.shape[2]) + a.gamma(size) + 2 * a.unit) * sums
         scale = self.layout.score_scale(w)
         span = (2 * crossed + (5 if w.scaled else 2) * off) * scale
-        biased = torch.minimum(exact, sums) * scale + off * scale
-        bias = self.weight(w.bias) if w.bias else None
-        if bias is not None:
-            high, low = bias.amax(0).clamp(min=0), bias.amin(0)
-            span = span + (high - low) + 2 * a.unit * (biased + torch.maximum(high, -low))
-            further = self.weight(w.block_bias) if w.block_bias else None
-            offset = bias.abs().amax(0)
-            biased = biased + (offset if further is None else torch.maximum(offset, further.abs().amax(0)))
+        scaled = torch.minimum(exact, sums) * scale + off * scale
         # Where the mask is −inf there is no third site.
-        for site, bound in zip(sites, (sums + off, *self.capped(w, biased, span)), strict=False):
+        for site, bound in zip(sites, (sums + off, *self.masked(w, scaled, span)), strict=False):
             self.note(site, bound)
 
     def turned_scores(self, w: Attention) -> tuple[Tensor, ...]:
         """Bounds of the scores of normalised and turned queries and keys, which all heads have in common: of products
         and partial sums, scaled, and of how far those of one query lie apart."""
-        a, scale = self.a, self.layout.score_scale(w)
-        query, key = self.norm(w.query_norm), self.norm(w.key_norm)
-        pairs = [source.gain.abs().view(2, -1).amax(0) for source in (query, key)]
-        exact = query.radius * key.radius * (pairs[0] * pairs[1]).amax()[None]
-        # A norm's rounding and a rotation's three, on either side.
-        off = (2 * (1 + 3 * math.sqrt(2)) * a.unit + a.gamma(len(query.gain)) + 2 * a.unit) * exact
-        return exact + off, (exact + off) * scale, (2 * exact + 5 * off) * scale
+        scale = self.layout.score_scale(w)
+        query, key = (turned(self.norm(path), self.a) for path in (w.query_norm, w.key_norm))
+        made = turned_score_bounds(query, key, 1, self.a, scale)
+        return torch.maximum(made.product, made.partial), made.product * scale, made.span
 
-    def capped(self, w: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of scores behind a soft cap, where there is one, and of what a mask must add to them at least.
+    def masked(self, w: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of scores behind a soft cap and with their position bias, where there are such, and of what a mask
+        must add to them at least.
 
-        span: of the scores of one query before it.
+        scores, span: of those of one query before it.
         """
-        cap, a = self.layout.cap(w), self.a
+        cap = self.layout.cap(w)
         if cap is not None:
-            off = 2 * a.unit * scores
-            scores = cap * (scores / cap).tanh()
-            off = off + 4 * a.unit * scores
-            scores = scores + off
-            span = torch.minimum(span + off, 2 * scores)
-        reach = (26 + math.log2(a.max_length)) * math.log(2)
-        return scores, span + MASK_ROUNDING + reach
+            capped = soft_capped(scores, cap, self.a)
+            scores, span = capped.result, capped_span(span, capped)
+        biases = [bias for name in (w.bias, w.block_bias) if name and (bias := self.weight(name)) is not None]
+        span = masked_span(span, scores, biases[0] if biases else None, self.a)
+        return scores + torch.stack([bias.abs().amax(0) for bias in biases]).amax(0) if biases else scores, span
 
-    def rotated_scores(self, w: Attention, source: _Normalised) -> tuple[Tensor, ...]:
+    def rotated_scores(self, w: Attention, source: NormOutput) -> tuple[Tensor, ...]:
         """Bounds of the scores of turned queries and keys without norms, head by head: of products and partial sums,
         scaled, and of how far those of one query lie apart."""
         a, scale = self.a, self.layout.score_scale(w)
         heads, kv_heads = self.layout.heads(w), self.layout.kv_heads(w)
         sides = []
-        for path, number in ((w.query, heads), (w.key, kv_heads)):
-            made = self.linear(path, source)
+        query, key, *_ = self.linears(w.fused, (w.query, source), (w.key, source))
+        for made, number in ((query, heads), (key, kv_heads)):
             size = len(made.norms) // number
             order = pair_order(size, w.interleaved).to(made.norms.device)
             matrix, centre = made.radius * made.matrix.view(number, size, -1)[:, order], made.centre.view(number, size)
@@ -442,14 +421,13 @@ class _Walk:
 
     # -- what joins the stream ----------------------------------------------------------------------------------------
 
-    def attention_output(self, w: Attention, source: _Normalised) -> tuple[Tensor, Tensor]:
+    def attention_output(self, w: Attention, source: NormOutput) -> tuple[Tensor, Tensor]:
         """Bounds of an attention's output and of its partial sums, by channel."""
         heads, other = self.layout.heads(w), self.memory if w.memory else self.with_sums(w, source)
         a = replace(self.a, max_length=self.layout.sees(w, self.a.max_length))
         assert other is not None
-        values = self.linear(w.value, other)
-        weight, bias = self.weight(f"{w.output}.weight"), self.weight(f"{w.output}.bias")
-        assert weight is not None
+        values = self.linears(w.fused, (w.value, other))[-1]
+        weight, bias = self.pair(w.output)
         group = weight.shape[1] // len(values.norms)
         o = weight.view(len(weight), heads, -1).transpose(0, 1)
         # Several heads may read the same values.
@@ -468,13 +446,11 @@ class _Walk:
         made = torch.minimum(made * a.attention_sum + added + error * sums, sums * (1 + error))
         return made, sums * (1 + error)
 
-    def feed_forward_output(self, w: FeedForward, source: _Normalised) -> Tensor:
+    def feed_forward_output(self, w: FeedForward, source: NormOutput) -> Tensor:
         """Bound of a feed-forward's output by channel; no row has an eigenvalue of its own."""
-        weight, bias = self.weight(f"{w.output}.weight"), self.weight(f"{w.output}.bias")
-        assert weight is not None
-        linear = self.linear(w.linear, source)
+        weight, bias = self.pair(w.output)
         if w.gate:
-            gate, linear = linear.halves() if w.fused else (self.linear(w.gate, source), linear)
+            gate, linear = self.linears(w.fused, (w.gate, source), (w.linear, source))
             if bool(gate.centre.any()) or bool(linear.centre.any()):
                 gate, linear = homogeneous(gate, linear)
             size = gate.norms * linear.norms
@@ -483,12 +459,14 @@ class _Walk:
             budget = largest_eigenvalue(directions(gate), directions(linear)) / 2
             made = knapsack(weight.abs() * size, caps, budget)
         else:
+            linear = self.linear(w.linear, source)
+            ones = torch.ones_like(linear.norms)
             budget = largest_eigenvalue(directions(linear))
             offset = linear.centre.clamp(min=0)
             sides = []
             for side in (weight, -weight):
                 positive = side.clamp(min=0)
-                ball = in_ball(positive * linear.norms, budget)
+                ball = in_ball(positive * linear.norms, ones, budget, ones.dtype)
                 straight = lengths(positive @ linear.matrix) * linear.radius
                 below = (positive - side).sum(1) * LOWEST[w.activation]
                 sides.append(torch.minimum((straight + ball) / 2, ball) + positive @ offset + below)
@@ -509,22 +487,18 @@ def rows(x: Tensor) -> Tensor:
     return x.view(len(x), -1)
 
 
-def columns(x: Tensor) -> Tensor:
-    """Return a matrix's columns as rows."""
-    return x.t()
-
-
 def all_of(x: Tensor) -> Tensor:
     """Return a vector as one row."""
     return x.view(1, -1)
 
 
-def by_head(x: Tensor, heads: int) -> Tensor:
-    """Return what belongs to each head of a weight or a bias of all: [heads, …]."""
-    return x.view(heads, -1)
+def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
+    """Return what belongs to each head of a weight or a bias of all: [heads, …]; fused, number: where it is some of the
+    rows."""
+    return (x.split(fused)[number] if fused else x).view(heads, -1)
 
 
-def rows_of(weight: Tensor, bias: Tensor | None, source: _Normalised) -> _Rows:
+def rows_of(weight: Tensor, bias: Tensor | None, source: NormOutput) -> _Rows:
     """Return what a linear makes of a norm's output, row by row."""
     matrix = weight * source.gain
     norms = source.radius * lengths(matrix)
@@ -572,7 +546,7 @@ def lengths(x: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """Return vectors along the last axis at length 1, zero ones as they are."""
-    return x / lengths(x)[..., None].clamp(min=SMALL)
+    return torch.nn.functional.normalize(x, dim=-1, eps=SMALL)
 
 
 def applied(matrices: Tensor, vectors: Tensor) -> Tensor:
@@ -632,35 +606,3 @@ def largest_eigenvalue(*rows: Tensor) -> Tensor:
         for _ in range(STEPS):
             vector = unit(sum(((r @ vector) @ r for r in rows), torch.zeros_like(vector)))
     return sum(((r @ vector).square().sum() for r in rows), torch.zeros((), device=vector.device))
-
-
-def knapsack(values: Tensor, caps: Tensor, budget: Tensor) -> Tensor:
-    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row of values: [m].
-
-    As its dual, μ·budget + Σ cap_i·max(v_i − μ, 0) at the value μ of the last that is taken, which has the gradient of
-    the maximum.
-    """
-    count = min(values.shape[1], math.ceil(float(budget.detach() / caps.detach().min())) + 1)
-    top = values.topk(count, dim=1)
-    taken = caps[top.indices]
-    full = taken.detach().cumsum(1) <= budget.detach()
-    last = full.sum(1, keepdim=True)
-    rest = top.values.gather(1, last.clamp(max=count - 1)) * (last < count)
-    return rest[:, 0] * budget + (taken * (top.values - rest).clamp(min=0)).sum(1)
-
-
-def in_ball(values: Tensor, square: Tensor) -> Tensor:
-    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ 1, ‖s‖₂² ≤ square, for every row of values: [m].
-
-    As its dual, λ·square + Σ max (v·s − λ·s²), at a λ that bisection finds.
-    """
-    with torch.no_grad():
-        high = (lengths(values) / (2 * square.sqrt())).clamp(min=SMALL)
-        low = high * 2.0**-20
-        for _ in range(24):
-            middle = (low * high).sqrt()
-            used = (values / (2 * middle[:, None])).clamp(max=1).square().sum(1)
-            low, high = torch.where(used > square, middle, low), torch.where(used > square, high, middle)
-        chosen = (values / (2 * high[:, None])).clamp(max=1)
-    gained = (values * chosen - high[:, None] * chosen.square()).sum(1)
-    return torch.minimum(high * square + gained, values.sum(1))

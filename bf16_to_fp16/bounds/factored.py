@@ -16,7 +16,6 @@ from torch import Tensor
 WIDE = 1 << 18
 """Elements from which matrices are multiplied in fp32, chunk by chunk."""
 
-
 IN_CACHE = 1 << 17
 """Elements of the rows that are made at a time."""
 

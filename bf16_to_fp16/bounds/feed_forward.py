@@ -1,11 +1,9 @@
 """Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
 
-A gated neuron is a product of which the maximum on the sphere is known, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2, and an
-activation is x·Φ(x) with 0 ≤ Φ ≤ 1. No input maximises all neurons at once: with neurons scaled to at most 1, their sum
-is at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ), so a row of the output projection is at most the sum of its M largest entries
-(gated), or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). M counts all neurons alike, but often a few outweigh
-the rest: behind a gate these get an eigenvalue for every row, and the sum is over the others. Rows that set a layer's
-maximum get an eigenvalue of their own.
+A gated neuron is a product, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2; an activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Of neurons scaled
+to at most 1 the sum is at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ), so a row of the output projection is at most the sum of its M
+largest entries (gated), or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Behind a gate the few that outweigh
+the rest get an eigenvalue for every row; rows that set a layer's maximum get one of their own.
 """
 
 from __future__ import annotations
@@ -41,44 +39,14 @@ LOWEST = {
 }
 """How far below zero an activation goes, rounded up; all are x·Φ(x) with 0 ≤ Φ ≤ 1."""
 
-
 STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.13, "silu": 1.1, "swish": 1.1}
 """Largest derivative of an activation, rounded up."""
-
 
 HEAVIEST = 8
 """Neurons behind a gate that get an eigenvalue together, for every row of the output."""
 
-
 WORTH_REFINING = 2.0**0.25
 """How far a row must stand out for its own eigenvalue: the largest bound can fall by less than this otherwise."""
-
-
-class Neurons:
-    """The inner signals of a feed-forward: ``undropped`` and ``bound``, fp64 [n], before and after dropout.
-
-    ``depth``: how far below zero an activation may go, which ``rows`` counts for negative weights only.
-    """
-
-    undropped: Tensor
-    bound: Tensor
-    depth: float
-
-    def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return upper bounds of ±(out · neurons) for every row without their rounding: fp64 [d] each."""
-        raise NotImplementedError
-
-    def row(self, out: Tensor, number: int) -> float:
-        """Return a tighter bound of |out · neurons| for one row, given its number."""
-        raise NotImplementedError
-
-    def least(self, out: Tensor) -> float:
-        """Return what ``row`` gives for one row at least, 0 where that is not known without an eigenvalue."""
-        return 0.0
-
-    def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        """Return what the rounding of the neurons adds to every row, given what ``rows`` bounds it by: fp64 [d]."""
-        raise NotImplementedError
 
 
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
@@ -106,8 +74,12 @@ def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, Line
     return joined(one), joined(other)
 
 
-class GatedNeurons(Neurons):
-    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n."""
+class GatedNeurons:
+    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n.
+
+    ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go, which
+    ``rows`` counts for negative weights only.
+    """
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -139,6 +111,7 @@ class GatedNeurons(Neurons):
         self.budget = spectra.largest(both) / 2 * COMPUTED
 
     def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return upper bounds of ±(out · neurons) for every row without their rounding: fp64 [d] each."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype)
         top = out.amax(0).maximum(-out.amin(0)).double() * self.size
@@ -147,7 +120,7 @@ class GatedNeurons(Neurons):
         cosines = unit @ unit.t()
 
         def largest_sum(values: Tensor) -> Tensor:
-            return torch.minimum(knapsack(values, caps, self.budget), matrix_vector(values, caps))
+            return torch.minimum(knapsack(values, caps.double(), self.budget), matrix_vector(values, caps))
 
         best = []
         for part in chunks(out):
@@ -162,6 +135,7 @@ class GatedNeurons(Neurons):
         return both, both
 
     def row(self, out: Tensor, number: int) -> float:
+        """Return a tighter bound of |out · neurons| for one row, given its number."""
         wide = out.double()
         values = wide.abs() * self.size
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED
@@ -177,10 +151,12 @@ class GatedNeurons(Neurons):
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def least(self, out: Tensor) -> float:
+        """Return what ``row`` gives for one row at least."""
         # One neuron alone.
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
+        """Return what the rounding of the neurons adds to every row, given what ``rows`` bounds it by: fp64 [d]."""
         keep, dtype = self.keep, working_dtype(out)
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
@@ -193,8 +169,8 @@ class GatedNeurons(Neurons):
         return (torch.minimum(plain, ball) * (1 + self.factor) + rest) * COMPUTED + self.factor * exact
 
 
-class PlainNeurons(Neurons):
-    """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c."""
+class PlainNeurons:
+    """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c; methods as ``GatedNeurons`` has them."""
 
     def __init__(
         self, made: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -260,6 +236,9 @@ class PlainNeurons(Neurons):
             best = max(best, min(ball, (straight + ball) / 2) + float(rest))
         return best * COMPUTED
 
+    def least(self, out: Tensor) -> float:
+        return 0.0
+
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
         return magnitudes(out, self.error) * COMPUTED
 
@@ -267,6 +246,10 @@ class PlainNeurons(Neurons):
         """Return what a matrix product in the working dtype may be off by, as a length: n·u·Σ|c_i|·‖row_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
+
+
+Neurons = GatedNeurons | PlainNeurons
+"""The inner signals of a feed-forward."""
 
 
 def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic) -> Tensor:

@@ -16,10 +16,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..families.configs import config_value
 from ..families.layout import Layout, TensorReader
-from ..families.types import (
-    DropoutKind,
-    Experts,
-)
+from ..families.types import DropoutKind, Experts
 from ..numerics import FP16_MAX
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
 from .arithmetic import UNIT, Arithmetic, Bound, largest
@@ -27,26 +24,9 @@ from .arithmetic import UNIT, Arithmetic, Bound, largest
 HOPELESS = 2.0**62
 """Weights this large cannot be planned for: an element has three exponents of 24 at most, and squares overflow fp32."""
 
-
-CARRYING = {
-    "to",
-    "clone",
-    "cat",
-    "where",
-    "clamp",
-    "mul",
-    "div",
-    "bernoulli",
-    "native_dropout",
-    "embedding",
-    "add",
-    "index",
-    "neg",
-    "abs",
-    "constant_pad_nd",
-    "repeat",
-    "stack",
-}
+_PLACING = {"to", "clone", "cat", "where", "embedding", "index", "constant_pad_nd", "repeat", "stack"}
+_CHANGING = {"clamp", "mul", "div", "bernoulli", "native_dropout", "add", "neg", "abs"}
+CARRYING = _PLACING | _CHANGING
 """Operations that only move, choose, limit, mask or negate values of their module, or take their magnitude."""
 
 
@@ -167,6 +147,19 @@ class Findings:
         if before is not None:
             top, sums = max(top, before.bound), max(sums, before.partial)
         self.sites[name] = Bound(name, kind, top, sums, self.limits.get(kind, FP16_MAX))
+
+    def record(
+        self,
+        path: str,
+        kind: str,
+        bounds: tuple[Tensor, Tensor],
+        expected: Tensor,
+        entering: tuple[Tensor, Tensor],
+    ) -> None:
+        """Record a linear: the bounds of its result and of partial sums, its mean squares, and bounds and mean squares
+        of what it reads."""
+        self.note(path, kind, *bounds)
+        self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
     def dropout(self, path: str, keep: float) -> None:
         """Record the steps of a dropout in module ``path``: a mask of 0 and 1, divided by 1 − p."""

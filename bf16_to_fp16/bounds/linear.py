@@ -8,6 +8,7 @@ largest entries, and maxima over a ball.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,18 +117,12 @@ class LinearBound:
         length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(torch.float32).tiny)
         return replace(self.matrix, rows=lengths / length)
 
-    def halves(self) -> tuple[LinearBound, LinearBound]:
-        """Return the linears that the first half of the rows and the second one are."""
-        middle = len(self.norms) // 2
-
-        def rows(part: slice) -> LinearBound:
-            # Without the weight's name, by which the whole of it would be read again.
-            matrix = Factored(self.matrix.weight[part], self.matrix.columns)
-            vectors = (self.norms, self.centre, self.error, self.bound, self.partial)
-            norms, centre, error, bound, partial = (x[part] for x in vectors)
-            return LinearBound(matrix, self.radius, norms, centre, error, bound, partial)
-
-        return rows(slice(0, middle)), rows(slice(middle, None))
+    def split(self, rows: Sequence[int]) -> list[LinearBound]:
+        """Return the linears that stand in one matrix, which have so many rows each."""
+        vectors = (self.norms, self.centre, self.error, self.bound, self.partial)
+        parts = zip(self.matrix.weight.split(rows), *(x.split(rows) for x in vectors), strict=True)
+        # Without the weight's name, by which the whole of it would be read again.
+        return [LinearBound(Factored(weight, self.matrix.columns), self.radius, *own) for weight, *own in parts]
 
 
 @dataclass(frozen=True)
@@ -228,9 +223,9 @@ def bound_box(caps: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Ari
     return total * (1 + 2 * arithmetic.unit) + arithmetic.floor
 
 
-def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return matrix·vector with products and sums in fp64, a few rows at a time: fp64 [m]."""
-    return torch.cat([part.double() @ vector.double() for part in chunks(matrix)])
+def matrix_vector(matrix: Tensor, vector: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return matrix·vector with products and sums in ``dtype``, a few rows at a time: [m]."""
+    return torch.cat([part.to(dtype) @ vector.to(dtype) for part in chunks(matrix)])
 
 
 @full_precision()
@@ -275,29 +270,37 @@ def squared_matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
     return torch.cat([part.double().square() @ vector for part in chunks(matrix)])
 
 
-def knapsack(values: Tensor, caps: Tensor, budget: float) -> Tensor:
+def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
     """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row of values: [m]. caps: [n], over 0."""
-    count = min(values.shape[1], math.ceil(budget / float(caps.min())) + 1)
+    count = min(values.shape[1], math.ceil(number(budget) / number(caps.min())) + 1)
     top = values.topk(count, dim=1)
-    taken = caps.double()[top.indices]
+    taken = caps[top.indices]
     fill = torch.minimum((budget - (taken.cumsum(1) - taken)).clamp(min=0), taken)
     return (top.values * fill).sum(1)
 
 
-def in_ball(values: Tensor, caps: Tensor, square: float) -> Tensor:
-    """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m].
+def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m], summed
+    in ``dtype``.
 
-    Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; bisection finds a good one.
+    Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; bisection finds a good one, which has
+    the gradient of the maximum.
     """
-    largest = (values.norm(dim=1) / (2 * math.sqrt(max(square, 1e-30)))).clamp(min=1e-30)
-    low, high = largest * 2.0**-20, largest
-    for _ in range(24):
-        middle = low.sqrt() * high.sqrt()
-        used = torch.minimum(values / (2 * middle[:, None]), caps).square().sum(1)
-        low, high = torch.where(used > square, middle, low), torch.where(used > square, high, middle)
-    chosen = torch.minimum(values / (2 * high[:, None]), caps)
-    gained = (values * chosen - high[:, None] * chosen.square()).sum(1, dtype=torch.float64)
-    return torch.minimum(high.double() * square + gained, matrix_vector(values, caps))
+    with torch.no_grad():
+        largest = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
+        low, high = largest * 2.0**-20, largest
+        for _ in range(24):
+            middle = low.sqrt() * high.sqrt()
+            used = torch.minimum(values / (2 * middle[:, None]), caps).square().sum(1)
+            low, high = torch.where(used > square, middle, low), torch.where(used > square, high, middle)
+        chosen = torch.minimum(values / (2 * high[:, None]), caps)
+    gained = (values * chosen - high[:, None] * chosen.square()).sum(1, dtype=dtype)
+    return torch.minimum(high.to(dtype) * square + gained, matrix_vector(values, caps, dtype))
+
+
+def number(value: float | Tensor) -> float:
+    """Return a number without its gradient."""
+    return float(value.detach()) if isinstance(value, Tensor) else value
 
 
 def square_root(matrix: Tensor) -> Tensor:

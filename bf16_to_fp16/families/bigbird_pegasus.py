@@ -12,23 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from . import pegasus
-from .pegasus import BODY, PEGASUS, states
-from .types import (
-    RESIDUAL,
-    Attention,
-    Kind,
-    Part,
-    Signal,
-    Stack,
-    StackEnds,
-    StockAttributes,
-    StockClass,
-    Tensor,
-    divided_by,
-    input_of,
-    multiplied_by,
-    output_of,
-)
+from .parts import Style, head, states, tied_head, untied_head
+from .parts import attention as attention_part
+from .pegasus import BODY, HEAD, LOGITS_BIAS, PEGASUS, SHARED, stack_ends, stack_records
+from .types import Attention, Part, Stack, StockAttributes, StockClass
 
 BLOCKS = (
     'attention over blocks has no bound yet; write "original_full" there: the weights are the same, and stock code'
@@ -36,103 +23,46 @@ BLOCKS = (
 )
 
 
-def with_biases(part: Part, config: Mapping[str, object]) -> Part:
-    """Return the records of an attention, without the biases of its linears unless the config has them."""
-    w = part.topology
-    assert isinstance(w, Attention)
-    biases = {f"{path}.bias" for path in (w.query, w.key, w.value, w.output)} if not config["use_bias"] else set()
-    return replace(part, tensors=tuple(t for t in part.tensors if t.name not in biases))
-
-
-def attention(at: str) -> Part:
-    """Return the records of the encoder's attention, with biases."""
-    norm, outer = f"{at}.self_attn_layer_norm", f"{at}.self_attn"
-    m = f"{outer}.self"
-    qk, value = f"{m}.query_key", f"{m}.value"
-    return Part(
-        signals=(
-            Signal(RESIDUAL, Kind.RESIDUAL, "model", (input_of(norm), output_of(f"{outer}.output"))),
-            Signal(norm, Kind.NORM, "model", (output_of(norm),)),
-            Signal(qk, Kind.QUERY_KEY, "model", (output_of(f"{m}.query"), output_of(f"{m}.key", -1))),
-            Signal(value, Kind.VALUE, "model", (output_of(f"{m}.value"), input_of(f"{outer}.output"))),
-        ),
-        tensors=(
-            Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),)),
-            Tensor(f"{norm}.bias", ("model",), (multiplied_by(norm),)),
-            Tensor(f"{m}.query.weight", ("model", "model"), (multiplied_by(qk), divided_by(norm))),
-            Tensor(f"{m}.query.bias", ("model",), (multiplied_by(qk),)),
-            Tensor(f"{m}.key.weight", ("model", "model"), (divided_by(qk), divided_by(norm))),
-            Tensor(f"{m}.key.bias", ("model",), (divided_by(qk),)),
-            Tensor(f"{m}.value.weight", ("model", "model"), (multiplied_by(value), divided_by(norm))),
-            Tensor(f"{m}.value.bias", ("model",), (multiplied_by(value),)),
-            Tensor(f"{outer}.output.weight", ("model", "model"), (multiplied_by(RESIDUAL), divided_by(value))),
-            Tensor(f"{outer}.output.bias", ("model",), (multiplied_by(RESIDUAL),)),
-        ),
-        topology=Attention(
-            at=m,
-            norm=norm,
-            query=f"{m}.query",
-            key=f"{m}.key",
-            value=f"{m}.value",
-            output=f"{outer}.output",
-            memory=False,
-            bias="",
-            heads="encoder_attention_heads",
-            scaled=True,
-            add=f"{at}:add",
-            divides=True,
-            weights_dropout=f"{m}.dropout",
-            attributes=StockAttributes(heads="num_attention_heads", head_size="attention_head_size"),
-        ),
-    )
+def style(config: Mapping[str, object]) -> Style:
+    """Return how attentions are stored: with biases, or without."""
+    names = ("query", "key", "value", "output", *pegasus.LINEARS)
+    return replace(pegasus.STYLE, biased=names if config["use_bias"] else ())
 
 
 def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of encoder layer ``i``."""
     at = f"encoder.layers.{i}"
-    return (with_biases(attention(at), config), pegasus.feed_forward(at, "encoder_ff", config))
+    m = f"{at}.self_attn.self"
+    w = Attention(
+        m,
+        f"{at}.self_attn_layer_norm",
+        f"{m}.query",
+        f"{m}.key",
+        f"{m}.value",
+        f"{at}.self_attn.output",
+        heads="encoder_attention_heads",
+        add=f"{at}:add",
+        divides=True,
+        weights_dropout=f"{m}.dropout",
+        attributes=StockAttributes(heads="num_attention_heads", head_size="attention_head_size"),
+    )
+    return attention_part(w, style(config)), pegasus.neurons(at, config)
 
 
 def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of decoder layer ``i``."""
-    *attentions, feed_forward = pegasus.decoder_block(config, i)
-    return (*(with_biases(part, config) for part in attentions), feed_forward)
+    return pegasus.decoder_block(config, i, style(config))
 
 
-def stack_ends(at: str) -> Part:
-    """Return the records of both ends of a stack, without the embedding's tensor."""
-    positions, norm = f"{at}.embed_positions", f"{at}.layernorm_embedding"
-    seen = (output_of(f"{at}.embed_tokens"), output_of(positions), input_of(norm))
-    return Part(
-        signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", seen),),
-        tensors=(Tensor(f"{positions}.weight", ("positions", "model"), (None, multiplied_by(RESIDUAL))),),
-        topology=StackEnds(
-            at=at,
-            embedding=f"{at}.embed_tokens",
-            positions=f"{positions}.weight",
-            scale="scale_embedding",
-            norm=norm,
-            scales_itself=True,
-        ),
-    )
-
-
-ENCODER_ENDS = stack_ends("encoder")
-
-
-FINAL_NORM = f"{BODY}.decoder.layernorm_embedding"
-
+FINAL = "layernorm_embedding"
+FINAL_NORM = f"{BODY}.decoder.{FINAL}"
 
 BIGBIRD_PEGASUS = replace(
     PEGASUS,
     name="bigbird_pegasus",
     title="BigBird-Pegasus",
     model_type="bigbird_pegasus",
-    classes=(
-        StockClass(
-            ("BigBirdPegasusForConditionalGeneration",), decodes=True, takes_decoder_ids=True, end=None, body=BODY
-        ),
-    ),
+    classes=(StockClass(("BigBirdPegasusForConditionalGeneration",), decodes=True, takes_decoder_ids=True, body=BODY),),
     defaults={
         **PEGASUS.defaults,
         "max_position_embeddings": 4096,
@@ -144,18 +74,11 @@ BIGBIRD_PEGASUS = replace(
     alone={"attention_type": ("original_full", BLOCKS)},
     encoder=Stack("encoder_layers", encoder_block),
     decoder=Stack("decoder_layers", decoder_block),
-    encoder_ends=replace(
-        ENCODER_ENDS,
-        tensors=(Tensor("shared.weight", ("vocab", "model"), (None, multiplied_by(RESIDUAL))), *ENCODER_ENDS.tensors),
-    ),
-    encoder_output=states("encoder.layernorm_embedding"),
-    decoder_ends=stack_ends("decoder"),
-    tied_head=pegasus.tied_head(FINAL_NORM),
-    untied_head=pegasus.untied_head(FINAL_NORM),
+    encoder_ends=stack_records(stack_ends("encoder", norm=FINAL, scales_itself=True), SHARED),
+    encoder_output=states(f"encoder.{FINAL}", pegasus.STYLE),
+    decoder_ends=stack_records(stack_ends("decoder", norm=FINAL, scales_itself=True)),
+    tied_head=tied_head(FINAL_NORM, HEAD, pegasus.STYLE, LOGITS_BIAS),
+    untied_head=untied_head(FINAL_NORM, head("lm_head.weight"), pegasus.STYLE, LOGITS_BIAS),
     free_keys=(*PEGASUS.free_keys, "block_size", "num_random_blocks"),
-    initialisation=replace(
-        PEGASUS.initialisation,
-        title="BigBird-Pegasus",
-        modules={name: rule for name, rule in PEGASUS.initialisation.modules.items() if rule is not None},
-    ),
+    initialisation=pegasus.learned_positions("BigBird-Pegasus"),
 )

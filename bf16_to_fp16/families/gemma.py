@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .gemma2 import GEMMA2, attention, feed_forward, wired_attention, wired_feed_forward
-from .gemma3 import BODY, STATES, classes, with_head
-from .types import Part, Stack
+from .gemma2 import GEMMA2
+from .gemma3 import STYLE
+from .llama import classes, heads, layers, shared_values, wired_attention, wired_feed_forward
+from .parts import attention, feed_forward
+from .types import Part
 
 ACTIVATIONS = {"gelu": "gelu_pytorch_tanh"}
 """What stock code takes for an activation of this name: the first releases say gelu and mean its approximation."""
@@ -20,22 +22,19 @@ ACTIVATIONS = {"gelu": "gelu_pytorch_tanh"}
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``."""
     at, named = f"layers.{i}", str(config["hidden_act"])
-    return (
-        attention(wired_attention(at), config),
-        feed_forward(wired_feed_forward(at, "post_attention_layernorm", ACTIVATIONS.get(named, named))),
-    )
+    gated = wired_feed_forward(at, ACTIVATIONS.get(named, named))
+    return attention(wired_attention(at), STYLE, shared_values(config)), feed_forward(gated, STYLE)
 
 
 OTHERS = ("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 """Config keys of Gemma 2 that Gemma has not."""
-
 
 GEMMA = replace(
     GEMMA2,
     name="gemma",
     title="Gemma",
     model_type="gemma",
-    classes=classes("GemmaForCausalLM", "GemmaModel", STATES),
+    classes=classes("GemmaForCausalLM", "GemmaModel", STYLE),
     defaults={key: value for key, value in GEMMA2.defaults.items() if key not in OTHERS}
     | {
         "hidden_size": 3072,
@@ -45,9 +44,8 @@ GEMMA = replace(
         "num_key_value_heads": 16,
         "hidden_act": "gelu_pytorch_tanh",
     },
-    encoder=Stack("num_hidden_layers", block),
-    tied_head=with_head(f"{BODY}.embed_tokens.weight", tied=True, cap=""),
-    untied_head=with_head("lm_head.weight", tied=False, cap=""),
+    encoder=layers(block),
+    **heads(STYLE),
     nullable=(),
     older_notes={},
     initialisation=replace(GEMMA2.initialisation, title="Gemma"),

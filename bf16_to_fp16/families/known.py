@@ -25,7 +25,7 @@ from .roles import Roles, roles
 from .switch import SWITCH
 from .t5 import T5
 from .t5gemma import T5GEMMA
-from .types import Attention, Family, Projector, StockClass, family_inside
+from .types import Attention, Family, StockClass, family_inside
 from .umt5 import UMT5
 
 FAMILIES: tuple[Family, ...] = (
@@ -50,18 +50,15 @@ FAMILIES: tuple[Family, ...] = (
 )
 """Every supported family."""
 
-
 _OWN_POSITIONS = (
     "stock code makes the positions that are added to its stream by itself, so that no file can scale them; in fp32 or"
     " bf16 it runs as trained"
 )
 
-
 _POST_NORM = (
     "a norm behind each add keeps its stream small, so that scaling the stream gains nothing; where its fp16 breaks is"
     " inside a sublayer, which `audit` names, and that can run in fp32"
 )
-
 
 REFUSED: Mapping[str, str] = {
     "m2m_100": _OWN_POSITIONS,
@@ -211,12 +208,6 @@ def padding_entry(config: Mapping[str, object]) -> int | None:
     """Return what a report says of ``spare_padding``: None where no row may be padded."""
     spare = spare_padding(config)
     return None if spare == math.inf else int(spare)
-
-
-def projector_of(family: Family | None) -> Projector | None:
-    """Return what brings another model's outputs into models of a family; None where nothing does."""
-    found = None if family is None or family.projector is None else family.projector.topology
-    return found if isinstance(found, Projector) else None
 
 
 def roles_of(family: Family | None) -> Roles:

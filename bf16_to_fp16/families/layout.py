@@ -23,6 +23,7 @@ from .types import (
     StockClass,
     Sublayer,
     Topology,
+    carried_by,
     feed_forwards_of,
 )
 
@@ -90,6 +91,11 @@ class ResolvedTensor:
     offset: float = 0.0
     ahead: int = 0
 
+    @property
+    def carries(self) -> tuple[Axis, ...]:
+        """What its axes carry, one after another."""
+        return tuple(each for axis in self.axes for each in carried_by(axis))
+
 
 @dataclass(frozen=True)
 class ResolvedSignal:
@@ -150,11 +156,6 @@ class Layout:
         return self.stock.names[0] if self.outside else None
 
     @property
-    def projector(self) -> Projector | None:
-        """What brings another model's outputs into the first stack; None where nothing does."""
-        return next((w for w in self.topology if isinstance(w, Projector)), None)
-
-    @property
     def head(self) -> Head | None:
         """What reads the last norm's output; None where users do."""
         return next((w for w in self.topology if isinstance(w, Head)), None)
@@ -194,7 +195,12 @@ class Layout:
             return 1.0
         if attention.scale:
             return float(number_of(self.family, self.config, attention.scale, "a positive number") ** -0.5)
-        return float((self.tensors[f"{attention.query}.weight"].shape[0] // self.heads(attention)) ** -0.5)
+        return float(self.head_size(attention) ** -0.5)
+
+    def head_size(self, attention: Attention) -> int:
+        """Return the number of channels of each head of queries."""
+        rows = attention.fused[0] if attention.fused else self.tensors[f"{attention.query}.weight"].shape[0]
+        return rows // self.heads(attention)
 
     def cap(self, of: Attention | Head) -> float | None:
         """Return the number at which a soft cap keeps an attention's scores, or a head's logits; None without one.

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..errors import UserError
 from . import t5
-from .t5 import DEFAULTS, IGNORABLE, INPUTS, T5
+from .t5 import DEFAULTS, INPUTS, T5
 from .types import (
     RESIDUAL,
     Attention,
@@ -31,11 +31,7 @@ from .types import (
 )
 
 TYPE = "encoder_attention_type"
-
-
 LOCAL, GLOBAL = "local", "transient-global"
-
-
 MODULES = {LOCAL: "LocalSelfAttention", GLOBAL: "TransientGlobalSelfAttention"}
 
 
@@ -64,20 +60,17 @@ def attention(at: str, config: Mapping[str, object], i: int) -> Part:
 
     tensors = [replace(t, axes=tuple(map(of_the_stream, t.axes))) for t in part.tensors]
     tensors.append(Tensor(f"{inner}.weight", ("model",), (multiplied_by(RESIDUAL),)))
-    if i == 0:
-        tensors.append(Tensor(bias, ("buckets", "heads"), (None, None)))
     carried = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(norm), input_of(inner), output_of(inner)))
     signals = tuple(carried if signal.name == norm else signal for signal in part.signals)
-    return Part(signals, tuple(tensors), replace(w, block="global_block_size", block_norm=inner, block_bias=bias))
+    w = replace(w, block="global_block_size", block_norm=inner, block_bias=bias)
+    made = Part(signals, tuple(tensors), w)
+    return t5.with_table(made, bias) if i == 0 else made
 
 
 def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of encoder block ``i``; the biases of later blocks are absent and shared from the first."""
     at = f"encoder.block.{i}.layer"
-    return (attention(f"{at}.0", config, i), t5.feed_forward(f"{at}.1", config))
-
-
-CLASSES = ("LongT5ForConditionalGeneration", "LongT5EncoderModel", "LongT5Model")
+    return (attention(f"{at}.0", config, i), t5.neurons(f"{at}.1", str(config["feed_forward_proj"])))
 
 
 LONGT5 = replace(
@@ -85,10 +78,9 @@ LONGT5 = replace(
     name="longt5",
     title="LongT5",
     model_type="longt5",
-    classes=tuple(stock for stock in t5.classes("LongT5") if stock.names[0] in CLASSES),
+    classes=t5.classes("LongT5")[:3],
     defaults=DEFAULTS | {"feed_forward_proj": "relu", TYPE: LOCAL, "local_radius": 127, "global_block_size": 16},
     encoder=Stack("num_layers", encoder_block),
-    ignorable=IGNORABLE,
     kept_in_fp32=(),
     initialisation=replace(
         T5.initialisation,

@@ -12,27 +12,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from . import pegasus
-from .pegasus import BODY, LOGITS, LOGITS_BIAS, PEGASUS, states
+from .parts import logits, states
+from .pegasus import BODY, FINAL_NORM, HEAD, LOGITS_BIAS, PEGASUS, STYLE
 from .types import (
     RESIDUAL,
-    Axis,
-    Head,
-    HeadLinear,
     Kind,
     Part,
     Signal,
     Stack,
-    StackEnds,
     StockClass,
     Tensor,
     input_of,
     multiplied_by,
     output_of,
+    renamed_signals,
 )
 
 
-def stack_ends(at: str) -> Part:
-    """Return the records of both ends of a stack, without the embedding's tensor."""
+def stack_ends(at: str, *tensors: Tensor) -> Part:
+    """Return the records of both ends of a stack."""
     norm, positions = f"{at}.layernorm_embedding", f"{at}.embed_positions"
     return Part(
         signals=(
@@ -40,19 +38,11 @@ def stack_ends(at: str) -> Part:
             Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(norm), input_of(f"{at}.layer_norm"))),
         ),
         tensors=(
+            *tensors,
             Tensor(f"{positions}.weight", ("positions", "model"), (None, None), ahead=2),
-            Tensor(f"{norm}.weight", ("model",), (multiplied_by(RESIDUAL),)),
-            Tensor(f"{norm}.bias", ("model",), (multiplied_by(RESIDUAL),)),
+            *STYLE.norm(norm, multiplied_by(RESIDUAL)),
         ),
-        topology=StackEnds(
-            at=at,
-            embedding=f"{at}.embed_tokens",
-            positions=f"{positions}.weight",
-            scale="scale_embedding",
-            norm=f"{at}.layer_norm",
-            scales_itself=True,
-            first_norm=norm,
-        ),
+        topology=pegasus.stack_ends(at, scales_itself=True, first_norm=norm),
     )
 
 
@@ -62,15 +52,7 @@ DECODER_RESIDUAL = "decoder.residual"
 
 def of_decoder(part: Part) -> Part:
     """Return a part of the decoder with its own residual signal."""
-
-    def axis(of: Axis | None) -> Axis | None:
-        return of if of is None or of.signal != RESIDUAL else replace(of, signal=DECODER_RESIDUAL)
-
-    return Part(
-        tuple(replace(s, name=DECODER_RESIDUAL) if s.name == RESIDUAL else s for s in part.signals),
-        tuple(replace(t, axes=tuple(map(axis, t.axes))) for t in part.tensors),
-        part.topology,
-    )
+    return renamed_signals(part, lambda name: DECODER_RESIDUAL if name == RESIDUAL else name)
 
 
 def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
@@ -78,11 +60,7 @@ def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     return [of_decoder(part) for part in pegasus.decoder_block(config, i)]
 
 
-ENCODER_ENDS = stack_ends("encoder")
-
-
-FINAL_STATES = states(pegasus.FINAL_NORM)
-
+FINAL_STATES = states(FINAL_NORM, STYLE)
 
 MBART = replace(
     PEGASUS,
@@ -90,28 +68,18 @@ MBART = replace(
     title="mBART, mBART-50",
     model_type="mbart",
     classes=(
-        StockClass(("MBartForConditionalGeneration",), decodes=True, takes_decoder_ids=True, end=None, body=BODY),
+        StockClass(("MBartForConditionalGeneration",), decodes=True, takes_decoder_ids=True, body=BODY),
         StockClass(
             ("MBartModel",),
             decodes=True,
             takes_decoder_ids=True,
-            end=states("decoder.layer_norm"),
+            end=states("decoder.layer_norm", STYLE),
             gives=("last_hidden_state",),
         ),
     ),
-    encoder_ends=replace(
-        ENCODER_ENDS, tensors=(Tensor("shared.weight", ("vocab", "model"), (None, None)), *ENCODER_ENDS.tensors)
-    ),
+    encoder_ends=stack_ends("encoder", Tensor("shared.weight", ("vocab", "model"), (None, None))),
     decoder=Stack("decoder_layers", decoder_block),
     decoder_ends=of_decoder(stack_ends("decoder")),
-    tied_head=Part(
-        signals=(*FINAL_STATES.signals, LOGITS),
-        tensors=(*FINAL_STATES.tensors, LOGITS_BIAS),
-        topology=Head("lm_head", (HeadLinear("lm_head", f"{BODY}.shared.weight"),)),
-    ),
-    initialisation=replace(
-        PEGASUS.initialisation,
-        title="mBART",
-        modules={name: rule for name, rule in PEGASUS.initialisation.modules.items() if rule is not None},
-    ),
+    tied_head=Part((*FINAL_STATES.signals, logits(HEAD)), (*FINAL_STATES.tensors, LOGITS_BIAS), HEAD),
+    initialisation=pegasus.learned_positions("mBART"),
 )

@@ -16,10 +16,8 @@ from .types import Family
 ROTATION = "rope_parameters"
 """The key of rotary positions that transformers 5 writes."""
 
-
 APART = ("rope_theta", "partial_rotary_factor")
 """Keys inside it that stand beside ``rope_scaling`` in an older config, and not in it."""
-
 
 SCALED = ("linear", "dynamic", "llama3", "yarn")
 """Kinds of rotary positions that both versions make alike from ``rope_scaling``; 4.57 reads another key for others, or

@@ -16,13 +16,12 @@ from ..checkpoint.formats import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .configs import axis_size, config_value, full_config, looked_up
-from .known import class_of, named_as, placed_family, projector_of
+from .known import class_of, named_as, placed_family
 from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorSource
 from .spread import channels_along
-from .types import RESIDUAL, Family, OutputScale, Part, Stack, StackEnds, StockClass, Tensor
+from .types import RESIDUAL, Family, OutputScale, Part, Stack, StackEnds, StockClass, Tensor, carried_by
 
 ROWS_AT_A_TIME = 4096
-
 
 MOST_POSITIONS = 1 << 16
 """Positions that are made where a file lacks them; published Pegasus models have 512 and 1024."""
@@ -66,7 +65,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
         assert family.decoder is not None and family.decoder_ends is not None
         parts += [family.encoder_output, family.decoder_ends, *blocks(family.decoder, family, config, len(names))]
     parts.append(stock.end or (family.tied_head if tied and not separate else family.untied_head))
-    parts += filter(None, [family.projector])
+    parts += filter(None, [family.brings])
 
     scale = head_scale(family, config, tied)
     sources = {family.embedding: embedding}
@@ -133,7 +132,7 @@ def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClas
 
 def carried(checkpoint: TensorSource, family: Family) -> dict[str, ResolvedTensor]:
     """Return the tensors of the model that a projector reads, which carry nothing."""
-    w = projector_of(family)
+    w = family.projector
     if w is None:
         return {}
     found = {name: info for name, info in checkpoint.tensors.items() if name.startswith(f"{w.tower}.")}
@@ -275,12 +274,11 @@ def merge_signals(
         )
     for tensor in tensors.values():
         for axis, length in zip(tensor.axes, tensor.shape, strict=True):
-            # The stream's factor is one number, which any axis can carry.
-            if axis is None or axis.signal == RESIDUAL:
-                continue
-            size = merged[axis.signal].size
-            if size != channels_along(length, axis.spread):
-                raise AssertionError(f"{tensor.name}: axis of {length} carries {axis.signal} of {size}")
+            for each in carried_by(axis):
+                # The stream's factor is one number, which any axis can carry.
+                if each.signal != RESIDUAL and merged[each.signal].size != channels_along(length, each.spread):
+                    size = merged[each.signal].size
+                    raise AssertionError(f"{tensor.name}: axis of {length} carries {each.signal} of {size}")
     return merged
 
 

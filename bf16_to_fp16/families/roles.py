@@ -15,9 +15,7 @@ from .types import Attention, Experts, Family, FeedForward, Stack, Sublayer, fee
 STACKS = ("encoder", "decoder")
 """What the stacks of a family are called, in order; the only one of a family as the last."""
 
-
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?=[.:])")
-
 
 _STACK = re.compile(r"(?:^|\.)(encoder|decoder)\.")
 

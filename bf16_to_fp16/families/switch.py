@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..errors import UserError
 from . import t5
@@ -17,11 +18,8 @@ from .t5 import DEFAULTS, INPUTS, T5
 from .types import Deviation, Experts, FeedForward, Kind, Part, Signal, Stack, Tensor, divided_by, output_of
 
 ACTIVATION, CAPACITY, DTYPE, BIAS = "dense_act_fn", "expert_capacity", "router_dtype", "router_bias"
-
-
+DENSE = {"feed_forward_proj": "relu"}
 SPARSE = {"encoder": "num_sparse_encoder_layers", "decoder": "num_sparse_decoder_layers"}
-
-
 LAYERS = {"encoder": "num_layers", "decoder": "num_decoder_layers"}
 
 
@@ -46,7 +44,7 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
             " rescaling"
         )
     number = number_of(SWITCH, config, "num_experts", "a number of experts")
-    parts = [t5.neurons(at, f"mlp.experts.expert_{i}", activation(config)) for i in range(number)]
+    parts = [t5.neurons(at, activation(config), f"mlp.experts.expert_{i}") for i in range(number)]
     each = [part.topology for part in parts if isinstance(part.topology, FeedForward)]
     norm, router = each[0].norm, f"{at}.mlp.router"
     classifier = f"{router}.classifier"
@@ -85,34 +83,13 @@ def activation(config: Mapping[str, object]) -> str:
     return name
 
 
-def feed_forward(at: str, config: Mapping[str, object], stack: str, i: int) -> Part:
-    """Return the records of the last sublayer of block ``i``, sparse or dense."""
+def block(config: Mapping[str, object], i: int, *, stack: str, dense: Stack) -> Sequence[Part]:
+    """Return the parts of block ``i`` of a stack, whose last sublayer is sparse or dense; dense: T5's stack."""
     check_capacity(config)
-    return experts(at, config) if is_sparse(config, stack, i) else t5.neurons(at, "mlp", activation(config))
-
-
-def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of encoder block ``i``."""
-    at = f"encoder.block.{i}.layer"
-    (attending, _) = t5.encoder_block(DENSE, i)
-    return (attending, feed_forward(f"{at}.1", config, "encoder", i))
-
-
-def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of decoder block ``i``."""
-    at = f"decoder.block.{i}.layer"
-    (attending, crossing, _) = t5.decoder_block(DENSE, i)
-    return (attending, crossing, feed_forward(f"{at}.2", config, "decoder", i))
-
-
-DENSE = {"feed_forward_proj": "relu"}
-
-
-CLASSES = (
-    "SwitchTransformersForConditionalGeneration",
-    "SwitchTransformersEncoderModel",
-    "SwitchTransformersModel",
-)
+    *attending, _ = dense.block(DENSE, i)
+    at = f"{stack}.block.{i}.layer.{len(attending)}"
+    sparse = is_sparse(config, stack, i)
+    return (*attending, experts(at, config) if sparse else t5.neurons(at, activation(config), "mlp"))
 
 
 SWITCH = replace(
@@ -120,7 +97,7 @@ SWITCH = replace(
     name="switch_transformers",
     title="Switch Transformers",
     model_type="switch_transformers",
-    classes=tuple(stock for stock in t5.classes("SwitchTransformers") if stock.names[0] in CLASSES),
+    classes=t5.classes("SwitchTransformers")[:3],
     sizes=t5.SIZES | {"experts": ("num_experts",)},
     defaults=DEFAULTS
     | {
@@ -134,8 +111,8 @@ SWITCH = replace(
         "num_experts": 8,
         "router_jitter_noise": 0.01,
     },
-    encoder=Stack("num_layers", encoder_block),
-    decoder=Stack("num_decoder_layers", decoder_block),
+    encoder=Stack("num_layers", partial(block, stack="encoder", dense=t5.ENCODER)),
+    decoder=Stack("num_decoder_layers", partial(block, stack="decoder", dense=t5.DECODER)),
     ignorable=(),
     output_scale_key="",
     kept_in_fp32=(),

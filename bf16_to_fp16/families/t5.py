@@ -8,13 +8,15 @@ bias lives in the first block of each stack and is shared by the others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+from .parts import Style, ends, feed_forward, head, states, table, tied_head, untied_head
+from .parts import attention as attention_part
 from .types import (
-    RESIDUAL,
     Attention,
     Axis,
     Deviation,
-    DropoutKind,
     Family,
     FeedForward,
     Head,
@@ -31,10 +33,11 @@ from .types import (
     StockClass,
     Tensor,
     divided_by,
-    input_of,
     multiplied_by,
     output_of,
 )
+
+STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
@@ -43,80 +46,42 @@ def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared:
 
     ``shared``: the attention whose position bias it uses, where it has none of its own.
     """
-    norm, m = f"{at}.layer_norm", f"{at}.{module}"
-    reads = None if memory else divided_by(norm)
-    tensors = [
-        Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),)),
-        Tensor(f"{m}.q.weight", ("inner", "model"), (multiplied_by(f"{m}.query_key"), divided_by(norm))),
-        Tensor(f"{m}.k.weight", ("inner", "model"), (divided_by(f"{m}.query_key"), reads)),
-        Tensor(f"{m}.v.weight", ("inner", "model"), (multiplied_by(f"{m}.value"), reads)),
-        Tensor(f"{m}.o.weight", ("model", "inner"), (multiplied_by(RESIDUAL), divided_by(f"{m}.value"))),
-    ]
-    if bias:
-        tensors.append(Tensor(f"{m}.relative_attention_bias.weight", ("buckets", "heads"), (None, None)))
-    return Part(
-        signals=(
-            Signal(RESIDUAL, Kind.RESIDUAL, "model", (input_of(norm), output_of(f"{m}.o"))),
-            Signal(norm, Kind.NORM, "model", (output_of(norm),)),
-            Signal(f"{m}.query_key", Kind.QUERY_KEY, "inner", (output_of(f"{m}.q"), output_of(f"{m}.k", -1))),
-            Signal(f"{m}.value", Kind.VALUE, "inner", (output_of(f"{m}.v"), input_of(f"{m}.o"))),
-        ),
-        tensors=tuple(tensors),
-        topology=Attention(
-            at=m,
-            norm=norm,
-            query=f"{m}.q",
-            key=f"{m}.k",
-            value=f"{m}.v",
-            output=f"{m}.o",
-            memory=memory,
-            bias="" if memory else f"{m if bias else shared}.relative_attention_bias.weight",
-            heads="num_heads",
-            scaled=False,
-            add=f"{at}:add",
-            dropout=f"{at}.dropout",
-        ),
-    )
-
-
-def feed_forward(at: str, config: Mapping[str, object]) -> Part:
-    """Return the records of one feed-forward sublayer at ``at``, gated or plain as ``feed_forward_proj`` says."""
-    return neurons(at, "DenseReluDense", str(config["feed_forward_proj"]))
-
-
-def neurons(at: str, module: str, projection: str) -> Part:
-    """Return the records of a feed-forward, gated or plain as ``projection`` says, whose linears are in ``module``."""
-    norm, m = f"{at}.layer_norm", f"{at}.{module}"
-    # Only the linear branch of a gate, or a ReLU, passes a factor through; GELU and SiLU do not.
-    linear = "wi_1" if projection.startswith("gated-") else "wi"
-    moves = linear == "wi_1" or projection == "relu"
-    neuron = f"{m}.neuron"
-    out, back = (multiplied_by(neuron), divided_by(neuron)) if moves else (None, None)
-    tensors = [
-        Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),)),
-        Tensor(f"{m}.{linear}.weight", ("ff", "model"), (out, divided_by(norm))),
-        Tensor(f"{m}.wo.weight", ("model", "ff"), (multiplied_by(RESIDUAL), back)),
-    ]
-    signals = [
-        Signal(RESIDUAL, Kind.RESIDUAL, "model", (input_of(norm), output_of(f"{m}.wo"))),
-        Signal(norm, Kind.NORM, "model", (output_of(norm),)),
-        Signal(neuron, Kind.NEURON if moves else Kind.FIXED, "ff", (output_of(f"{m}.{linear}"), input_of(f"{m}.wo"))),
-    ]
-    if linear == "wi_1":
-        tensors.append(Tensor(f"{m}.wi_0.weight", ("ff", "model"), (None, divided_by(norm))))
-        signals.append(Signal(f"{m}.gate", Kind.FIXED, "ff", (output_of(f"{m}.wi_0"),)))
-    topology = FeedForward(
-        at=m,
-        norm=norm,
-        gate=f"{m}.wi_0" if linear == "wi_1" else "",
-        linear=f"{m}.{linear}",
-        output=f"{m}.wo",
-        activation=activation_of(projection),
-        act=f"{m}.act",
+    m = f"{at}.{module}"
+    w = Attention(
+        m,
+        f"{at}.layer_norm",
+        *(f"{m}.{name}" for name in "qkvo"),
+        memory=memory,
+        bias="" if memory else f"{m if bias else shared}.relative_attention_bias.weight",
+        heads="num_heads",
+        scaled=False,
         add=f"{at}:add",
-        dropouts=(f"{m}.dropout", f"{at}.dropout"),
+        dropout=f"{at}.dropout",
     )
-    return Part(tuple(signals), tuple(tensors), topology)
+    return with_table(attention_part(w, STYLE), w.bias) if bias else attention_part(w, STYLE)
+
+
+def with_table(part: Part, name: str) -> Part:
+    """Return an attention with a table of position biases of its own."""
+    return replace(part, tensors=(*part.tensors, Tensor(name, ("buckets", "heads"), (None, None))))
+
+
+def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
+    """Return the records of a feed-forward, gated or plain as ``projection`` says, whose linears are in ``module``."""
+    m, gated = f"{at}.{module}", projection.startswith("gated-")
+    return feed_forward(
+        FeedForward(
+            at=m,
+            norm=f"{at}.layer_norm",
+            gate=f"{m}.wi_0" if gated else "",
+            linear=f"{m}.wi_1" if gated else f"{m}.wi",
+            output=f"{m}.wo",
+            activation=activation_of(projection),
+            act=f"{m}.act",
+            add=f"{at}:add",
+            dropouts=(f"{m}.dropout", f"{at}.dropout"),
+        )
+    )
 
 
 def activation_of(projection: str) -> str:
@@ -125,85 +90,35 @@ def activation_of(projection: str) -> str:
     return "gelu_new" if projection == "gated-gelu" else name
 
 
-def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of encoder block ``i``; the bias of later blocks is absent and shared from the first."""
-    at = f"encoder.block.{i}.layer"
-    return (
-        attention(f"{at}.0", "SelfAttention", bias=i == 0, shared="encoder.block.0.layer.0.SelfAttention"),
-        feed_forward(f"{at}.1", config),
-    )
+def blocks(*, every: bool = False) -> tuple[Stack, Stack]:
+    """Return both stacks; every: whether each block has a bias of its own, and not the first for all."""
+
+    def attending(stack: str, i: int) -> Part:
+        first = f"{stack}.block.0.layer.0.SelfAttention"
+        return attention(f"{stack}.block.{i}.layer.0", "SelfAttention", bias=every or i == 0, shared=first)
+
+    def encoder(config: Mapping[str, object], i: int) -> Sequence[Part]:
+        return attending("encoder", i), neurons(f"encoder.block.{i}.layer.1", str(config["feed_forward_proj"]))
+
+    def decoder(config: Mapping[str, object], i: int) -> Sequence[Part]:
+        at = f"decoder.block.{i}.layer"
+        reading = attention(f"{at}.1", "EncDecAttention", bias=False, memory=True)
+        return attending("decoder", i), reading, neurons(f"{at}.2", str(config["feed_forward_proj"]))
+
+    return Stack("num_layers", encoder), Stack("num_decoder_layers", decoder)
 
 
-def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of decoder block ``i``."""
-    at = f"decoder.block.{i}.layer"
-    return (
-        attention(f"{at}.0", "SelfAttention", bias=i == 0, shared="decoder.block.0.layer.0.SelfAttention"),
-        attention(f"{at}.1", "EncDecAttention", bias=False, memory=True),
-        feed_forward(f"{at}.2", config),
-    )
-
-
-def stack_ends(stack: str) -> StackEnds:
-    """Return how a stack begins and ends."""
-    return StackEnds(
-        at=stack,
-        embedding=f"{stack}.embed_tokens",
-        positions="",
-        scale="",
-        norm=f"{stack}.final_layer_norm",
-        dropouts=(f"{stack}.dropout",),
-    )
-
-
+ENCODER, DECODER = blocks()
 ENCODER_NORM, DECODER_NORM = "encoder.final_layer_norm", "decoder.final_layer_norm"
 
 
-ENCODER_ENDS = Part(
-    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of("encoder.embed_tokens"), input_of(ENCODER_NORM))),),
-    tensors=(Tensor("shared.weight", ("vocab", "model"), (None, multiplied_by(RESIDUAL))),),
-    topology=stack_ends("encoder"),
-)
+def stack_ends(stack: str, *tensors: Tensor) -> Part:
+    """Return how a stack begins and ends."""
+    w = StackEnds(stack, f"{stack}.embed_tokens", f"{stack}.final_layer_norm", dropouts=(f"{stack}.dropout",))
+    return ends(w, *tensors)
 
 
-DECODER_ENDS = Part(
-    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of("decoder.embed_tokens"), input_of(DECODER_NORM))),),
-    topology=stack_ends("decoder"),
-)
-
-
-def states(norm: str) -> Part:
-    """Return a final norm whose output users read, so that nothing may move it."""
-    return Part(
-        signals=(Signal(f"{norm.partition('.')[0]}.output", Kind.FIXED, "model", (output_of(norm),)),),
-        tensors=(Tensor(f"{norm}.weight", ("model",), (None,)),),
-    )
-
-
-ENCODER_OUTPUT = states(ENCODER_NORM)
-
-
-LOGITS = Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head"),))
-
-
-TIED_HEAD = Part(
-    signals=(Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(DECODER_NORM, -1),)), LOGITS),
-    tensors=(Tensor(f"{DECODER_NORM}.weight", ("model",), (divided_by(RESIDUAL),)),),
-    topology=Head("lm_head", (HeadLinear("lm_head", "shared.weight"),)),
-)
-
-
-UNTIED_HEAD = Part(
-    signals=(Signal(DECODER_NORM, Kind.NORM, "model", (output_of(DECODER_NORM),)), LOGITS),
-    tensors=(
-        Tensor(f"{DECODER_NORM}.weight", ("model",), (multiplied_by(DECODER_NORM),)),
-        Tensor("lm_head.weight", ("vocab", "model"), (None, divided_by(DECODER_NORM))),
-    ),
-    topology=Head("lm_head", (HeadLinear("lm_head", "lm_head.weight"),)),
-)
-
-
-def head(norm: str, topology: Head, *sizes: str) -> Part:
+def head_of(norm: str, topology: Head, *sizes: str) -> Part:
     """Return a final norm and the head of its own that reads it: linears with biases, whose outputs have these sizes.
 
     Behind the first of them nothing moves: a tanh passes no factor on, and logits are read.
@@ -225,7 +140,7 @@ def head_linear(at: str, tanh: str = "") -> HeadLinear:
     return HeadLinear(at, f"{at}.weight", f"{at}.bias", tanh)
 
 
-CLASSIFIER = head(
+CLASSIFIER = head_of(
     f"transformer.{DECODER_NORM}",
     Head(
         "classification_head",
@@ -239,48 +154,29 @@ CLASSIFIER = head(
     "labels",
 )
 
-
-TOKEN_CLASSIFIER = head(
+TOKEN_CLASSIFIER = head_of(
     f"transformer.{ENCODER_NORM}", Head("classifier", (head_linear("classifier"),), dropout="dropout"), "labels"
 )
 
+SPANS = head_of(DECODER_NORM, Head("qa_outputs", (head_linear("qa_outputs"),)), "labels")
 
-SPANS = head(DECODER_NORM, Head("qa_outputs", (head_linear("qa_outputs"),)), "labels")
-
-
+ENCODER_OUTPUT = states(ENCODER_NORM)
 STATES = ("last_hidden_state",)
 
 
 def classes(prefix: str, *older: str) -> tuple[StockClass, ...]:
     """Return the stock classes whose names begin with ``prefix``; older: other names of the language model."""
+
+    def named(name: str, end: Part | None, **own: Any) -> StockClass:
+        return StockClass((f"{prefix}{name}",), end=end, **own)
+
     return (
-        StockClass((f"{prefix}ForConditionalGeneration", *older), decodes=True, takes_decoder_ids=True, end=None),
-        StockClass(
-            (f"{prefix}EncoderModel",), decodes=False, takes_decoder_ids=False, end=ENCODER_OUTPUT, gives=STATES
-        ),
-        StockClass((f"{prefix}Model",), decodes=True, takes_decoder_ids=True, end=states(DECODER_NORM), gives=STATES),
-        StockClass(
-            (f"{prefix}ForSequenceClassification",),
-            decodes=True,
-            takes_decoder_ids=False,
-            end=CLASSIFIER,
-            body="transformer",
-            reads_end_token=True,
-        ),
-        StockClass(
-            (f"{prefix}ForTokenClassification",),
-            decodes=False,
-            takes_decoder_ids=False,
-            end=TOKEN_CLASSIFIER,
-            body="transformer",
-        ),
-        StockClass(
-            (f"{prefix}ForQuestionAnswering",),
-            decodes=True,
-            takes_decoder_ids=False,
-            end=SPANS,
-            gives=("start_logits", "end_logits"),
-        ),
+        StockClass((f"{prefix}ForConditionalGeneration", *older), decodes=True, takes_decoder_ids=True),
+        named("EncoderModel", ENCODER_OUTPUT, gives=STATES),
+        named("Model", states(DECODER_NORM), decodes=True, takes_decoder_ids=True, gives=STATES),
+        named("ForSequenceClassification", CLASSIFIER, decodes=True, body="transformer", reads_end_token=True),
+        named("ForTokenClassification", TOKEN_CLASSIFIER, body="transformer"),
+        named("ForQuestionAnswering", SPANS, decodes=True, gives=("start_logits", "end_logits")),
     )
 
 
@@ -295,13 +191,6 @@ SIZES = {
     "labels": ("id2label",),
 }
 
-
-COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-
-
-IGNORABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
-
-
 DEFAULTS = {
     "num_decoder_layers": SameAs("num_layers"),
     "relative_attention_num_buckets": 32,
@@ -313,42 +202,8 @@ DEFAULTS = {
     "num_labels": 2,
 }
 
-
-DROPOUT: Mapping[DropoutKind, str] = {
-    "stream": "dropout_rate",
-    "attention": "dropout_rate",
-    "neurons": "dropout_rate",
-    "head": "classifier_dropout",
-}
-
-
 # Scores are not scaled: queries begin smaller by 1/√d_kv instead.
 QUERIES, INPUTS = Deviation(("model", "head")), Deviation(("model",))
-
-
-INITIALISATION = Initialisation(
-    title="T5",
-    factor="initializer_factor",
-    default=1.0,
-    modules={
-        "shared": Deviation(),
-        "embed_tokens": Deviation(),
-        "lm_head": Deviation(),
-        "q": QUERIES,
-        "k": INPUTS,
-        "v": INPUTS,
-        "o": Deviation(("inner",)),
-        "relative_attention_bias": INPUTS,
-        "wi": INPUTS,
-        "wi_0": INPUTS,
-        "wi_1": INPUTS,
-        "wo": Deviation(("ff",)),
-        "layer_norm": Deviation(),
-        "final_layer_norm": Deviation(),
-    },
-    shown=("shared", "q", "k", "v", "o", "wi", "wo"),
-)
-
 
 T5 = Family(
     name="t5",
@@ -358,31 +213,39 @@ T5 = Family(
     classes=classes("T5", "T5WithLMHeadModel"),
     sizes=SIZES,
     defaults=DEFAULTS | {"feed_forward_proj": "relu"},
-    encoder=Stack("num_layers", encoder_block),
-    decoder=Stack("num_decoder_layers", decoder_block),
-    encoder_ends=ENCODER_ENDS,
+    encoder=ENCODER,
+    decoder=DECODER,
+    encoder_ends=stack_ends("encoder", table("shared.weight")),
     encoder_output=ENCODER_OUTPUT,
-    decoder_ends=DECODER_ENDS,
-    tied_head=TIED_HEAD,
-    untied_head=UNTIED_HEAD,
+    decoder_ends=stack_ends("decoder"),
+    tied_head=tied_head(DECODER_NORM, head("shared.weight")),
+    untied_head=untied_head(DECODER_NORM, head("lm_head.weight")),
     embedding="shared.weight",
     head="lm_head.weight",
-    copies=COPIES,
-    ignorable=IGNORABLE,
-    logits_bias="",
+    copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+    ignorable=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     # T5Config reads tie_word_embeddings as "scale the outputs", unless an explicit key overrides that.
     output_scale=OutputScale.CONFIG,
     output_scale_key="scale_decoder_outputs",
     kept_in_fp32=("wo",),
     eps_key="layer_norm_epsilon",
     eps=1e-6,
-    centred_norm=False,
-    norm_site="mul#2",
-    dropout=DROPOUT,
-    free_keys=(),
+    dropout={**dict.fromkeys(("stream", "attention", "neurons"), "dropout_rate"), "head": "classifier_dropout"},
     buckets=("relative_attention_num_buckets", "relative_attention_max_distance"),
     attributes=StockAttributes(heads="n_heads", head_size="key_value_proj_dim"),
-    initialisation=INITIALISATION,
+    initialisation=Initialisation(
+        title="T5",
+        factor="initializer_factor",
+        default=1.0,
+        modules={
+            **dict.fromkeys(("shared", "embed_tokens", "lm_head", "layer_norm", "final_layer_norm"), Deviation()),
+            "q": QUERIES,
+            **dict.fromkeys(("k", "v", "relative_attention_bias", "wi", "wi_0", "wi_1"), INPUTS),
+            "o": Deviation(("inner",)),
+            "wo": Deviation(("ff",)),
+        },
+        shown=("shared", "q", "k", "v", "o", "wi", "wo"),
+    ),
     untie="scaled",
     older_scales_tied=True,
 )

@@ -9,35 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from .gemma2 import GEMMA2, WITHOUT_CAP, attention, feed_forward, wired_attention, wired_feed_forward
-from .gemma3 import BODY, WITHOUT_BIASES, check_window, gain
-from .types import (
-    RESIDUAL,
-    Head,
-    HeadLinear,
-    Kind,
-    Part,
-    SameAs,
-    Signal,
-    Stack,
-    StackEnds,
-    StockClass,
-    Tensor,
-    divided_by,
-    input_of,
-    multiplied_by,
-    output_of,
-)
+from .gemma2 import GEMMA2, WITHOUT_CAP
+from .gemma3 import CAP, STYLE, WITHOUT_BIASES, gate_norms
+from .llama import BODY, check_window, shared_values, wired_attention, wired_feed_forward
+from .parts import Style, attention, ends, feed_forward, head, states, table, tied_head, untied_head
+from .types import Part, SameAs, Stack, StackEnds, StockClass
+
+
+def style(stack: str) -> Style:
+    """Return how a stack's weights are stored, and the names of its sizes."""
+    sizes: dict[str, Any] = {name: f"{stack}_{name}" for name in ("model", "inner", "kv_inner", "ff")}
+    return replace(STYLE, memory="encoder_model", **sizes)
 
 
 def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
     """Return the parts of layer ``i`` of a stack; raise UserError for a config with a part that no record states."""
     check_window(config, f"{stack}.sliding_window")
     at = f"{stack}.layers.{i}"
-    dropout = f"{at}.dropout"
-    own = replace(
-        wired_attention(at),
+    dropout, own, share = f"{at}.dropout", style(stack), shared_values(config, f"{stack}.")
+    w = wired_attention(
+        at,
         norm=f"{at}.pre_self_attn_layernorm",
         post_norm=f"{at}.post_self_attn_layernorm",
         heads=f"{stack}.num_attention_heads",
@@ -47,76 +41,46 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
         rotary=f"{stack}.rotary_emb",
         dropout=dropout,
     )
-    m = f"{at}.cross_attn"
-    cross = replace(
-        own,
-        at=m,
-        norm=f"{at}.pre_cross_attn_layernorm",
-        post_norm=f"{at}.post_cross_attn_layernorm",
-        query=f"{m}.q_proj",
-        key=f"{m}.k_proj",
-        value=f"{m}.v_proj",
-        output=f"{m}.o_proj",
-        memory=True,
-        rotary="",
-        add=f"{at}:add#2",
-    )
-    decodes = stack == "decoder"
-    gated = replace(
-        wired_feed_forward(at, "pre_feedforward_layernorm", config[f"{stack}.hidden_activation"]),
-        post_norm=f"{at}.post_feedforward_layernorm",
-        add=f"{at}:add#3" if decodes else f"{at}:add#2",
+    parts = [attention(w, own, share)]
+    if stack == "decoder":
+        m = f"{at}.cross_attn"
+        query, key, value, output = (f"{m}.{name}_proj" for name in "qkvo")
+        w = replace(
+            w,
+            at=m,
+            norm=f"{at}.pre_cross_attn_layernorm",
+            post_norm=f"{at}.post_cross_attn_layernorm",
+            query=query,
+            key=key,
+            value=value,
+            output=output,
+            memory=True,
+            rotary="",
+            add=f"{at}:add#2",
+        )
+        parts.append(attention(w, own, share))
+    gated = wired_feed_forward(
+        at,
+        config[f"{stack}.hidden_activation"],
+        **gate_norms(at),
+        add=f"{at}:add#{len(parts) + 1}",
         dropouts=(f"{at}.mlp.dropout", dropout),
     )
-    between = (attention(cross, config, stack, "encoder_model"),) if decodes else ()
-    return (attention(own, config, stack), *between, feed_forward(gated, stack))
+    return *parts, feed_forward(gated, own)
 
 
-def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of encoder layer ``i``."""
-    return block(config, i, "encoder")
-
-
-def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of decoder layer ``i``."""
-    return block(config, i, "decoder")
-
-
-def ends(stack: str) -> Part:
+def stack_ends(stack: str) -> Part:
     """Return where a stack begins and ends, with an embedding of its own."""
-    table, norm = f"{stack}.embed_tokens", f"{stack}.norm"
-    return Part(
-        (Signal(RESIDUAL, Kind.RESIDUAL, f"{stack}_model", (output_of(table), input_of(norm))),),
-        (Tensor(f"{table}.weight", ("vocab", f"{stack}_model"), (None, multiplied_by(RESIDUAL))),),
-        StackEnds(
-            at=stack,
-            embedding=table,
-            positions="",
-            scale="",
-            norm=norm,
-            dropouts=(f"{stack}.dropout", f"{stack}.dropout"),
-            scales=True,
-            table=f"{table}.weight",
-        ),
-    )
+    path, dropout = f"{stack}.embed_tokens", f"{stack}.dropout"
+    w = StackEnds(stack, path, f"{stack}.norm", dropouts=(dropout, dropout), scales=True, table=f"{path}.weight")
+    return ends(w, table(w.table, f"{stack}_model"), model=f"{stack}_model")
 
 
-def with_head(weight: str, *, tied: bool) -> Part:
-    """Return the decoder's final norm and the head that reads it."""
-    norm = f"{BODY}.decoder.norm"
-    seen = Signal(f"{norm}.output", Kind.FIXED, "decoder_model", (output_of(norm),))
-    gains = gain(norm, "decoder_model")
-    if tied:
-        seen = Signal(RESIDUAL, Kind.RESIDUAL, "decoder_model", (output_of(norm, -1),))
-        gains = replace(gains, axes=(divided_by(RESIDUAL),))
-    own = () if tied else (Tensor(weight, ("vocab", "decoder_model"), (None, None)),)
-    return Part(
-        (seen, Signal("logits", Kind.FIXED, "vocab", (output_of("lm_head.out_proj"),))),
-        (gains, *own),
-        Head("lm_head", (HeadLinear("lm_head.out_proj", weight),), cap="decoder.final_logit_softcapping"),
-    )
-
-
+FINAL_NORM = f"{BODY}.decoder.norm"
+TIED, OWN = (
+    head(weight, "lm_head.out_proj", f"decoder.{CAP}")
+    for weight in (f"{BODY}.decoder.embed_tokens.weight", "lm_head.out_proj.weight")
+)
 STACKS = ("encoder", "decoder")
 
 
@@ -130,9 +94,7 @@ T5GEMMA = replace(
     name="t5gemma",
     title="T5Gemma",
     model_type="t5gemma",
-    classes=(
-        StockClass(("T5GemmaForConditionalGeneration",), decodes=True, takes_decoder_ids=True, end=None, body=BODY),
-    ),
+    classes=(StockClass(("T5GemmaForConditionalGeneration",), decodes=True, takes_decoder_ids=True, body=BODY),),
     sizes={"vocab": ("vocab_size",), "model": ("decoder.hidden_size",)}
     | {
         f"{stack}_{name}": tuple(f"{stack}.{key}" for key in keys if isinstance(key, str))
@@ -152,16 +114,13 @@ T5GEMMA = replace(
             if key not in ("attention_dropout", "tie_word_embeddings")
         },
     },
-    encoder=Stack("encoder.num_hidden_layers", encoder_block),
-    decoder=Stack("decoder.num_hidden_layers", decoder_block),
-    encoder_ends=ends("encoder"),
-    encoder_output=Part(
-        (Signal("encoder.output", Kind.FIXED, "encoder_model", (output_of("encoder.norm"),)),),
-        (gain("encoder.norm", "encoder_model"),),
-    ),
-    decoder_ends=ends("decoder"),
-    tied_head=with_head(f"{BODY}.decoder.embed_tokens.weight", tied=True),
-    untied_head=with_head("lm_head.out_proj.weight", tied=False),
+    encoder=Stack("encoder.num_hidden_layers", partial(block, stack="encoder")),
+    decoder=Stack("decoder.num_hidden_layers", partial(block, stack="decoder")),
+    encoder_ends=stack_ends("encoder"),
+    encoder_output=states("encoder.norm", style("encoder")),
+    decoder_ends=stack_ends("decoder"),
+    tied_head=tied_head(FINAL_NORM, TIED, style("decoder")),
+    untied_head=untied_head(FINAL_NORM, OWN, style("decoder")),
     embedding="decoder.embed_tokens.weight",
     head="lm_head.out_proj.weight",
     eps_key="encoder.rms_norm_eps",

@@ -1,19 +1,16 @@
-"""The vocabulary in which a model family is declared.
+"""The vocabulary in which a model family is declared, as pure data: nothing here computes on weights.
 
-The idea that makes every coupling one line of data: a *signal* is something that flows between weights (the residual
-stream, one attention's values, the output of one norm), and it may carry a power of two, one for each channel. A
-weight that writes a signal is multiplied by the signal's factor along the axis that produces it, a weight that reads
-it is divided along the axis that consumes it. So each axis of a tensor is ``multiplied_by(signal)``,
-``divided_by(signal)`` or None, and the exponent of an element is the sum over its axes. Queries and keys meet in a
-product that must not move, so queries are multiplied by their factor and keys divided by it.
-
-A family is a list of such records. Nothing here or in the family files computes on weights.
+A *signal* is something that flows between weights (the residual stream, one attention's values, the output of one
+norm), and it may carry a power of two, one for each channel. A weight that writes a signal is multiplied by its factor
+along the axis that produces it, a weight that reads it divided along the axis that consumes it; queries and keys meet
+in a product that must not move, so queries are multiplied and keys divided. An element's exponent is the sum over its
+axes, each of which is ``multiplied_by(signal)``, ``divided_by(signal)`` or None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -42,14 +39,11 @@ class Kind(StrEnum):
 RESIDUAL = "residual"
 """Name of the residual signal, of the encoder's where stacks have one each."""
 
-
 Sign = Literal[1, -1]
 """How a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides."""
 
-
 Side = Literal["input", "output"]
 """Side of a module."""
-
 
 Spread = tuple[int, ...]
 """How the elements of an axis share the channels of a signal: factors of the axis, outermost first, of which every
@@ -64,11 +58,24 @@ negative number at either end stands for so many elements that carry nothing: ne
 
 @dataclass(frozen=True)
 class Axis:
-    """The signal whose exponent an axis of a tensor carries, its sign there, and how its elements share channels."""
+    """The signal whose exponent an axis of a tensor carries, its sign there, and how its elements share channels.
+
+    ``others``: what further elements of the axis carry, where several linears stand in one matrix.
+    """
 
     sign: Sign
     signal: str
     spread: Spread = ()
+    others: tuple[Axis, ...] = ()
+
+    def beside(self, *others: Axis) -> Axis:
+        """Return an axis of whose other elements some carry other signals."""
+        return replace(self, others=others)
+
+
+def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
+    """Return what the elements of an axis carry, signal by signal."""
+    return () if axis is None else (replace(axis, others=()), *axis.others)
 
 
 def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
@@ -138,59 +145,67 @@ class Tensor:
 class Attention:
     """How the modules of an attention sublayer are connected, for the bounds on what flows between them.
 
-    ``at``: the module that forms the scores. ``norm``, ``query``, ``key``, ``value``, ``output``: module paths.
-    ``memory``: keys and values read the encoder's output. ``bias``: tensor of the position bias, "" where there is
-    none. ``heads``: config key of their number. ``scaled``: scores are multiplied by head_dim^-1/2 after the
-    product. ``add``: the site where the output joins the residual stream. ``dropout``: the module that
-    only training switches on, for the output, "" where it is a function.
-
-    ``post_norm``: the norm between the output projection and the stream. ``query_norm``, ``key_norm``: the norms of
-    each head of queries and of keys, as wide as a head; ``norms_by_position``: they read positions before heads, [rows,
-    positions, heads, channels]. ``rotary``: the module that gives the cosines and sines by
-    which both are then turned, channel i with i + head_dim/2 or, ``interleaved``, 2i with 2i + 1; where it turns the
-    first channels of a head alone, the others count as if they were. "" where there is none. ``kv_heads``: config key
-    of the number of heads of keys and values, "" where it is ``heads``. ``scale``: config key of what scores are
-    multiplied with to the power of -1/2 where they are ``scaled``, "" for head_dim. ``cap``: config key of the number c
-    of a soft cap, which makes c·tanh(x/c) of the scaled scores before the mask joins them; "" where there is none, as
-    where its value is null.
-    ``radius``: config key of how far a position sees, "" for without an end. With one, sequences are cut into blocks of
-    radius + 1 positions, each of which sees its own and its two neighbours, and the stock class masks with −1e10, which
-    is −inf in fp16. ``block``: config key of the number of positions of which sums are made, for further keys and
-    values; what is left over at the end joins the last sum. "" for none. ``block_norm``: the norm through which the
-    sums go, ``block_bias``: tensor of their position bias.
-    ``divides``: scores are divided by the root of head_dim instead, by a module that knows of no SDPA.
-    ``weights_dropout``: the module that only training switches on, for the attention weights, "" where it is a
-    function. ``attributes``: of its module, where they are not the family's.
+    Names without another remark are module paths or, with a colon, sites as audits name them; "" is for none.
     """
 
     at: str
+    """The module that forms the scores."""
     norm: str
     query: str
     key: str
     value: str
     output: str
-    memory: bool
-    bias: str
+    _: KW_ONLY
     heads: str
-    scaled: bool
+    """Config key of their number."""
     add: str
+    """The site where the output joins the residual stream."""
+    memory: bool = False
+    """Whether keys and values read the encoder's output."""
+    bias: str = ""
+    """Tensor of the position bias."""
+    scaled: bool = True
+    """Whether scores are multiplied by head_dim^-1/2 after the product."""
     dropout: str = ""
+    """The module that only training switches on, for the output, "" where it is a function."""
     post_norm: str = ""
+    """The norm between the output projection and the stream."""
     query_norm: str = ""
+    """The norm of each head of queries, as wide as a head."""
     key_norm: str = ""
-    rotary: str = ""
-    kv_heads: str = ""
-    scale: str = ""
-    cap: str = ""
-    radius: str = ""
-    block: str = ""
-    block_norm: str = ""
-    block_bias: str = ""
-    divides: bool = False
-    weights_dropout: str = ""
-    attributes: StockAttributes | None = None
-    interleaved: bool = False
     norms_by_position: bool = False
+    """Whether these norms read positions before heads, [rows, positions, heads, channels]."""
+    rotary: str = ""
+    """The module that gives the cosines and sines by which queries and keys are turned, channel i with i +
+    head_dim/2; where it turns the first channels of a head alone, the others count as if they were."""
+    interleaved: bool = False
+    """Whether it turns channels 2i and 2i + 1 instead."""
+    kv_heads: str = ""
+    """Config key of the number of heads of keys and values, "" where it is ``heads``."""
+    scale: str = ""
+    """Config key of what scores are multiplied with to the power of -1/2 where they are ``scaled``, "" for head_dim."""
+    cap: str = ""
+    """Config key of the c of a soft cap, which makes c·tanh(x/c) of the scaled scores before the mask joins them; there
+    is none where its value is null."""
+    radius: str = ""
+    """Config key of how far a position sees, "" for without an end. With one, sequences are cut into blocks of radius +
+    1 positions, each of which sees its own and its two neighbours, and the stock class masks with −1e10, which is −inf
+    in fp16."""
+    block: str = ""
+    """Config key of the number of positions of which sums are made, for further keys and values; what is left over at
+    the end joins the last sum."""
+    block_norm: str = ""
+    """The norm through which the sums go."""
+    block_bias: str = ""
+    """Tensor of their position bias."""
+    divides: bool = False
+    """Whether scores are divided by the root of head_dim instead, by a module that knows of no SDPA."""
+    weights_dropout: str = ""
+    """The module that only training switches on, for the attention weights, "" where it is a function."""
+    attributes: StockAttributes | None = None
+    """Of its module, where they are not the family's."""
+    fused: tuple[int, ...] = ()
+    """How many rows of one matrix are of queries, keys and values, in this order, where these three are one module."""
 
     @property
     def scaling(self) -> tuple[str, ...]:
@@ -218,7 +233,7 @@ class FeedForward:
     ``at``: the module that forms the product. ``gate``: path of the linear whose activation multiplies ``linear``'s
     output, "" for a plain sublayer, whose ``linear`` is activated itself. ``activation``: its name in the config;
     ``act``: the module that applies it. ``add``, ``post_norm`` as in ``Attention``; ``dropouts``: of the neurons, of
-    the output. ``fused``: gate and ``linear`` are one module, of whose rows the first half are the gate's.
+    the output. ``fused``: how many rows of one matrix are of gate and ``linear``, where these two are one module.
     """
 
     at: str
@@ -231,7 +246,7 @@ class FeedForward:
     add: str
     dropouts: tuple[str, ...] = ()
     post_norm: str = ""
-    fused: bool = False
+    fused: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -275,9 +290,9 @@ class StackEnds:
 
     at: str
     embedding: str
-    positions: str
-    scale: str
     norm: str
+    positions: str = ""
+    scale: str = ""
     dropouts: tuple[str, ...] = ()
     scales_itself: bool = False
     first_norm: str = ""
@@ -398,9 +413,9 @@ class StockClass:
     """
 
     names: tuple[str, ...]
-    decodes: bool
-    takes_decoder_ids: bool
-    end: Part | None
+    decodes: bool = False
+    takes_decoder_ids: bool = False
+    end: Part | None = None
     gives: tuple[str, ...] = ("logits",)
     body: str = ""
     reads_end_token: bool = False
@@ -487,8 +502,8 @@ class StockAttributes:
     none.
     """
 
-    heads: str
     head_size: str
+    heads: str = ""
     embedding_scale: str = ""
     groups: str = ""
 
@@ -497,7 +512,7 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}
 """The keys of a config whose layers all turn positions alike."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """What a model family is made of, and all that the package knows of one family and not of another; pure data."""
 
@@ -513,13 +528,13 @@ class Family:
     two."""
     encoder: Stack
     """The first stack, and of a family without a decoder the only one, whatever its mask is."""
-    decoder: Stack | None
+    decoder: Stack | None = None
     """The stack that reads the first one's output, None for a family of one stack."""
     encoder_ends: Part
     """Where an encoder begins and ends, apart from its final norm's output."""
     encoder_output: Part
     """What the encoder's final norm gives where a decoder, or a user, reads it."""
-    decoder_ends: Part | None
+    decoder_ends: Part | None = None
     """Where a decoder begins and ends, apart from its final norm's output; None with ``decoder``."""
     tied_head: Part
     """The final norm and the language-modelling head where the embedding serves as head."""
@@ -527,33 +542,33 @@ class Family:
     """The final norm and a language-modelling head of its own."""
     embedding: str
     head: str
-    copies: tuple[str, ...]
+    copies: tuple[str, ...] = ()
     """Names under which stock files may repeat the embedding."""
-    ignorable: tuple[str, ...]
+    ignorable: tuple[str, ...] = ()
     """Tensors that stock classes drop without a word."""
-    logits_bias: str
+    logits_bias: str = ""
     """Tensor that the stock class adds to the logits, "" for none."""
-    output_scale: OutputScale
-    output_scale_key: str
+    output_scale: OutputScale = OutputScale.NEVER
+    output_scale_key: str = ""
     """Config key that switches the scale before the head, "" where there is none."""
-    kept_in_fp32: tuple[str, ...]
+    kept_in_fp32: tuple[str, ...] = ()
     """Modules that the stock class leaves in fp32 when it loads a model in fp16, as ``_keep_in_fp32_modules`` names
     them."""
-    eps_key: str | None
+    eps_key: str | None = None
     """Config key of the norms' eps, None where stock code has it fixed. A key with dots is one of a config inside the
     config, wherever a family names keys."""
     eps: float
     """The eps that stock code uses where the config does not say."""
-    centred_norm: bool
+    centred_norm: bool = False
     """True for LayerNorm (mean subtracted), False for RMSNorm."""
-    norm_site: str
+    norm_site: str = "mul#2"
     """Name of the operation that gives a norm's output, as the audit names it in fp16."""
     dropout: Mapping[DropoutKind, str]
     """Config keys of the dropout rates."""
-    free_keys: tuple[str, ...]
+    free_keys: tuple[str, ...] = ()
     """Config keys that the stock class reads and no bound depends on, such as the rate of layers dropped in
     training; with ``*`` at the end all that begin so."""
-    buckets: tuple[str, str] | None
+    buckets: tuple[str, str] | None = None
     """Config keys of a table of position buckets and of the distance that its last one stands for, None without. Stock
     code computes indices outside the table unless there are 4 buckets and the distance is more than half of them."""
     attributes: StockAttributes
@@ -593,8 +608,14 @@ class Family:
     """Further config keys that must say the same eps."""
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
     """Config keys of whether the embedding serves as head: every version of stock code goes by one of them."""
-    projector: Part | None = None
+    brings: Part | None = None
     """What brings another model's outputs into the first stack, None where nothing does."""
+
+    @property
+    def projector(self) -> Projector | None:
+        """What brings another model's outputs into the first stack, None where nothing does."""
+        topology = self.brings and self.brings.topology
+        return topology if isinstance(topology, Projector) else None
 
     @property
     def eps_keys(self) -> tuple[str, ...]:
@@ -615,9 +636,21 @@ class Family:
 _KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise"})
 """Fields of a topology that are keys of the config."""
 
-
 _OF_CONFIG = _KEYS | {"activation"}
 """Fields of a topology that are no paths."""
+
+
+def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
+    """Return a part whose signals have other names."""
+
+    def axis(of: Axis | None) -> Axis | None:
+        return of and replace(of, signal=name(of.signal), others=tuple(filter(None, map(axis, of.others))))
+
+    return replace(
+        part,
+        signals=tuple(replace(signal, name=name(signal.name)) for signal in part.signals),
+        tensors=tuple(replace(t, axes=tuple(map(axis, t.axes))) for t in part.tensors),
+    )
 
 
 def inside(part: Part, body: str) -> Part:
@@ -625,9 +658,6 @@ def inside(part: Part, body: str) -> Part:
 
     def path(name: str) -> str:
         return f"{body}.{name}" if name else name
-
-    def axis(of: Axis | None) -> Axis | None:
-        return of if of is None or of.signal == RESIDUAL else replace(of, signal=path(of.signal))
 
     def topology(of: Topology) -> Topology:
         moved: dict[str, object] = {}
@@ -643,22 +673,20 @@ def inside(part: Part, body: str) -> Part:
                 moved[each.name] = tuple(map(topology, value))
         return replace(of, **moved)  # type: ignore[arg-type]
 
+    def seen(of: Signal) -> tuple[ObservationPoint, ...]:
+        return tuple(replace(point, module=path(point.module)) for point in of.seen)
+
+    part = renamed_signals(part, lambda name: name if name == RESIDUAL else path(name))
     return Part(
-        tuple(
-            replace(
-                signal,
-                name=signal.name if signal.name == RESIDUAL else path(signal.name),
-                seen=tuple(replace(point, module=path(point.module)) for point in signal.seen),
-            )
-            for signal in part.signals
-        ),
-        tuple(replace(t, name=path(t.name), axes=tuple(axis(each) for each in t.axes)) for t in part.tensors),
+        tuple(replace(signal, seen=seen(signal)) for signal in part.signals),
+        tuple(replace(tensor, name=path(tensor.name)) for tensor in part.tensors),
         None if part.topology is None else topology(part.topology),
     )
 
 
 def keys_inside(family: Family, part: str) -> Family:
-    """Return a family whose config is the one called ``part`` inside a config; what follows is still its own."""
+    """Return a family of one stack whose config is the one called ``part`` inside a config; what follows is still its
+    own."""
 
     def key(name: str) -> str:
         return f"{part}.{name}" if name else name
@@ -666,40 +694,28 @@ def keys_inside(family: Family, part: str) -> Family:
     def keys(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(map(key, names))
 
-    def default(of: object) -> object:
-        if isinstance(of, SameAs):
-            return SameAs(key(of.key))
-        return Quotient(key(of.over), key(of.under)) if isinstance(of, Quotient) else of
-
-    def topology(of: Topology) -> Topology:
-        at = [f.name for f in fields(of) if f.name in _KEYS]
-        return replace(of, **{name: key(getattr(of, name)) for name in at})  # type: ignore[arg-type]
-
     def moved(of: Part) -> Part:
-        return of if of.topology is None else replace(of, topology=topology(of.topology))
+        if (topology := of.topology) is None:
+            return of
+        names = [f.name for f in fields(topology) if f.name in _KEYS]
+        keyed = replace(topology, **{n: key(getattr(topology, n)) for n in names})  # type: ignore[arg-type]
+        return replace(of, topology=keyed)
 
-    def stack(of: Stack) -> Stack:
-        def block(config: Mapping[str, object], i: int) -> list[Part]:
-            inner, dotted = config.get(part), {n: value for n, value in config.items() if n.startswith(f"{part}.")}
-            own = dict(inner) if isinstance(inner, Mapping) else {}
-            own |= {name.removeprefix(f"{part}."): value for name, value in dotted.items()}
-            return [moved(each) for each in of.block(own, i)]
-
-        return Stack(key(of.layers), block)
+    def block(config: Mapping[str, object], i: int) -> list[Part]:
+        inner, dotted = config.get(part), {n: value for n, value in config.items() if n.startswith(f"{part}.")}
+        own = dict(inner) if isinstance(inner, Mapping) else {}
+        own |= {name.removeprefix(f"{part}."): value for name, value in dotted.items()}
+        return [moved(each) for each in family.encoder.block(own, i)]
 
     return replace(
         family,
         sizes={name: tuple(f if isinstance(f, int) else key(f) for f in of) for name, of in family.sizes.items()},
-        defaults={key(name): default(value) for name, value in family.defaults.items()},
-        encoder=stack(family.encoder),
-        decoder=None if family.decoder is None else stack(family.decoder),
+        defaults={key(name): value for name, value in family.defaults.items()},
+        encoder=Stack(key(family.encoder.layers), block),
         encoder_ends=moved(family.encoder_ends),
-        decoder_ends=None if family.decoder_ends is None else moved(family.decoder_ends),
         tied_head=moved(family.tied_head),
         untied_head=moved(family.untied_head),
-        output_scale_key=key(family.output_scale_key),
-        eps_key=None if family.eps_key is None else key(family.eps_key),
-        eps_copies=keys(family.eps_copies),
+        eps_key=family.eps_key and key(family.eps_key),
         dropout={kind: key(name) for kind, name in family.dropout.items()},
         free_keys=keys(family.free_keys),
         nullable=keys(family.nullable),
@@ -720,10 +736,10 @@ def family_inside(family: Family, body: str) -> Family:
     return replace(
         family,
         encoder=stack(family.encoder),
-        decoder=None if family.decoder is None else stack(family.decoder),
+        decoder=family.decoder and stack(family.decoder),
         encoder_ends=inside(family.encoder_ends, body),
         encoder_output=inside(family.encoder_output, body),
-        decoder_ends=None if family.decoder_ends is None else inside(family.decoder_ends, body),
+        decoder_ends=family.decoder_ends and inside(family.decoder_ends, body),
         embedding=f"{body}.{family.embedding}",
         copies=tuple(f"{body}.{name}" for name in family.copies),
         ignorable=tuple(f"{body}.{name}" for name in family.ignorable),

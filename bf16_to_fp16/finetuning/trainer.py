@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..auditing.attack import worst_ids
 from ..errors import UserError
-from ..families.known import of_model_type, projector_of
+from ..families.known import of_model_type
 from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..families.roles import layer_of
@@ -107,7 +107,8 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 def freeze_unreached(student: Any) -> None:
     """Take from training what no text of a stock model goes through: the model inside it that reads something else, and
     its way into the stream. Processes that share gradients would wait for theirs."""
-    w = projector_of(of_model_type(student.config.model_type))
+    family = of_model_type(student.config.model_type)
+    w = None if family is None else family.projector
     for path in (w.tower, w.at) if w is not None else ():
         student.get_submodule(path).requires_grad_(False)
 

@@ -119,10 +119,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -
 
 def _scores(found: dict[str, Tensor], layout: Layout, w: Attention) -> Any:
     """A hook that makes an attention's scores again of the queries and keys that were found."""
-    heads = {w.query: layout.heads(w), w.key: layout.kv_heads(w)}
+    heads = layout.heads(w), layout.kv_heads(w)
 
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        q, k = (found[path].unflatten(-1, (number, -1)).transpose(1, 2) for path, number in heads.items())
+        both = found[w.query].split(w.fused, -1)[:2] if w.fused else (found[w.query], found[w.key])
+        q, k = (x.unflatten(-1, (number, -1)).transpose(1, 2) for x, number in zip(both, heads, strict=True))
         if w.query_norm:
             q, k = (found[f"{path}:{layout.family.norm_site}"] for path in (w.query_norm, w.key_norm))
             if w.norms_by_position:

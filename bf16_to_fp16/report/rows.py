@@ -9,7 +9,7 @@ from typing import Any
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.tiers import TIERS
-from ..families.known import named, projector_of, roles_of
+from ..families.known import named, roles_of
 from ..families.roles import STACKS, block_of, stack_in
 from ..run.batch import IMAGE
 from ..wording import (
@@ -161,7 +161,8 @@ def every_input(report: Report, *, length: bool = False) -> str:
 
 def tower_of(family: str | None) -> str:
     """Return in words what brings its outputs into models of the family of this name, "" for nothing."""
-    w = projector_of(named(family))
+    known = named(family)
+    w = None if known is None else known.projector
     return "" if w is None else w.tower.rpartition(".")[2].replace("_", " ")
 
 

@@ -1,11 +1,9 @@
 """LoRA adapters on rescaled weights: the plan of a checkpoint applied to what an adapter adds to it.
 
-W' = 2^E W has the exponents of its rows and of its columns, so the update B·A belongs on it as B' = 2^rows B and A' =
-A 2^columns: every product inside is an exact power of two times what it was, and fp32 outputs keep every bit. Whole
-tensors that an adapter brings (``modules_to_save``, biases, rows of an embedding) are scaled as the checkpoint's are. A
-DoRA magnitude is the length of a row, which follows where all columns have one exponent and no other way.
-
-Names and shapes of the parts: https://github.com/huggingface/peft/blob/main/docs/source/developer_guides/checkpoint.md
+W' = 2^E W has the exponents of its rows and columns, so the update B·A becomes B' = 2^rows B and A' = A 2^columns, and
+fp32 outputs keep every bit. Whole tensors (``modules_to_save``, biases, rows of an embedding) are scaled as the
+checkpoint's are. A DoRA magnitude, the length of a row, follows only where all columns have one exponent. Parts:
+https://github.com/huggingface/peft/blob/main/docs/source/developer_guides/checkpoint.md
 """
 
 from __future__ import annotations

@@ -1,25 +1,24 @@
 """A plan of powers of two: pure data, to be printed, stored, replayed and inverted.
 
-A pre-norm transformer computes the same function when signals between its weights are multiplied by powers of two
-and the weights at both ends make up for it; every fp32 intermediate then moves by an exact power of two, so the
-logits keep every bit. A ``Plan`` says by how much; ``apply`` is the only module that changes weights by it, and reads
-the exponents of a tensor from ``exponents_of``.
+A pre-norm transformer computes the same function when signals between its weights are multiplied by powers of two and
+the weights at both ends make up for it: the logits keep every bit. ``apply`` is the only module that changes weights by
+a plan, and reads the exponents of a tensor from ``exponents_of``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..checkpoint.shards import LARGEST_EXPONENT
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
 from ..families.spread import all_carry, channels_along, spread_out
-from ..families.types import RESIDUAL, Kind
+from ..families.types import RESIDUAL, Axis, Kind, carried_by
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
 """An exponent of a plan; an element carries three at most, which the writer then can apply."""
@@ -62,12 +61,6 @@ class Plan(BaseModel):
     gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     drift: Drift | None = None
     margin_bits: float | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_notes(cls, given: Any) -> Any:
-        # Reports once had a list of notes in the plan, always empty.
-        return {key: value for key, value in given.items() if key != "notes"} if isinstance(given, Mapping) else given
 
     @property
     def drifts_by(self) -> str:
@@ -119,25 +112,22 @@ class Exponents:
 
 def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tensor]:
     """Return for each axis of a tensor the exponents that it carries: one number, or an int32 number per channel."""
-    found: list[int | torch.Tensor] = []
-    for axis, size in zip(tensor.axes, tensor.shape, strict=True):
-        if axis is None:
-            found.append(0)
-            continue
+
+    def carried(axis: Axis, size: int) -> int | torch.Tensor:
         exponent = plan.exponent(axis.signal)
-        if isinstance(exponent, int):
-            if all_carry(axis.spread):
-                found.append(axis.sign * exponent)
-                continue
-            exponent = [exponent] * channels_along(size, axis.spread)
+        if isinstance(exponent, int) and all_carry(axis.spread):
+            return axis.sign * exponent
         channels = channels_along(size, axis.spread)
+        exponent = [exponent] * channels if isinstance(exponent, int) else exponent
         if len(exponent) != channels:
             raise UserError(
                 f"the plan has {len(exponent)} exponents for {axis.signal}, but {tensor.name} has {channels} channels;"
                 " use the plan of this very checkpoint"
             )
-        found.append(axis.sign * spread_out(torch.tensor(exponent, dtype=torch.int32), axis.spread))
-    return found
+        return axis.sign * spread_out(torch.tensor(exponent, dtype=torch.int32), axis.spread)
+
+    sizes = zip(tensor.axes, tensor.shape, strict=True)
+    return [sum((carried(each, size) for each in carried_by(axis)), 0) for axis, size in sizes]
 
 
 def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:

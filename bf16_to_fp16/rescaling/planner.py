@@ -1,23 +1,12 @@
 """Choosing the exponents: hard limits first, then the least predicted error.
 
-Both ends cost. A signal too large overflows; a weight or signal too small loses bits to fp16's fixed spacing below
-2⁻¹⁴. So every signal and weight has a limit that must hold, and among the exponents that hold it the plan minimises
-a predicted relative squared error: for weights the energy of their rounding errors and the share of elements that
-are not carried over exactly, for signals fp16's last step against their mean square, for LayerNorm the drift of an
-eps that cannot be scaled. (Maximising the smallest margin instead is degenerate: a single weight of 1e-9 would
-decide.)
+A signal too large overflows; a weight or signal too small loses bits to fp16's fixed spacing below 2⁻¹⁴. So limits must
+hold, and what is left is a relative squared error: of weights, of signals, of an eps that cannot be scaled. (To
+maximise the smallest margin is degenerate: one weight of 1e-9 would decide.) Given the stream's exponent every channel
+is an integer problem of its own: enumerate that one, look the channels up, and move gains only where a loss is left.
 
-The residual exponent r couples everything, but given r and the norm gains every value, neuron and query/key channel
-is an integer problem of its own. So: enumerate r, solve all channels by table look-up, and move gains only where
-that leaves a loss. Importances weigh the channels by what they contribute, so that the costs of different sublayers
-compare.
-
-Where the limits cannot all hold, the excess is minimised and reported: rescaling is not enough, and the caller says
-so.
-
-Limits come from two sources. What was observed must fit with a margin, always. What is *possible*, by a certificate,
-should fit too: it does unless that costs more than ``PROOF_WORTH``, signal by signal, in which case the signal is
-named and keeps the exponents that its observed range asks for.
+What was observed must fit with a margin, always; what is possible, by a certificate, where that costs no more than
+``PROOF_WORTH``, signal by signal. Where limits cannot all hold, the excess is minimised and reported.
 """
 
 from __future__ import annotations
@@ -33,7 +22,7 @@ from ..bounds.certificate import SQUARING
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from ..families.spread import shared, spread_out
-from ..families.types import RESIDUAL, Kind, ObservationPoint, Sign, Spread
+from ..families.types import RESIDUAL, Axis, Kind, ObservationPoint, Sign, carried_by
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
@@ -43,63 +32,48 @@ from .rounding_loss import LossTable, channel_energy, loss_table, of_channels, o
 MARGIN_BITS = 1.25
 """How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
 
-
 PROOF_MARGIN_BITS = 1 / 32
 """What a bound of the unscaled weights keeps to its limit, for rounding them to fp16 afterwards."""
-
 
 TRAIN_MARGIN_BITS = 2.0
 """Further bits that the target ``train`` keeps: for weights that move, and gradients that flow back."""
 
-
 CHANNEL_RANGE = 24
 """Channel exponents are searched from −24 to 24."""
-
 
 RESIDUAL_RANGE = 24
 """Residual exponents are searched from −24 to 24."""
 
-
 ROUNDING = 2.0**-24
 """Scale of one unavoidable fp16 rounding, (2⁻¹¹)²/4, in relative squared error; costs well under it do not matter."""
 
-
 EXCESS = 1e6
 """Cost of one bit over a hard limit: more than any precision, so that limits come first."""
-
 
 UNWRITABLE = 1e12
 """Cost of one bit by which a weight passes 65504: more than any signal's excess, since such a plan cannot be written,
 and an unsafe one can."""
 
-
 PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS
 """What a bound must stay under after scaling."""
-
 
 RESTRAINT = ROUNDING * 2.0**-10
 """What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
 
-
 PROOF_WORTH = ROUNDING / 4
 """Predicted error that a proof of one site may cost; with four sites for each norm, as much as one rounding there."""
-
 
 PROOF_FIRST = 1.0
 """The same where a proof is what was asked for: all that there is to lose."""
 
-
 LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 """A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
-
 
 INDIFFERENCE = ROUNDING / 4
 """Residual exponents whose costs differ by less are as good as each other; the one nearest 0 is taken."""
 
-
 OF_STREAM = (Kind.VALUE, Kind.NEURON)
 """Signals whose channels are solved for each exponent of the stream."""
-
 
 SOLVED = (*OF_STREAM, Kind.QUERY_KEY)
 """Signals that have an exponent for each channel wherever that costs less."""
@@ -205,8 +179,8 @@ class _Costs:
         self.gate_limit = GELU_CUBE_BACKWARD_LIMIT if target == "train" and cubes else math.inf
         self.elements = sum(math.prod(t.shape) for t in layout.tensors.values())
         self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
-        self.tables: dict[tuple[str, int], LossTable] = {}
-        self.energies: dict[tuple[str, int], torch.Tensor] = {}
+        self.tables: dict[tuple[str, int, Axis], LossTable] = {}
+        self.energies: dict[tuple[str, int, Axis], torch.Tensor] = {}
         self.gains: dict[str, torch.Tensor] = {}
         self.magnitudes: dict[str, list[tuple[float, Sign, bool]]] = {}
         self.solved: dict[str, dict[int, Solution]] = {}
@@ -214,78 +188,76 @@ class _Costs:
         self.stream = RESIDUAL
         self.decided: dict[str, int] = {}
         self.advance: Advance | None = None
-        self.looked_at: set[tuple[str, int]] = set()
+        self.looked_at: set[tuple[str, int, Axis]] = set()
         self.chosen: dict[str, torch.Tensor] = {}
         self.fallbacks: dict[str, Fallback] = {}
-        self.touched: dict[str, list[tuple[ResolvedTensor, int, Sign]]] = {name: [] for name in layout.signals}
+        self.touched: dict[str, list[tuple[ResolvedTensor, int, Axis]]] = {name: [] for name in layout.signals}
         for tensor in layout.tensors.values():
-            for axis, carried in enumerate(tensor.axes):
-                if carried is not None:
-                    self.touched[carried.signal].append((tensor, axis, carried.sign))
+            for place, axis in enumerate(tensor.axes):
+                for carried in carried_by(axis):
+                    self.touched[carried.signal].append((tensor, place, carried))
 
     # -- what is known ----------------------------------------------------------------------------------------------
 
-    def seen(self, point: ObservationPoint) -> ChannelRange | None:
-        """Return the range of the channels at one observation point, None where the module was not observed (an
-        encoder-only run, a shared module)."""
-        return at_point(self.ranges, point)
+    def seen(self, signal: ResolvedSignal) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
+        """Yield the points where a signal was observed, with the range of its channels; no others, as where a stack was
+        not run or a module is shared."""
+        return known_points(self.ranges, signal)
 
-    def possible(self, point: ObservationPoint) -> ChannelRange | None:
-        """Return the bound at one observation point, None without a certificate."""
-        return None if self.bounds is None else at_point(self.bounds, point)
+    def possible(self, signal: ResolvedSignal) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
+        """Yield the points where a signal has a bound, with that of its channels; none without a certificate."""
+        return known_points(self.bounds or {}, signal)
 
-    def table(self, tensor: ResolvedTensor, axis: int) -> LossTable:
-        """Return the tensor's loss table along ``axis``, with the vector exponents chosen for its other axis
-        applied."""
-        key = (tensor.name, axis)
+    def table(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> LossTable:
+        """Return the loss table of what a tensor carries along ``axis``, with the vector exponents chosen for its other
+        axis applied."""
+        key = (tensor.name, axis, carried)
         if key not in self.tables:
             weight = self.weights(tensor.name)
             if tensor.offset:
                 self.tables[key] = offset_loss_table(weight, tensor.offset)
             else:
-                made = loss_table(weight, axis, self.shift(tensor, axis))
-                self.tables[key] = of_channels(made, spread_of(tensor, axis))
+                self.tables[key] = of_channels(loss_table(weight, axis, self.shift(tensor, axis)), carried.spread)
             self.energies[key] = self.tables[key].energy
             self.looked_at.add(key)
             if self.advance is not None:
                 self.advance(len(self.looked_at), sum(map(len, self.touched.values())))
         return self.tables[key]
 
-    def energy(self, tensor: ResolvedTensor, axis: int) -> torch.Tensor:
+    def energy(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> torch.Tensor:
         """Return the energy of the tensor's loss table, without making one."""
-        key = (tensor.name, axis)
+        key = (tensor.name, axis, carried)
         if key not in self.energies:
-            found = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
-            self.energies[key] = shared(found, spread_of(tensor, axis)).sum(1)
+            energy = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
+            self.energies[key] = shared(energy, carried.spread).sum(1)
         return self.energies[key]
 
     def shift(self, tensor: ResolvedTensor, axis: int) -> torch.Tensor | None:
         """Return the vector exponents chosen for a tensor's other axis, None where none are."""
-        other = tensor.axes[1 - axis] if len(tensor.axes) == 2 else None
-        exponents = self.chosen.get(other.signal) if other else None
-        return spread_out(exponents * other.sign, other.spread) if other and exponents is not None else None
+        others = carried_by(tensor.axes[1 - axis]) if len(tensor.axes) == 2 else ()
+        shifts = [spread_out(self.chosen[c.signal] * c.sign, c.spread) for c in others if c.signal in self.chosen]
+        return torch.stack(shifts).sum(0, dtype=torch.int32) if shifts else None
 
     def release(self, signal: ResolvedSignal) -> None:
         """Free the tables of a signal's weights, which take far more memory than what was found with them."""
-        for tensor, axis, _ in self.touched[signal.name]:
-            self.tables.pop((tensor.name, axis), None)
+        for tensor, axis, carried in self.touched[signal.name]:
+            self.tables.pop((tensor.name, axis, carried), None)
 
     def forget(self, tensor: ResolvedTensor, axis: int) -> None:
         """Drop what is known of a tensor along an axis, since its other axis has been scaled."""
-        self.tables.pop((tensor.name, axis), None)
-        self.energies.pop((tensor.name, axis), None)
-        carried = tensor.axes[axis] if axis < len(tensor.axes) else None
-        if carried is not None:
+        for carried in carried_by(tensor.axes[axis]) if axis < len(tensor.axes) else ():
+            self.tables.pop((tensor.name, axis, carried), None)
+            self.energies.pop((tensor.name, axis, carried), None)
             self.solved.pop(carried.signal, None)
 
     def offset(self, tensor: ResolvedTensor, axis: int, r: int) -> int:
         """Return the residual exponent's part in a tensor's exponent on the axes other than ``axis``."""
-        others = (c for place, c in enumerate(tensor.axes) if c and place != axis)
+        others = (c for place, of in enumerate(tensor.axes) if place != axis for c in carried_by(of))
         return sum(c.sign * r for c in others if self.layout.signals[c.signal].kind is Kind.RESIDUAL)
 
     def stream_of(self, signal: ResolvedSignal) -> str:
         """Return the residual stream whose exponent scales a signal's weights too; the first one where none does."""
-        carried = {c.signal for tensor, *_ in self.touched[signal.name] for c in tensor.axes if c}
+        carried = {c.signal for tensor, *_ in self.touched[signal.name] for c in tensor.carries}
         return next((stream for stream in self.layout.streams if stream in carried), self.layout.streams[0])
 
     def of_stream(self) -> list[ResolvedSignal]:
@@ -295,7 +267,7 @@ class _Costs:
 
     def carries(self, signal: ResolvedSignal) -> bool:
         """Return whether the present stream's exponent scales a signal's weights too."""
-        return any(c is not None and c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.axes)
+        return any(c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.carries)
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
         """Return each channel's share in what the signal contributes: float64 [channels], sum 1.
@@ -304,40 +276,37 @@ class _Costs:
         mean squares. Both are invariant under the channel's own exponent.
         """
         ones = torch.ones(signal.size, dtype=torch.float64)
-        squares = [r.mean_square.double() for s in signal.seen if (r := self.seen(s)) is not None]
+        squares = [observed.mean_square.double() for _, observed in self.seen(signal)]
         if not squares:
             return ones / signal.size
-        readers = [(t, a) for t, a, sign in self.touched[signal.name] if a == 1 and sign < 0]
+        readers = [(t, a, c) for t, a, c in self.touched[signal.name] if a == 1 and c.sign < 0]
         if signal.kind is Kind.QUERY_KEY:
             return as_shares(torch.stack(squares).prod(0))
         if not readers:
             return as_shares(squares[-1])
-        return as_shares(sum((as_shares(squares[-1] * self.energy(t, a)) for t, a in readers), 0 * ones))
+        return as_shares(sum((as_shares(squares[-1] * self.energy(*of)) for of in readers), 0 * ones))
 
     # -- what an exponent costs -------------------------------------------------------------------------------------
 
-    def channel_costs(self, signal: ResolvedSignal, r: int) -> torch.Tensor:
-        """Return the cost of every exponent −24…24 for every channel of a signal: float64 [channels, 49]."""
-        return next(self.costs_by_residual(signal, [r]))
-
-    def costs_by_residual(self, signal: ResolvedSignal, tried: list[int]) -> Iterator[torch.Tensor]:
-        """Yield ``channel_costs`` for each residual exponent, each weight's cost worked out once for all of them."""
+    def channel_costs(self, signal: ResolvedSignal, tried: list[int]) -> Iterator[torch.Tensor]:
+        """Yield for each residual exponent the cost of every exponent −24…24 for every channel of a signal, float64
+        [channels, 49], each weight's cost worked out once for all of them."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         own = RESTRAINT / signal.size * exponents.abs().double().expand(signal.size, -1)
-        tables = [(self.table(tensor, axis), tensor, axis, sign) for tensor, axis, sign in self.touched[signal.name]]
+        tables = [(self.table(*of), *of) for of in self.touched[signal.name]]
         share = self.importance(signal)[:, None]
         weights = []
-        for table, tensor, axis, sign in tables:
+        for table, tensor, axis, carried in tables:
             offsets = [self.offset(tensor, axis, r) for r in tried]
             least = min(offsets) - CHANNEL_RANGE
             every = torch.arange(least, max(offsets) + CHANNEL_RANGE + 1)
-            weights.append((self.weight_cost(table, every, share), sign * exponents - least, offsets))
-        for point in signal.seen:
-            observed = self.seen(point)
-            if observed is not None:
-                at = point.sign * exponents
-                own = own + share * signal_noise(observed.mean_square, at)
-                own = own + EXCESS * excess_bits(observed.amax.double()[:, None] * 2.0**at, self.limit)
+            cost = self.weight_cost(table, every, share)
+            cost = cost + UNWRITABLE * excess_bits(table.amax[:, None] * 2.0 ** every.double(), FP16_MAX)
+            weights.append((cost, carried.sign * exponents - least, offsets))
+        for point, observed in self.seen(signal):
+            at = point.sign * exponents
+            own = own + share * signal_noise(observed.mean_square, at)
+            own = own + EXCESS * excess_bits(observed.amax.double()[:, None] * 2.0**at, self.limit)
         for number in range(len(tried)):
             yield sum((cost.index_select(1, at + offsets[number]) for cost, at, offsets in weights), own)
 
@@ -345,11 +314,9 @@ class _Costs:
         """Return what the bounds add to ``channel_costs``: float64 [channels, 49], zeros without a certificate."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         cost = torch.zeros(signal.size, exponents.numel(), dtype=torch.float64)
-        for point in signal.seen:
-            possible = self.possible(point)
-            if possible is not None:
-                at = point.sign * exponents
-                cost = cost + EXCESS * excess_bits(possible.amax.double()[:, None] * 2.0**at, PROOF_LIMIT)
+        for point, possible in self.possible(signal):
+            amax = possible.amax.double()[:, None] * 2.0 ** (point.sign * exponents)
+            cost = cost + EXCESS * excess_bits(amax, PROOF_LIMIT)
         return cost
 
     def best(self, signal: ResolvedSignal, r: int) -> Solution:
@@ -358,7 +325,7 @@ class _Costs:
         if r not in known:
             tried = sorted({*self.tried, r} - known.keys())
             proof = None if self.bounds is None else self.proof_costs(signal)
-            for at, costs in zip(tried, self.costs_by_residual(signal, tried), strict=True):
+            for at, costs in zip(tried, self.channel_costs(signal, tried), strict=True):
                 known[at] = self.solution(signal, costs, proof)
             self.release(signal)
         return known[r]
@@ -379,23 +346,20 @@ class _Costs:
 
     def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """Return the cost of a weight's channels at ``exponents``: error energy by share, inexact elements, excess
-        over the limit and over 65504."""
+        over the limit."""
         lossy, error = table.at(exponents)
         energy = table.energy[:, None].clamp(min=1e-300)
         cost = share * (error.double() / energy).clamp(max=1.0)
         cost = cost + self.lossy_price * lossy.double()
         amax = table.amax[:, None] * 2.0 ** exponents.double()
-        return cost + EXCESS * excess_bits(amax, self.limit) + UNWRITABLE * excess_bits(amax, FP16_MAX)
+        return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
         """Return what depends on r alone: the stream's own limits and noise, the weights that only it scales, the
         eps drift."""
         signal, at = self.layout.signals[self.stream], torch.tensor([r])
         cost = RESTRAINT * abs(r)
-        for point in signal.seen:
-            observed = self.seen(point)
-            if observed is None:
-                continue
+        for point, observed in self.seen(signal):
             e = point.sign * r
             cost += EXCESS * float(excess_bits(observed.amax.double().amax() * 2.0**e, self.limit))
             if point.side == "input":
@@ -404,21 +368,21 @@ class _Costs:
                 cost += float((share[:, None] * signal_noise(observed.mean_square, torch.tensor([e]))).sum())
                 length = self.stream_norm(self.ranges, point.module) * 2.0**e
                 cost += EXCESS * float(excess_bits(length, self.norm_limit(self.margin_bits)))
-        for tensor, axis, sign in self.touched[self.stream]:
-            if all(c is None or c.signal == self.stream for c in tensor.axes):
-                table = self.table(tensor, axis).total()
-                cost += float(self.weight_cost(table, sign * at, torch.ones(1, 1)).sum())
-        return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r, corrected=True)
+        for tensor, axis, carried in self.touched[self.stream]:
+            if all(c.signal == self.stream for c in tensor.carries):
+                table = self.table(tensor, axis, carried).total()
+                cost += float(self.weight_cost(table, carried.sign * at, torch.ones(1, 1)).sum())
+        return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
         """Return by how many bits the stream's exponent takes weights past 65504 that no channel of their own makes up
         for; own: and those that have channels, as if these stayed at 0."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
-                (float(self.weights(tensor.name).abs().amax()), sign, has_own)
-                for tensor, _, sign in self.touched[self.stream]
-                if not (has_own := bool({self.layout.signals[c.signal].kind for c in tensor.axes if c} & set(SOLVED)))
-                or sign < 0
+                (float(self.weights(tensor.name).abs().amax()), carried.sign, has_own)
+                for tensor, _, carried in self.touched[self.stream]
+                if not (has_own := any(self.layout.signals[c.signal].kind in SOLVED for c in tensor.carries))
+                or carried.sign < 0
             ]
         return sum(
             max(0.0, math.log2(amax * 2.0 ** (sign * r) / FP16_MAX))
@@ -429,14 +393,12 @@ class _Costs:
     def residual_excess(self, r: int) -> float:
         """Return by how many bits the stream's bounds pass their limits at r, summed over its sites."""
         total = 0.0
-        for point in self.layout.signals[self.stream].seen:
-            possible = self.possible(point)
-            if possible is None or self.bounds is None:
-                continue
+        bounds = self.bounds or {}
+        for point, possible in self.possible(self.layout.signals[self.stream]):
             e = point.sign * r
             total += float(excess_bits(possible.amax.double().amax() * 2.0**e, PROOF_LIMIT))
             if point.side == "input":
-                length = self.stream_norm(self.bounds, point.module) * 2.0**e
+                length = self.stream_norm(bounds, point.module) * 2.0**e
                 total += float(excess_bits(length, self.norm_limit(PROOF_MARGIN_BITS)))
         return total
 
@@ -460,29 +422,28 @@ class _Costs:
         norm = ranges[module].norm
         return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
 
-    def drift(self, r: int, *, corrected: bool) -> float:
+    def drift(self, r: int) -> float:
         """Return the sum over the stream's norms of the mean squared relative change that an unscaled eps makes, 0
         where eps is in the config.
 
-        A token of variance v changes by √((v + eps) / (v + eps·4^-r)) − 1; a gain correction takes out the mean.
+        A token of variance v changes by √((v + eps) / (v + eps·4^-r)) − 1, whose mean a gain correction takes out.
         """
         if self.layout.family.eps_key is not None or r == 0:
             return 0.0
         total = 0.0
         for path in self.norms():
             kept, shares = self.kept(path, r)
-            gain = self.gain_correction(path, r) if corrected else 1.0
-            total += float((shares * (gain * kept - 1).square()).sum())
+            total += float((shares * (self.gain_correction(path, r) * kept - 1).square()).sum())
         return total
 
     def rounded_gains(self, r: int) -> float:
         """Return the sum over the norms whose stored gains only r moves of the squared relative error of rounding
         them."""
         total = 0.0
-        for tensor, axis, sign in self.touched[self.stream]:
+        for tensor, axis, carried in self.touched[self.stream]:
             if tensor.offset:
-                table = self.table(tensor, axis).total()
-                total += float(table.at(torch.tensor([sign * r]))[1].double().sum() / table.energy.sum())
+                table = self.table(tensor, axis, carried).total()
+                total += float(table.at(torch.tensor([carried.sign * r]))[1].double().sum() / table.energy.sum())
         return total
 
     def norms(self) -> list[str]:
@@ -536,12 +497,11 @@ class _PlanSearch(_Costs):
         by_exponent: dict[int, float] = {}
         others = least_free = 0.0
         for self.stream in streams:
-            first = self.stream == streams[0]
             totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
             r = self.decided[self.stream]
-            drift += self.drift(r, corrected=True) + (self.rounded_gains(r) if r else 0.0)
+            drift += self.drift(r) + (self.rounded_gains(r) if r else 0.0)
             least_free += min(free for _, free, _ in totals.values())
-            if first:
+            if self.stream == streams[0]:
                 by_exponent = {e: cost for e, (cost, *_) in totals.items()}
             else:
                 others += totals[r][0]
@@ -621,9 +581,8 @@ class _PlanSearch(_Costs):
     def candidates(self) -> list[int]:
         """Return the residual exponents worth trying: around the largest that the stream's limits allow, and 0."""
         tops = []
-        for point in self.layout.signals[self.stream].seen:
-            observed = self.seen(point)
-            if observed is not None and point.sign > 0 and float(observed.amax.amax()) > 0:
+        for point, observed in self.seen(self.layout.signals[self.stream]):
+            if point.sign > 0 and float(observed.amax.amax()) > 0:
                 tops.append(whole_log2(self.limit / float(observed.amax.amax())))
                 if point.side == "input" and self.target in SQUARING:
                     room = self.norm_limit(self.margin_bits) / self.stream_norm(self.ranges, point.module)
@@ -656,11 +615,11 @@ class _PlanSearch(_Costs):
     def resettle_writers(self, norm: ResolvedSignal) -> None:
         """Solve again the channels that the readers of a moved norm write, since their tables have changed."""
         for tensor, *_ in list(self.touched[norm.name]):
-            written = tensor.axes[0]
-            if len(tensor.axes) == 2 and written is not None and written.signal in self.chosen:
-                self.forget(tensor, 0)
-                signal = self.layout.signals[written.signal]
-                self.settle(signal, self.exponent_for(signal))
+            for written in carried_by(tensor.axes[0]) if len(tensor.axes) == 2 else ():
+                if written.signal in self.chosen:
+                    self.forget(tensor, 0)
+                    signal = self.layout.signals[written.signal]
+                    self.settle(signal, self.exponent_for(signal))
 
     # -- what cannot be held ----------------------------------------------------------------------------------------
 
@@ -668,39 +627,32 @@ class _PlanSearch(_Costs):
         """Return every signal that still passes its limit under ``plan``, the worst point of each."""
         worst: dict[str, float] = {}
         for signal in self.layout.signals.values():
-            exponent = plan.exponent(signal.name)
-            e = torch.as_tensor(exponent, dtype=torch.float64)
-            for point in signal.seen:
-                observed = self.seen(point)
-                if observed is not None:
-                    limit = min(self.limit, self.gate_limit) if point.module in self.layout.gates else self.limit
-                    excess = float(excess_bits(observed.amax.double() * 2.0 ** (point.sign * e), limit).amax())
-                    if signal.kind is Kind.RESIDUAL and point.side == "input":
-                        length = self.stream_norm(self.ranges, point.module) * 2.0**e
-                        excess = max(excess, float(excess_bits(length, self.norm_limit(self.margin_bits))))
-                    place = f"{point.module} ({point.side})"
-                    if excess > 0:
-                        worst[place] = max(worst.get(place, 0.0), excess)
+            e = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)
+            for point, observed in self.seen(signal):
+                limit = min(self.limit, self.gate_limit) if point.module in self.layout.gates else self.limit
+                excess = float(excess_bits(observed.amax.double() * 2.0 ** (point.sign * e), limit).amax())
+                if signal.kind is Kind.RESIDUAL and point.side == "input":
+                    length = self.stream_norm(self.ranges, point.module) * 2.0**e
+                    excess = max(excess, float(excess_bits(length, self.norm_limit(self.margin_bits))))
+                place = f"{point.module} ({point.side})"
+                if excess > 0:
+                    worst[place] = max(worst.get(place, 0.0), excess)
         return [Violation(*place) for place in sorted(worst.items(), key=lambda item: -item[1])]
 
 
-def at_point(ranges: Mapping[str, ModuleRange], point: ObservationPoint) -> ChannelRange | None:
-    """Return what the channels of a signal reach at a point, those that elements share over all of them; None where its
-    module is not known."""
-    module = ranges.get(point.module)
-    if module is None:
-        return None
-    found = module.input if point.side == "input" else module.output
-    if not point.spread:
-        return found
-    amax, square = (shared(x, point.spread) for x in (found.amax, found.mean_square))
-    return ChannelRange(amax.amax(1), square.mean(1), found.rows)
-
-
-def spread_of(tensor: ResolvedTensor, axis: int) -> Spread:
-    """Return how the elements of a tensor along an axis share channels."""
-    carried = tensor.axes[axis]
-    return () if carried is None else carried.spread
+def known_points(
+    ranges: Mapping[str, ModuleRange], signal: ResolvedSignal
+) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
+    """Yield the points of a signal whose modules are known, with what its channels reach there, those that elements
+    share over all of them."""
+    for point in signal.seen:
+        if (module := ranges.get(point.module)) is None:
+            continue
+        reached = module.input if point.side == "input" else module.output
+        if point.spread:
+            amax, square = (shared(x, point.spread) for x in (reached.amax, reached.mean_square))
+            reached = ChannelRange(amax.amax(1), square.mean(1), reached.rows)
+        yield point, reached
 
 
 def excess_bits(amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:

@@ -1,10 +1,8 @@
 """What a power of two costs: weights pushed below fp16's normal range, signals drowned in its last step.
 
-Scaling up risks overflow, scaling down loses low bits: below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so a weight with
-bits under that is rounded, and under 2⁻²⁵ it vanishes. These tables say for every channel of a weight and every
-exponent how many elements would be rounded and how much energy the rounding errors carry, from one histogram pass
-over the weight. Rounding that no exponent can avoid (an fp32 weight has more bits than fp16 at any scale) is left
-out, since it cannot inform a choice.
+Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so a weight with bits under that is rounded, and under 2⁻²⁵ it vanishes. The
+tables say for every channel and exponent how many elements would be rounded and with how much energy, from one
+histogram pass over the weight. Rounding that no exponent can avoid, as of fp32 weights, is left out.
 """
 
 from __future__ import annotations
@@ -21,19 +19,15 @@ from ..numerics import FP16_SIGNIFICANT_BITS, lowest_bit_exponent
 GRID = 72
 """Exponents from −72 to 72 are tabulated: the residual's and those of two axes, 24 each."""
 
-
 STEP_NOISE = 2.0**-48 / 12
 """Mean squared error of rounding to a grid of 2⁻²⁴."""
-
 
 _UNIT = FP16_SIGNIFICANT_BITS - 1
 """Significands are counted in 2⁻¹⁰ of their binade, so that fp16's and bf16's are whole numbers below 2¹¹."""
 
-
 _SQUARES, _PACKED, _PACKABLE = 34, 52, 1 << 18
 """An int64 adds up what fewer than 2¹⁸ bf16 numbers are: in its lower 34 bits their squared significands of 8 bits, in
 the next 18 their number; above these stands one's place in the histogram, whose sum is of no use and flows over."""
-
 
 _CHANNELS, _CHUNK = 1 << 10, 1 << 18
 """How many channels and how many elements are looked at together, so that histograms stay in the cache."""

@@ -317,10 +317,9 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
     for w in layout.topology:
         if isinstance(w, Attention):
             heads, own = layout.heads(w), w.attributes or names
-            inner = layout.tensors[f"{w.query}.weight"].shape[0]
             if own.heads:
                 same(w.at, own.heads, heads)
-            same(w.at, own.head_size, inner // heads)
+            same(w.at, own.head_size, layout.head_size(w))
             if own.groups:
                 same(w.at, own.groups, heads // layout.kv_heads(w))
             same(w.at, "scaling", layout.score_scale(w), optional=not w.scaled or w.divides)
@@ -345,7 +344,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
 def check_projector(layout: Layout, model: Any, where: str) -> None:
     """Raise UserError for an eps with which the norm of another model's outputs makes NaN of zeros, and for a number
     that can be no id in the places of those outputs."""
-    if (w := layout.projector) is None:
+    if (w := layout.family.projector) is None:
         return
     norm = model.get_submodule(w.norm)
     eps, token = getattr(norm, eps_attribute(norm)), getattr(model.config, w.token)

@@ -46,8 +46,19 @@ class Weights:
     def into_neurons(self, sublayer: FeedForward) -> list[Tensor]:
         """Return the matrices whose outputs make a feed-forward's neurons, the gate's first where there is one."""
         if sublayer.fused:
-            return list(self.matrix(sublayer.gate).chunk(2))
+            return list(self.matrix(sublayer.gate).split(sublayer.fused))
         return [self.matrix(module) for module in (sublayer.gate, sublayer.linear) if module]
+
+    def into_values(self, sublayer: Attention) -> Tensor:
+        """Return the matrix whose outputs are an attention's values."""
+        matrix = self.matrix(sublayer.value)
+        return matrix.split(sublayer.fused)[2] if sublayer.fused else matrix
+
+    def attended(self, sublayer: Attention, x: Tensor, read: Tensor) -> list[Tensor]:
+        """Return an attention's queries, keys and values; read: what the last two are made of."""
+        if sublayer.fused:
+            return list(self.linear(sublayer.query, x).split(sublayer.fused, 1))
+        return [self.linear(sublayer.query, x), *(self.linear(path, read) for path in (sublayer.key, sublayer.value))]
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return rows of the embedding table."""
@@ -94,7 +105,7 @@ class Weights:
         """Return what the linears of a feed-forward give, with the neurons before the last."""
         if sublayer.gate:
             made = [self.linear(module, x) for module in dict.fromkeys((sublayer.gate, sublayer.linear))]
-            made = list(made[0].chunk(2, 1)) if sublayer.fused else made
+            made = list(made[0].split(sublayer.fused, 1)) if sublayer.fused else made
             made.append(self.activated(sublayer, made[0]) * made[1])
         else:
             made = [self.linear(sublayer.linear, x)]
@@ -159,8 +170,7 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
             normed = weights.norm(sublayer.norm, stream)
             if isinstance(sublayer, Attention):
                 read = memory if sublayer.memory else normed
-                made = [weights.linear(sublayer.query, normed)]
-                made += [weights.linear(module, read) for module in (sublayer.key, sublayer.value)]
+                made = weights.attended(sublayer, normed, read)
                 made.append(weights.linear(sublayer.output, weights.gathered(sublayer, made[-1])))
             elif isinstance(sublayer, Experts):
                 made = weights.handed_out(sublayer, normed)
@@ -249,7 +259,7 @@ def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> d
                     weights.layout.heads(sublayer) // heads,
                     back.shape[1] // weights.layout.heads(sublayer),
                 )
-                back = shared(back.t(), spread).sum(1).t() @ weights.matrix(sublayer.value)
+                back = shared(back.t(), spread).sum(1).t() @ weights.into_values(sublayer)
             if isinstance(sublayer, Attention) and sublayer.memory:
                 memory = memory + back
             else:

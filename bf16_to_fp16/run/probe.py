@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError
-from ..families.known import of_model_type, projector_of, spare_padding
+from ..families.known import of_model_type, spare_padding
 from ..families.layout import Layout, TensorSource
 from ..families.resolve import resolve
 from ..progress import Progress
@@ -285,7 +285,8 @@ def _past_window(config: Any, length: int) -> int | None:
 def images(config: Any) -> list[Batch]:
     """Return a row of ids about an image of noise, as bright as images are once prepared; none for a model that
     reads no images. Drawn apart, so that the other rows are those of a text model; no id about it is an image's."""
-    w = projector_of(of_model_type(config.model_type))
+    family = of_model_type(config.model_type)
+    w = None if family is None else family.projector
     if w is None:
         return []
     generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)

@@ -19,7 +19,7 @@ def test_no_output_of_a_tower_passes_the_bound_and_the_worst_reaches_it(served: 
     model = tiny.build("gemma3-images", 3, factor=2.0).half()
     layout = resolve(source := ModelTensors(model))
     certificate = bound(layout, source_weights(source, layout))
-    w = layout.projector
+    w = layout.family.projector
     assert w is not None
     module = deepcopy(model.get_submodule(w.at)).to(served)
     limit = certificate.at(f"{w.at}:scores")
@@ -45,9 +45,9 @@ def test_the_stream_begins_with_the_larger_of_tokens_and_images() -> None:
             projection.mul_(factor)
         layout = resolve(source := ModelTensors(model))
         certificate = bound(layout, source_weights(source, layout))
-        assert layout.projector is not None
+        assert layout.family.projector is not None
         first = next(site for site in certificate.sites if site.kind == "residual" and site.name.endswith("0:add"))
-        found.append((certificate.at(layout.projector.add), first.bound))
+        found.append((certificate.at(layout.family.projector.add), first.bound))
     (large, after_large), (tokens, after_tokens), (small, after_small) = found
     assert large is not None and tokens is not None and small == tokens < large
     assert after_small == after_tokens < after_large
@@ -59,7 +59,7 @@ def test_a_norm_reads_vectors_as_long_as_images_bring() -> None:
         model.model.multi_modal_projector.mm_input_projection_weight.mul_(64)
     layout = resolve(source := ModelTensors(model))
     certificate = bound(layout, source_weights(source, layout), target="norm-safe")
-    w, first = layout.projector, layout.stacks()[0].sublayers[0].norm
+    w, first = layout.family.projector, layout.stacks()[0].sublayers[0].norm
     assert w is not None
     outputs = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -41,10 +41,9 @@ from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import weight_counts
 from bf16_to_fp16.report.schema import FinetuneEntry, Lineage, Report, Source, dump, read
-from bf16_to_fp16.report.stored import read_plan
 from bf16_to_fp16.rescaling import plan as plans
 from bf16_to_fp16.rescaling.apply import apply, edited_config
-from bf16_to_fp16.rescaling.plan import Plan, describe_plan
+from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.batch import Batch, run_batch
 from bf16_to_fp16.run.probe import batches
@@ -651,13 +650,6 @@ def test_a_replayed_plan_that_takes_a_weight_past_65504_is_what_the_error_names(
     with pytest.raises(UserError, match=r"the plan takes \d+ of 24 weights past 65504; .*leave out --plan"):
         convert(source, tmp_path / "out", plan=tmp_path / "plan.json")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_plan_with_the_notes_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    plan = Plan(family="t5", residual_exponent=-5, exponents={"a": 1})
-    (tmp_path / "fp16_report.json").write_text(json.dumps({"plan": {**plan.model_dump(), "notes": []}}))
-    assert read_plan(tmp_path) == plan
-    assert "notes" not in describe_plan(plan)
 
 
 def of_eighths(kind: str) -> Any:

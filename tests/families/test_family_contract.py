@@ -117,7 +117,9 @@ def test_a_missing_tensor_is_named(kind: str) -> None:
     source, layout = ModelTensors(model), layout_of(model)
     family = layout.family
     # Of another model inside it, stock code alone knows what it consists of.
-    inside = {n for n in source.tensors if layout.projector and n.startswith(f"{layout.projector.tower}.")}
+    inside = {
+        n for n in source.tensors if layout.family.projector and n.startswith(f"{layout.family.projector.tower}.")
+    }
     for name in set(source.tensors) - inside - {family.head, *family.copies} - may_be_absent(family):
         others = {family.head, *family.copies} if name == family.embedding else set()
         without = ModelTensors(model)

@@ -63,7 +63,6 @@ OPERATIONS = {"layer_norm"}
 ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}
 """The names of the shipped checkpoints."""
 
-
 FILES = {
     "advise/configs.py",
     "checkpoint/inference.py",
@@ -79,14 +78,17 @@ deviations, and of what sentence-transformers calls what its own modules are."""
 def paths_of(topology: Topology) -> Iterator[str]:
     """Yield the texts of a wiring record: paths, sites, config keys, an activation's name."""
     for value in astuple(topology):
-        yield from (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
+        values = value if isinstance(value, tuple) else (value,)
+        yield from (each for each in values if isinstance(each, str))
 
 
 def module_names() -> set[str]:
     """Return every part of a tensor's or a module's path in any family."""
     paths = set()
     for layout in map(layout_of, map(tiny.build, tiny.KINDS)):
-        inside = (f"{layout.projector.tower}.",) if layout.projector else ()  # another model, which has no family
+        inside = (
+            (f"{layout.family.projector.tower}.",) if layout.family.projector else ()
+        )  # another model, which has no family
         paths |= {name for name in (*layout.tensors, *layout.dropped) if not name.startswith(inside)}
         paths |= {text.partition(":")[0] for record in layout.topology for text in paths_of(record) if "." in text}
     for family in FAMILIES:

@@ -14,7 +14,7 @@ from support import tiny
 from support.contract import certified, layout_of
 from torch import Tensor
 
-from bf16_to_fp16 import UserError, convert
+from bf16_to_fp16 import convert
 from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH
 from bf16_to_fp16.bounds.attention import MASK_ROUNDING
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -74,12 +74,6 @@ def uncapped(model: torch.nn.Module, ids: Tensor) -> Tensor:
     return logits
 
 
-def test_queries_and_keys_share_an_exponent_for_each_rotary_pair_of_a_head_of_keys() -> None:
-    layout = layout_of(tiny.build("gemma2"))
-    signal = layout.signals["model.layers.0.self_attn.query_key"]
-    assert signal.size == 2 * 10 // 2
-
-
 def test_gemmas_gelu_is_the_approximation_that_stock_code_takes_for_it(tmp_path: Path) -> None:
     model = tiny.build("gemma", num_hidden_layers=1)
     source = ModelTensors(model)
@@ -102,11 +96,3 @@ def test_of_gemmas_gains_only_a_tied_heads_round(tmp_path: Path) -> None:
     assert len(norms) == 7 and all(torch.equal(after[name].bfloat16(), before[name]) for name in norms)
     moved = [t.name for t in layout_of(tiny.build("gemma")).tensors.values() if t.offset and any(t.axes)]
     assert moved == ["model.norm.weight"]
-
-
-@pytest.mark.parametrize("kind", ["gemma2", "gemma"])
-def test_biases_in_attention_are_refused(kind: str) -> None:
-    source = ModelTensors(tiny.build(kind))
-    source.config["attention_bias"] = True
-    with pytest.raises(UserError, match=r"attention_bias' is True"):
-        resolve(source)

@@ -10,22 +10,20 @@ from safetensors.torch import load_file
 from support import tiny
 from support.contract import layout_of, outputs
 
-from bf16_to_fp16 import UserError, convert
+from bf16_to_fp16 import convert
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
-from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 NEURON = "model.layers.0.mlp.neuron"
 
 
-def test_halves_of_a_linear_are_the_linears_of_the_halves() -> None:
+def test_rows_of_a_linear_are_linears() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, gain = torch.randn(14, 6, generator=generator), torch.rand(6, generator=generator).double()
     source = rms_normalised(gain, Arithmetic())
-    found = bound_linear(source, weight, None, Arithmetic(), "name").halves()
+    found = bound_linear(source, weight, None, Arithmetic(), "name").split((7, 7))
     for half, rows in zip(found, weight.chunk(2), strict=True):
         alone = bound_linear(source, rows, None, Arithmetic())
         assert torch.equal(half.bound, alone.bound) and torch.equal(half.norms, alone.norms)
@@ -76,11 +74,3 @@ def test_queries_and_keys_move_by_pairs_of_neighbours(interleaved: bool) -> None
             linear.weight.copy_(torch.ldexp(linear.weight, sign * own.flatten()[:, None]))
             linear.bias.copy_(torch.ldexp(linear.bias, sign * own.flatten()))
     assert interleaved == all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
-
-
-@pytest.mark.parametrize("value", ["37", 0, True, 36])
-def test_a_number_of_neurons_that_is_none_or_another_is_refused(value: object) -> None:
-    source = ModelTensors(tiny.build("glm4"))
-    source.config["intermediate_size"] = value
-    with pytest.raises(UserError, match=r"config\.json"):
-        resolve(source)

@@ -9,11 +9,8 @@ from support import tiny
 from support.contract import MOVABLE, layout_of, outputs, random_plan
 from torch import Tensor
 
-from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Experts
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 
 def choices(model: Any) -> dict[str, tuple[Tensor, ...]]:
@@ -39,21 +36,6 @@ def test_rescaling_leaves_every_choice_as_it_is(kind: str) -> None:
         taken = given[0].sum((0, 1))
         # The choice means something, and some tokens find no place.
         assert (taken > 0).all() and taken.sum() < given[0].shape[0] * given[0].shape[1]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_router_in_16_bits_is_refused(dtype: str) -> None:
-    source = ModelTensors(tiny.build("switch"))
-    source.config = {**source.config, "router_dtype": dtype}
-    with pytest.raises(UserError, match=f"'router_dtype' is '{dtype}'"):
-        resolve(source)
-
-
-def test_a_gate_is_refused() -> None:
-    source = ModelTensors(tiny.build("switch"))
-    source.config = {**source.config, "dense_act_fn": "gated-gelu"}
-    with pytest.raises(UserError, match="'dense_act_fn' is 'gated-gelu'"):
-        resolve(source)
 
 
 @pytest.mark.parametrize("layers, sparse", [(1, 0), (2, 0), (4, 0), (4, 1), (4, 2), (4, 3), (4, 4), (3, 5), (7, 2)])

@@ -499,7 +499,7 @@ def build(
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module, _, what = name.rpartition(".")
-            if name in (*tables, *layout.family.copies, layout.projector and layout.projector.weight):
+            if name in (*tables, *layout.family.copies, layout.family.projector and layout.family.projector.weight):
                 weight.mul_(factor)
             elif module in outputs and what == "weight":
                 weight.mul_(factor * entry.wide)

@@ -1,0 +1,231 @@
+"""What families are made of: the records of a sublayer, an end or a head, from how its modules are connected.
+
+A weight that writes a signal multiplies by its factor, one that reads it divides. What differs between families is how
+weights are stored (``Style``) and how a sublayer is wired (``Attention``, ``FeedForward``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from .types import (
+    RESIDUAL,
+    Attention,
+    Axis,
+    FeedForward,
+    Head,
+    HeadLinear,
+    Kind,
+    Part,
+    Signal,
+    Spread,
+    StackEnds,
+    Sublayer,
+    Tensor,
+    divided_by,
+    input_of,
+    multiplied_by,
+    output_of,
+)
+
+
+@dataclass(frozen=True)
+class Style:
+    """How weights are stored, and the named sizes of their axes.
+
+    ``biased``: last names of the linears that have a bias. ``shifts``: whether norms have a bias. ``offset``: what
+    stock code adds to gains; a factor on these rounds, so that only those move that must. ``memory``: size of what an
+    attention to another stack reads, "" for that of its own.
+    """
+
+    biased: Collection[str] = ()
+    shifts: bool = False
+    offset: float = 0.0
+    model: str = "model"
+    inner: str = "inner"
+    kv_inner: str = "kv_inner"
+    ff: str = "ff"
+    memory: str = ""
+
+    def norm(self, path: str, axis: Axis | None, size: str = "") -> tuple[Tensor, ...]:
+        """Return the gain of a norm, and its bias where norms have one."""
+        names = ("weight", "bias") if self.shifts else ("weight",)
+        return tuple(Tensor(f"{path}.{name}", (size or self.model,), (axis,), offset=self.offset) for name in names)
+
+    def linear(self, path: str, rows: str, columns: str, *axes: Axis | None) -> tuple[Tensor, ...]:
+        """Return the weight of a linear, and its bias where it has one."""
+        weight = Tensor(f"{path}.weight", (rows, columns), axes)
+        if path.rpartition(".")[2] not in self.biased:
+            return (weight,)
+        return weight, Tensor(f"{path}.bias", (rows,), axes[:1])
+
+    def reads(self, norm: str) -> Axis | None:
+        """Return the axis along which a weight reads a norm's output."""
+        return None if self.offset else divided_by(norm)
+
+    def normalised(self, norm: str) -> tuple[Signal, tuple[Tensor, ...]]:
+        """Return the output of a norm of the stream, and its gains."""
+        signal = Signal(norm, Kind.FIXED if self.offset else Kind.NORM, self.model, (output_of(norm),))
+        return signal, self.norm(norm, None if self.offset else multiplied_by(norm))
+
+    def behind(self, w: Sublayer) -> tuple[Tensor, ...]:
+        """Return the gains between a sublayer and the stream, none where nothing is there."""
+        return self.norm(w.post_norm, multiplied_by(RESIDUAL)) if w.post_norm else ()
+
+
+PLAIN = Style()
+
+
+def pairs(w: Attention, share: Spread) -> tuple[Spread, Spread]:
+    """Return how queries, and keys, share exponents: where positions are rotary one for each pair of channels.
+
+    share: heads of keys, query heads for each, size of a head; () where each channel has its own exponent.
+    """
+    if not w.rotary:
+        return share, ()
+    kv_heads, heads, size = share
+    if w.interleaved:
+        return (kv_heads, heads, size // 2, 2), (kv_heads, 1, size // 2, 2)
+    return (kv_heads, 2 * heads, size // 2), (kv_heads, 2, size // 2)
+
+
+def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
+    """Return how the rows of one linear share channels in the matrix where it stands with others; spread: in one of
+    its own."""
+    if not fused:
+        return spread
+    before, after = sum(fused[:number]), sum(fused[number + 1 :])
+    inside = spread or (fused[number],)
+    return (*((-before,) if before else ()), *inside, *((-after,) if after else ()))
+
+
+def attention(w: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
+    """Return the records of an attention that is wired as ``w``; share: how the heads of queries share those of keys
+    and values, see ``pairs``.
+
+    Queries and keys that go through norms of their own carry the stream's factor, whose eps those norms share.
+    """
+    query_key, value = f"{w.at}.query_key", f"{w.at}.value"
+    signal, gains = style.normalised(w.norm)
+    own, (read, of_keys) = style.reads(w.norm), pairs(w, share)
+    others, columns = (None, style.memory or style.model) if w.memory else (own, style.model)
+    rows = [fused_rows(w.fused, number, spread) for number, spread in enumerate((read, of_keys, ()))]
+    stream = [input_of(w.norm)]
+    queries, keys = multiplied_by(query_key, rows[0]), divided_by(query_key, rows[1])
+    values = multiplied_by(value, rows[2])
+    inner: list[Tensor] = []
+    if w.query_norm:
+        queries = keys = multiplied_by(RESIDUAL)
+        stream += [output_of(w.query), output_of(w.key), input_of(w.query_norm), input_of(w.key_norm)]
+        inner = [*style.norm(w.query_norm, None, "head"), *style.norm(w.key_norm, None, "head")]
+        # By a norm's own name plans weigh what it reads by what it gives.
+        names = (f"{w.at}.query", f"{w.at}.key") if style.offset else (w.query_norm, w.key_norm)
+        norms = zip(names, (w.query_norm, w.key_norm), strict=True)
+        scored = [Signal(name, Kind.FIXED, "head", (output_of(norm),)) for name, norm in norms]
+    else:
+        seen = output_of(w.query, 1, rows[0]), output_of(w.key, -1, rows[1])
+        scored = [Signal(query_key, Kind.QUERY_KEY, style.kv_inner, seen, of_keys)]
+    stream.append(output_of(w.output))
+    if w.post_norm:
+        stream += [input_of(w.post_norm), output_of(w.post_norm)]
+    if w.fused:
+        linears = (*style.linear(w.query, "qkv", columns, queries.beside(keys, values), own), *inner)
+    else:
+        linears = (
+            *style.linear(w.query, style.inner, style.model, queries, own),
+            *style.linear(w.key, style.kv_inner, columns, keys, others),
+            *inner,
+            *style.linear(w.value, style.kv_inner, columns, values, others),
+        )
+    return Part(
+        signals=(
+            Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
+            signal,
+            *scored,
+            Signal(value, Kind.VALUE, style.kv_inner, (output_of(w.value, 1, rows[2]), input_of(w.output, share))),
+        ),
+        tensors=(
+            *gains,
+            *linears,
+            *style.linear(w.output, style.model, style.inner, multiplied_by(RESIDUAL), divided_by(value, share)),
+            *style.behind(w),
+        ),
+        topology=w,
+    )
+
+
+def feed_forward(w: FeedForward, style: Style = PLAIN) -> Part:
+    """Return the records of a feed-forward that is wired as ``w``.
+
+    Only the linear branch of a gate, or a ReLU, passes a factor through; GELU and SiLU do not.
+    """
+    neuron = f"{w.at}.neuron"
+    signal, gains = style.normalised(w.norm)
+    moves = bool(w.gate) or w.activation == "relu"
+    gates, neurons = (fused_rows(w.fused, number) for number in (0, 1))
+    out, back = (multiplied_by(neuron, neurons), divided_by(neuron)) if moves else (None, None)
+    seen = output_of(w.linear, 1, neurons), input_of(w.output)
+    stream = [input_of(w.norm), output_of(w.output)]
+    if w.post_norm:
+        stream += [input_of(w.post_norm), output_of(w.post_norm)]
+    own = style.reads(w.norm)
+    gate = style.linear(w.gate, style.ff, style.model, None, own) if w.gate and not w.fused else ()
+    return Part(
+        signals=(
+            Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
+            signal,
+            Signal(neuron, Kind.NEURON if moves else Kind.FIXED, style.ff, seen),
+            *((Signal(f"{w.at}.gate", Kind.FIXED, style.ff, (output_of(w.gate, 1, gates),)),) if w.gate else ()),
+        ),
+        tensors=(
+            *gains,
+            *style.linear(w.linear, f"gate_and_{style.ff}" if w.fused else style.ff, style.model, out, own),
+            *style.linear(w.output, style.model, style.ff, multiplied_by(RESIDUAL), back),
+            *gate,
+            *style.behind(w),
+        ),
+        topology=w,
+    )
+
+
+def table(name: str, model: str = "model") -> Tensor:
+    """Return an embedding with which a residual stream begins."""
+    return Tensor(name, ("vocab", model), (None, multiplied_by(RESIDUAL)))
+
+
+def ends(w: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
+    """Return where a stack begins and ends, with the tensors that its stream begins with."""
+    positions = [output_of(w.positions.removesuffix(".weight"))] if w.positions else []
+    seen = (output_of(w.embedding), *positions, input_of(w.norm))
+    return Part((Signal(RESIDUAL, Kind.RESIDUAL, model, seen),), tensors, w)
+
+
+def states(norm: str, style: Style = PLAIN) -> Part:
+    """Return a final norm whose output users or another stack read, so that nothing may move it."""
+    return Part((Signal(f"{norm}.output", Kind.FIXED, style.model, (output_of(norm),)),), style.norm(norm, None))
+
+
+def head(weight: str, at: str = "lm_head", cap: str = "") -> Head:
+    """Return a language-modelling head; at: the module of its linear. cap: as in ``Head``."""
+    return Head("lm_head", (HeadLinear(at, weight),), cap=cap)
+
+
+def logits(of: Head) -> Signal:
+    """Return the signal of a language-modelling head."""
+    return Signal("logits", Kind.FIXED, "vocab", (output_of(of.linears[0].at),))
+
+
+def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
+    """Return a final norm that takes out the factor of the embedding, which reads it as a head."""
+    seen = Signal(RESIDUAL, Kind.RESIDUAL, style.model, (output_of(norm, -1),))
+    return Part((seen, logits(of)), (*style.norm(norm, divided_by(RESIDUAL)), *others), of)
+
+
+def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
+    """Return a final norm and a head of its own that reads it."""
+    signal, gains = style.normalised(norm)
+    if style.offset:
+        (signal,), gains = states(norm, style).signals, states(norm, style).tensors
+    own = Tensor(of.linears[0].weight, ("vocab", style.model), (None, style.reads(norm)))
+    return Part((signal, logits(of)), (*gains, own, *others), of)
