@@ -14,8 +14,7 @@ A finite value beyond the last finite one of the format becomes that one, never 
 Random bits are a keyed hash of the element's index in its parameter (counter-based, as in Salmon et al., SC 2011), the
 key being one of (seed, step, parameter). No state is carried along, so the result is the same in whatever chunks, on
 however many ranks and after whatever interruption it is computed. Only int32 and fp32 operations are used, each rounded
-correctly on a CPU, so torch.compile can fuse them and gives the same bits. An eager CPU takes a shorter way to them
-where all values are finite in the format.
+correctly on a CPU, so torch.compile can fuse them and gives the same bits.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ _LARGEST = {torch.bfloat16: 0x7F7F0000, torch.float16: 0x477FE000}  # fp32 patte
 _CUT = {torch.bfloat16: 16, torch.float16: 13}  # bits of fp32's significand that the format lacks
 
 
-_FP16_SMALLEST_NORMAL, _FP16_NORMAL = 2.0**-14, 0x38800000  # and its pattern in fp32
-
-
-_COLUMN = 16  # elements of which one that is subnormal in fp16 sends all through the formula for those
+_FP16_NORMAL = 0x38800000  # fp32 pattern of the smallest normal one
 
 
 _STRIDE = 0x9E3779B1 - (1 << 32)  # 2³² over the golden ratio, odd
@@ -134,9 +130,7 @@ def stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     bits: int32 of x's shape, whose low 16 bits (bf16) or low 31 bits (fp16) are random. The probability is exact for
     every bf16 rounding and for |x| ≥ 2⁻³¹ in fp16; below, it is cut to a multiple of 2⁻³¹.
     """
-    if dtype == torch.float32:
-        return x
-    return _stochastic_where_finite(x, dtype, bits) if _is_eager_and_finite(x, dtype) else _round(x, dtype, bits)
+    return x if dtype == torch.float32 else _round(x, dtype, bits)
 
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,9 +138,7 @@ def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     x: fp32; its NaNs must be quiet. Written with integers because a compiler may drop a cast to 16 bits and back.
     """
-    if dtype == torch.float32:
-        return x
-    return x.to(dtype).to(torch.float32) if _is_eager_and_finite(x, dtype) else _round(x, dtype, None)
+    return x if dtype == torch.float32 else _round(x, dtype, None)
 
 
 def kahan_add(value: Tensor, compensation: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -192,37 +184,6 @@ def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
     whole = steps.floor()
     up = (bits - steps.sub_(whole).mul_(2.0**31).to(torch.int32)).bitwise_right_shift_(31)  # −1 where up, else 0
     return whole.sub_(up).mul_(FP16_STEP)
-
-
-def _is_eager_and_finite(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether an eager processor is at work and no value is beyond the last finite one of ``dtype``, or NaN.
-
-    Then fewer operations give the same bits. An accelerator would have to be waited for.
-    """
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or not x.numel():
-        return False
-    low, high = torch.aminmax(x)
-    last = torch.finfo(dtype).max
-    return -last <= low.item() and high.item() <= last
-
-
-def _stochastic_where_finite(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Do what ``_round`` does, for values that pass ``_is_eager_and_finite``."""
-    cut = _CUT[dtype]
-    if dtype == torch.float16:
-        if x.numel() % _COLUMN or not (x.is_contiguous() and bits.is_contiguous()):
-            return _round(x, dtype, bits)
-        columns = x.view(_COLUMN, -1)
-        small = (columns.abs().amin(0) < _FP16_SMALLEST_NORMAL).nonzero().view(-1)
-        if 2 * len(small) > columns.shape[1]:
-            return _round(x, dtype, bits)
-    rounded = (bits & ((1 << cut) - 1)).add_(x.view(torch.int32)).bitwise_and_(-1 << cut).view(torch.float32)
-    if dtype == torch.float16 and len(small):
-        given, into = columns.index_select(1, small), rounded.view(_COLUMN, -1)
-        again = _subnormal(given, bits.view(_COLUMN, -1).index_select(1, small)).copysign_(given)
-        normal = given.abs_() >= _FP16_SMALLEST_NORMAL
-        into.index_copy_(1, small, torch.where(normal, into.index_select(1, small), again))
-    return rounded
 
 
 # ---- whole tensors -------------------------------------------------------------------------------------------------

@@ -176,31 +176,8 @@ def test_known_mistakes_are_caught(name: str) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("round_", [rounding.stochastic, rounding._round], ids=["quick where plain", "general"])
-def test_stochastic_rounding_is_exact(dtype: torch.dtype, round_: Callable[..., Tensor]) -> None:
-    assert faults(lambda x, bits: round_(x, dtype, bits), dtype) == []
-
-
-@DTYPES
-@pytest.mark.parametrize("small", [0.0, 0.01, 0.9])
-@pytest.mark.parametrize("length", [64 * rounding._COLUMN, 64 * rounding._COLUMN + 5])
-def test_plain_values_are_rounded_quickly_to_the_same_bits(dtype: torch.dtype, small: float, length: int) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(length).clamp(-3, 3)
-    x[x.abs() < 2.0**-14] = 1.0
-    x[torch.rand(length) < small] *= 2.0**-17
-    x[:3] = torch.tensor([torch.finfo(dtype).max, -torch.finfo(dtype).max, -0.0])
-    bits = torch.randint(0, 1 << 31, (length,), dtype=torch.int64).to(torch.int32)
-    # Both ways give the same bits, so which was taken shows only in ``_plain``.
-    assert rounding._is_eager_and_finite(x, dtype)
-    for quick, general in (
-        (rounding.stochastic(x, dtype, bits), rounding._round(x, dtype, bits)),
-        (rounding.nearest(x, dtype), rounding._round(x, dtype, None)),
-    ):
-        assert torch.equal(quick.view(torch.int32), general.view(torch.int32))
-    for beyond in (math.inf, -math.inf, math.nan, torch.finfo(dtype).max * 1.001, -torch.finfo(dtype).max * 1.001):
-        x[7] = beyond
-        assert not rounding._is_eager_and_finite(x, dtype)
+def test_stochastic_rounding_is_exact(dtype: torch.dtype) -> None:
+    assert faults(lambda x, bits: rounding.stochastic(x, dtype, bits), dtype) == []
 
 
 # ---- statistics of real draws --------------------------------------------------------------------------------------
