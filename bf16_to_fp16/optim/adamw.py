@@ -92,7 +92,7 @@ def _update(tensors: _Tensors, counter: Tensor | None, key: Tensor, coefficients
     # rsqrt of neither 0 nor inf, of which the product would be NaN; of inf it is inf, so that the step is 0.
     square = v.clamp(min=torch.finfo(torch.float32).tiny)
     root = square.clamp(max=torch.finfo(torch.float32).max).rsqrt_().mul_(square)
-    value = value.mul_(decay).add_((m * minus_rate).div_(root.add_(eps)))
+    value = value.mul_(decay).addcdiv_(m * minus_rate, root.add_(eps))
 
     stochastic = how == "stochastic" and parameter.dtype != torch.float32
     if stochastic or exp_avg.dtype != torch.float32:

@@ -37,7 +37,7 @@ BLOCK_BITS = 31
 """Elements with indices in the same block of 2³¹ share a key; the index within the block is hashed."""
 
 
-CHUNK = 1 << 18
+CHUNK = 1 << 16
 """Elements that are worked on at a time in eager mode: small for the caches, large for the cost of calling."""
 
 
