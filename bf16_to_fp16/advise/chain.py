@@ -29,7 +29,6 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """What a layer does with a vector (x, 1), on its way from inf to NaN."""
 
-
 LARGEST = 1e150
 """Numbers of which doubles hold the squares."""
 

@@ -19,10 +19,8 @@ from .rules import FAR, megatron, small
 WIDTHS = ("hidden_size", "d_model", "n_embd", "n_embed", "dim")
 """What configs call the hidden size."""
 
-
 DEVIATIONS = ("initializer_range", "init_std", "initializer_factor")
 """What they call the standard deviation of every matrix, and last the factor of T5's rule."""
-
 
 FACTOR_OF_WIDTH = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano")
 """Model types whose initializer_factor multiplies 1/√d; elsewhere (CLIP) it multiplies other rules."""

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 PIECE = 1 << 20
 """Elements that are looked at together."""
 
-
 # ---- numbers --------------------------------------------------------------------------------------------------------
-
 _NUMERIC = re.compile(r"\s*[-+]?(?:inf|nan)\s*|(?=.*\d)[\s\d.ex×·÷−*/^()+-]+", re.IGNORECASE)
 """What can only be meant for a number: one, or a sum, which ``number`` refuses."""
 

@@ -35,7 +35,6 @@ from .moments import MOMENTS, check_moments, is_blocked, new_moment, store
 
 ROUNDINGS = ("stochastic", "nearest", "kahan")
 
-
 COMPILED_FROM = 1 << 24
 """Parameters of a group from which a compiled step earns the seconds that compiling it takes."""
 
@@ -290,11 +289,9 @@ class AdamW(Optimizer):
         foreach: bool = True,
         offload: bool = False,
     ) -> None:
-        # As many parameters as torch.optim.AdamW has, so that only its name changes, and this one's own as keywords.
-        options = {"rounding": rounding, "moments": moments, "seed": seed}
-        options |= {"compile": compile, "foreach": foreach, "offload": offload}
-        options["decoupled_weight_decay"] = self._decoupled  # under torch's name
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rounding": rounding}
+        defaults |= {"moments": moments, "seed": seed, "compile": compile, "foreach": foreach, "offload": offload}
+        defaults["decoupled_weight_decay"] = self._decoupled  # under torch's name
         try:
             super().__init__(params, defaults)
         except (TypeError, ValueError) as error:
@@ -414,17 +411,11 @@ class Adam(AdamW):
 
     _decoupled = False
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        **options: Any,
-    ) -> None:
-        """Take what ``AdamW`` takes."""
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+    def __init__(self, params: ParamsT, *args: Any, **options: Any) -> None:
+        """Take what ``AdamW`` takes, as torch.optim.Adam has it."""
+        if len(args) < 4:
+            options = {"weight_decay": 0.0, **options}
+        super().__init__(params, *args, **options)
 
 
 _OWN = ("compile", "foreach", "offload", "decoupled_weight_decay")
@@ -447,7 +438,6 @@ def _put_back(copies: list[tuple[Tensor, Tensor]], pieces: Sequence[_Piece]) -> 
 
 
 def _home(local: Tensor, group: dict[str, Any]) -> torch.device:
-    """Return the device on which a parameter's moments are, and its step is taken."""
     return torch.device("cpu") if group["offload"] else local.device
 
 
@@ -504,20 +494,15 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _check(group: dict[str, Any]) -> None:
     """Raise UserError for an option or a parameter that cannot be used."""
 
-    def number(name: str, value: Any, below: float = math.inf) -> None:
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = float(value)
-        if not isinstance(value, int | float) or not 0 <= value < below:
-            limit = "" if below == math.inf else f" and below {below:g}"
-            raise UserError(f"AdamW: {name} is {value!r}; give a finite number, at least 0{limit}")
-
-    for name in ("lr", "eps", "weight_decay"):
-        number(name, group[name])
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise UserError(f"AdamW: betas is {betas!r}; give two numbers, for example (0.9, 0.999)")
-    for beta in betas:
-        number("a beta", beta, below=1)
+    numbers = [(name, group[name], math.inf) for name in ("lr", "eps", "weight_decay")]
+    for name, value, below in (*numbers, *(("a beta", beta, 1) for beta in betas)):
+        number = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not isinstance(number, int | float) or not 0 <= number < below:
+            limit = "" if below == math.inf else f" and below {below:g}"
+            raise UserError(f"AdamW: {name} is {number!r}; give a finite number, at least 0{limit}")
     for name, choices in (("rounding", ROUNDINGS), ("moments", MOMENTS)):
         if group[name] not in choices:
             raise UserError(f"AdamW: {name} is {group[name]!r}; choose from {', '.join(map(repr, choices))}")

@@ -26,45 +26,25 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..errors import UserError
 from ..numerics import FP16_STEP
 
 Key = tuple[int, int, int] | Tensor
 """Three int32 words: Python integers, or an int32 tensor whose first dimension is 3."""
 
-
 BLOCK_BITS = 31
 """Elements with indices in the same block of 2³¹ share a key; the index within the block is hashed."""
-
 
 CHUNK = 1 << 16
 """Elements that are worked on at a time in eager mode: small for the caches, large for the cost of calling."""
 
-
 _SIGN = -(1 << 31)
-
-
 _MAGNITUDE = 0x7FFFFFFF
-
-
 _INFINITY = 0x7F800000
-
-
 _LARGEST = {torch.bfloat16: 0x7F7F0000, torch.float16: 0x477FE000}  # fp32 patterns of the last finite values
-
-
 _CUT = {torch.bfloat16: 16, torch.float16: 13}  # bits of fp32's significand that the format lacks
-
-
 _FP16_NORMAL = 0x38800000  # fp32 pattern of the smallest normal one
-
-
 _STRIDE = 0x9E3779B1 - (1 << 32)  # 2³² over the golden ratio, odd
-
-
 _MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97 - (1 << 32), 0x85EBCA6B - (1 << 32))
-
-
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -78,23 +58,14 @@ def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 
     With ``first`` the counters 0, 1, 2, … stand for the indices first, first + 1, … of the block.
     """
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, parameter, block), digest_size=12).digest()
-    return advance(struct.unpack("<3i", digest), first)
-
-
-def advance(key: tuple[int, int, int], count: int) -> tuple[int, int, int]:
-    """Return the key with which the counters 0, 1, 2, … stand for what count, count + 1, … stand for with ``key``."""
-    start = (key[0] + count * _STRIDE) & 0xFFFFFFFF
-    return start - ((start >> 31) << 32), key[1], key[2]
+    start, second, third = struct.unpack("<3i", digest)
+    start = (start + first * _STRIDE) & 0xFFFFFFFF
+    return start - ((start >> 31) << 32), second, third
 
 
 def counters(length: int, device: torch.device | None = None) -> Tensor:
     """Return the int32 counters of the elements 0 to length − 1, spread over all 32 bits (times an odd constant)."""
-    return spread(torch.arange(length, dtype=torch.int32, device=device))
-
-
-def spread(index: Tensor) -> Tensor:
-    """Return the counters of int32 indices within a block; a bijection."""
-    return index * _STRIDE
+    return torch.arange(length, dtype=torch.int32, device=device) * _STRIDE
 
 
 def random_bits(counter: Tensor, key: Key) -> Tensor:
@@ -199,27 +170,3 @@ def index_blocks(start: int, stop: int, chunk: int = CHUNK) -> Iterator[tuple[in
         end = min(stop, start + chunk, (block + 1) << BLOCK_BITS)
         yield start, end, block, start - (block << BLOCK_BITS)
         start = end
-
-
-def stochastic_round(
-    x: Tensor, dtype: torch.dtype, *, seed: int, step: int = 0, parameter: int = 0, offset: int = 0, chunk: int = CHUNK
-) -> Tensor:
-    """Return x rounded stochastically to bf16 or fp16, a function of x and the four integers alone.
-
-    x: a floating tensor of any shape, taken as fp32. ``offset`` is the index of its first element where x is a part of
-    something larger; ``chunk``, the elements worked on at a time, does not change the result. Raises UserError for
-    another dtype.
-    """
-    if dtype not in NARROW_DTYPES:
-        raise UserError(f"stochastic_round: {dtype} is not a format to round to; give torch.bfloat16 or torch.float16")
-    if not x.is_floating_point():
-        raise UserError(f"stochastic_round: the tensor is {x.dtype}; give a floating-point one")
-    flat = x.detach().reshape(-1)
-    out = torch.empty(flat.shape, dtype=dtype, device=x.device)
-    counter = counters(min(chunk, flat.numel()), x.device)
-    for start, stop, block, first in index_blocks(offset, offset + flat.numel(), chunk):
-        part = flat[start - offset : stop - offset].to(torch.float32, copy=True)
-        part.masked_fill_(part.isnan(), torch.nan)  # a signalling NaN would become inf when it is cut
-        bits = random_bits(counter[: stop - start], make_key(seed, step, parameter, block, first))
-        out[start - offset : stop - offset] = stochastic(part, dtype, bits)
-    return out.view(x.shape)

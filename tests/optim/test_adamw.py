@@ -97,7 +97,8 @@ def test_one_step_lands_beside_the_exact_value(dtype: torch.dtype, how: str) -> 
     rounded = exact.detach().float()
     moved = params[0].detach()
     if how == "stochastic":  # the same as rounding the exact step with this parameter's bits, save where fp32 differs
-        expected = rounding.stochastic_round(rounded, dtype, seed=0, step=1, parameter=0)
+        bits = rounding.random_bits(rounding.counters(len(rounded)), rounding.make_key(0, 1, 0))
+        expected = rounding.stochastic(rounded, dtype, bits).to(dtype)
     else:
         expected = rounded.to(dtype)
     assert (moved == expected).double().mean() > 0.998
