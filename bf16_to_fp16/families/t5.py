@@ -347,6 +347,7 @@ INITIALISATION = Initialisation(
         "final_layer_norm": Deviation(),
     },
     shown=("shared", "q", "k", "v", "o", "wi", "wo"),
+    alike=("udop", "pop2piano"),
 )
 
 

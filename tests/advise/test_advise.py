@@ -16,8 +16,8 @@ from support import tiny
 from torch import Tensor, nn
 
 from bf16_to_fp16 import AdamW
+from bf16_to_fp16.advise.configs import megatron, small
 from bf16_to_fp16.advise.initialisation import advise_init, rules_for
-from bf16_to_fp16.advise.rules import megatron, small
 from bf16_to_fp16.advise.updates import Rule, advise_updates, moving
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
