@@ -147,21 +147,6 @@ def cores() -> int:
     return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
 
 
-def received(descriptor: int) -> bytes:
-    """Return what has come through a pipe, waiting for it; nothing once its other end is closed."""
-    return os.read(descriptor, 64)
-
-
-def peak_memory() -> int | None:
-    """Return the most bytes that this process alone has held at a time, None where the system does not tell."""
-    # What getrusage says may be of the process that started it.
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
-    except (OSError, IndexError, ValueError):
-        return None
-
-
 def _patiently(move: Callable[[Path, Path], None], old: Path, new: Path) -> None:
     for pause in () if fcntl else PATIENCE:
         try:

@@ -110,7 +110,6 @@ ANSWERED_AT_ONCE = [
     (2, ("convert tests out --plan none.json", "convert tests out --finetune none.yaml")),
     (2, ("convert tests out --margin 99", "certify tests --max-length 0", "convert tests out --max-length 0")),
     (2, ("convert tests out --max-shard-size big", "advise 512 --init --lr 1", "advise tests --updates --optimizer x")),
-    (2, ("survey nowhere.yaml out", "survey recipes/demo-t5.yaml out", "survey recipes/published.yaml")),
     (2, ("convert nowhere/at/all out", "publish nowhere org/name", "undo nowhere out", "audit tests --device gpu")),
 ]
 """Command lines by their status, that need no model: each is answered before torch is imported."""

@@ -1,4 +1,4 @@
-"""What a config says of how its weights begin, beside the rule for its width.
+"""What a config says of how its weights begin, beside the published rules for its width.
 
 Most configs of transformers name one standard deviation for every matrix, 0.02 since BERT, whatever the width is. The
 rule √(1/(3h)) of MT-NLG 530B (Smith et al., arXiv:2201.11990) falls with it: 0.02 fits h = 833, and at h = 14,336 it is
@@ -13,19 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..families.known import FAMILIES
 from ..json_text import loads
-from .rules import FAR, megatron, small
 
 WIDTHS = ("hidden_size", "d_model", "n_embd", "n_embed", "dim")
 """What configs call the hidden size."""
 
-
 DEVIATIONS = ("initializer_range", "init_std", "initializer_factor")
 """What they call the standard deviation of every matrix, and last the factor of T5's rule."""
 
+FAR = 4.0
+"""Times a rule, either way, from which a weight or a config is flagged."""
 
-FACTOR_OF_WIDTH = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano")
-"""Model types whose initializer_factor multiplies 1/√d; elsewhere (CLIP) it multiplies other rules."""
+
+def small(hidden: int) -> float:
+    """Return √(2/(5h)), the "small init" of Transformers without Tears."""
+    return math.sqrt(2 / (5 * hidden))
+
+
+def megatron(hidden: int) -> float:
+    """Return √(1/(3h)), the initialisation of MT-NLG 530B."""
+    return math.sqrt(1 / (3 * hidden))
 
 
 def config_alone(source: str | Path) -> tuple[dict[str, Any], str] | None:
@@ -64,7 +72,8 @@ def judged_config(config: Mapping[str, Any], name: str, hidden: int | None = Non
     if hidden is None:
         inner, hidden = _width(config, name)
     kind = str(inner.get("model_type", config.get("model_type", "")))
-    scaled = kind in FACTOR_OF_WIDTH
+    drawn_by = [f.initialisation for f in FAMILIES if kind == f.model_type or kind in f.initialisation.alike]
+    scaled = any(rule.goes_with_width for rule in drawn_by)
     key, value, stated = _deviation(inner, kind, scaled)
     if key is None:
         raise UserError(f"{name}: neither it nor its class names {DEVIATIONS[0]}, {DEVIATIONS[1]} or {DEVIATIONS[2]}")
@@ -90,12 +99,13 @@ def _width(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], int
     """Return the config that names a hidden size, this or one inside it, and the size."""
     inside = [config.get(key) for key in ("text_config", "llm_config", "decoder", "encoder")]
     for each in (config, *(part for part in inside if isinstance(part, Mapping))):
-        for key in WIDTHS:
-            if key in each:
-                hidden = each[key]
-                if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1:
-                    raise UserError(f"{name}: {key} is {hidden!r}; it must be a positive whole number")
-                return each, hidden
+        key = next((key for key in WIDTHS if key in each), None)
+        if key is None:
+            continue
+        hidden = each[key]
+        if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1:
+            raise UserError(f"{name}: {key} is {hidden!r}; it must be a positive whole number")
+        return each, hidden
     raise UserError(f"{name}: no {', '.join(WIDTHS[:3])}; give the config of a transformer")
 
 

@@ -1,4 +1,4 @@
-"""What bf16 and fp16 make of numbers: value, gap, what vanishes beside it, and how much of a checkpoint each holds.
+"""What bf16 and fp16 make of numbers (value, gap, what vanishes beside it, how inf becomes NaN) and of checkpoints.
 
 The formats themselves are in ``optim.formats``. Weights are streamed through the checkpoint's reader, a few megabytes
 at a time; torch is imported for them alone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from ..optim.formats import FORMATS, Format
 from ..progress import Advance
-from .chain import becomes_nan, to_nan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
 PIECE = 1 << 20
 """Elements that are looked at together."""
 
-
 # ---- numbers --------------------------------------------------------------------------------------------------------
-
 _NUMERIC = re.compile(r"\s*[-+]?(?:inf|nan)\s*|(?=.*\d)[\s\d.ex×·÷−*/^()+-]+", re.IGNORECASE)
 """What can only be meant for a number: one, or a sum, which ``number`` refuses."""
 
@@ -60,7 +57,7 @@ def number_report(text: str) -> dict[str, Any]:
         accepted = "one like 0.0129 or 2e-5 (sums are not worked out), or a checkpoint"
         raise UserError(f"{text!r} is not a number; give {accepted}") from None
     formats = {f.name: _in_format(exact, f) for f in FORMATS.values()}
-    past = becomes_nan(exact, formats["fp16"]["overflow"])
+    past = formats["fp16"]["overflow"] and abs(exact) <= LARGEST
     return {"number": text, "value": exact, "formats": formats, "to_nan": to_nan(exact) if past else []}
 
 
@@ -92,6 +89,49 @@ def _in_format(exact: float, target: Format) -> dict[str, Any]:
         "adding_from": float((middle + Fraction(up)) / 2 - Fraction(exact)),
         "subtracting_from": float(Fraction(exact) - (middle + Fraction(down)) / 2),
     }
+
+
+# ---- on the way to NaN ----------------------------------------------------------------------------------------------
+
+# Overflow alone gives inf, which is wrong but ordered. NaN comes from operations whose result no ordering decides:
+# inf − inf (a softmax takes the largest score from all, a LayerNorm the mean), 0 · inf (a norm multiplies by one over
+# the root of what overflowed, attention by a weight of 0) and inf / inf.
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "x": lambda v: v[0],
+    "softmax: x - the largest of (x, 1)": lambda v: v[0] - v.max(),
+    "softmax of (x, 1), at x": lambda v: v.softmax(0)[0],
+    "RMSNorm: x squared": lambda v: v[0] * v[0],
+    "RMSNorm: 1 / root of the mean square": lambda v: (v * v).mean().rsqrt(),
+    "RMSNorm: x times that": lambda v: v[0] * (v * v).mean().rsqrt(),
+    "LayerNorm: x - the mean of (x, 1)": lambda v: v[0] - v.mean(),
+    "x / the sum of (x, 1)": lambda v: v[0] / v.sum(),
+    "attention: a weight of 0 times x": lambda v: v[0] * 0,
+    "a residual of -x added to x": lambda v: v[0] + -v[0],
+}
+"""What a layer does with a vector (x, 1), on its way from inf to NaN."""
+
+LARGEST = 1e150
+"""Numbers of which doubles hold the squares."""
+
+
+def to_nan(value: float) -> list[dict[str, Any]]:
+    """Return each operation with its result in fp16 and bf16, each step stored in the format, and in doubles.
+
+    value: finite, up to ``LARGEST``; its magnitude is taken. ``operation``, ``fp16``, ``bf16``, ``true`` of each, and
+    what it ``becomes`` in fp16: "inf", "NaN" or "finite".
+    """
+    import torch
+
+    rows = []
+    for name, operation in OPERATIONS.items():
+        row: dict[str, Any] = {"operation": name}
+        for kind, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("true", torch.float64)):
+            vector = torch.tensor([abs(value), 1.0], dtype=torch.float64).to(dtype)
+            row[kind] = float(operation(vector))
+        result = row["fp16"]
+        row["becomes"] = "NaN" if math.isnan(result) else "finite" if math.isfinite(result) else "inf"
+        rows.append(row)
+    return rows
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

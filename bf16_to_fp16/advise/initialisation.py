@@ -23,9 +23,8 @@ from ..families.configs import axis_size
 from ..families.known import FAMILIES, family_of
 from ..families.types import Family, Initialisation
 from ..progress import Progress
-from .configs import config_alone, judged_config
+from .configs import FAR, config_alone, judged_config, megatron, small
 from .formats import chosen, open_weights, tensor_pieces
-from .rules import FAR, megatron, small
 
 if TYPE_CHECKING:
     from ..checkpoint.reader import Checkpoint

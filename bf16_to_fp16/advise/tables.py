@@ -30,9 +30,9 @@ from ..losses.report import (
 from ..progress import Progress
 from ..report.screen import console
 from ..wording import counted, percent, rounded_up
+from .configs import FAR
 from .formats import advise_format, is_number
 from .initialisation import advise_init, with_own_rules
-from .rules import FAR
 
 _MOST_PRINTED = 100  # of tensors that are printed; all are in the JSON
 
@@ -196,24 +196,18 @@ def print_init(result: Mapping[str, Any]) -> None:
     far = [row for row in result["tensors"] if row["far"]]
     if not far:
         screen.print(f"all within {FAR:g} times the rule of the family")
-        return
-    broken = [row for row in far if row["nonfinite"]]
-    if broken:
-        worst = max(broken, key=lambda row: row["nonfinite"])
-        holds = f"{counted(len(broken), 'tensor')} with inf or NaN, most {worst['name']}"
-        screen.print(f"{holds}: {counted(worst['nonfinite'], 'weight')}", markup=False)
-    large = [row for row in far if row["times"] is not None and row["times"] > FAR]
-    small = [row for row in far if row["times"] is not None and row["times"] < 1 / FAR]
-    for rows_, word in ((large, "larger"), (small, "smaller")):
-        if rows_:
-            worst = max(rows_, key=lambda row: abs(math.log(row["times"] or 1e-300)))
-            times = worst["times"] if word == "larger" else 1 / max(worst["times"], 1e-300)
-            screen.print(
-                f"{counted(len(rows_), 'tensor')} over {FAR:g} times {word} than drawn, most {worst['name']}:"
-                f" {times:.3g} times",
-                markup=False,
-            )
-    if large:
+    if broken := [row for row in far if row["nonfinite"]]:
+        most = max(broken, key=lambda row: row["nonfinite"])
+        holds = f"{counted(len(broken), 'tensor')} with inf or NaN, most {most['name']}"
+        screen.print(f"{holds}: {counted(most['nonfinite'], 'weight')}", markup=False)
+    for word, sign in (("larger", 1), ("smaller", -1)):
+        times = {r["name"]: max(r["times"], 1e-300) ** sign for r in far if r["times"] is not None}
+        times = {name: value for name, value in times.items() if value > FAR}
+        if times:
+            worst = max(times, key=times.__getitem__)
+            what = f"{counted(len(times), 'tensor')} over {FAR:g} times {word} than drawn"
+            screen.print(f"{what}, most {worst}: {times[worst]:.3g} times", markup=False)
+    if any((row["times"] or 0) > FAR for row in far):
         screen.print("Large weights that write the residual stream make it large: bf16-to-fp16 certify says how large.")
 
 

@@ -38,10 +38,7 @@ from ..wording import rounded_up
 from .formats import chosen, open_weights, tensor_pieces
 
 OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
-
-
 DEFAULT_RATE, DEFAULT_STEPS, DEFAULT_BATCH = 1e-4, 8, 8
-
 
 SMALLEST_SCALE = 1e-3
 """Adafactor takes a tensor's root mean square for at least this (Shazeer and Stern, arXiv:1804.04235)."""

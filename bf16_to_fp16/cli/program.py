@@ -18,7 +18,7 @@ from ..errors import UserError, shortened
 from ..visible import show
 from .checking import audit_command, certify_command, check_command, verify_command
 from .converting import convert_command, undo_command
-from .overview import demo_command, families_command, survey_command
+from .overview import demo_command, families_command
 from .publishing import publish_command
 from .shared import INTERRUPTED, UNREAD, USAGE
 from .training import advise_command, finetune_command
@@ -99,7 +99,6 @@ for command in (
     check_command,
     undo_command,
     finetune_command,
-    survey_command,
     advise_command,
     families_command,
     demo_command,

@@ -245,6 +245,7 @@ T5 = Family(
             "wo": Deviation(("ff",)),
         },
         shown=("shared", "q", "k", "v", "o", "wi", "wo"),
+        alike=("udop", "pop2piano"),
     ),
     untie="scaled",
     older_scales_tied=True,

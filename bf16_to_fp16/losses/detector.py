@@ -23,30 +23,23 @@ from .events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, 
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
-
 _LEAST_SIGMA = 0.005
 """Least noise that is believed, as a share of the level: smoother curves do not make small rises spikes."""
-
 
 _CLEAR = 2.0
 """How many times as far above the level as the lowest of the last calm losses is below it a spike must be."""
 
-
 _STEEP = 0.5
 """Share of the losses' scatter that a line through them may leave where it is to replace their median."""
-
 
 _FLAT = 0.01
 """Share of the level by which the loss may change in a plateau."""
 
-
 _FLAT_CHUNKS = 16
 """Least length of a plateau, in chunks of a quarter of the window; noisier curves need twice, four times as many."""
 
-
 _COLLAPSE = 10
 """Halvings within a window from which a loss scale that had settled has collapsed: it should move by one or two."""
-
 
 _LEAST_SCALE = 1.0
 """A loss scale under this no longer scales up at all."""

@@ -18,7 +18,6 @@ FACTS = {
 }
 """What a picture's own metadata say, by its format: that this program drew it, and so may replace it."""
 
-
 _COLOURS = {
     "Spike": "#d62728",
     "Divergence": "#8c1d40",

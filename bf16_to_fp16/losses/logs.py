@@ -24,10 +24,8 @@ from .events import Curve
 LOSS_NAMES = ("loss", "train_loss", "train/loss", "training_loss", "train/train_loss")
 """Names under which trainers log the training loss, the first that is there."""
 
-
 STEP_NAMES = ("step", "global_step", "train/global_step", "trainer/global_step", "iteration", "_step")
 """Names of the step."""
-
 
 SCALE_NAMES = ("loss_scale", "scale", "train/loss_scale", "train/scale", "loss_scaler", "grad_scale")
 """Names of the loss scale."""
@@ -157,7 +155,6 @@ def _number(path: Path, row: int, name: str | None, values: Mapping[str, Any]) -
 
 
 _LOG_BLOCK_BYTES, _LOG_HEADER_BYTES = 32768, 7
-
 
 _SCHEMA = """
 name: "history.proto"

@@ -20,11 +20,7 @@ from .figure import curve_svg, draw_curve
 from .logs import read_log
 
 BARS = "▁▂▃▄▅▆▇█"
-
-
 LETTERS: dict[type[Event], str] = {Spike: "S", Divergence: "D", Plateau: "P", ResumeBump: "R", ScaleCollapse: "C"}
-
-
 PICTURES = (".svg", ".png", ".pdf")
 
 

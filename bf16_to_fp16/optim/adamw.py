@@ -2,19 +2,16 @@
 
 The step is computed in fp32 from what is stored and only the last store is rounded: stochastically, so that updates far
 below a weight's gap still add up; or to nearest; or to nearest with what was lost kept in a second 16-bit tensor
-(Kahan). See ``rounding`` for the arithmetic.
-
-The moments obey the same rule. A bf16 second moment rounded to nearest never decays, since 0.1% of it is less than half
-its gap of 0.4 to 0.8%; here bf16 moments are rounded stochastically.
+(Kahan). See ``rounding`` for the arithmetic. The moments obey the same rule: a bf16 second moment that is rounded to
+nearest never decays, since 0.1% of it is less than half its gap.
 
 Random bits belong to (seed, step, parameter's position, element's index in the whole parameter). A DTensor's shard
 knows its place in the whole, so FSDP2 gives the bits of a single process; under DDP every replica draws the same.
 
-Parameters are cut into runs of consecutive elements and one function updates a run: on slices that stay in the
-processor's caches in eager mode, with small ones packed together; or compiled into one kernel that reads and writes
-everything once, by a C compiler for a CPU (see ``kernel``) and by torch.compile for an accelerator. On a CPU all give
-the same bits, because every operation that is used is rounded correctly there: ``rsqrt`` is, while the eager ``sqrt``
-of torch's Intel builds is not. On an accelerator compiled divisions are not, and the two agree only to rounding.
+One function updates a piece of consecutive elements: eagerly, on pieces that stay in a processor's caches; or compiled
+by torch.compile into one kernel that reads and writes everything once. Small pieces are packed together. On a CPU all
+give the same bits, because every operation that is used is rounded correctly there: ``rsqrt`` is, while the eager
+``sqrt`` of torch's Intel builds is not. On an accelerator compiled divisions are not, and the two agree to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import functools
 import itertools
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,80 +29,69 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ..errors import UserError
-from . import kernel, rounding
-from .moments import BLOCKED, MOMENTS, check_moments, is_blocked, new_moment, store
+from ..errors import UserError, first_line
+from . import rounding
+from .moments import MOMENTS, check_moments, is_blocked, new_moment, store
 
 ROUNDINGS = ("stochastic", "nearest", "kahan")
 
+COMPILED_FROM = 1 << 24
+"""Parameters of a group from which a compiled step earns the seconds that compiling it takes."""
 
-# Up to this many elements are packed with others, and never given to torch.compile's kernel: calling it costs more.
-_SMALL = 1 << 14
+
+class _Sizes(NamedTuple):
+    """Elements of the longest piece, of a pack of pieces, and of the longest piece that is packed."""
+
+    piece: int
+    pack: int
+    packed: int
 
 
-# An accelerator is kept busy by longer runs than a processor's caches hold (64 MB for each fp32 intermediate result).
-_CHUNK_ON_ACCELERATOR = 1 << 24
+def _sizes(device: torch.device, compiled: bool) -> _Sizes:
+    """Return how to cut: what is eager on a CPU stays in its caches, a call on an accelerator costs as much as copying
+    a million elements."""
+    if device.type == "cpu":
+        return _Sizes(1 << 24 if compiled else rounding.CHUNK, rounding.CHUNK, 1 << 14)
+    return _Sizes(1 << 24, 1 << 22, 1 << 20)
 
 
 # ---- one step of some elements -------------------------------------------------------------------------------------
 
 
-class Coefficients(NamedTuple):
-    """The scalars of a step, values of fp32."""
-
-    unscale: float  # 1 / loss scale
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    minus_rate: float  # −lr · √(1 − β₂ᵗ) / (1 − β₁ᵗ)
-    eps: float  # ε · √(1 − β₂ᵗ)
-    decay: float  # 1 − lr · weight decay, where it is decoupled
-    l2: float  # weight decay, where it is not
-
-
-def _coefficients(group: dict[str, Any], step: int, unscale: float) -> Coefficients:
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+def _coefficients(group: dict[str, Any], step: int, unscale: float, device: torch.device) -> Tensor:
+    """Return the scalars of a step in fp32, in the order in which ``_update`` takes them."""
+    lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
     root = math.sqrt(1 - beta2**step)
-    rate, weight_decay = lr * root / (1 - beta1**step), group["weight_decay"]
-    decay, l2 = (1 - lr * weight_decay, 0.0) if group["decoupled_weight_decay"] else (1.0, weight_decay)
-    exact = unscale, beta1, 1 - beta1, beta2, 1 - beta2, -rate, group["eps"] * root, decay, l2
-    return Coefficients(*torch.tensor(exact, dtype=torch.float32).tolist())
-
-
-Scalar = float | Tensor
-"""A tensor in a compiled kernel, which would be compiled anew for another number."""
+    rate = lr * root / (1 - beta1**step)
+    decay = 1 - lr * weight_decay if group["decoupled_weight_decay"] else 1.0
+    exact = unscale, beta1, 1 - beta1, beta2, 1 - beta2, -rate, group["eps"] * root, decay, weight_decay
+    return torch.tensor(exact, dtype=torch.float32, device=device)
 
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Parameter, gradient, both moments, and what Kahan's addition has lost (bf16): flat and of one length."""
 
 
-def _update(
-    tensors: _Tensors,
-    counter: Tensor | None,
-    key: rounding.Key,
-    c: Coefficients | Tensor,
-    how: str,
-) -> None:
-    """Step some elements in place, eagerly or inside torch.compile; adamw.c does the same for ``kernel``.
+def _update(tensors: _Tensors, counter: Tensor | None, key: Tensor, coefficients: Tensor, how: str, l2: bool) -> None:
+    """Step some elements in place, eagerly or inside torch.compile.
 
     counter: int32, None for 0, 1, 2, …. key: as ``rounding`` takes it, for all elements or a column for each.
-    c: ``Coefficients``, or a tensor of them.
+    l2: whether decay is added to the gradient. What changes is in tensors: for a number a kernel is compiled anew.
     """
     parameter, grad, exp_avg, exp_avg_sq, compensation = tensors
-    numbers = c.unbind() if isinstance(c, Tensor) else c
-    unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay, l2 = numbers
-    g, value = grad.to(torch.float32), parameter.to(torch.float32)
-    if not isinstance(unscale, float) or unscale != 1:
-        g = g * unscale
-    if not isinstance(l2, float) or l2 != 0:
-        g = g + value * l2
-    m = _add_multiple(exp_avg.to(torch.float32).mul_(beta1), one_minus_beta1, g)
-    v = _add_multiple(exp_avg_sq.to(torch.float32).mul_(beta2), one_minus_beta2, g * g)
-    # Neither 0 nor inf, of which the product with rsqrt is NaN. Roots: 1e-19 and 2e19.
-    square = v.clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)
-    value = _add_quotient(value.mul_(decay), minus_rate, m, square.mul_(square.rsqrt()).add_(eps))
+    unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay, weight_decay = (
+        coefficients.unbind()
+    )
+    value = parameter.to(torch.float32)
+    g = grad.to(torch.float32) * unscale
+    if l2:
+        g = g + value * weight_decay
+    m = exp_avg.to(torch.float32).mul_(beta1).add_(g * one_minus_beta1)
+    v = exp_avg_sq.to(torch.float32).mul_(beta2).add_((g * g).mul_(one_minus_beta2))
+    # rsqrt of neither 0 nor inf, of which the product would be NaN; of inf it is inf, so that the step is 0.
+    square = v.clamp(min=torch.finfo(torch.float32).tiny)
+    root = square.clamp(max=torch.finfo(torch.float32).max).rsqrt_().mul_(square)
+    value = value.mul_(decay).addcdiv_(m * minus_rate, root.add_(eps))
 
     stochastic = how == "stochastic" and parameter.dtype != torch.float32
     if stochastic or exp_avg.dtype != torch.float32:
@@ -127,45 +113,34 @@ def _update(
             tensor.copy_(result)
 
 
-def _add_multiple(x: Tensor, factor: Scalar, a: Tensor) -> Tensor:
-    """Return x + factor · a, in x itself where eager; in one pass over memory there, with both roundings kept.
-
-    ``add`` with alpha rounds once in its vectors and twice at the end of a tensor; a product with 1 is the same.
-    """
-    if torch.compiler.is_compiling():
-        return x + a * factor
-    return x.addcmul_(a, torch.ones((), device=x.device), value=factor)  # type: ignore[arg-type]
-
-
-def _add_quotient(x: Tensor, factor: Scalar, a: Tensor, b: Tensor) -> Tensor:
-    """Return x + factor · a / b, as ``_add_multiple`` does."""
-    if torch.compiler.is_compiling():
-        return x + a * factor / b
-    return x.addcdiv_(a, b, value=factor)  # type: ignore[arg-type]
-
-
 @functools.cache
-def _compiled(*variant: Any) -> Callable[..., None]:
-    """Return a compiled ``_update`` for one combination of dtypes and options.
+def _compiled(kind: tuple[torch.dtype | None, ...], device: str, how: str, l2: bool) -> Callable[..., None] | str:
+    """Return ``_update`` compiled for one combination of dtypes and options, or in a line why it cannot be.
 
     torch.compile counts recompilations by code object and gives up after eight; each variant has a copy of its own,
     which is compiled once for all lengths.
     """
-    code = _update.__code__.replace(co_name="_update_" + "_".join(map(str, variant)).replace(".", "_"))
+    name = "_".join(map(str, (*kind, device, how, l2))).replace(".", "_")
+    code = _update.__code__.replace(co_name=f"_update_{name}")
     function = types.FunctionType(code, _update.__globals__, code.co_name)
-    compiled: Callable[..., None] = torch.compile(function, dynamic=True, fullgraph=True)
-    return compiled
+    update: Callable[..., None] = torch.compile(function, dynamic=True, fullgraph=True)
+    tensors = [None if dtype is None else torch.zeros(64, dtype=dtype, device=device) for dtype in kind]
+    key, numbers = torch.zeros(3, dtype=torch.int32, device=device), torch.ones(9, device=device)
+    try:
+        update(tuple(tensors), None, key, numbers, how, l2)
+    except Exception as error:  # no compiler, one that fails, a full disk: what it raises is not said
+        return first_line(error)
+    return update
 
 
-# ---- runs of consecutive elements ----------------------------------------------------------------------------------
+# ---- pieces of consecutive elements --------------------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
-    """Views of consecutive elements, and where they lie."""
+class _Piece(NamedTuple):
+    """Views of consecutive elements, and the key of the first one's random bits."""
 
     tensors: _Tensors
-    identity: tuple[int, int, int]  # seed, step, parameter
-    start: int  # index of the first in the whole parameter
+    key: tuple[int, int, int]
 
     @property
     def length(self) -> int:
@@ -173,21 +148,7 @@ class _Run(NamedTuple):
 
     @property
     def kind(self) -> tuple[torch.dtype | None, ...]:
-        """What a kernel is made for."""
         return tuple(None if tensor is None else tensor.dtype for tensor in self.tensors)
-
-    def cut(self, size: int) -> Iterator[tuple[tuple[int, int, int], _Tensors]]:
-        """Yield the tensors in parts of at most ``size`` elements, each after its key."""
-        for start, stop, block, first in rounding.index_blocks(self.start, self.start + self.length, size):
-            key = rounding.make_key(*self.identity, block, first)
-            whole = stop - start == self.length
-            yield key, self.tensors if whole else _part(self.tensors, start - self.start, stop - self.start)
-
-
-def _part(tensors: _Tensors, start: int, stop: int) -> _Tensors:
-    parameter, grad, exp_avg, exp_avg_sq, lost = tensors
-    here = slice(start, stop)
-    return parameter[here], grad[here], exp_avg[here], exp_avg_sq[here], None if lost is None else lost[here]
 
 
 def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
@@ -197,7 +158,7 @@ def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
     """
     whole = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return [(0, parameter.numel())] if parameter.numel() else []
+        return [(0, parameter.numel())]
     # Not documented, but torch's own distributed checkpoints are cut by it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -206,90 +167,81 @@ def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
         return []
     cut = max((dim for dim in range(len(whole)) if local[dim] != whole[dim]), default=0)
     strides = _strides(whole)
+    first = sum(place * stride for place, stride in zip(offset, strides, strict=True))
     starts = [
-        sum(
-            (first + row) * stride
-            for first, row, stride in zip(offset, (*rows, *[0] * len(whole)), strides, strict=False)
-        )
+        first + sum(row * stride for row, stride in zip(rows, strides, strict=False))
         for rows in itertools.product(*map(range, local[:cut]))
     ]
     return [(start, math.prod(local[cut:])) for start in starts]
 
 
-def _run_compiled(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
-    """Update every run by one call of a kernel, which torch.compile makes."""
-    numbers = torch.tensor(c, device=device)
-    for run in runs:
-        update = _compiled(how, device.type, *run.kind)
-        for key, tensors in run.cut(1 << rounding.BLOCK_BITS):
-            update(tensors, None, torch.tensor(key, dtype=torch.int32, device=device), numbers, how)
+def _pieces(
+    tensors: _Tensors, runs: Iterable[tuple[int, int]], identity: tuple[int, int, int], size: int
+) -> list[_Piece]:
+    """Cut a parameter's flat tensors, which lie at the indices of ``runs``, into pieces of at most ``size`` elements.
+
+    identity: seed, step, parameter.
+    """
+    pieces, done = [], 0
+    for run, length in runs:
+        for start, stop, block, first in rounding.index_blocks(run, run + length, size):
+            parameter, grad, exp_avg, exp_avg_sq, lost = (
+                None if tensor is None else tensor[done : done + stop - start] for tensor in tensors
+            )
+            assert parameter is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
+            key = rounding.make_key(*identity, block, first)
+            pieces.append(_Piece((parameter, grad, exp_avg, exp_avg_sq, lost), key))
+            done += stop - start
+    return pieces
 
 
-def _run_natively(runs: list[_Run], c: Coefficients, how: str) -> None:
-    """Update every run by one call of ``kernel``, on a CPU."""
-    numbers = torch.tensor(c)
-    for run in runs:
-        for key, tensors in run.cut(1 << rounding.BLOCK_BITS):
-            kernel.run_step(tensors, functools.partial(rounding.advance, key), numbers, how)
+def _packs(pieces: Iterable[_Piece], sizes: _Sizes) -> Iterator[list[_Piece]]:
+    """Put short pieces of one kind together, up to a pack's size."""
+    packs: dict[Any, list[_Piece]] = {}
+    filled: dict[Any, int] = {}
+    for piece in pieces:
+        if piece.length > sizes.packed:
+            yield [piece]
+            continue
+        if piece.kind in packs and filled[piece.kind] + piece.length > sizes.pack:
+            yield packs.pop(piece.kind)
+        pack = packs.setdefault(piece.kind, [])
+        filled[piece.kind] = piece.length + (filled[piece.kind] if pack else 0)
+        pack.append(piece)
+    yield from packs.values()
 
 
-def _is_native(run: _Run, group: dict[str, Any]) -> bool:
-    """Return whether a run is stepped by ``kernel``."""
-    if run.tensors[0].device.type != "cpu" or group["compile"] is False:
-        return False
-    # Where it was asked for, a compiler that fails is an error, which the step raises.
-    return kernel.knows(run.kind) if group["compile"] else kernel.works(run.kind, group["rounding"])
-
-
-def _run_eagerly(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
-    """Update runs in chunks."""
-    counter = _counter(runs, device)
-    for run in runs:
-        for key, tensors in run.cut(_chunk(device)):
-            _update(tensors, counter[: len(tensors[0])], key, c, how)
-
-
-def _run_packed(runs: list[_Run], device: torch.device, c: Coefficients, how: str) -> None:
-    """Update short runs, as many of a kind together as fill a chunk."""
-    counter = _counter(runs, device)
-    for _, alike in itertools.groupby(sorted(runs, key=lambda run: str(run.kind)), key=lambda run: run.kind):
-        pack: list[_Run] = []
-        filled = 0
-        for run in alike:
-            if pack and filled + run.length > _chunk(device):
-                _step_pack(pack, counter, c, how)
-                pack, filled = [], 0
-            pack.append(run)
-            filled += run.length
-        _step_pack(pack, counter, c, how)
-
-
-def _chunk(device: torch.device) -> int:
-    return rounding.CHUNK if device.type == "cpu" else _CHUNK_ON_ACCELERATOR
-
-
-def _counter(runs: list[_Run], device: torch.device) -> Tensor:
-    """Return counters for the longest chunk of the runs."""
-    return rounding.counters(min(max((run.length for run in runs), default=0), _chunk(device)), device)
-
-
-def _step_pack(pack: list[_Run], counter: Tensor, c: Coefficients, how: str) -> None:
-    """Update several short runs with as many operations as one takes: on copies end to end, which are copied back."""
-    parts = [part for run in pack for part in run.cut(_SMALL)]  # one of each, or two at a block's border
-    if len(parts) == 1:
-        key, tensors = parts[0]
-        return _update(tensors, counter[: len(tensors[0])], key, c, how)
-    lengths = [len(tensors[0]) for _, tensors in parts]
-    columns = [[t for t in column if t is not None] for column in zip(*(tensors for _, tensors in parts), strict=True)]
-    parameter, grad, exp_avg, exp_avg_sq, lost = (torch.cat(column) if column else None for column in columns)
-    assert parameter is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
-    keys = torch.tensor([key for key, _ in parts], dtype=torch.int32, device=counter.device).T
-    keys = keys.repeat_interleave(torch.tensor(lengths, device=counter.device), dim=1, output_size=sum(lengths))
-    joined = parameter, grad, exp_avg, exp_avg_sq, lost
-    _update(joined, torch.cat([counter[:length] for length in lengths]), keys, c, how)
-    for column, source in zip(columns, joined, strict=True):
-        if source is not None and source is not grad:
+def _step_pack(pack: list[_Piece], update: Callable[..., None], *rest: Any) -> None:
+    """Update a piece, or several with as many operations: on copies end to end, which are copied back."""
+    device, lengths = pack[0].tensors[0].device, [piece.length for piece in pack]
+    keys = torch.tensor([piece.key for piece in pack], dtype=torch.int32, device=device)
+    if len(pack) == 1:
+        return update(pack[0].tensors, None, keys[0], *rest)
+    columns = [[t for t in column if t is not None] for column in zip(*(p.tensors for p in pack), strict=True)]
+    joined = [torch.cat(column) if column else None for column in columns]
+    counts, counter = torch.tensor(lengths, device=device), rounding.counters(max(lengths), device)
+    keys = keys.T.repeat_interleave(counts, dim=1, output_size=sum(lengths))
+    update(tuple(joined), torch.cat([counter[:length] for length in lengths]), keys, *rest)
+    for place, (column, source) in enumerate(zip(columns, joined, strict=True)):
+        if source is not None and place != 1:  # of the gradient nothing has changed
             torch._foreach_copy_(column, list(source.split(lengths)))
+
+
+def _advance(pieces: Sequence[_Piece], group: dict[str, Any], step: int, unscale: float, compiles: bool) -> None:
+    """Step pieces that are on one device and whose step has one number."""
+    if not pieces:
+        return
+    device, how = pieces[0].tensors[0].device, group["rounding"]
+    coefficients = _coefficients(group, step, unscale, device)
+    l2 = bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
+    sizes = _sizes(device, compiles)
+    for pack in _packs(pieces, sizes if group["foreach"] else sizes._replace(packed=0)):
+        update = _compiled(pack[0].kind, device.type, how, l2) if compiles else _update
+        if isinstance(update, str):
+            if group["compile"]:
+                raise UserError(f"AdamW: torch.compile makes no step here ({update}); leave it to compile=None")
+            update = _update
+        _step_pack(pack, update, coefficients, how, l2)
 
 
 # ---- the optimizer -------------------------------------------------------------------------------------------------
@@ -304,11 +256,10 @@ class AdamW(Optimizer):
     rounding: how a step is stored, ``"stochastic"``, ``"nearest"`` or ``"kahan"`` (2 bytes more per element).
     moments: ``"float32"`` (8 bytes per element), ``"bfloat16"`` (4, rounded stochastically), ``"8bit"``, ``"fp8"`` (2)
     or ``"4bit"`` (1): the last three are torchao's block formats, rounded stochastically; a shard's blocks are its
-    own. seed: from 0 to 2⁶³ − 1, of all random bits. compile: one fused kernel instead of eager chunks, on a CPU by a C
-    compiler, on an accelerator by torch.compile; by default on a CPU where a C compiler is found. foreach: pack small
-    parameters together in eager mode (the default). offload: keep the moments in the machine's memory and take the step
-    there, parameter by parameter; not for DTensors. The last three change speed and memory only, and are not taken from
-    a loaded state.
+    own. seed: from 0 to 2⁶³ − 1, of all random bits. compile: one kernel by torch.compile instead of eager chunks; by
+    default for groups of 2²⁴ elements or more, where a compiler works. foreach: pack small parameters together (the
+    default). offload: keep the moments in the machine's memory and take the step there, parameter by parameter; not for
+    DTensors. The last three change speed and memory only, and are not taken from a loaded state.
 
     Under ``torch.amp.GradScaler`` fp16 gradients work: the scale is divided out in fp32, and a step with inf or NaN
     changes nothing. ``GradScaler.unscale_`` refuses fp16 gradients, so clip before the step at max_norm · scale.
@@ -339,10 +290,9 @@ class AdamW(Optimizer):
         offload: bool = False,
     ) -> None:
         # As many parameters as torch.optim.AdamW has, so that only its name changes, and this one's own as keywords.
-        options = {"rounding": rounding, "moments": moments, "seed": seed}
-        options |= {"compile": compile, "foreach": foreach, "offload": offload}
-        options["decoupled_weight_decay"] = self._decoupled  # under torch's name
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rounding": rounding}
+        defaults |= {"moments": moments, "seed": seed, "compile": compile, "foreach": foreach, "offload": offload}
+        defaults["decoupled_weight_decay"] = self._decoupled  # under torch's name
         try:
             super().__init__(params, defaults)
         except (TypeError, ValueError) as error:
@@ -380,22 +330,25 @@ class AdamW(Optimizer):
             )
         place = itertools.count()
         for group in self.param_groups:
-            work: dict[tuple[torch.device, int], list[_Run]] = {}
+            compiles = group["compile"]
+            if compiles is None:
+                compiles = sum(parameter.numel() for parameter in group["params"]) >= COMPILED_FROM
+            work: dict[tuple[torch.device, int], list[_Piece]] = {}
             for parameter in group["params"]:
                 index = next(place)
                 if parameter.grad is None:
                     continue
                 copies: list[tuple[Tensor, Tensor]] = []
                 tensors, step = self._tensors(parameter, group, copies)
-                runs = _split(tensors, local_runs(parameter), (int(group["seed"]), step, index))
-                if not copies:
-                    work.setdefault((tensors[0].device, step), []).extend(runs)
-                    continue
-                # At once, so that memory holds the copies of one parameter only.
-                _advance(runs, tensors[0].device, group, _coefficients(group, step, 1 / scale))
-                _put_back(copies, runs)
-            for (device, step), runs in work.items():
-                _advance(runs, device, group, _coefficients(group, step, 1 / scale))
+                size = _sizes(tensors[0].device, compiles).piece
+                pieces = _pieces(tensors, local_runs(parameter), (int(group["seed"]), step, index), size)
+                if copies:  # at once, so that memory holds the copies of one parameter only
+                    _advance(pieces, group, step, 1 / scale, compiles)
+                    _put_back(copies, pieces)
+                else:
+                    work.setdefault((tensors[0].device, step), []).extend(pieces)
+            for (_, step), pieces in work.items():
+                _advance(pieces, group, step, 1 / scale, compiles)
         return loss
 
     def _tensors(
@@ -459,60 +412,34 @@ class Adam(AdamW):
 
     _decoupled = False
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        **options: Any,
-    ) -> None:
-        """Take what ``AdamW`` takes."""
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+    def __init__(self, params: ParamsT, *args: Any, **options: Any) -> None:
+        """Take what ``AdamW`` takes, as torch.optim.Adam has it."""
+        if len(args) < 4:
+            options = {"weight_decay": 0.0, **options}
+        super().__init__(params, *args, **options)
 
 
 _OWN = ("compile", "foreach", "offload", "decoupled_weight_decay")
 """Options that a loaded state does not change."""
 
 
-def _put_back(copies: list[tuple[Tensor, Tensor]], runs: list[_Run]) -> None:
+def _put_back(copies: list[tuple[Tensor, Tensor]], pieces: Sequence[_Piece]) -> None:
     """Write what was stepped as copies to the tensors that it belongs to, to both moments or none in blocks."""
-    moments = [(target, source.view(-1)) for target, source in copies if is_blocked(target)]
+    moments = [(target, value.view(-1)) for target, value in copies if is_blocked(target)]
     if moments:
-        # The bits that moments in bf16 are rounded by; of a shard from its first element on.
-        (_, first), start = moments[0], runs[0].start
-        drawn = []
-        for begin, end, block, offset in rounding.index_blocks(start, start + len(first), _chunk(first.device)):
-            key = rounding.make_key(*runs[0].identity, block, offset)
-            bits = rounding.random_bits(rounding.counters(end - begin, first.device), key)
-            drawn.append(rounding.more_bits(bits, key))
+        drawn = []  # the bits that moments in bf16 are rounded by
+        for piece in pieces:
+            bits = rounding.random_bits(rounding.counters(piece.length, piece.tensors[0].device), piece.key)
+            drawn.append(rounding.more_bits(bits, piece.key))
         for (moment, value), parts in zip(moments, zip(*drawn, strict=True), strict=True):
             store(moment, value, torch.cat(parts))
-    for target, source in copies:
+    for target, value in copies:
         if not is_blocked(target):
-            target.copy_(source.view(target.shape))
+            target.copy_(value.view(target.shape))
 
 
 def _home(local: Tensor, group: dict[str, Any]) -> torch.device:
-    """Return the device on which a parameter's moments are, and its step is taken."""
     return torch.device("cpu") if group["offload"] else local.device
-
-
-def _advance(runs: list[_Run], device: torch.device, group: dict[str, Any], c: Coefficients) -> None:
-    """Step runs that are on one device and whose step has one number, each in the way that suits it."""
-    native: list[_Run] = []
-    long: list[_Run] = []
-    short: list[_Run] = []
-    for run in runs:
-        if _is_native(run, group):
-            native.append(run)
-        else:
-            (long if run.length > _SMALL else short).append(run)
-    _run_natively(native, c, group["rounding"])
-    fused = group["compile"] and device.type != "cpu"
-    (_run_compiled if fused else _run_eagerly)(long, device, c, group["rounding"])
-    (_run_packed if group["foreach"] else _run_eagerly)(short, device, c, group["rounding"])
 
 
 def _restored(name: str, saved: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
@@ -533,14 +460,6 @@ def _restored(name: str, saved: Tensor, parameter: Tensor, group: dict[str, Any]
     if is_blocked(new) and not is_blocked(saved):
         saved = saved.to(home, torch.float32).contiguous()
     return _like(parameter, new.copy_(saved))
-
-
-def _split(tensors: _Tensors, lie: list[tuple[int, int]], identity: tuple[int, int, int]) -> list[_Run]:
-    """Return the runs of a parameter's flat tensors, which lie at the indices that ``local_runs`` gave."""
-    ends = itertools.accumulate(length for _, length in lie)
-    return [
-        _Run(_part(tensors, end - length, end), identity, start) for (start, length), end in zip(lie, ends, strict=True)
-    ]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -576,20 +495,15 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _check(group: dict[str, Any]) -> None:
     """Raise UserError for an option or a parameter that cannot be used."""
 
-    def number(name: str, value: Any, below: float = math.inf) -> None:
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = float(value)
-        if not isinstance(value, int | float) or not 0 <= value < below:
-            limit = "" if below == math.inf else f" and below {below:g}"
-            raise UserError(f"AdamW: {name} is {value!r}; give a finite number, at least 0{limit}")
-
-    for name in ("lr", "eps", "weight_decay"):
-        number(name, group[name])
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise UserError(f"AdamW: betas is {betas!r}; give two numbers, for example (0.9, 0.999)")
-    for beta in betas:
-        number("a beta", beta, below=1)
+    numbers = [(name, group[name], math.inf) for name in ("lr", "eps", "weight_decay")]
+    for name, value, below in (*numbers, *(("a beta", beta, 1) for beta in betas)):
+        number = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not isinstance(number, int | float) or not 0 <= number < below:
+            limit = "" if below == math.inf else f" and below {below:g}"
+            raise UserError(f"AdamW: {name} is {number!r}; give a finite number, at least 0{limit}")
     for name, choices in (("rounding", ROUNDINGS), ("moments", MOMENTS)):
         if group[name] not in choices:
             raise UserError(f"AdamW: {name} is {group[name]!r}; choose from {', '.join(map(repr, choices))}")
@@ -609,8 +523,4 @@ def _check(group: dict[str, Any]) -> None:
         if any(isinstance(parameter, DTensor) for parameter in group["params"]):
             raise UserError("AdamW: offload is for whole parameters; offload sharded ones by FSDP's CPUOffloadPolicy")
         on = {"cpu"}
-    if group["moments"] in BLOCKED and group["compile"]:
-        raise UserError(f"AdamW: moments={group['moments']!r} has no compiled kernel; leave it to compile=None")
     check_moments(group["moments"], on)
-    if group["compile"] and "cpu" in on:
-        kernel.check_compiler()

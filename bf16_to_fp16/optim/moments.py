@@ -24,9 +24,7 @@ BLOCKED: dict[str, tuple[str, str, int]] = {
 }
 """Kinds that torchao keeps: the module and the class of the tensor, and the elements of a block."""
 
-
 MOMENTS = ("float32", "bfloat16", *BLOCKED)
-
 
 LEAST_BLOCKED = 4096
 """Elements of the smallest tensor that torchao keeps in blocks; the others stay in fp32, as those whose elements are no

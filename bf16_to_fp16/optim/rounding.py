@@ -14,8 +14,7 @@ A finite value beyond the last finite one of the format becomes that one, never 
 Random bits are a keyed hash of the element's index in its parameter (counter-based, as in Salmon et al., SC 2011), the
 key being one of (seed, step, parameter). No state is carried along, so the result is the same in whatever chunks, on
 however many ranks and after whatever interruption it is computed. Only int32 and fp32 operations are used, each rounded
-correctly on a CPU, so torch.compile can fuse them and gives the same bits. An eager CPU takes a shorter way to them
-where all values are finite in the format.
+correctly on a CPU, so torch.compile can fuse them and gives the same bits.
 """
 
 from __future__ import annotations
@@ -27,48 +26,25 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..errors import UserError
 from ..numerics import FP16_STEP
 
 Key = tuple[int, int, int] | Tensor
 """Three int32 words: Python integers, or an int32 tensor whose first dimension is 3."""
 
-
 BLOCK_BITS = 31
 """Elements with indices in the same block of 2³¹ share a key; the index within the block is hashed."""
 
-
-CHUNK = 1 << 18
+CHUNK = 1 << 16
 """Elements that are worked on at a time in eager mode: small for the caches, large for the cost of calling."""
 
-
 _SIGN = -(1 << 31)
-
-
 _MAGNITUDE = 0x7FFFFFFF
-
-
 _INFINITY = 0x7F800000
-
-
 _LARGEST = {torch.bfloat16: 0x7F7F0000, torch.float16: 0x477FE000}  # fp32 patterns of the last finite values
-
-
 _CUT = {torch.bfloat16: 16, torch.float16: 13}  # bits of fp32's significand that the format lacks
-
-
-_FP16_SMALLEST_NORMAL, _FP16_NORMAL = 2.0**-14, 0x38800000  # and its pattern in fp32
-
-
-_COLUMN = 16  # elements of which one that is subnormal in fp16 sends all through the formula for those
-
-
+_FP16_NORMAL = 0x38800000  # fp32 pattern of the smallest normal one
 _STRIDE = 0x9E3779B1 - (1 << 32)  # 2³² over the golden ratio, odd
-
-
 _MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97 - (1 << 32), 0x85EBCA6B - (1 << 32))
-
-
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -82,23 +58,14 @@ def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 
     With ``first`` the counters 0, 1, 2, … stand for the indices first, first + 1, … of the block.
     """
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, parameter, block), digest_size=12).digest()
-    return advance(struct.unpack("<3i", digest), first)
-
-
-def advance(key: tuple[int, int, int], count: int) -> tuple[int, int, int]:
-    """Return the key with which the counters 0, 1, 2, … stand for what count, count + 1, … stand for with ``key``."""
-    start = (key[0] + count * _STRIDE) & 0xFFFFFFFF
-    return start - ((start >> 31) << 32), key[1], key[2]
+    start, second, third = struct.unpack("<3i", digest)
+    start = (start + first * _STRIDE) & 0xFFFFFFFF
+    return start - ((start >> 31) << 32), second, third
 
 
 def counters(length: int, device: torch.device | None = None) -> Tensor:
     """Return the int32 counters of the elements 0 to length − 1, spread over all 32 bits (times an odd constant)."""
-    return spread(torch.arange(length, dtype=torch.int32, device=device))
-
-
-def spread(index: Tensor) -> Tensor:
-    """Return the counters of int32 indices within a block; a bijection."""
-    return index * _STRIDE
+    return torch.arange(length, dtype=torch.int32, device=device) * _STRIDE
 
 
 def random_bits(counter: Tensor, key: Key) -> Tensor:
@@ -134,9 +101,7 @@ def stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     bits: int32 of x's shape, whose low 16 bits (bf16) or low 31 bits (fp16) are random. The probability is exact for
     every bf16 rounding and for |x| ≥ 2⁻³¹ in fp16; below, it is cut to a multiple of 2⁻³¹.
     """
-    if dtype == torch.float32:
-        return x
-    return _stochastic_where_finite(x, dtype, bits) if _is_eager_and_finite(x, dtype) else _round(x, dtype, bits)
+    return x if dtype == torch.float32 else _round(x, dtype, bits)
 
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,9 +109,7 @@ def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     x: fp32; its NaNs must be quiet. Written with integers because a compiler may drop a cast to 16 bits and back.
     """
-    if dtype == torch.float32:
-        return x
-    return x.to(dtype).to(torch.float32) if _is_eager_and_finite(x, dtype) else _round(x, dtype, None)
+    return x if dtype == torch.float32 else _round(x, dtype, None)
 
 
 def kahan_add(value: Tensor, compensation: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -194,37 +157,6 @@ def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
     return whole.sub_(up).mul_(FP16_STEP)
 
 
-def _is_eager_and_finite(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether an eager processor is at work and no value is beyond the last finite one of ``dtype``, or NaN.
-
-    Then fewer operations give the same bits. An accelerator would have to be waited for.
-    """
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or not x.numel():
-        return False
-    low, high = torch.aminmax(x)
-    last = torch.finfo(dtype).max
-    return -last <= low.item() and high.item() <= last
-
-
-def _stochastic_where_finite(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Do what ``_round`` does, for values that pass ``_is_eager_and_finite``."""
-    cut = _CUT[dtype]
-    if dtype == torch.float16:
-        if x.numel() % _COLUMN or not (x.is_contiguous() and bits.is_contiguous()):
-            return _round(x, dtype, bits)
-        columns = x.view(_COLUMN, -1)
-        small = (columns.abs().amin(0) < _FP16_SMALLEST_NORMAL).nonzero().view(-1)
-        if 2 * len(small) > columns.shape[1]:
-            return _round(x, dtype, bits)
-    rounded = (bits & ((1 << cut) - 1)).add_(x.view(torch.int32)).bitwise_and_(-1 << cut).view(torch.float32)
-    if dtype == torch.float16 and len(small):
-        given, into = columns.index_select(1, small), rounded.view(_COLUMN, -1)
-        again = _subnormal(given, bits.view(_COLUMN, -1).index_select(1, small)).copysign_(given)
-        normal = given.abs_() >= _FP16_SMALLEST_NORMAL
-        into.index_copy_(1, small, torch.where(normal, into.index_select(1, small), again))
-    return rounded
-
-
 # ---- whole tensors -------------------------------------------------------------------------------------------------
 
 
@@ -238,27 +170,3 @@ def index_blocks(start: int, stop: int, chunk: int = CHUNK) -> Iterator[tuple[in
         end = min(stop, start + chunk, (block + 1) << BLOCK_BITS)
         yield start, end, block, start - (block << BLOCK_BITS)
         start = end
-
-
-def stochastic_round(
-    x: Tensor, dtype: torch.dtype, *, seed: int, step: int = 0, parameter: int = 0, offset: int = 0, chunk: int = CHUNK
-) -> Tensor:
-    """Return x rounded stochastically to bf16 or fp16, a function of x and the four integers alone.
-
-    x: a floating tensor of any shape, taken as fp32. ``offset`` is the index of its first element where x is a part of
-    something larger; ``chunk``, the elements worked on at a time, does not change the result. Raises UserError for
-    another dtype.
-    """
-    if dtype not in NARROW_DTYPES:
-        raise UserError(f"stochastic_round: {dtype} is not a format to round to; give torch.bfloat16 or torch.float16")
-    if not x.is_floating_point():
-        raise UserError(f"stochastic_round: the tensor is {x.dtype}; give a floating-point one")
-    flat = x.detach().reshape(-1)
-    out = torch.empty(flat.shape, dtype=dtype, device=x.device)
-    counter = counters(min(chunk, flat.numel()), x.device)
-    for start, stop, block, first in index_blocks(offset, offset + flat.numel(), chunk):
-        part = flat[start - offset : stop - offset].to(torch.float32, copy=True)
-        part.masked_fill_(part.isnan(), torch.nan)  # a signalling NaN would become inf when it is cut
-        bits = random_bits(counter[: stop - start], make_key(seed, step, parameter, block, first))
-        out[start - offset : stop - offset] = stochastic(part, dtype, bits)
-    return out.view(x.shape)

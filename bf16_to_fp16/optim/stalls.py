@@ -15,13 +15,8 @@ from torch import Tensor
 DEFAULT_SHARE = 0.5
 """Of the weights, that should move."""
 
-
 _BINS_PER_DOUBLING = 16  # bins of a histogram in a doubling
-
-
 _LOWEST_RATE, _HIGHEST_RATE = -200, 140  # binary exponents that are told apart
-
-
 _RATE_BINS = (_HIGHEST_RATE - _LOWEST_RATE) * _BINS_PER_DOUBLING + 1
 
 

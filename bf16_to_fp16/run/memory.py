@@ -7,8 +7,6 @@ from pathlib import Path
 
 import psutil
 
-from .. import system
-
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux says what the group of this process may use and does."""
 
@@ -30,10 +28,3 @@ def available() -> float:
         used_by_group = dict(map(str.split, (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()))
         found.append(most - int(used_by_group["anon"]))
     return max(0.0, min(found))
-
-
-def peak() -> int:
-    """Return the most bytes of memory that this process has held at a time; on macOS, which does not tell, what it
-    holds now."""
-    held = psutil.Process().memory_info()
-    return system.peak_memory() or int(getattr(held, "peak_wset", held.rss))

@@ -4,7 +4,6 @@ import csv
 import json
 import math
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ from support import tiny
 from torch import Tensor, nn
 
 from bf16_to_fp16 import AdamW
+from bf16_to_fp16.advise.configs import megatron, small
 from bf16_to_fp16.advise.initialisation import advise_init, rules_for
-from bf16_to_fp16.advise.rules import megatron, small
 from bf16_to_fp16.advise.updates import Rule, advise_updates, moving
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.log import RunLog
-from bf16_to_fp16.finetuning.recipe import Wandb
 from bf16_to_fp16.losses.detector import events
-from bf16_to_fp16.losses.events import Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
+from bf16_to_fp16.losses.events import Curve, Divergence, Event, Plateau, ScaleCollapse, Spike
 from bf16_to_fp16.losses.logs import read_log
 from bf16_to_fp16.losses.report import advise_losses, event_in_words, sparkline
 from bf16_to_fp16.optim import rounding
@@ -426,38 +423,26 @@ def test_a_log_is_reported_with_its_events_and_causes(tmp_path: Path) -> None:
 
 def test_threshold_and_window_are_the_callers_and_half_a_window_is_enough(tmp_path: Path) -> None:
     log = log_of(tmp_path / "log.csv", spiked())
-    assert advise_losses(log, z=1e4)["events"] == []
-    slow = spiked()
-    slow[200:206] = slow[200]
-    kinds = [advise_losses(log_of(tmp_path / "slow.csv", slow), window=w)["events"][0]["recovery"] for w in (64, 32)]
-    assert kinds == ["fast", "slow"]
+    assert advise_losses(log, z=1e4)["events"] == [] and advise_losses(log, window=32)["window"] == 32
     assert advise_losses(log_of(tmp_path / "half.csv", [2.0] * 32))["losses"] == 32
     with pytest.raises(UserError, match=r"31 losses are too few .* --window under 62 \(at least 16\)"):
         advise_losses(log_of(tmp_path / "less.csv", [2.0] * 31))
 
 
-def test_events_are_put_into_words() -> None:
-    told = [
-        event_in_words(event.to_json())
-        for event in (
-            Spike(1, 2, 1.25, "slow", 7.0),
-            Spike(1, None, 1.25),
-            Spike(1, 2, math.inf, "fast"),
-            Divergence(1, None, 0.5),
-            Plateau(1, None, 0.004),
-            ScaleCollapse(1, None, 12.0),
-            ScaleCollapse(1, None, math.inf),
-        )
-    ]
-    assert told == [
-        "up by 1.25, slow recovery",
-        "up by 1.25",
-        "to inf or NaN, fast recovery",
-        "up by 0.5",
-        "fell by 0.4%",
-        "by 12 halvings",
-        "to 0",
-    ]
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (Spike(1, 2, 1.25, "slow", 7.0), "up by 1.25, slow recovery"),
+        (Spike(1, None, 1.25), "up by 1.25"),
+        (Spike(1, 2, math.inf, "fast"), "to inf or NaN, fast recovery"),
+        (Divergence(1, None, 0.5), "up by 0.5"),
+        (Plateau(1, None, 0.004), "fell by 0.4%"),
+        (ScaleCollapse(1, None, 12.0), "by 12 halvings"),
+        (ScaleCollapse(1, None, math.inf), "to 0"),
+    ],
+)
+def test_events_are_put_into_words(event: Event, words: str) -> None:
+    assert event_in_words(event.to_json()) == words
 
 
 def test_a_column_of_bars_is_as_high_as_its_median_where_no_event_begins() -> None:
@@ -483,84 +468,6 @@ def test_the_projects_own_finetunes() -> None:
     found = events(read_log(LOGS / "finetune-hot.jsonl"))
     assert [type(event) for event in found] == [Spike, ScaleCollapse, Divergence]
     assert found[2].start == 77 and found[2].end is None  # from there on the forward pass overflows
-
-
-STORIES = {
-    "calm": None,
-    "bad labels": Spike,
-    "learning rate": Divergence,
-    "moments lost": ResumeBump,
-    "bf16 to nearest": Plateau,
-    "overflow": ScaleCollapse,
-}
-
-
-def real_run(story: str, seed: int, path: Path) -> int:
-    """Train a small network for 450 steps, in which something happens at step 150, and write the project's log."""
-    torch.manual_seed(seed)
-    teacher = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 4))
-    model = nn.Sequential(nn.Linear(12, 64), nn.Tanh(), nn.Linear(64, 4))
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.mul_(3)
-    inputs = torch.randn(512, 12)
-    targets = teacher(inputs).detach()
-    at, start, scale = 150, 1, 65536.0
-
-    def fresh(rate: float, params: Any) -> AdamW:
-        return AdamW(params, lr=rate, weight_decay=0, betas=(0.9, 0.99), rounding="nearest")
-
-    optimizer = fresh(1e-3, model.parameters())
-    log = RunLog(path, Wandb(), path.parent, "run", {})
-    step = 0
-    for count in range(1, 451):
-        step = count if story != "moments lost" or count < at else count - 20
-        if count == at:
-            start = step
-            if story == "learning rate":
-                optimizer = fresh(30.0, model.parameters())
-            if story == "moments lost":
-                optimizer = fresh(0.1, model.parameters())
-            if story == "bf16 to nearest":
-                model = model.bfloat16()
-                optimizer = fresh(1e-7, model.parameters())
-        chosen = slice(0, 512) if story == "bf16 to nearest" else torch.randint(512, (256,))
-        x, y = inputs[chosen], targets[chosen]
-        if story == "bad labels" and at <= count < at + 3:
-            y = -3 * y
-        if story == "overflow" and count >= at:
-            scale *= 0.5  # what GradScaler does at every step that overflows
-        loss = (model(x.to(next(model.parameters()).dtype)).float() - y).square().mean()
-        model.zero_grad()
-        loss.backward()
-        if story != "overflow" or count < at:
-            optimizer.step()
-        log.write(step, {"loss": loss.item(), "loss_scale": scale})
-    log.close()
-    return start
-
-
-def test_precision_and_recall_on_runs_that_went_wrong(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    hits: Counter[str] = Counter()
-    false: list[tuple[str, Event]] = []
-    seeds = 2
-    for story, kind in STORIES.items():
-        for seed in range(seeds):
-            start = real_run(story, seed, tmp_path / story / str(seed) / "log.jsonl")
-            found = events(read_log(tmp_path / story / str(seed)))
-            near = 64 if kind is Plateau else 12
-            right = [event for event in found if kind and type(event) is kind and abs(event.start - start) <= near]
-            hits[story] += bool(right)
-            # After a divergence all may happen, and a model that no step reaches stands still as well.
-            expected = {"overflow": (Plateau,), "learning rate": (Spike, Divergence)}.get(story, ())
-            false += [
-                (story, e) for e in found if e not in right[:1] and not (isinstance(e, expected) and e.start > start)
-            ]
-    total, wanted = sum(hits.values()), seeds * (len(STORIES) - 1)
-    precision, recall = total / (total + len(false)), total / wanted
-    print(f"\nreal runs: precision {precision:.3f}, recall {recall:.3f} over {seeds * len(STORIES)}; false: {false}")
-    assert recall == 1 and precision >= 0.9
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
@@ -698,10 +605,3 @@ def test_bad_input_is_one_line(
     assert main(["advise", *given]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
-
-
-def test_the_report_functions_raise_for_what_is_no_number_and_no_checkpoint() -> None:
-    from bf16_to_fp16 import advise_format
-
-    with pytest.raises(UserError, match="needs a number"):
-        advise_format()

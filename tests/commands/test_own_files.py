@@ -339,16 +339,7 @@ def test_pictures_and_pages_of_losses_replace_their_like_alone(here: Path, capsy
         assert "choose another file" in refused(capsys, *ask) and (here / name).read_text() == "mine"
 
 
-# --- survey and finetune ---------------------------------------------------------------------------------------------
-
-
-def test_a_survey_removes_no_folder_that_it_did_not_make(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "list.yaml").write_text(f"- source: {here / 'source'}\n")
-    mine = here / "runs" / "checkpoints" / "best"
-    mine.mkdir(parents=True)
-    (mine / "model.bin").write_text("mine")
-    said = refused(capsys, "survey", here / "list.yaml", here / "runs")
-    assert "holds no survey" in said and (mine / "model.bin").read_text() == "mine"
+# --- finetune --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folder", ["out/run", "source/run", "."])

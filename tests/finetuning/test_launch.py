@@ -337,7 +337,7 @@ def test_slurm_script_says_what_it_needs(tmp_path: Path) -> None:
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
-# A finetune's has a source; a survey's is a list of them.
+# A finetune's has a source; survey.py's is a list of them.
 RECIPES = sorted(
     path for path in (ROOT / "recipes").glob("*.yaml") if re.search("^source:", path.read_text(), re.MULTILINE)
 )
