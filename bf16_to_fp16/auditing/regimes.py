@@ -29,7 +29,7 @@ from ..checkpoint.side_modules import SideModule, read_side_modules
 from ..errors import UserError
 from ..families.known import of_model_type, roles_of, stock_class
 from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
-from ..observe.meter import NormMeter, NormObserver, norms_seen
+from ..observe.meter import NormMeter, metering_norms, norms_seen
 from ..observe.observer import SiteObserver
 from ..observe.sites import Site
 from ..progress import Advance
@@ -370,7 +370,7 @@ class _Seen:
     def _run(self, batch: Batch, model: nn.Module) -> tuple[int, Tensor | None]:
         observer = SiteObserver(model) if self._observer is None else self._observer.beside(model)
         self._observer = observer
-        with observer, NormObserver(model, self._norms) if self.keeps else contextlib.nullcontext():
+        with observer, metering_norms(model, self._norms) if self.keeps else contextlib.nullcontext():
             output = _forward(model, batch, self.regime)
         if self.regime == "amp":
             _check_autocast(model, observer)
@@ -464,7 +464,7 @@ def audit_model(
             _set_attention(model, implementation)
             observer = SiteObserver(model)
             keeps = regime == "half" and implementation == attention[0]
-            metered = NormObserver(model, norms) if keeps else contextlib.nullcontext()
+            metered = metering_norms(model, norms) if keeps else contextlib.nullcontext()
             with observer, metered, torch.random.fork_rng(devices=cards):
                 torch.manual_seed(seed)
                 for batch in given[implementation]:

@@ -39,14 +39,7 @@ FACTORIES = {
 """Operations that make a constant."""
 
 
-UNINITIALISED = {
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "resize_",
-}
+UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
 """Operations whose output holds nothing yet."""
 
 
@@ -150,27 +143,27 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
     kind: the operation's in ``MASKING``.
     """
-    found: Tensor | bool
+    masked: Tensor | bool
     if kind == "cat":
         parts = [_positions(part) for part in args[0]]
         if not any(isinstance(part, Tensor) for part in parts):
             return None
         pairs = zip(parts, args[0], strict=True)
         whole = [torch.as_tensor(part, device=x.device).expand(x.shape) for part, x in pairs]
-        found = torch.cat(whole, *args[1:], **(kwargs or {}))
+        masked = torch.cat(whole, *args[1:], **(kwargs or {}))
     elif kind in ("copy", "pad"):
-        found = _positions(args[0])
-        if kind == "pad" and isinstance(found, Tensor):
+        masked = _positions(args[0])
+        if kind == "pad" and isinstance(masked, Tensor):
             # CUDA's fused attention fills up a mask whose rows are no multiple of 16 bytes, and then leaves that out.
-            found = constant_pad_nd(found.expand(args[0].shape), args[1], False)
+            masked = constant_pad_nd(masked.expand(args[0].shape), args[1], False)
     elif kind == "pointwise":
-        found = _either(_positions(args[0]), _positions(args[1]) if len(args) > 1 else False)
+        masked = _either(_positions(args[0]), _positions(args[1]) if len(args) > 1 else False)
     elif kind == "where":
         chosen, yes, no = args[0], _positions(args[1]), _positions(args[2])
-        found = _either(_both(chosen, yes), _both(~chosen, no))
+        masked = _either(_both(chosen, yes), _both(~chosen, no))
     else:
-        found = _either(_both(args[1], _positions(args[2])), _positions(args[0]))
-    return found if isinstance(found, Tensor) else None
+        masked = _either(_both(args[1], _positions(args[2])), _positions(args[0]))
+    return masked if isinstance(masked, Tensor) else None
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
@@ -186,12 +179,13 @@ def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
 
 def is_sum_of_positions(args: Iterable[Any]) -> bool:
     """Return whether a matrix product chooses and sums, and forms no score: one of its factors is a constant."""
-    return any(isinstance(x, Tensor) and (found := origin_of(x)) is not None and found.constant for x in args)
+    return any(isinstance(x, Tensor) and (origin := origin_of(x)) is not None and origin.constant for x in args)
 
 
-def sees_nothing(masked: Tensor | None) -> bool:
+def sees_nothing(scores: Tensor) -> bool:
     """Return whether some row of scores is masked throughout, of which softmax makes NaN where the mask is −inf."""
-    return masked is not None and bool(masked.all(-1).any())
+    origin = origin_of(scores)
+    return origin is not None and origin.masked is not None and bool(origin.masked.all(-1).any())
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:

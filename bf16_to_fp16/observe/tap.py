@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,54 +34,18 @@ from .origins import (
     scores_of_mask,
     set_origin,
 )
+from .sites import Call, site_name
 
-_MOVING = {
-    "__get__",
-    "__getitem__",
-    "alias",
-    "bfloat16",
-    "cat",
-    "chunk",
-    "clone",
-    "contiguous",
-    "cpu",
-    "cuda",
-    "detach",
-    "diagonal",
-    "double",
-    "expand",
-    "expand_as",
-    "flatten",
-    "float",
-    "half",
-    "movedim",
-    "narrow",
-    "pad",
-    "permute",
-    "repeat",
-    "repeat_interleave",
-    "requires_grad_",
-    "reshape",
-    "select",
-    "split",
-    "squeeze",
-    "stack",
-    "swapaxes",
-    "t",
-    "to",
-    "transpose",
-    "type",
-    "type_as",
-    "unbind",
-    "unflatten",
-    "unsqueeze",
-    "view",
-    "view_as",
-}
+_KEEPING_SHAPE = {"bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "float", "half", "to"}
+_KEEPING_SHAPE |= {"type", "type_as"}
+_MOVING = (
+    {"__get__", "__getitem__", "alias", "cat", "chunk", "diagonal", "expand", "expand_as", "flatten", "movedim"}
+    | {"narrow", "pad", "permute", "repeat", "repeat_interleave", "requires_grad_", "reshape", "select", "split"}
+    | {"squeeze", "stack", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"}
+    | _KEEPING_SHAPE
+    | UNINITIALISED
+)
 """Functions that show or copy what is there: no sites of their own."""
-
-
-_KEEPING_SHAPE = {"bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "float", "half", "to", "type"}
 
 
 # What the dispatcher calls a function, where it is not the function's own name.
@@ -119,17 +84,13 @@ class _Function:
     masking: str | None
 
 
-@dataclass(slots=True)
-class _Call:
-    """One call of one module under a tap; ``names``: full names of the sites of its path, None for unwanted ones."""
+@dataclass(slots=True, kw_only=True)
+class _Call(Call):
+    """One call of one module; ``names``: full names of the sites of its path, None for unwanted ones."""
 
     module: nn.Module
-    path: str
-    linear: bool
     tapped: bool
     names: dict[tuple[str, int], str | None]
-    counts: dict[str, int] = field(default_factory=dict)
-    after_softmax: bool = False
     hidden: Tensor | None = None
     """What a mask hides of the scores that is −inf in fp16, so that a row that sees nothing is NaN."""
 
@@ -141,19 +102,16 @@ class _TapMode(TorchFunctionMode):
         super().__init__()
         self.tap = tap
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
         if func is _SET_GRAD_ENABLED:
             self.tap._follow_no_grad()
         call = self.tap._call
         if call is not None:
-            self.tap._look(call, func, args, kwargs, out)
+            outputs = out if isinstance(out, (tuple, list)) else (out,)
+            for i, item in enumerate(outputs):
+                if isinstance(item, Tensor) and item.is_floating_point():
+                    self.tap._see(call, func, args, kwargs or {}, item, i)
         return out
 
 
@@ -206,11 +164,11 @@ class Tap:
         self._stack: list[_Call] = []
         self._call: _Call | None = None
         self._handing_over = False
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._modules: list[nn.Module] = []
 
     def __enter__(self) -> Tap:
-        if self._handles:
+        if self._modules:
             raise UserError("this tap is active already; leave it before you enter it again")
         try:
             for path, module in paths(self.model):
@@ -251,7 +209,7 @@ class Tap:
                             _check_not_compiled(inner)
                 if _is_called_by("compile_wrapper"):
                     raise UserError(_COMPILED)
-            call = _Call(module, path, linear, tapped, names)
+            call = _Call(path, linear, module=module, tapped=tapped, names=names)
             if tapped and (outer is None or not outer.tapped):
                 self._mode.__enter__()
             stack.append(call)
@@ -273,13 +231,11 @@ class Tap:
                 self._mode.__exit__(None, None, None)
             self._call = outer if outer is not None and outer.tapped else None
 
-        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooks.enter_context(module.register_forward_hook(leave, always_call=True))
 
     def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._modules.clear()
         # Left in the middle of a forward: the modules that are still running will not call ``leave`` any more.
         if self._stack and self._stack[-1].tapped:
@@ -300,29 +256,12 @@ class Tap:
         elif _is_called_by("no_grad.__exit__"):
             self._inner_no_grads = max(0, self._inner_no_grads - 1)
 
-    def _look(self, call: _Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
-        if isinstance(out, Tensor):
-            if out.is_floating_point():
-                self._see(call, func, args, kwargs, out, 0)
-        elif isinstance(out, (tuple, list)) and type(out) is not torch.Size:
-            for i, item in enumerate(out):
-                if isinstance(item, Tensor) and item.is_floating_point():
-                    self._see(call, func, args, kwargs, item, i)
-
-    def _see(
-        self,
-        call: _Call,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        out: Tensor,
-        index: int,
-    ) -> None:
+    def _see(self, call: _Call, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor, index: int) -> None:
         function = self._functions.get(func)
         if function is None:
             function = self._functions[func] = _describe_function(func)
-        if function.factory or (only_constants(args) and (not kwargs or only_constants(kwargs.values()))):
-            set_origin(out, of_constants((*args, *(kwargs or {}).values())))
+        if function.factory or (only_constants(args) and only_constants(kwargs.values())):
+            set_origin(out, of_constants((*args, *kwargs.values())))
             return
         if function.moving:
             _carry_mask(function, func, args, kwargs, out)
@@ -340,26 +279,25 @@ class Tap:
             masked = masked_positions(function.masking, args, kwargs)
             if masked is not None:
                 set_origin(out, Origin(masked=masked.expand(out.shape)))
-                if function.name == "add" and "scores" in call.counts and not call.after_softmax:
+                if function.name == "add" and call.before_softmax:
                     self._see_masked(call, function, args, masked)
         name = function.name
         if function.matmul:
-            name = _product_of(call, args)
+            name = call.product(sums=is_sum_of_positions(args))
         elif function.softmax:
             call.after_softmax = True
         elif function.dropout:
             name = "native_dropout" if out.is_cuda else "mul"
         if index:
             name = f"{name}.{index}"
-        count = call.counts[name] = call.counts.get(name, 0) + 1
-        full = self._wanted(call, name, count)
+        full = self._wanted(call, name, call.count(name))
         if full is not None and out.numel():
             shown = _itself if masked is None else partial(_unmasked, masked=masked)
             if call.after_softmax and call.hidden is not None:
                 shown = partial(_seen, hidden=call.hidden)
             if function.name == "einsum":
                 # Stock code adds to such scores in place, after which nothing that was saved of them would be theirs.
-                shown = _copied if shown is _itself else shown
+                shown = Tensor.clone if shown is _itself else shown
             self._hand_over(full, out, shown)
         if name == "pow" and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 3:
             # Its derivative overflows before it does.
@@ -382,8 +320,7 @@ class Tap:
         try:
             return call.names[name, count]
         except KeyError:
-            full = f"{call.path}:{name}" if name else call.path
-            full = f"{full}#{count}" if count > 1 else full
+            full = site_name(call.path, name, count)
             wanted = full if self.only is None or self.only(full) else None
             call.names[name, count] = wanted
             return wanted
@@ -411,8 +348,8 @@ def _describe_function(func: Any) -> _Function:
     matmul = name in ("matmul", "einsum") or name in MATRIX_PRODUCTS
     return _Function(
         name=_BELOW.get(name, name),
-        moving=own in _MOVING or own in UNINITIALISED,
-        keeping_shape=own in _KEEPING_SHAPE or own == "type_as",
+        moving=own in _MOVING,
+        keeping_shape=own in _KEEPING_SHAPE,
         factory=own in FACTORIES,
         inplace=inplace,
         matmul=matmul,
@@ -422,9 +359,7 @@ def _describe_function(func: Any) -> _Function:
     )
 
 
-def _carry_mask(
-    function: _Function, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Tensor
-) -> None:
+def _carry_mask(function: _Function, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
     """What is only moved keeps its masked positions."""
     if function.masking in ("cat", "pad"):
         masked = masked_positions(function.masking, args, kwargs)
@@ -433,7 +368,7 @@ def _carry_mask(
     origin = origin_of(args[0]) if args else None
     if origin is None or origin.masked is None or origin.constant:
         return
-    masked = origin.masked if function.keeping_shape else func(origin.masked, *args[1:], **(kwargs or {}))
+    masked = origin.masked if function.keeping_shape else func(origin.masked, *args[1:], **kwargs)
     if isinstance(masked, Tensor) and masked.shape == out.shape:
         set_origin(out, Origin(masked=masked))
 
@@ -448,19 +383,6 @@ def _seen(out: Tensor, hidden: Tensor) -> Tensor:
     return out.masked_fill(out.isnan() & hidden.all(-1).any().to(out.device), 0.0)
 
 
-def _product_of(call: _Call, args: tuple[Any, ...]) -> str:
-    """What a matrix product is in its module: its output, or one of an attention's products."""
-    if call.linear:
-        return ""
-    if is_sum_of_positions(args):
-        return "sum"
-    return "context" if call.after_softmax else "scores"
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.clone()
-
-
 def _itself(x: Tensor) -> Tensor:
     return x
 
@@ -471,11 +393,11 @@ def paths(model: nn.Module) -> list[tuple[str, nn.Module]]:
     # A wrapper that has nothing but a ``module``: DDP, DeepSpeed.
     while [name for name, _ in inner.named_children()] == ["module"]:
         prefix, inner = f"{prefix}module.", inner.get_submodule("module")
-    found = []
+    named = []
     for path, module in model.named_modules():
         parts = f"{path}.".removeprefix(prefix).split(".")
-        found.append((".".join(part for part in parts if part and part not in _WRAPPING) or "model", module))
-    return found
+        named.append((".".join(part for part in parts if part and part not in _WRAPPING) or "model", module))
+    return named
 
 
 def _check_not_compiled(module: nn.Module) -> None:
