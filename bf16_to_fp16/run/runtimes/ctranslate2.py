@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import UserError
 from ...families.layout import Layout
 from ..batch import Batch
-from .types import FP16, Arithmetic, Outcome
+from ..runtime import FP16, Arithmetic, Outcome, Runtime
 
 
 def token(number: int) -> str:
@@ -108,3 +108,6 @@ def log_probabilities(logits: Tensor, batch: Batch, config: Any) -> Tensor:
     lengths = batch.decoder_attention_mask.sum(dim=1, keepdim=True)
     following = batch.decoder_input_ids.roll(-1, dims=1).scatter(1, lengths - 1, int(config.eos_token_id))
     return logits.log_softmax(-1).gather(-1, following[..., None])[..., 0]
+
+
+RUNTIME = Runtime("ctranslate2", "ctranslate2", run, log_probabilities)

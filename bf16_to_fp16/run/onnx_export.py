@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import UserError
-from ...families.layout import Layout
-from ...wording import bytes_in_words
-from ..batch import Batch
-from .types import as_function, inputs_of, tracing
+from ..errors import UserError
+from ..families.layout import Layout
+from ..wording import bytes_in_words
+from .batch import Batch
+from .runtime import as_function, inputs_of, tracing
 
 LARGEST = 2**31 - 1
 """Bytes of an ONNX file, which protobuf allows."""
+
+MOVES = {"Cast", "Constant", "Concat", "Expand", "Gather", "Identity", "Reshape", "Slice", "Transpose", "Where"}
+"""Operations that compute nothing."""
 
 
 def export(folder: Path, layout: Layout, batch: Batch, path: Path) -> None:

@@ -7,7 +7,8 @@ end only, where its causal mask keeps them from mattering, so they need none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...families.layout import Layout
-from ..batch import Batch, values_of
-from ..interface import config_of, is_causal
-from ..stock import load
+from ..families.layout import Layout
+from .batch import Batch, values_of
+from .interface import config_of, is_causal
+from .stock import load
 
 FP16 = "float16"
-
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """How formats are called here, whatever a runtime calls them."""
@@ -40,6 +40,13 @@ class Arithmetic:
     products: Mapping[str, int | None]
     operations: Mapping[str, int | None]
     how: str
+
+    @classmethod
+    def counted(cls, operations: Iterable[tuple[str, bool]], how: str) -> Arithmetic:
+        """Return the arithmetic of operations, of each its format and whether it is a matrix product."""
+        listed = list(operations)
+        products = Counter(kind for kind, is_product in listed if is_product)
+        return cls(dict(products), dict(Counter(kind for kind, _ in listed)), how)
 
     @property
     def native(self) -> bool:
@@ -68,15 +75,14 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime by its name: the distribution whose version counts, the modules that it needs, and how it is run.
+    """A runtime by its name: the package that it needs and whose version counts, and how it is run.
 
     ``expected``: makes what this runtime gives, [rows, length], from stock logits, the batch and the config; None where
     it gives what stock code does.
     """
 
     name: str
-    distribution: str
-    modules: tuple[str, ...]
+    package: str
     run: Run
     expected: Callable[[Tensor, Batch, Any], Tensor] | None = None
 
@@ -98,13 +104,10 @@ class Outputs(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
         """Return [rows, length, channels]."""
-        if decoder_input_ids is None:
-            return values_of(self.model(input_ids=input_ids, attention_mask=attention_mask, **self.options))
-        return values_of(
-            self.model(
-                input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids, use_cache=False
-            )
-        )
+        options: dict[str, Any] = self.options
+        if decoder_input_ids is not None:
+            options = {"decoder_input_ids": decoder_input_ids, "use_cache": False}
+        return values_of(self.model(input_ids=input_ids, attention_mask=attention_mask, **options))
 
 
 def inputs_of(batch: Batch) -> dict[str, Tensor]:
