@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,6 @@ from ..run.products import FastProducts
 
 NO_CHOICE = -1e9
 """A logit that nobody chooses."""
-
 
 _POSITIONS_AT_A_TIME = 64
 """Positions compared at a time: in float64 a large vocabulary takes 2 MB each."""
@@ -99,14 +99,11 @@ def add_outputs(walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **opti
     The lanes do nothing but compute, 16-bit products as ``FastProducts`` does.
     """
 
-    def running(batch: Batch) -> Any:
-        def run(model: Any) -> Tensor:
-            with FastProducts():
-                return output_on(batch, run_batch(model, batch))
+    def run(batch: Batch, model: Any) -> Tensor:
+        with FastProducts():
+            return output_on(batch, run_batch(model, batch))
 
-        return run
-
-    return [walk.add(running(batch), dtype, **options) for batch in compared(batches)]
+    return [walk.add(partial(run, batch), dtype, **options) for batch in compared(batches)]
 
 
 def outputs(

@@ -1,14 +1,11 @@
 """The verdict: a checkpoint run in the ways people run it in fp16, with every operation measured.
 
-The regimes differ in what is fp16. ``stock`` is what ``from_pretrained(dtype=float16)`` gives (T5's ``wo``
-stays fp32, and with it the residual); ``half`` has every weight in fp16, and what no file holds as stock code makes
-it (``.half()`` casts rotary frequencies too, which overflows nowhere and changes the function); ``amp`` keeps fp32
-weights and lets
-autocast run the matrix products in fp16. Each runs with eager attention, where the scores are fp16 values that
-can be measured, and with SDPA, whose kernels do not show them. Finite logits prove nothing, since stock
-code clamps residuals: a regime is safe iff no output of any operation is non-finite or saturated, apart from
-what is so by design. The other end of the range is reported beside the verdict, not in it: a signal that lies
-below the smallest normal number as a whole overflows nowhere and has lost bits everywhere.
+The regimes differ in what is fp16. ``stock`` is what ``from_pretrained(dtype=float16)`` gives (T5's ``wo`` stays fp32,
+and with it the residual); ``half`` has every weight in fp16, and what no file holds as stock code makes it; ``amp``
+keeps fp32 weights and lets autocast run the matrix products in fp16. Each runs with eager attention, where the scores
+can be measured, and with SDPA, whose kernels do not show them. Finite logits prove nothing, since stock code clamps
+residuals: a regime is safe iff no output of any operation is non-finite or saturated, apart from what is so by design.
+Beside the verdict stands what sank: a signal below the smallest normal number overflows nowhere and has lost bits.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -45,18 +42,17 @@ from .fidelity import Outputs, add_outputs, compared, output_on
 
 REGIMES = ("stock", "amp", "half")
 
+DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
+"""In which dtype stock code loads a regime's weights; under ``half`` what stays in fp32 is then cast."""
 
 ATTENTIONS = ("eager", "sdpa")
-"""Those that stock code runs; ``run.attention.SCALED`` can be asked for as well."""
-
+"""Those that stock code runs; ``run.scaled_attention.SCALED`` can be asked for as well."""
 
 LOSS_SCALE = 2.0**10
 """Loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so that the scale
 itself never breaks pure half; dynamic scalers start at 2¹⁶ and settle lower."""
 
-
 _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
-
 
 # Operations that put out a signal: linears and norms, embeddings, residual adds, gated products, what attention
 # gathers. Copies are the same signal again; scores, statistics and what happens inside an activation function may be
@@ -82,20 +78,18 @@ class SiteResult:
     dtype: str
     fp32: float | None = None
 
+    @classmethod
+    def of(cls, site: Site) -> SiteResult:
+        """Return what an observed site shows."""
+        measured = (site.amax, site.limit, site.headroom_bits, site.nonfinite, site.saturated)
+        return cls(site.name, *measured, site.reason, str(site.dtype).removeprefix("torch."))
+
     def to_json(self) -> dict[str, Any]:
-        """Return the site as plain JSON values; see ``RegimeResult.to_json`` for infinities."""
-        return {
-            "name": self.name,
-            "amax": _plain_amax(self.amax),
-            "limit": self.limit,
-            "headroom_bits": None
-            if self.headroom_bits is None
-            else _plain_bits(self.headroom_bits, self.limit or FP16_MAX),
-            "nonfinite": self.nonfinite,
-            "saturated": self.saturated,
-            "benign": self.benign,
-            "dtype": self.dtype,
-        } | ({} if self.fp32 is None else {"fp32": self.fp32})
+        """Return the site as plain JSON values, without what is not known in fp32; see ``RegimeResult.to_json`` for
+        infinities."""
+        bits = None if self.headroom_bits is None else _plain_bits(self.headroom_bits, self.limit or FP16_MAX)
+        plain = asdict(self) | {"amax": _plain_amax(self.amax), "headroom_bits": bits}
+        return {key: value for key, value in plain.items() if key != "fp32" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ class RegimeResult:
             "headroom_bits": _plain_bits(self.headroom_bits, FP16_MAX),
             "nonfinite_logits": self.nonfinite_logits,
             "underflow": [{"name": site.name, "amax": site.amax} for site in self.underflow],
-            "runs": [{"attention": r.attention, "batches": r.batches, "kinds": list(r.kinds)} for r in self.runs],
+            "runs": [asdict(run) | {"kinds": list(run.kinds)} for run in self.runs],
             "same_as": self.same_as,
             "sites": [site.to_json() for site in self.sites],
         }
@@ -226,15 +220,8 @@ def audit_each(
             if advance is not None:
                 advance(before + done, len(regimes) * share)
 
-        results[regime] = audit_model(
-            load(regime),
-            inputs,
-            regime=regime,
-            attention=attention,
-            train_mode=train_mode,
-            advance=step,
-            seed=seed,
-        )
+        options: dict[str, Any] = {"attention": attention, "train_mode": train_mode, "advance": step, "seed": seed}
+        results[regime] = audit_model(load(regime), inputs, regime=regime, **options)
     return results
 
 
@@ -304,10 +291,6 @@ def run_regimes(
         [output for output in half if output is not None],
         [lane.result for lane in plain],
     )
-
-
-DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
-"""In which dtype stock code loads a regime's weights; under ``half`` what stays in fp32 is then cast."""
 
 
 def _weights(regime: str) -> tuple[torch.dtype, bool]:
@@ -452,7 +435,8 @@ def audit_model(
     backward of the loss times ``LOSS_SCALE``; without it the model runs in eval mode. The model's mode, attention and
     gradients are left as they were.
     """
-    was_training, stock = model.training, _attention_of(model)
+    config: Any = model.config
+    was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     merged: dict[str, tuple[int, SiteResult]] = {}
     norms: dict[str, NormMeter] = {}
@@ -480,10 +464,6 @@ def audit_model(
         model.train(was_training)
         _set_attention(model, stock)
     return _result(regime, merged, nonfinite_logits, insides_of(model.config), runs, norms_seen(norms))
-
-
-def _attention_of(model: Any) -> str:
-    return str(model.config._attn_implementation)
 
 
 def _set_attention(model: Any, implementation: str) -> None:
@@ -541,7 +521,7 @@ def _merge(merged: dict[str, tuple[int, SiteResult]], sites: Iterable[Site]) -> 
     for site in sites:
         if not site.calls:
             continue
-        order, result = site.order, _site_result(site)
+        order, result = site.order, SiteResult.of(site)
         if site.name in merged:
             before, old = merged[site.name]
             shown = old if result.limit is None else result
@@ -560,19 +540,6 @@ def _merge(merged: dict[str, tuple[int, SiteResult]], sites: Iterable[Site]) -> 
                 benign=old.benign or result.benign,
             )
         merged[site.name] = (order, result)
-
-
-def _site_result(site: Site) -> SiteResult:
-    return SiteResult(
-        name=site.name,
-        amax=site.amax,
-        limit=site.limit,
-        headroom_bits=site.headroom_bits,
-        nonfinite=site.nonfinite,
-        saturated=site.saturated,
-        benign=site.reason,
-        dtype=str(site.dtype).removeprefix("torch."),
-    )
 
 
 def insides_of(config: Any) -> frozenset[str]:
@@ -614,14 +581,14 @@ def _signals(sites: Iterable[SiteResult], insides: Collection[str]) -> list[Site
     """The sites that put out a signal in fp16 in the forward; ``insides`` as ``insides_of`` gives them."""
     sites = list(sites)
     attentions = {s.name.rpartition(":")[0] for s in sites if s.name.endswith((":scores", ":context"))}
-    found = []
+    signals = []
     for site in sites:
         path, _, operation = site.name.partition(":")
         operation = operation.partition("#")[0]
         inside = path.rpartition(".")[2] in insides or (path in attentions and operation != "context")
         if site.limit is not None and site.benign is None and operation in _SIGNALS and not inside:
-            found.append(site)
-    return found
+            signals.append(site)
+    return signals
 
 
 def _plain_amax(amax: float) -> float:

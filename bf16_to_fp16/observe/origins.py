@@ -20,10 +20,8 @@ from .sites import Site
 MASK_FROM = -FP16_MAX / 2
 """A constant at or below this is a mask, not a number: half of fp16's lowest value (-32752)."""
 
-
 MASKED_REACH = -math.log(FP16_STEP)
 """How far below the largest score of its row a masked one must lie, so that its weight is at most 2⁻²⁴ (16.6)."""
-
 
 FACTORIES = {
     "full_like",
@@ -38,10 +36,8 @@ FACTORIES = {
 }
 """Operations that make a constant."""
 
-
 UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
 """Operations whose output holds nothing yet."""
-
 
 MASKING = {
     "add": "pointwise",
@@ -57,7 +53,6 @@ MASKING = {
     "cat": "cat",
 }
 """Operations through which a mask goes, and in which way."""
-
 
 _ORIGIN = "_bf16_to_fp16_origin"
 

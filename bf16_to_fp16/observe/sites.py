@@ -10,9 +10,7 @@ from ..numerics import headroom_bits
 
 MASK_REASON = "attention mask: these positions are excluded"
 
-
 CONSTANT_REASON = "constant: no activation enters it"
-
 
 CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 

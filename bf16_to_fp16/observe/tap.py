@@ -47,7 +47,6 @@ _MOVING = (
 )
 """Functions that show or copy what is there: no sites of their own."""
 
-
 # What the dispatcher calls a function, where it is not the function's own name.
 _BELOW = {
     "__rdiv__": "mul",
@@ -59,12 +58,9 @@ _BELOW = {
     "scaled_dot_product_attention": "context",
 }
 
-
 _WRAPPING = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
-
 _SET_GRAD_ENABLED = torch._C._set_grad_enabled
-
 
 _COMPILED = "a compiled model hides its operations; use the model without torch.compile"
 

@@ -187,7 +187,7 @@ class Slopes:
 
 def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
     """Return the mean slopes over these ids alone."""
-    found = Slopes()
+    typical = Slopes()
     for step in forward(weights, ids):
         sublayer, reads = step.sublayer, {step.norm: step.stream}
         if sublayer is not None and sublayer.post_norm:
@@ -195,16 +195,16 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
         for norm, stream in reads.items():
             if weights.layout.family.centred_norm:
                 stream = stream - stream.mean(1, keepdim=True)
-            found.norms[norm] = float((stream.square().mean(1) + weights.layout.eps_of(norm)).rsqrt().mean())
+            typical.norms[norm] = float((stream.square().mean(1) + weights.layout.eps_of(norm)).rsqrt().mean())
         if isinstance(sublayer, FeedForward):
-            found.neurons[sublayer.at] = [x.mean(0) for x in neuron_slopes(weights, sublayer, step.made[1:])]
+            typical.neurons[sublayer.at] = [x.mean(0) for x in neuron_slopes(weights, sublayer, step.made[1:])]
         elif isinstance(sublayer, Experts):
             numbers, probabilities = chosen(step.made[1])
             for number, expert in enumerate(sublayer.experts):
                 share = probabilities * (numbers == number)
                 slopes_of = neuron_slopes(weights, expert, step.made[2:])
-                found.neurons[expert.at] = [(x * share[:, None]).mean(0) for x in slopes_of]
-    return found
+                typical.neurons[expert.at] = [(x * share[:, None]).mean(0) for x in slopes_of]
+    return typical
 
 
 def neuron_slopes(weights: Weights, sublayer: FeedForward, made: Sequence[Tensor]) -> list[Tensor]:
@@ -237,19 +237,14 @@ def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> d
             back = rows
             if sublayer.post_norm:
                 back = weights.before(sublayer.post_norm, back) * typical.norms[sublayer.post_norm]
-            if not isinstance(sublayer, Attention):
-                back = sum(
-                    (through(weights, each, back, typical) for each in feed_forwards_of(sublayer)), torch.zeros(())
-                )
-            else:
+            if isinstance(sublayer, Attention):
                 back = back @ weights.matrix(sublayer.output)
-                heads = weights.layout.kv_heads(sublayer)
-                spread = (
-                    heads,
-                    weights.layout.heads(sublayer) // heads,
-                    back.shape[1] // weights.layout.heads(sublayer),
-                )
+                heads, groups = weights.layout.heads(sublayer), weights.layout.kv_heads(sublayer)
+                spread = (groups, heads // groups, back.shape[1] // heads)
                 back = shared(back.t(), spread).sum(1).t() @ weights.matrix(sublayer.value)
+            else:
+                parts = (through(weights, each, back, typical) for each in feed_forwards_of(sublayer))
+                back = sum(parts, torch.zeros(()))
             if isinstance(sublayer, Attention) and sublayer.memory:
                 memory = memory + back
             else:

@@ -20,14 +20,11 @@ from .stock import setting
 IGNORED_LABEL = -100
 """The label that stock losses leave out."""
 
-
 LOGIT_BUDGET = 2**27
 """Most logits of one batch (half a gigabyte in fp32): large vocabularies get fewer rows."""
 
-
 GENERATED_TOKENS = 4
 """Tokens that a generation makes."""
-
 
 RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, IMAGE, GENERATE, DATA = BATCH_KINDS = (
     "random ids",
@@ -72,8 +69,9 @@ class Batch:
     @property
     def tensors(self) -> dict[str, Tensor | None]:
         """What it consists of, by name."""
-        ids = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-        return {name: getattr(self, name) for name in (*ids, *(("pixels", "image_tokens") if self.has_image else ()))}
+        image = ("pixels", "image_tokens") if self.has_image else ()
+        names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", *image)
+        return {name: getattr(self, name) for name in names}
 
     @property
     def unpadded(self) -> Tensor:
@@ -88,8 +86,8 @@ class Batch:
 
     def rows(self, chosen: slice | Tensor) -> Batch:
         """Return the batch of some of its rows, at the same length."""
-        found: dict[str, Any] = {name: x[chosen] for name, x in self.tensors.items() if x is not None}
-        return replace(self, **found)
+        kept: dict[str, Any] = {name: x[chosen] for name, x in self.tensors.items() if x is not None}
+        return replace(self, **kept)
 
     def image_arguments(self, device: torch.device) -> dict[str, Tensor]:
         """Return what stock code takes of the images; empty where there are none."""
@@ -221,38 +219,24 @@ def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
             use_cache=_cacheable(stock.config),
         )
         return None
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
         if not is_causal(config_of(stock)):
-            return stock(input_ids=ids, attention_mask=mask)
-        images = batch.image_arguments(device)
+            return stock(**given)
+        given |= {"use_cache": False, **batch.image_arguments(device)}
         if not batch.head:
-            stock.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **images)
+            stock.base_model(**given)
             return None
         # Stock code compares what a position gives with the label of the next.
-        shifted = {"labels": batch.labels().roll(1, dims=1).to(device)} if labels else {}
-        return stock(input_ids=ids, attention_mask=mask, use_cache=False, **images, **shifted)
-    decoder_mask = batch.decoder_attention_mask.to(device)
-    decoder: dict[str, Tensor | bool] = {"use_cache": False}
-    if not bool(decoder_mask.all()):
-        decoder["decoder_attention_mask"] = decoder_mask
+        return stock(**given, **({"labels": batch.labels().roll(1, dims=1).to(device)} if labels else {}))
+    decoder_ids, decoder_mask = batch.decoder_input_ids.to(device), batch.decoder_attention_mask.to(device)
+    told = {} if bool(decoder_mask.all()) else {"attention_mask": decoder_mask}
     if not batch.head:
-        states = stock.get_encoder()(input_ids=ids, attention_mask=mask)[0]
-        stock.get_decoder()(
-            input_ids=batch.decoder_input_ids.to(device),
-            encoder_hidden_states=states,
-            encoder_attention_mask=mask,
-            attention_mask=decoder.get("decoder_attention_mask"),
-            use_cache=False,
-        )
+        states = {"encoder_hidden_states": stock.get_encoder()(**given)[0], "encoder_attention_mask": mask}
+        stock.get_decoder()(input_ids=decoder_ids, **states, **told, use_cache=False)
         return None
-    if labels:
-        decoder["labels"] = batch.labels().to(device)
-    return stock(
-        input_ids=ids,
-        attention_mask=mask,
-        decoder_input_ids=batch.decoder_input_ids.to(device),
-        **decoder,
-    )
+    decoder = {f"decoder_{name}": x for name, x in ({"input_ids": decoder_ids} | told).items()}
+    return stock(**given, **decoder, use_cache=False, **({"labels": batch.labels().to(device)} if labels else {}))
 
 
 def _cacheable(config: Any) -> bool:

@@ -23,7 +23,6 @@ from .alone import Weights, forward, pulled_back, slopes
 CHOSEN, WHOLE = 256, 384
 """How many ids are chosen, and the largest vocabulary that is run whole instead."""
 
-
 SPECIAL, LONGEST, SHORTEST, CHANNELS, ENCODER, DECODER, ALONE, DRAWN = (
     "special",
     "largest norm",
@@ -36,41 +35,31 @@ SPECIAL, LONGEST, SHORTEST, CHANNELS, ENCODER, DECODER, ALONE, DRAWN = (
 )
 """Why an id was chosen."""
 
-
 _NORMS = 16
 """Ids with the largest norm, and with the smallest."""
-
 
 _CHANNELS = 24
 """Channels whose largest and smallest entry is taken."""
 
-
 _MOST = {LONGEST: _NORMS, SHORTEST: _NORMS, CHANNELS: 2 * _CHANNELS}
-
 
 _CANDIDATES = 768
 """Tokens that are carried through the layers."""
 
-
 _DRAWN, _TYPICAL = 128, 64
 """Candidates that are drawn at random, and how many of them stand for a typical token."""
-
 
 _RUNNERS = 8
 """Candidates for a product of two neurons."""
 
-
 _RANKS = 4
 """How many candidates a site can bring in."""
-
 
 _PRODUCTS = 1 << 24
 """Most products of rows of the table and of weights: those of 500 rows of weights at a vocabulary of 32,128."""
 
-
 _DIRECTIONS = 512
 """Most rows of weights that the table is held against."""
-
 
 _ELEMENTS = 1 << 22
 """Entries of the table in memory at a time."""
@@ -93,11 +82,11 @@ def chosen(
     weights = Weights(source, layout)
     others = torch.randperm(weights.vocabulary, generator=generator)[:_CANDIDATES].tolist()
     extremes, best = scanned(weights, others[:_TYPICAL])
-    found: dict[str, list[int]] = {}
+    by_reason: dict[str, list[int]] = {}
     seen: set[int] = set()
 
     def add(reason: str, ids: Iterable[int], most: int = CHOSEN) -> None:
-        new = found.setdefault(reason, [])
+        new = by_reason.setdefault(reason, [])
         for i in ids:
             if len(seen) == CHOSEN or len(new) == most:
                 break
@@ -121,7 +110,7 @@ def chosen(
         for reason, ids in farthest:
             add(reason, ids[rank : rank + 1])
     add(DRAWN, others)
-    return {reason: ids for reason, ids in found.items() if ids}
+    return {reason: ids for reason, ids in by_reason.items() if ids}
 
 
 def scanned(weights: Weights, sample: Sequence[int]) -> tuple[dict[str, list[int]], list[int]]:
@@ -214,16 +203,14 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
             best = adds.argsort(descending=True, stable=True)[:neurons]
             read.setdefault(sublayer.norm, []).extend(x[best] for x in made)
         if isinstance(sublayer, Attention):
-            made = [
-                weights.before(sublayer.norm, weights.matrix(module))
-                for module in (sublayer.query, sublayer.key, sublayer.value)
-            ]
+            modules = (sublayer.query, sublayer.key, sublayer.value)
+            made = [weights.before(sublayer.norm, weights.matrix(module)) for module in modules]
             read[sublayer.norm] = [x[x.norm(dim=1).argsort(descending=True, stable=True)[:first]] for x in made]
     pulled = pulled_back(weights, {norm: torch.cat(made) for norm, made in read.items()}, slopes(weights, sample))
     places = torch.arange(sum(map(len, pulled.values())))
     groups: list[Tensor] = []
     gated: list[tuple[Tensor, Tensor]] = []
-    gates = {norm for norm, found in feeds.items() if found and found[0].gate}
+    gates = {norm for norm, feed_forwards in feeds.items() if feed_forwards and feed_forwards[0].gate}
     for norm in pulled:
         own = list(places.split([len(x) for x in read[norm]] + [len(places) - sum(map(len, read[norm]))]))
         places = own.pop()

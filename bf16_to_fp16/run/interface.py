@@ -99,6 +99,6 @@ def first_ids(config: Any) -> list[int]:
 
 def _named(config: Any, name: str) -> list[int]:
     """The ids of the vocabulary that a config gives under a name: none, one, or several ends of a text."""
-    found = setting(config, name)
-    several = found if isinstance(found, list) else [found]
+    value = setting(config, name)
+    several = value if isinstance(value, list) else [value]
     return [i for i in several if isinstance(i, int) and 0 <= i < vocabulary_of(config)]

@@ -1,13 +1,9 @@
 """The token batches on which a model is observed.
 
-Two sources. Without data, a built-in probe needs no tokenizer and looks where activations differ: random ids, the
-longest sequence, one that is longer than a sliding window, one repeated token, padded rows of mixed lengths, rows of a
-few tokens, where nothing is averaged, on each side the ids that ``choice`` finds in the weights (of a small vocabulary
-every id, as on request of a large one), a ``generate`` with cache and beams, and an image where the model reads any.
-With data (JSONL, CSV, Parquet, text, or a dataset of the Hub) the checkpoint's own tokenizer makes the batches
-(``tokenizer``). A causal language model has one side, on which rows begin with its start token and are padded on the
-left as well, as people do who generate from several at once.
-Everything is seeded, so that two audits of one checkpoint see the same tokens.
+Without data, a built-in probe needs no tokenizer and looks where activations differ: at random, long, repeated, padded
+and short rows, at the ids that ``choice`` finds in the weights, in a generation and at an image. With data the
+checkpoint's own tokenizer makes the batches (``tokenizer``). A causal language model has one side, on which rows begin
+with its start token and are padded on the left as well. Everything is seeded: two audits see the same tokens.
 """
 
 from __future__ import annotations
@@ -67,14 +63,11 @@ _PROBE_LOGITS = 2**25
 """Most logits of the probe, random ids and short rows apart: those of about a thousand positions at a vocabulary of
 32,128."""
 
-
 GENERATION_SHARE = 1 / 4
 """Largest share of the memory at hand that a generation's weights may take."""
 
-
 _SHORT, _SHORT_DECODER = 8, 4
 """Tokens of the longest of the short rows, and in the decoder, where each costs the vocabulary's logits."""
-
 
 _BEYOND_WINDOW, _LONGEST_WINDOW = 16, 2048
 """Tokens by which a row is longer than a sliding window, so that its first ones are no longer seen, and the longest
@@ -229,25 +222,15 @@ def _begun(config: Any, ids: Tensor) -> Tensor:
 
 
 def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str, Sequence[int]] | None) -> list[Batch]:
-    generator = seeded(seed)
-    vocabulary, decodes = vocabulary_of(config), takes_decoder_ids(config)
+    generator, vocabulary = seeded(seed), vocabulary_of(config)
 
     def ids(rows: int, columns: int) -> Tensor:
         return torch.randint(0, vocabulary, (rows, min(columns, length)), generator=generator)
 
     def batch(kind: str, description: str, encoder: Tensor, decoder: Tensor) -> Batch:
-        if not decodes:
-            return Batch(description, encoder, torch.ones_like(encoder), kind=kind)
         started = decoder.clone()
         started[:, 0] = decoder_start(config)
-        return Batch(
-            description,
-            encoder,
-            torch.ones_like(encoder),
-            started,
-            torch.ones_like(started),
-            kind=kind,
-        )
+        return _unpadded(config, kind, description, encoder, started)
 
     repeated = ids(2, 1).repeat(1, min(64, length))
     made = [
@@ -260,7 +243,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         made.append(padded_left(config, made[-1]))
     if past := _past_window(config, length):
         row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
-        made.append(Batch(f"one sequence of {past} tokens", row, torch.ones_like(row), kind=LONG))
+        made.append(_unpadded(config, LONG, f"one sequence of {past} tokens", row, row))
     made += [*_short(config, min(length, _SHORT), generator), *images(config)]
     if sweep or is_small(config):
         made += _sweep(config, vocabulary, min(length, 128))
@@ -271,6 +254,13 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         return made
     made = _within_budget(made, vocabulary)
     return [*made, generation(config, next(batch for batch in made if batch.kind == PADDED))]
+
+
+def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder: Tensor, **options: Any) -> Batch:
+    """A batch without padding; the decoder's ids are for a model that takes them."""
+    sides = (encoder, decoder) if takes_decoder_ids(config) else (encoder,)
+    ids_and_masks = [x for ids in sides for x in (ids, torch.ones_like(ids))]
+    return Batch(description, *ids_and_masks, kind=kind, **options)
 
 
 def _past_window(config: Any, length: int) -> int | None:
@@ -392,24 +382,18 @@ def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) ->
     """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, in pairs, and
     each alone, with no other to be averaged with."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
-    decodes = takes_decoder_ids(config)
     made: list[Batch] = []
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
         full = len(ids) // columns * columns
         for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1)):
-            if not rows.numel():
-                continue
-            mask = torch.ones_like(rows)
-            name = f"chosen ids in rows of {rows.shape[1]}"
-            reasons = by_reason if not made else {}
-            decoder, decoder_mask = (rows.flip(1), mask) if decodes else (None, None)
-            made.append(Batch(name, rows, mask, decoder, decoder_mask, kind=CHOSEN, chosen=reasons))
+            if rows.numel():
+                name, reasons = f"chosen ids in rows of {rows.shape[1]}", {} if made else by_reason
+                made.append(_unpadded(config, CHOSEN, name, rows, rows.flip(1), chosen=reasons))
     return made
 
 
 def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
     """Every id once in the encoder and, in reverse order, once in the decoder, in chunks of eight sequences."""
-    decodes = takes_decoder_ids(config)
     rows = max(1, min(8, LOGIT_BUDGET // (length * vocabulary)))
     chunk = rows * length
     made = []
@@ -418,13 +402,10 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
         columns = min(length, len(ids))
         full = len(ids) // columns * columns
         for part in (ids[:full], ids[full:]):
-            if not len(part):
-                continue
-            encoder = part.view(-1, min(columns, len(part)))
-            mask = torch.ones_like(encoder)
-            decoder, decoder_mask = (vocabulary - 1 - encoder, mask) if decodes else (None, None)
-            name = f"vocabulary {int(part[0])} to {int(part[-1])}"
-            made.append(Batch(name, encoder, mask, decoder, decoder_mask, kind=SWEEP))
+            if len(part):
+                encoder = part.view(-1, min(columns, len(part)))
+                name = f"vocabulary {int(part[0])} to {int(part[-1])}"
+                made.append(_unpadded(config, SWEEP, name, encoder, vocabulary - 1 - encoder))
     return made
 
 

@@ -78,8 +78,8 @@ def any_config(folder: Path) -> Any:
 def setting(config: Any, name: str) -> Any:
     """Return what a stock config says under a name, or else the config of the text model inside it; None for
     nothing."""
-    found = getattr(config, name, None)
-    return getattr(getattr(config, "text_config", None), name, None) if found is None else found
+    value = getattr(config, name, None)
+    return getattr(getattr(config, "text_config", None), name, None) if value is None else value
 
 
 def vocabulary_of(config: Any) -> int:
@@ -92,9 +92,8 @@ def vocabulary_of(config: Any) -> int:
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
     """Return the stock model in ``folder`` as ``from_pretrained(dtype=dtype)`` loads it, in eval mode on the CPU.
 
-    With ``half`` every weight is then cast to fp16, as ``all_half`` does it. Nothing is fetched and no remote code
-    runs. Raises ``UserError`` where files cannot be read or a tensor is missing (stock fills it
-    at random).
+    With ``half`` every weight is then cast to fp16 (``all_half``). Nothing is fetched and no remote code runs. Raises
+    ``UserError`` where files cannot be read or a tensor is missing (stock fills it at random).
     """
     config = load_config(folder).to_dict()
     model, missing = from_files(folder, stock_class(config), dtype, attention)
@@ -108,13 +107,10 @@ def all_half(model: Any) -> Any:
     Stock code keeps T5's ``wo`` in fp32. What it makes itself stays as it is: rotary frequencies in fp16 are another
     function, which ``.half()`` alone would make of it.
     """
-    made = {
-        id(module): {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        for module in model.modules()
-    }
+    kept = [(m, {name: m._buffers[name] for name in m._non_persistent_buffers_set}) for m in model.modules()]
     model.half()
-    for module in model.modules():
-        module._buffers.update(made[id(module)])
+    for module, buffers in kept:
+        module._buffers.update(buffers)
     return model
 
 
@@ -192,15 +188,8 @@ def set_attention(model: Any, implementation: str) -> None:
             module.set_attn_implementation(implementation)
 
 
-NOTHING_REMOTE = {
-    "cache_dir": None,
-    "force_download": False,
-    "proxies": None,
-    "token": None,
-    "revision": None,
-    "subfolder": "",
-    "trust_remote_code": False,
-}
+NOTHING_REMOTE: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+NOTHING_REMOTE |= {"force_download": False, "subfolder": "", "trust_remote_code": False}
 """What stock code is told when it looks for the settings of a generation."""
 
 
@@ -247,7 +236,7 @@ def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
 def fill_in(model: Any, checkpoint: Checkpoint) -> None:
     """Give a model on the meta device its buffers, and the parameters that no file holds as stock code makes them."""
     stored = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in checkpoint.tensors}
-    made = {}
+    drawn = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
@@ -257,13 +246,13 @@ def fill_in(model: Any, checkpoint: Checkpoint) -> None:
         if name in checkpoint.tensors:
             value.copy_(checkpoint.read(name))
         else:
-            made[path] = module
+            drawn[path] = module
         if attribute in module._buffers:
             module._buffers[attribute] = value
         else:
             module._parameters[attribute] = torch.nn.Parameter(value)
     with torch.random.fork_rng(devices=[]):
-        for path, module in made.items():
+        for path, module in drawn.items():
             owner(model, path)._init_weights(module)
 
 

@@ -13,7 +13,7 @@ from support import tiny
 from support.masks import spanning
 
 from bf16_to_fp16.auditing import attack as attacking
-from bf16_to_fp16.auditing.attack import _Adversary, _Climb, _Elite, _Inputs, attack, deal, worst_ids
+from bf16_to_fp16.auditing.attack import _Adversary, _Climb, _Elite, attack, deal, worst_ids
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
@@ -141,8 +141,8 @@ def test_mixtures_stay_in_the_hull_of_the_table() -> None:
     sites = ["encoder.block.0.layer.0:add"] * 5
     found = adversary.in_hull(_Climb(sites, adversary.embed(adversary.draw(5)), 6, lambda: None))
     table = model.shared.weight
-    assert found.decoder is not None
-    for side in (found.encoder, found.decoder):
+    assert len(found) == 2
+    for side in found:
         assert bool((side <= table.amax(0) + 1e-5).all()) and bool((side >= table.amin(0) - 1e-5).all())
 
 
@@ -153,13 +153,12 @@ def test_free_embeddings_are_no_larger_than_the_table_and_go_beyond_its_hull() -
     start = adversary.embed(adversary.draw(5))
     found = adversary.in_box(_Climb(goals, start, 30, lambda: None))
     table = model.get_input_embeddings().weight
-    for side in (found.encoder, found.decoder):
-        assert side is not None
+    for side in found:
         assert bool((side.abs() <= table.abs().amax(0)).all())
         assert bool((side.norm(dim=-1) <= table.norm(dim=1).max()).all())
     # Every mixture of rows lies below the rows' largest product with a direction.
-    direction = found.encoder - table.mean(0)
-    beyond = (found.encoder * direction).sum(-1) > (direction @ table.t()).amax(-1)
+    direction = found[0] - table.mean(0)
+    beyond = (found[0] * direction).sum(-1) > (direction @ table.t()).amax(-1)
     assert bool(beyond.any())
     assert bool((adversary.reached(found, goals) > adversary.reached(start, goals)).all())
 
@@ -172,11 +171,11 @@ def test_rows_go_to_the_widest_brackets() -> None:
 
 def test_the_best_inputs_of_a_goal_may_come_from_any_row() -> None:
     elite = _Elite()
-    x = _Inputs(torch.arange(4.0)[:, None], None)
-    elite.offer(x, {"a": torch.tensor([1.0, 5.0, 3.0, 2.0]), "b": torch.tensor([9.0, math.nan, 0.0, 1.0])})
-    elite.offer(_Inputs(x.encoder + 10, None), {"a": torch.tensor([5.0, 4.0, 0.0, 0.0]), "b": torch.zeros(4)})
+    x = torch.arange(4.0)[:, None]
+    elite.offer((x,), {"a": torch.tensor([1.0, 5.0, 3.0, 2.0]), "b": torch.tensor([9.0, math.nan, 0.0, 1.0])})
+    elite.offer((x + 10,), {"a": torch.tensor([5.0, 4.0, 0.0, 0.0]), "b": torch.zeros(4)})
     # 5 again is taken for the same input; NaN is past every limit.
-    assert elite.starts(["a", "b", "a", "a", "a", "b"]).encoder.flatten().tolist() == [1, 1, 11, 2, 1, 0]
+    assert elite.starts(["a", "b", "a", "a", "a", "b"])[0].flatten().tolist() == [1, 1, 11, 2, 1, 0]
     assert elite.best("a") == 5 and elite.best("b") == math.inf
 
 
@@ -189,7 +188,7 @@ def test_what_it_climbs_is_what_the_audit_measures(kind: str) -> None:
     ids = adversary.draw(3)
     observer = SiteObserver(model)
     with torch.no_grad(), watched(model, layout) as values, observer:
-        adversary.run_ids(ids, model)
+        adversary.run(ids, model)
     seen = {s.name: s.amax for s in observer.sites()}
     # Scores are of the last call alone, and norms are named as in fp16.
     for name, value in values.items():

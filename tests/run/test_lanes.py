@@ -197,7 +197,7 @@ def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict
     with pytest.raises(error, match="here"):
         walk.run()
     assert len(ended) == 2 and threading.active_count() == before
-    assert not any(lane._result for lane in lanes)
+    assert not any(hasattr(lane, "result") for lane in lanes)
 
 
 def test_a_weight_is_in_memory_only_while_a_lane_is_at_its_place(folders: dict[str, Path]) -> None:

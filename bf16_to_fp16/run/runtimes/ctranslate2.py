@@ -24,10 +24,9 @@ def token(number: int) -> str:
 
 
 class Vocabulary:
-    """What the converter asks a tokenizer for."""
+    """What the converter asks a tokenizer for: the words of a config's ids."""
 
     def __init__(self, config: Any) -> None:
-        """Make the words of a config's ids."""
         self.size = int(config.vocab_size)
         self.pad_token = self.bos_token = token(config.decoder_start_token_id)
         self.eos_token = token(config.eos_token_id)
