@@ -1,18 +1,14 @@
 """The adversary: a gradient search for the inputs that bring each site nearest to its limit.
 
-Random inputs rarely find what one rare token sequence does. Here every row of a batch goes after a goal of its own,
-many goals at once: over input embeddings, as convex combinations of rows of the embedding table (the hull that the
-certificate covers), and over token ids, changing one position at a time to what the gradient prefers and keeping what
-improves (HotFlip, Ebrahimi et al. 2018). A goal is a site, or 1/σ of what a norm reads: a norm hides its other
-channels behind a few large ones until an input makes those small. The search runs in rounds. After each one every
-input found is tried on every goal, and the next round's rows go to the goals whose bound lies farthest above the best
-found, each starting from the best inputs that any goal has found for it. What is found is measured again in fp32 and
-in real fp16 arithmetic. The pair of the worst found and the certificate's bound is the honest answer to how near a
-model can come.
+Every row of a batch goes after a goal of its own: over input embeddings, as convex combinations of rows of the
+embedding table (the hull that the certificate covers), and over token ids, changing one position at a time to what the
+gradient prefers and keeping what improves (HotFlip, Ebrahimi et al. 2018). A goal is a site, or 1/σ of what a norm
+reads. After each round every input found is tried on every goal, and the next rows go to the goals whose bound lies
+farthest above the best found. What is found is measured again in fp32 and in real fp16 arithmetic. The pair of the
+worst found and the certificate's bound says how near a model can come.
 
 The certificate knows of an embedding only how large each channel and how long the whole can be. A second search moves
-embeddings as freely as that. What it reaches and the first does not is out of reach of the vocabulary, not a looseness
-of the bound, so the two are kept apart: no text need come near it.
+embeddings as freely as that. What it alone reaches is out of reach of the vocabulary, so the two are kept apart.
 """
 
 from __future__ import annotations
@@ -79,12 +75,8 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Found:
-    """What one site reached: by as many random inputs, by tokens, by mixtures of the table's rows (``embeddings``), all
-    in fp32, and in fp16 by any of them.
-
-    ``covered``: by embeddings no larger than the table's, all that the certificate covers, in fp32 or fp16; it says how
-    tight the bound is, not how near an input can come.
-    """
+    """What one site reached: by as many random inputs, by tokens, by mixtures of the table's rows, all in fp32, and in
+    fp16 by any of them. ``covered``: by embeddings no larger than the table's, all that the certificate covers."""
 
     name: str
     random: float
@@ -107,10 +99,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Attack:
-    """The result of a search: each site's findings, and the token ids that were worst for it.
-
-    ``inputs``: per attacked site the encoder's and the decoder's ids (empty for an encoder).
-    """
+    """Each site's findings, and per attacked site the worst ids of the encoder and the decoder (empty for an
+    encoder)."""
 
     steps: int
     seed: int
@@ -205,8 +195,8 @@ class _Climb:
 
 
 class _Adversary:
-    """A model under attack: inputs for it, what they reach of every goal, what they make of every operation; and the
-    searches, each of which goes uphill from a start and returns the best that every row has come by."""
+    """A model under attack: its inputs, what they reach of every goal, and the searches, each of which goes uphill from
+    a start and returns the best that every row has come by."""
 
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
@@ -238,7 +228,6 @@ class _Adversary:
         return tuple(side() for _ in self.tables)
 
     def embed(self, ids: Inputs) -> Inputs:
-        """Return the embeddings of ids."""
         return tuple(table[side] for table, side in zip(self.tables, ids, strict=True))
 
     def run(self, x: Inputs, model: Any = None, mask: Tensor | None = None) -> None:
@@ -273,7 +262,6 @@ class _Adversary:
             return {name: value.abs().flatten(1).amax(1) for name, value in self.values(x).items()}
 
     def nearest(self, x: Inputs) -> Inputs:
-        """Return the ids whose embeddings are nearest to mixtures."""
         sides = zip(x, self.tables, strict=True)
         return tuple(self.best_words(side, table, nearest=True)[1] for side, table in sides)
 
@@ -297,8 +285,8 @@ class _Adversary:
     def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
         """Return the largest |x| of every operation on all inputs, ids or embeddings.
 
-        The first row of each comes again with its last position masked, or as many as fp16 asks for, so that the mask's
-        own operations run.
+        The first row of each comes again with as many positions masked as fp16 asks for, so that the mask's operations
+        run.
         """
         spare = spare_padding(model.config.to_dict()) or 1
         last = int(spare) if spare < self.length else 0
@@ -425,14 +413,11 @@ def attack(
     """Return what ``steps`` gradient steps, most over embeddings and one in ``TOKEN_SHARE`` over tokens, find at each
     site of ``model``.
 
-    model: a stock model in eval mode with the weights that will run in fp16, in any dtype, on the device on which it is
-    searched; it is not changed. sites: audit names to go after, by default every linear, product, score, context, norm
-    and residual add; a name given several times gets as many rows. Every other operation is measured on the same
-    inputs. certificate: the bounds that say where to search harder, by default computed here. length: positions of both
-    sides. Deterministic for a seed, from which every device draws the same.
-
-    What a scale, a bias or a mask makes of scores is gone after by way of those; where the search has a way to none of
-    ``sites``, it goes after all that it knows.
+    model: a stock model in eval mode with the weights that will run in fp16, in any dtype, on the device of the search;
+    it is not changed. sites: audit names to go after, by default all that the search has a way to; a name given several
+    times gets as many rows. Scores stand for what a scale, a bias or a mask makes of them. Every other operation is
+    measured on the same inputs. certificate: the bounds that say where to search harder, by default computed here.
+    length: positions of both sides. Deterministic for a seed, on every device.
     """
     half = fixed(copy.deepcopy(model).half())
     search = searched(
@@ -467,7 +452,7 @@ def worst_ids(
     model: Any, layout: Layout, sites: Sequence[str], *, steps: int, seed: int = 0, length: int = LENGTH
 ) -> list[tuple[list[int], list[int]]]:
     """Return the encoder's and the decoder's ids (none for an encoder) that a search finds worst for each of ``sites``,
-    each input once: of ``attack`` what a training takes as further inputs.
+    each input once, as further inputs of a training.
 
     A site that the search has no way to is left out; where it has one to none, it goes after all that it knows. Other
     arguments are those of ``attack``.
@@ -500,8 +485,7 @@ def searched(
 
 
 def way_to(site: str, known: Sequence[str]) -> str:
-    """Return the goal by which a search comes to a site: itself, of what else an attention makes of its scores those,
-    "" where there is none."""
+    """Return the goal by which a search comes to a site: itself, or its attention's scores; "" for none."""
     scores = f"{site.partition(':')[0]}:scores"
     return site if site in known else scores if scores in known else ""
 

@@ -1,8 +1,7 @@
-"""Whether fp16 is the more accurate 16-bit format for a checkpoint: measured, not claimed.
+"""Whether fp16 is the more accurate 16-bit format for a checkpoint, measured.
 
-The source in fp32 is the reference. A stock user of it would run bf16; a user of the converted checkpoint runs
-fp16. Both are compared with the reference on the same batches, position by position. An encoder-only model
-gives states instead of probabilities, so there the relative squared error stands in for the divergence.
+The source in fp32 is the reference; the source in bf16 and the output in fp16 are compared with it on the same batches.
+An encoder gives states, not probabilities: there the relative squared error stands in for the divergence.
 """
 
 from __future__ import annotations
@@ -31,15 +30,13 @@ _POSITIONS_AT_A_TIME = 64
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How far the source in bf16 and the output in fp16 are from the source in fp32.
+    """How far the source in bf16 and the output in fp16 are from the source in fp32, padding left out.
 
-    measure "kl": ``kl_*`` is the mean of KL(fp32 ‖ x) per token, in nats; "relative squared error" (encoders):
-    Σ(x − fp32)² / Σ fp32² of the last hidden state. ``max_logit_error_*`` is the largest difference of a logit
-    (of a state). ``top1_*`` is the share of tokens with the same best id, None for encoders. The bf16 fields
-    are None where no bf16 model was given. ``kl_fp32``: of the output's weights in fp32, on the batches on which these
-    were run; ``squared_error_fp32``: their relative squared error, which flat logits do not hide: 0 where the function
-    is the source's to the bit. Padding is left out. A model that gives inf or NaN has infinite
-    divergence and error.
+    measure "kl": ``kl_*`` is the mean of KL(fp32 ‖ x) per token, in nats; "relative squared error" (encoders): Σ(x −
+    fp32)² / Σ fp32² of the last hidden state. ``max_logit_error_*``: the largest difference of a logit or state.
+    ``top1_*``: the share of tokens with the same best id, None for encoders. The bf16 fields are None where no bf16
+    model was given. ``kl_fp32``: of the output's weights in fp32; ``squared_error_fp32``: their relative squared error,
+    0 where the function is the source's to the bit. A model that gives inf or NaN has infinite divergence and error.
     """
 
     measure: Literal["kl", "relative squared error"]
@@ -75,8 +72,7 @@ class Reference:
 
 
 def compared(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches on which models are compared: those that neither generate, lack the head nor have padding that
-    sees nothing, which not every attention makes a number in fp16."""
+    """Return the batches on which models are compared: not those that generate, lack the head or have blind padding."""
     return [b for b in batches if b.head and not b.generate and not b.blind]
 
 
@@ -94,10 +90,8 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 
 
 def add_outputs(walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **options: Any) -> list[Lane[Tensor]]:
-    """Add to a walk one lane for each batch that is compared, whose results are ``Outputs``; options: of ``Walk.add``.
-
-    The lanes do nothing but compute, 16-bit products as ``FastProducts`` does.
-    """
+    """Add to a walk one lane for each batch that is compared, whose results are ``Outputs``; 16-bit products are those
+    of ``FastProducts``. options: of ``Walk.add``."""
 
     def run(batch: Batch, model: Any) -> Tensor:
         with FastProducts():
@@ -156,8 +150,7 @@ class _Difference:
 def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabilities: bool) -> Fidelity:
     """Return how far ``bf16`` and ``fp16`` are from ``reference``, all on the same batches.
 
-    probabilities: whether they are logits, as all models with a decoder give. Raises ``ValueError`` where there are
-    none.
+    probabilities: whether they are logits. Raises ``ValueError`` where there are no batches.
     """
     from_bf16, from_fp16 = _Difference(), _Difference()
     for i, expected in enumerate(reference):

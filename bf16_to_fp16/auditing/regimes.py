@@ -62,11 +62,8 @@ _SIGNALS = ("", "context", "embedding", "add", "mul", "layer_norm")
 
 @dataclass(frozen=True)
 class SiteResult:
-    """One site of a regime, merged over batches and attentions; fields as in ``observe.sites.Site`` but for ``benign``.
-
-    ``headroom_bits`` is log2(limit / amax), ``-inf`` after an overflow, None without a limit; ``benign`` is the
-    reason, or None. ``fp32``: the largest |x| in fp32 of a site that broke, None where that is not known.
-    """
+    """One site of a regime, merged over batches and attentions; fields as in ``observe.sites.Site``. ``benign``: the
+    reason, or None. ``fp32``: the largest |x| in fp32 of a site that broke, None where that is not known."""
 
     name: str
     amax: float
@@ -80,7 +77,6 @@ class SiteResult:
 
     @classmethod
     def of(cls, site: Site) -> SiteResult:
-        """Return what an observed site shows."""
         measured = (site.amax, site.limit, site.headroom_bits, site.nonfinite, site.saturated)
         return cls(site.name, *measured, site.reason, str(site.dtype).removeprefix("torch."))
 
@@ -102,7 +98,6 @@ class Run:
 
     @classmethod
     def of(cls, attention: str, batches: Sequence[Batch]) -> Run:
-        """Return the entry of these batches."""
         return cls(attention, len(batches), tuple(dict.fromkeys(batch.kind for batch in batches)))
 
 
@@ -110,13 +105,12 @@ class Run:
 class RegimeResult:
     """What one regime showed: totals over its sites, and the sites from the tightest on.
 
-    ``amax`` and ``headroom_bits`` are those of the tightest site that has a limit; ``nonfinite_logits`` counts
-    what a user would see of it. Sites equally tight stand in the order they ran: the first one is where an
-    overflow began. ``underflow``: the fp16 signals of the forward that stayed below the smallest normal number, 2⁻¹⁴,
-    on every input, in the order of ``sites``; one that is zero throughout is among them only where it is not zero in
-    fp32. ``runs``: what ran, by attention. ``same_as``: the regime that computes the very same on this checkpoint,
-    whose run this is. ``norms``: what entered each norm, in ``half`` under the first attention. ``vectors``: whether
-    what stands behind a sentence encoder ran too.
+    ``amax`` and ``headroom_bits`` are those of the tightest site that has a limit; ``nonfinite_logits`` counts what a
+    user would see of it. Sites equally tight stand in the order they ran: an overflow began at the first.
+    ``underflow``: the fp16 signals of the forward below the smallest normal number, 2⁻¹⁴, on every input; one that is
+    zero throughout only where it is not zero in fp32. ``runs``: what ran, by attention. ``same_as``: the regime that
+    computes the very same, whose run this is. ``norms``: what entered each norm, in ``half`` under the first attention.
+    ``vectors``: whether what stands behind a sentence encoder ran too.
     """
 
     regime: str
@@ -174,11 +168,10 @@ def audit_folder(
 ) -> dict[str, RegimeResult]:
     """Return what each regime shows on the checkpoint in ``folder``, on ``inputs``, by default the built-in probe.
 
-    ``half`` runs on all of them under the first attention. What it need not show again runs on fewer: another attention
-    differs in one function, and in ``stock`` and ``amp`` less is fp16; but where ``half`` breaks, those run on all as
-    well. ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a block;
-    ``train_mode`` loads the model and runs all inputs in every way. An attention that the class has not is left out.
-    device: by default the CPU. Raises ``UserError`` for a folder that cannot be used.
+    ``half`` runs on all inputs under the first attention; other attentions, ``stock`` and ``amp`` on fewer, unless
+    ``half`` breaks: ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a
+    block; ``train_mode`` loads the model and runs all inputs in every way. An attention that the class has not is left
+    out. device: by default the CPU. Raises ``UserError`` for a folder that cannot be used.
     """
     check_names(regimes, attention)
     place = device or torch.device("cpu")
@@ -227,8 +220,7 @@ def audit_each(
 
 @dataclass(frozen=True)
 class Audited:
-    """What a walk over a checkpoint showed: each regime, and the outputs of ``half`` under the first attention and, if
-    asked for, those in fp32."""
+    """What a walk showed: each regime, the outputs of ``half`` under the first attention and, if asked for, in fp32."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs
@@ -247,8 +239,8 @@ def run_regimes(
 ) -> Audited:
     """Run a checkpoint in ``regimes`` in one walk over its files and return what they show, as ``audit_folder`` does.
 
-    Where every parameter of stock's fp16 loading is fp16, ``stock`` is ``half`` and is not run beside it. fp32: what
-    it is run on in fp32 as well, unmeasured, for its outputs.
+    Where stock's fp16 loading leaves nothing in fp32, ``stock`` is ``half`` and is not run beside it. fp32: what it is
+    run on in fp32 as well, unmeasured, for its outputs.
     """
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
@@ -314,8 +306,8 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
     """What a regime runs on under an attention. Where it need not run on all: the first batch, those with padding and
     those that use a cache.
 
-    all_regimes: whether it stands for the others. Everything that is fp16 in stock or amp is so in half as well, with
-    the same values but for rounding; and a second attention differs from the first in one function.
+    all_regimes: whether it stands for the others: what is fp16 in stock or amp is so in half as well, with the same
+    values but for rounding; and a second attention differs from the first in one function.
     """
 
     def own(batch: Batch) -> bool:
@@ -329,8 +321,8 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
 class _Seen:
     """What a regime shows under one attention: its lanes, which have all their sites in common.
 
-    keeps: whether the lanes keep their outputs where those are compared, and what enters norms. modules: what stands
-    behind a sentence encoder, which runs in ``half`` on what the encoder gives.
+    keeps: whether the lanes keep outputs to compare and what enters norms. modules: those behind a sentence encoder,
+    which run in ``half`` alone.
     """
 
     def __init__(self, regime: str, attention: str, *, keeps: bool = False, modules: Sequence[SideModule] = ()) -> None:
@@ -400,10 +392,9 @@ def beside_fp32(
     results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
 ) -> dict[str, RegimeResult]:
     """Return the results with what fp32 shows of them: how large the values are that broke, and which of the signals
-    that are zero throughout are not so in fp32.
+    that are zero throughout are not so there.
 
-    within: as ``insides_of`` gives them. run: gives the largest |x| of every site in fp32; called only where there is
-    one or the other.
+    within: as ``insides_of`` gives them. run: gives the largest |x| of every site in fp32; called only where needed.
     """
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
     if not silent and all(result.safe for result in results.values()):
@@ -431,9 +422,8 @@ def audit_model(
 ) -> RegimeResult:
     """Return what ``model``, already in the dtypes of ``regime``, shows on ``batches`` under each attention.
 
-    For ``amp`` the model is in fp32 and runs under autocast. ``train_mode`` switches dropout on (seeded) and runs the
-    backward of the loss times ``LOSS_SCALE``; without it the model runs in eval mode. The model's mode, attention and
-    gradients are left as they were.
+    For ``amp`` the model is in fp32 and runs under autocast. ``train_mode``: with dropout (seeded), and the backward of
+    the loss times ``LOSS_SCALE``. The model's mode, attention and gradients are left as they were.
     """
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)

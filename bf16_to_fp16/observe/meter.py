@@ -1,5 +1,4 @@
-"""What every linear, embedding, norm and attention takes in and gives out in fp32, channel by channel; of norms alone
-also in other formats."""
+"""Ranges of every linear, embedding, norm and attention in fp32, channel by channel; of norms in any format."""
 
 from __future__ import annotations
 
@@ -21,12 +20,11 @@ _STEPS_IN_A_BINADE = 8
 
 
 class RangeObserver:
-    """Context manager under which every linear, embedding, norm and attention module of an fp32 ``model`` is metered,
-    by channel, in what it takes in and gives out.
+    """Context manager that meters the inputs and outputs of every linear, embedding, norm and attention of an fp32
+    ``model``, by channel: the planner's ranges.
 
-    Every position counts, padding too: the network computes them, and fp16 must hold them. Scores are seen only under
-    ``attn_implementation="eager"``. The planner's ranges come from here. beside: the observer of another run by a copy
-    of the model, to whose ranges this run adds.
+    Every position counts, padding too: fp16 must hold it. Scores are seen only under ``attn_implementation="eager"``.
+    beside: the observer of another run by a copy of the model, to whose ranges this run adds.
     """
 
     def __init__(self, model: nn.Module, beside: RangeObserver | None = None) -> None:
@@ -55,7 +53,6 @@ class RangeObserver:
         self._hooks.close()
 
     def ranges(self) -> Ranges:
-        """Return what was seen."""
         scores = _scores(self.observer)
         return {path: meter.result(scores.get(path)) for path, meter in self.meters.items() if meter.output.rows}
 
@@ -102,8 +99,7 @@ def _scores(observer: SiteObserver) -> dict[str, ScoreRange]:
 
 @dataclass(frozen=True)
 class _Total:
-    """Largest |x| and sum of squares of each channel of one tensor, fp32 [channels], over its ``rows``; ``version``:
-    of the tensor."""
+    """Largest |x| and sum of squares of each channel of a tensor, fp32 [channels], its rows, and its version."""
 
     amax: Tensor
     squares: Tensor

@@ -1,10 +1,8 @@
 """What every operation of a model puts out, seen by a dispatch mode.
 
-Module hooks see a module's inputs and outputs, and an overflow between two modules (a score, a gated product, a
-residual add that the next line clamps) is hidden from them. A dispatch mode sits below autograd and autocast
-and sees each operation that runs, in the forward and in the backward, with the dtype that it really has. Each
-output costs one ``aminmax``, which reads at memory speed and propagates NaN; only where that shows something
-large are elements counted.
+Module hooks miss an overflow between two modules: a score, a gated product, a residual add that the next line clamps. A
+dispatch mode sits below autograd and autocast and sees each operation of forward and backward with its real dtype. Each
+output costs one ``aminmax``; only where that shows something large are elements counted.
 """
 
 from __future__ import annotations
@@ -96,8 +94,7 @@ class _Frame(Call):
 
 
 class SiteObserver(TorchDispatchMode):
-    """Context manager under which every floating-point output inside ``model``'s forward, and its backward, is
-    measured.
+    """Context manager that measures every floating-point output inside ``model``'s forward, and its backward.
 
     Sites are named by module path and operation: ``<path>`` for the output of a linear module, else ``<path>:add``,
     ``<path>:add#2`` for the second in one call, ``<path>:scores`` and ``<path>:context`` for the two products of an
@@ -105,8 +102,8 @@ class SiteObserver(TorchDispatchMode):
     entered again; the sites accumulate. A row of attention that sees nothing is NaN under a mask of −inf, which counts
     unless it is cut off before the module's end.
 
-    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure what the modules at
-    these paths do themselves, and nothing else.
+    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure the modules at
+    these paths alone.
     """
 
     def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
@@ -128,10 +125,8 @@ class SiteObserver(TorchDispatchMode):
         self._node_frame: _Frame | None = None
 
     def beside(self, model: nn.Module) -> SiteObserver:
-        """Return an observer of another run by a copy of the model, which adds to the same sites.
-
-        What is first seen or broken there comes after all that is first seen or broken here.
-        """
+        """Return an observer of another run by a copy of the model, which adds to the same sites, as seen after
+        these."""
         other = SiteObserver(model, fast_products=self.fast_products, only=self.only)
         other._sites, other._before = self._sites, self._before + _OUTPUTS_OF_A_RUN
         return other
@@ -191,8 +186,7 @@ class SiteObserver(TorchDispatchMode):
         return [site for sites in self._sites.values() for site in sites.values()]
 
     def from_scores_on(self) -> dict[str, dict[str, float]]:
-        """Return the largest |x| by module path and operation of what attentions do from their scores on, of an
-        operation that runs several times over all."""
+        """Return the largest |x|, by module path and operation, of what attentions do from their scores on."""
         found: dict[str, dict[str, float]] = {}
         for path, sites in self._sites.items():
             amax: dict[str, float] = {}
@@ -449,8 +443,7 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
 
 
 def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
-    """Count what is not finite behind a softmax of which some rows see nothing; their NaN waits for the module's
-    end."""
+    """Count what is not finite behind a softmax with blind rows; their NaN waits for the module's end."""
     nans = out.isnan()
     kept = out.masked_fill(nans, 0.0)
     _note(site, kept, *_extremes(kept))

@@ -1,7 +1,7 @@
-"""Where a tensor comes from, and so what in it is infinite by design.
+"""Where a tensor comes from, and so what in it is infinite by design, whatever the model's name.
 
-That is told apart by where it comes from, not by the model's name: attention masks are made of constants, and the cube
-inside ``gelu_new`` ends in a tanh. Observer and tap share these rules, so that both leave out the same positions.
+Attention masks are made of constants, and the cube inside ``gelu_new`` ends in a tanh. Observer and tap share these
+rules, so that both leave out the same positions.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _ORIGIN = "_bf16_to_fp16_origin"
 
 @dataclass(slots=True)
 class Origin:
-    """Where a tensor comes from; lives as an attribute on the tensor, and so as long as it does.
+    """Where a tensor comes from, kept as an attribute on it.
 
     ``constant``: no activation or parameter entered it. ``masked``: bool, the positions that stem from a mask.
-    ``cube``: the sites on the way from x³ to it. ``least``: of a constant, the least number that
-    entered it, which a device need not be asked for.
+    ``cube``: the sites on the way from x³ to it. ``least``: of a constant, the least number that entered it, known
+    without a sync.
     """
 
     constant: bool = False
@@ -134,10 +134,7 @@ def _positions(operand: Any) -> Tensor | bool:
 
 
 def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor | None:
-    """Return the positions of an output that stem from a mask, broadcastable to it, or None where there are none.
-
-    kind: the operation's in ``MASKING``.
-    """
+    """Return the positions of an output that stem from a mask, broadcastable to it, or None; kind: of ``MASKING``."""
     masked: Tensor | bool
     if kind == "cat":
         parts = [_positions(part) for part in args[0]]
@@ -196,11 +193,7 @@ def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
 
 def ceiling(masked: Tensor, most: float, dtype: torch.dtype) -> Tensor:
     """Return the largest value that each position may have: ``most`` at those of a mask, at others inf; of this dtype,
-    broadcastable to ``masked``.
-
-    With it ``minimum`` leaves positions out some fifteen times as fast as ``masked_fill`` on a CPU, which has no
-    vector instructions for that.
-    """
+    broadcastable to ``masked``. On a CPU ``minimum`` with it is some fifteen times as fast as ``masked_fill``."""
     for axis, (size, stride) in enumerate(zip(masked.shape, masked.stride(), strict=True)):
         if stride == 0 and size > 1:  # expanded: the same over again
             masked = masked.narrow(axis, 0, 1)

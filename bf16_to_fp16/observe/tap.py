@@ -1,7 +1,7 @@
 """The same sites above autograd, differentiable: what the penalty reads.
 
 A dispatch mode sees tensors without their history. A function mode above autograd and autocast sees each output with
-its gradient, and hands it over under the name that the observer gives it.
+its gradient.
 """
 
 from __future__ import annotations
@@ -112,27 +112,23 @@ class _TapMode(TorchFunctionMode):
 
 
 class Tap:
-    """Context manager under which ``on_site(name, tensor)`` is called with every floating-point output inside
-    ``model``'s forwards, differentiable, under the name that ``SiteObserver`` gives it with eager attention, and with
+    """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
+    forwards, differentiable, under the name that ``SiteObserver`` gives it with eager attention, and with
     ``<path>:masked`` for each row of attention what the mask must add at least.
 
-    It sits above autograd and autocast, so that a tensor is the output itself and carries its gradient; positions that
-    an attention mask excludes are zero. A tensor is handed over while the forward runs: use it at once, an in-place
-    operation may change it later. What ``on_site`` computes is not tapped, and what it saves for its own backward is
-    not thrown away by gradient checkpointing, so that a loss made of it has the same gradient there. A module that
-    runs again inside a backward (non-reentrant checkpointing) is not tapped a second time, and a forward without
-    gradients is not tapped at all. May stay active over a whole training loop, backward included: it works only while
-    a module of ``model`` runs. Train and eval mode may change meanwhile.
+    Positions that an attention mask excludes are zero. Use a tensor at once: an in-place operation may change it later.
+    What ``on_site`` computes is not tapped, and what it saves for its backward survives gradient checkpointing. A
+    module that runs again inside a backward (non-reentrant checkpointing) is not tapped a second time, and a forward
+    without gradients is not tapped at all. May stay active over a whole training loop, in train and eval mode.
 
-    only: whether a site is wanted, asked once for each name; an unwanted one costs a look-up. glance: called first,
-    with the detached tensor; only where it is true ``on_site`` is called, and graph nodes are made. Wrappers such as
-    DDP, FSDP or a checkpointed module add nothing to the names, whether ``model`` is the wrapper or what it wraps.
+    only: whether a site is wanted, asked once for each name. glance: called first, with the detached tensor; only where
+    it is true ``on_site`` is called, and graph nodes are made. Wrappers such as DDP, FSDP or a checkpointed module add
+    nothing to the names, whether ``model`` is the wrapper or what it wraps.
 
     Not handed over, though ``SiteObserver`` sees them: copies (``to``, ``clone``, ``cat``), constants, what stock code
     runs without gradients (Pegasus's fixed positions), the statistics of ``layer_norm``, the noise of a dropout, and
-    what is inside a fused function (a loss, SDPA apart from its context). A linear is one site with its bias, also
-    where a kernel adds the bias apart. The input of a cube (``:cubed``) is handed over in every dtype, not in fp16
-    alone.
+    what is inside a fused function (a loss, SDPA apart from its context). A linear is one site with its bias, and the
+    input of a cube (``:cubed``) is handed over in every dtype.
 
     Raises ``UserError`` for a compiled model, which hides its operations, and in the forward for reentrant gradient
     checkpointing, under which they have no gradient.

@@ -57,8 +57,7 @@ _ABSENT = object()
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
     """Return the layout of a checkpoint, of which stock code builds the very same model.
 
-    Raises UserError as ``resolve`` does, and where stock code or sentence-transformers would load other weights, fill
-    or drop any, compute something else, or cannot build it.
+    Raises UserError as ``resolve`` does, and where stock code or sentence-transformers would build or compute another.
     """
     layout = resolve(checkpoint)
     check_sentence_encoder(checkpoint.folder)
@@ -95,9 +94,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 class _Written:
     """A stock config as its folder gives it, which notes the attributes that stock code asks for.
 
-    ``refused``: the attributes that do not follow from the keys that the layout is made from, nor are harmless, each
-    with the line that says so. To ask for one that the file spells out raises that line, before anything can come
-    of it.
+    ``refused``: the attributes that neither follow from the keys of the layout nor are harmless, each with the line
+    that says so. To ask for one that the file spells out raises that line, before anything can come of it.
     """
 
     def __init__(self, config: Any, layout: Layout, where: str) -> None:
@@ -108,8 +106,8 @@ class _Written:
         self.asked: set[str] = set()
 
     def noting(self) -> Any:
-        """Return a copy of the config that notes the name of every attribute that it, or a copy of it, is asked for,
-        and those of the configs inside it."""
+        """Return a copy of the config that notes every attribute that it, a copy of it or a config inside is asked
+        for."""
         return self._noting(deepcopy(self.config), "")
 
     def _noting(self, copy: Any, within: str) -> Any:
@@ -128,8 +126,8 @@ class _Written:
         return copy
 
     def check(self, *, derived: bool) -> None:
-        """Raise UserError for what stock code has asked for and must not: with ``derived`` also for attributes that
-        the file does not spell out."""
+        """Raise UserError for a refused attribute that was asked for, with ``derived`` also where the file leaves it
+        out."""
         # What is raised while it asks, it may catch.
         for name in sorted(self.asked & self.spelt.keys()):
             raise self.spelt[name]
@@ -182,7 +180,7 @@ class _Stock:
     """What stock code made of a config and of tensors of certain shapes.
 
     ``answers``: all that it asked of the config. ``model``: on the meta device. ``info``: what the loader says of the
-    weights. ``scales``: whether it scales what the decoder gives before the head, or why it could not be run.
+    weights. ``scales``: whether it scales the decoder's output before the head, or why it could not be run.
     """
 
     kind: Any
@@ -201,8 +199,7 @@ source and at what it wrote, with one config."""
 def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> _Stock:
     """Return what stock code makes of a checkpoint, which is built and run only where it asks for something new.
 
-    Raises UserError where it asks for what does not follow from the keys that the layout is made from, or cannot build
-    the model.
+    Raises UserError where it asks for an attribute that is refused, or cannot build the model.
     """
     import transformers
 
@@ -312,8 +309,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
 
 
 def check_projector(layout: Layout, model: Any, where: str) -> None:
-    """Raise UserError for an eps with which the norm of another model's outputs makes NaN of zeros, and for a number
-    that can be no id in the places of those outputs."""
+    """Raise UserError for a projector's eps of which its norm makes NaN of zeros, and for a token that can be no id."""
     if (w := layout.projector) is None:
         return
     norm = model.get_submodule(w.norm)
@@ -328,8 +324,7 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
 
 
 def functions(module: nn.Module) -> dict[str, object]:
-    """Return what a module without weights holds of its own; of a partial function what it is made of, since two of
-    them are never equal."""
+    """Return what a module without weights holds; of a partial function its parts, since two are never equal."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 
@@ -340,8 +335,7 @@ def rotary_scales(module: nn.Module) -> list[str]:
 
 
 def check_rotary(layout: Layout, model: Any, where: str) -> None:
-    """Raise UserError for rotary positions of which stock code makes no angles, at the first position or far behind:
-    its cosines and sines would be NaN."""
+    """Raise UserError for rotary positions whose angles stock code cannot make, at the first position or far behind."""
     for path in sorted({w.rotary for w in layout.topology if isinstance(w, Attention) and w.rotary}):
         # Made again, since the model has no values; no file holds them.
         module = model.get_submodule(path)
@@ -416,8 +410,7 @@ def check_buckets(layout: Layout, where: str) -> None:
 
 
 class _Agreeing(TorchDispatchMode):
-    """Says yes where stock code asks a tensor without values, as BigBird-Pegasus asks a mask that it made of ones
-    whether it leaves everything seen."""
+    """Says yes where stock code asks a tensor without values, as BigBird-Pegasus asks a mask."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -426,8 +419,8 @@ class _Agreeing(TorchDispatchMode):
 
 
 def run_short(model: Any, layout: Layout) -> bool:
-    """Run a meta model on two tokens through the first layers of each stack, as stock users do, and return whether it
-    scales what its last norm gives before the head."""
+    """Run a meta model on two tokens through the first layers of each stack, and return whether it scales what its
+    last norm gives before the head."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     seen: dict[str, Tensor] = {}
     with ExitStack() as stack, torch.no_grad(), _Agreeing():
@@ -464,8 +457,8 @@ def first_layers(stack: nn.Module, number: int) -> Iterator[None]:
 
 
 def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the attributes of the config, as the folder gives it, that do not follow from the keys that the layout is
-    made from and are not harmless, each with the line that refuses it."""
+    """Return the attributes of the config that neither follow from the keys of the layout nor are harmless, each with
+    the line that refuses it."""
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     free |= {known.initialisation.factor for known in FAMILIES}
@@ -509,7 +502,7 @@ def following(kind: Any, keys: str) -> Mapping[str, object]:
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
     """Return the keys that a layout is made from, with their values in a config or those that stock code takes.
 
-    What stock code divides out of two others is theirs to say: of a config without ``head_dim`` Qwen2's class makes no
+    A quotient of two others is left out unless it is there: of a config without ``head_dim`` Qwen2's class makes no
     such attribute, Llama's does.
     """
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}

@@ -45,12 +45,11 @@ RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, IMAGE, GENERATE, DATA = BA
 class Batch:
     """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length].
 
-    The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out (a vocabulary
-    of 250,000 swept with them would cost its square); ``generate`` asks for beam search from ``input_ids``
-    instead of a forward. ``kind`` is one of ``BATCH_KINDS``, "given" for a batch that was made elsewhere. ``chosen``:
-    the ids that were chosen, by reason, at the first batch of them. ``blind``: whether padding in it may see nothing.
-    ``pixels``: fp32 [rows, channels, height, width] of an image in each row, whose tokens ``image_tokens`` marks, 0/1
-    [rows, length].
+    The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out; ``generate`` asks
+    for beam search from ``input_ids`` instead of a forward. ``kind``: one of ``BATCH_KINDS``, "given" for a batch that
+    was made elsewhere. ``chosen``: the chosen ids, by reason, at the first batch of them. ``blind``: whether padding in
+    it may see nothing. ``pixels``: fp32 [rows, channels, height, width] of an image in each row, whose tokens
+    ``image_tokens`` marks.
     """
 
     description: str
@@ -68,7 +67,6 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        """What it consists of, by name."""
         image = ("pixels", "image_tokens") if self.has_image else ()
         names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", *image)
         return {name: getattr(self, name) for name in names}
@@ -81,7 +79,6 @@ class Batch:
 
     @property
     def has_image(self) -> bool:
-        """Whether there is an image in its rows."""
         return self.pixels is not None
 
     def rows(self, chosen: slice | Tensor) -> Batch:
@@ -96,8 +93,8 @@ class Batch:
         return {"pixel_values": self.pixels.to(device), "token_type_ids": self.image_tokens.to(device)}
 
     def labels(self) -> Tensor:
-        """Return what each position should predict, of the decoder where there is one: the next id, or -100 where that
-        or the position itself is padding; int64 of the ids' shape."""
+        """Return the next id for each position, of the decoder where there is one, or -100 where either is padding;
+        int64."""
         ids, mask = self.decoder_input_ids, self.decoder_attention_mask
         if ids is None or mask is None:
             ids, mask = self.input_ids, self.attention_mask
@@ -127,8 +124,8 @@ def ended(batch: Batch, end: int) -> Batch:
 
 
 def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
-    """Return what a claim in fp16 stands for under an attention: eager, where padding that sees nothing may be NaN, of
-    batches with such padding the rows that have none."""
+    """Return the batches that a claim in fp16 covers under an attention: eager ones without their blind rows, whose
+    padding may be NaN."""
     if attention != "eager":
         return list(inputs)
     whole = [(batch, batch.unpadded) for batch in inputs]
@@ -147,11 +144,10 @@ def describe_batches(
 ) -> dict[str, Any]:
     """Return the report's ``inputs``, from which the same can be run again and be told from anything else.
 
-    ``batches``: in their order, each run of one kind as one entry: kind, number of batches, rows of them all, and the
-    longest encoder and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the
-    name of a dataset of the Hub, and how many rows of it were drawn; None without data. ``chosen``: ids by the reason
-    that each was chosen for, empty where every id is run. ``left_out``: ``generate`` of a model that ``generates``
-    where no batch does, as memory was short. ``sha256``: of all ids and masks.
+    ``batches``: each run of one kind as one entry: kind, number of batches, rows of them all, and the longest encoder
+    and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the name of a
+    dataset of the Hub, and how many rows were drawn; None without data. ``chosen``: ids by reason, empty where every id
+    is run. ``left_out``: the generation, where memory was short. ``sha256``: of all ids and masks.
     """
     digest = hashlib.sha256()
     entries: list[dict[str, Any]] = []
@@ -188,7 +184,7 @@ def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
     """Run ``model`` on ``batch`` and return the stock output object (None for a batch that generates or has no head).
 
     The batch is moved to the model's device. With ``labels`` the output carries the stock loss. Raises UserError where
-    stock code fails, as it does for impossible settings that it did not look at when it loaded them.
+    stock code fails, as it does for impossible settings that it did not look at before.
     """
     try:
         return _run(model, batch, labels)
@@ -247,8 +243,7 @@ def _cacheable(config: Any) -> bool:
 
 
 def values_of(output: Any) -> Tensor:
-    """Return what a stock output holds for its users: logits, the logits of a span's start and end as [rows, positions,
-    2], or what comes first, which of a model without a head are its last hidden states."""
+    """Return a stock output's logits, those of a span's start and end as [rows, positions, 2], or what comes first."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
     values: Tensor = output["logits"] if "logits" in output else output[0]

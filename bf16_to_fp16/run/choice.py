@@ -1,10 +1,8 @@
 """Which ids of a large vocabulary the probe runs.
 
-Candidates are gathered from the embedding table: rows that are longest, shortest, or extreme in an outlier channel,
-rows that should drive the first layers' longest rows and every feed-forward's strongest neurons farthest, by what each
-token does alone in a model made linear (``alone``), and some at random. They are then carried alone through every
-sublayer as it is, and those that reach farthest at each site are chosen. The table is read once, in parts, every other
-weight three times.
+Candidates are the rows of the embedding table that are longest, shortest, or extreme in an outlier channel, those that
+should drive the first attentions and the strongest neurons farthest (``alone``), and some at random. They are carried
+alone through every sublayer, and those that reach farthest at each site are chosen. The table is read once, in parts.
 """
 
 from __future__ import annotations
@@ -75,10 +73,7 @@ def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -
 def chosen(
     source: TensorSource, layout: Layout, special: Iterable[int], generator: torch.Generator
 ) -> dict[str, list[int]]:
-    """Return ``CHOSEN`` different ids of a checkpoint or model by reason, each under the first one it was chosen for.
-
-    layout: what its tensors are.
-    """
+    """Return ``CHOSEN`` different ids of a checkpoint or model by reason, each under the first it was chosen for."""
     weights = Weights(source, layout)
     others = torch.randperm(weights.vocabulary, generator=generator)[:_CANDIDATES].tolist()
     extremes, best = scanned(weights, others[:_TYPICAL])
@@ -115,10 +110,7 @@ def chosen(
 
 def scanned(weights: Weights, sample: Sequence[int]) -> tuple[dict[str, list[int]], list[int]]:
     """Read the table once and return, best first, the ids of its extreme rows by reason, and those that should reach
-    farthest before the rows of weights that ``directions`` gives.
-
-    sample: ids for whose typical token the model is made linear.
-    """
+    farthest before the rows of ``directions``. sample: ids of typical tokens."""
     rows, groups, gated = directions(weights, sample)
     gate, linear = (torch.cat([torch.empty(0, dtype=torch.int64), *(pair[i] for pair in gated)]) for i in (0, 1))
     lengths = torch.empty(weights.vocabulary, dtype=torch.float64)
@@ -151,8 +143,7 @@ def scanned(weights: Weights, sample: Sequence[int]) -> tuple[dict[str, list[int
 
 
 class _Extremes:
-    """The ``most`` largest values of each row so far, and the numbers of their columns; the second half of the rows are
-    the first's negatives."""
+    """The ``most`` largest values of each row so far, and their columns; the second half are the first's negatives."""
 
     def __init__(self, rows: int, most: int) -> None:
         self.values = torch.full((rows, most), -torch.inf)
@@ -176,8 +167,8 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
     """Return which directions of an embedding drive what can become large, fp32 [rows, width], which rows belong to
     one linear, and which are gates and the linears that they multiply.
 
-    They are the longest rows of the attention that reads a stack's embedding first, and the neurons that add most in
-    every feed-forward, pulled back to the embedding; none where each stack has an embedding of its own.
+    They are the longest rows of the attention that reads a stack's embedding first and each feed-forward's strongest
+    neurons, pulled back to the embedding; none where each stack has an embedding of its own.
     """
     if not weights.layout.shares_table:
         return torch.empty(0, weights.width), [], []

@@ -69,8 +69,7 @@ class _Model:
 
 
 def _onto(model: nn.Module, device: torch.device, stored: Collection[str]) -> dict[nn.Parameter, str]:
-    """Move a model to a device, with nothing in place of what it has on the meta device, and return the names under
-    which its parameters are stored."""
+    """Move a model to a device, with placeholders for its meta tensors, and return its parameters' stored names."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -95,8 +94,7 @@ def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """The modules before which a run waits for weights, in the order in which stock code runs them: blocks, and what
-    has parameters outside them."""
+    """The modules before which a run waits for weights, in order: blocks, and what has parameters outside them."""
     for name, child in module.named_children():
         below = f"{path}.{name}".removeprefix(".")
         if isinstance(module, nn.ModuleList) or next(child.parameters(recurse=False), None) is not None:
@@ -125,10 +123,7 @@ class Lane(Generic[T]):
 
 
 class Walk:
-    """Runs of the stock model of a checkpoint, added one by one and then run together.
-
-    device: where they run. Lanes of one precision run in the order in which they were added, place by place.
-    """
+    """Runs of the stock model of a checkpoint on a device, added one by one and then run together, place by place."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
         self.checkpoint = checkpoint
@@ -178,10 +173,8 @@ class Walk:
         return first == second
 
     def run(self, advance: Advance | None = None) -> None:
-        """Run all lanes to their ends; then each has its result.
-
-        advance: called after every place. Raises what the first lane that fails raises; no thread is left behind.
-        """
+        """Run all lanes to their ends; raises what the first lane that fails raises. advance: called after every
+        place."""
         rounds = [[lane for lane in self.lanes if not lane.again]]
         for weights in self._models.values():
             rounds.append([lane for lane in self.lanes if lane.again and lane.weights is weights])

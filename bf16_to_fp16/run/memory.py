@@ -14,8 +14,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available() -> float:
-    """Return the bytes that this process may still take: of the machine's memory what is free, less where a cgroup or
-    a limit on this process leaves less (both of Linux)."""
+    """Return the bytes that this process may still take: what is free, less where a cgroup or a limit leaves less."""
     found = [float(psutil.virtual_memory().available)]
     process = psutil.Process()
     if hasattr(process, "rlimit"):
@@ -33,7 +32,6 @@ def available() -> float:
 
 
 def peak() -> int:
-    """Return the most bytes of memory that this process has held at a time; on macOS, which does not tell, what it
-    holds now."""
+    """Return the most bytes that this process has held at a time; on macOS, which does not tell, what it holds now."""
     held = psutil.Process().memory_info()
     return system.peak_memory() or int(getattr(held, "peak_wset", held.rss))

@@ -1,8 +1,7 @@
 """A stock model as an ONNX file: as exported, or with every operation in fp16.
 
-Stock code takes its norms and softmaxes in fp32 and casts around them, and an export keeps those casts. Tools that
-make an fp16 file of an fp32 one, and compilers that are asked for fp16, take them out. So a second form of the same
-graph has fp16 wherever the first has fp32, norms included.
+Stock code casts to fp32 around norms and softmaxes, and an export keeps that. Tools that make an fp16 file of an fp32
+one, and compilers that are asked for fp16, take the casts out: so does the second form of the graph.
 """
 
 from __future__ import annotations

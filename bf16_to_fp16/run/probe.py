@@ -85,14 +85,12 @@ def batches(
     sweep: bool = False,
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
-    """Return the batches of ``data`` tokenised with the tokenizer in ``source``, or the built-in probe where
-    ``data`` is None.
+    """Return the batches of ``data`` tokenised with the tokenizer in ``source``, or the built-in probe without data.
 
-    config: the model's transformers configuration; source: folder of the checkpoint, read only with ``data``;
-    data: a path ending in .jsonl, .json, .csv, .parquet or .txt, else the id of a dataset on the Hub; examples,
-    length: caps, in examples and tokens. sweep: have the probe run every id of the vocabulary. chosen: the ids by
-    reason that it runs instead, as ``chosen_ids`` gives them; None draws them at random. Raises ``UserError`` for data
-    or a tokenizer that cannot be used.
+    config: the model's transformers configuration. source: folder of the checkpoint, read only with ``data``. data: as
+    ``texts`` takes it. examples, length: caps, in examples and tokens. sweep: run every id of the vocabulary. chosen:
+    the ids by reason that the probe runs instead, by default random ones. Raises ``UserError`` for unusable data or
+    tokenizer.
     """
     length = min(length, longest_sequence(config))
     if data is None:
@@ -108,8 +106,8 @@ def batches(
 
 
 def generation_bytes(layout: Layout) -> int:
-    """Return the most memory that the weights take with which a model generates in a walk: those of the decoder and the
-    head, to which it comes back, in fp32 and cast to fp16 by autocast."""
+    """Return the most memory of the weights to which a generation comes back in a walk, the decoder's and the head's,
+    in fp32 and cast to fp16 by autocast."""
     if not layout.stock.is_language_model or layout.head is None:
         return 0
     at, heads = layout.stacks()[-1].ends.at + ".", [linear.weight for linear in layout.head.linears]
@@ -128,7 +126,7 @@ def audit_batches(
     progress: Progress | None = None,
 ) -> list[Batch]:
     """Return what an audit runs on: the built-in probe, its ids chosen by the weights in ``folder`` unless they are
-    given or all are wanted, and ``data`` where given; without generation where its weights would take more than
+    given or all are wanted, and ``data`` where given; without a generation that would take more than
     ``GENERATION_SHARE`` of the memory at hand.
 
     opened: the checkpoint in ``folder`` and its layout, where the caller has them. progress: says what is left out.
@@ -151,7 +149,7 @@ def audit_batches(
 
 
 def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
-    """Return rows of every batch but one that generates as a single batch of one shape, for what is built for a shape.
+    """Return rows of every batch but a generation's as one batch, for what is built for one shape.
 
     Rows are taken from each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length``
     positions and filled up with padding; the decoder's begin with the start token.
@@ -184,16 +182,15 @@ def is_small(config: Any) -> bool:
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
-    """Return which ids of a large vocabulary the probe should run, by reason, chosen by the weights of a checkpoint or
-    model of this layout; None for a small one, of which it runs all."""
+    """Return which ids of a large vocabulary the probe should run, by reason, chosen by the weights of this layout;
+    None for a small one, of which it runs all."""
     if is_small(config):
         return None
     return choice.chosen(source, layout, special_ids(config), seeded(seed))
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
-    """Return the ids that a report lists where they are some, no more than are chosen and all in the vocabulary; else
-    None."""
+    """Return a report's listed ids where they can be chosen ones of this vocabulary, else None."""
     ids = [i for chosen in by_reason.values() for i in chosen]
     fits = 0 < len(ids) <= choice.CHOSEN and max(ids) < vocabulary_of(config)
     return by_reason if fits else None
@@ -264,8 +261,7 @@ def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder
 
 
 def _past_window(config: Any, length: int) -> int | None:
-    """How long a row must be for its first tokens to be beyond a sliding window, None where one of ``length`` tokens is
-    or none can be."""
+    """How long a row must be to go beyond a sliding window, None where ``length`` does or nothing can."""
     window = setting(config, "sliding_window")
     if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or takes_decoder_ids(config):
         return None
@@ -273,8 +269,8 @@ def _past_window(config: Any, length: int) -> int | None:
 
 
 def images(config: Any) -> list[Batch]:
-    """Return a row of ids about an image of noise, as bright as images are once prepared; none for a model that
-    reads no images. Drawn apart, so that the other rows are those of a text model; no id about it is an image's."""
+    """Return a row of ids about an image of noise; none for a model that reads no images. Drawn apart, so that the
+    other rows are those of a text model; no id about it is an image's."""
     w = projector_of(of_model_type(config.model_type))
     if w is None:
         return []
@@ -306,8 +302,7 @@ def random_rows(
     config: Any, *, seed: int, rows: int = 16, longest: int = 64, longest_decoder: int = 16, left: bool = False
 ) -> Batch:
     """Return rows of random ids whose lengths are log-uniform from 1 to ``longest``, in the decoder from 1 to
-    ``longest_decoder``: half of them before the end token, or behind the one with which texts begin, and one in four
-    with a special token among them.
+    ``longest_decoder``: half of them framed as a text is, one in four with a special token among them.
 
     left: the encoder's are filled up on the left.
     """
@@ -332,8 +327,8 @@ def random_rows(
 
 
 def few_rows(config: Any) -> Batch:
-    """Return eight rows of eight random ids, in the decoder of four, without padding: enough to see whether two
-    checkpoints compute one function. Of what gives a row one answer there are 32."""
+    """Return eight rows of eight random ids, in the decoder of four, without padding, enough to compare two
+    checkpoints; 32 rows of what gives a row one answer."""
     generator, vocabulary, most = torch.Generator().manual_seed(0), vocabulary_of(config), longest_sequence(config)
 
     def drawn(length: int) -> list[int]:
@@ -348,8 +343,7 @@ def few_rows(config: Any) -> Batch:
 
 
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
-    """Ids with what stands at the edge of a text, the token with which it begins, else its end, and of them at most so
-    many from there on."""
+    """Ids behind the token with which a text begins, else before its end, and at most so many from that edge on."""
     first = first_ids(config)
     return [*first, *ids][:most] if first else [*ids, *end_ids(config)][-most:]
 
@@ -364,9 +358,8 @@ def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], de
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Rows of one token to ``longest``, and every special token alone, as they are and with what stands at the edge of
-    a text: filled up on the right, then the same rows filled up on the left; the decoder's, which are shorter, on the
-    right."""
+    """Rows of one token to ``longest``, and every special token alone, bare and framed: filled up on the right, then
+    the same rows on the left; the decoder's, which are shorter, on the right."""
     vocabulary = vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []
@@ -379,8 +372,7 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
 
 
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
-    """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, in pairs, and
-    each alone, with no other to be averaged with."""
+    """The chosen ids in long rows, in pairs and alone; in the decoder the other way round in each row."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
     made: list[Batch] = []
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
@@ -410,8 +402,8 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
 
 
 def generation(config: Any, batch: Batch) -> Batch:
-    """Return the first two rows of a batch, from which beam search makes a few tokens; a causal model goes on from the
-    ends of its rows, which are therefore filled up on the left and leave it positions."""
+    """Return the first two rows of a batch, from which beam search makes a few tokens; a causal model's are filled up
+    on the left, and leave it positions."""
     if is_causal(config):
         kept = slice(-max(1, longest_sequence(config) - GENERATED_TOKENS), None)
         batch = padded_left(config, batch)

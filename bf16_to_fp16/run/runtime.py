@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 class Arithmetic:
     """In which format a runtime computed.
 
-    ``products``: matrix products by format. ``operations``: floating-point operations by format, these included and
-    what only moves or casts values left out; None for the number where a runtime has one format for all of them.
-    ``how``: how that was found out, in words.
+    ``products``: matrix products by format. ``operations``: floating-point operations by format, with these and without
+    what only moves or casts; None for the number where one format serves all. ``how``: how that was found out.
     """
 
     products: Mapping[str, int | None]
@@ -56,7 +55,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a runtime made of a checkpoint: its values as fp32 on the CPU, the device, and the arithmetic.
+    """A checkpoint's values in a runtime, fp32 on the CPU, the device, and the arithmetic.
 
     ``values``: [rows, length, channels] logits or last hidden states, or what ``Runtime.expected`` makes of those.
     """
@@ -66,11 +65,8 @@ class Outcome:
     arithmetic: Arithmetic
 
 
-class Run(Protocol):
-    """Exports the checkpoint in a folder and runs it on a batch; raises UserError for one that it cannot take."""
-
-    def __call__(self, folder: Path, layout: Layout, batch: Batch) -> Outcome:
-        """Return what came out."""
+Run = Callable[[Path, Layout, Batch], Outcome]
+"""Exports the checkpoint in a folder and runs it on a batch; raises UserError for one that it cannot take."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,6 @@ class Outputs(nn.Module):
     """A stock model as a function of its ids alone, which returns one tensor: logits, or last hidden states."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Wrap a model in eval mode."""
         super().__init__()
         self.model = model
         self.options = {"use_cache": False} if is_causal(config_of(model)) else {}

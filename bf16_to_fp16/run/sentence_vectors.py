@@ -46,7 +46,6 @@ class Pooling(nn.Module):
         self.modes = module.modes
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """Return what ``SentenceVectors`` does."""
         return torch.cat([self.pooled(mode, states, mask) for mode in self.modes], -1)
 
     def pooled(self, mode: str, states: Tensor, mask: Tensor) -> Tensor:
@@ -75,9 +74,8 @@ class Dense(nn.Module):
         self.joins = bool(module.config.get("use_residual"))
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Return the vectors that it makes."""
-        made: Tensor = self.activation(self.linear(vectors))
-        return made + self.residual(vectors) if self.joins else made
+        activated: Tensor = self.activation(self.linear(vectors))
+        return activated + self.residual(vectors) if self.joins else activated
 
 
 def layer_norm(module: SideModule) -> nn.Module:

@@ -25,8 +25,7 @@ _OF_ROWS = "ForSequenceClassification"
 
 @cache
 def described(name: str) -> StockClass | None:
-    """Return a class of transformers that need not belong to a family as far as it describes itself; None where there
-    is no model of this name.
+    """Return a class of transformers as far as it describes itself; None where there is no model of this name.
 
     It is a language model if it can generate. What the fields of its output are called is not known.
     """
@@ -76,15 +75,13 @@ def any_config(folder: Path) -> Any:
 
 
 def setting(config: Any, name: str) -> Any:
-    """Return what a stock config says under a name, or else the config of the text model inside it; None for
-    nothing."""
+    """Return what a stock config says under a name, or else the text model's inside it; None for nothing."""
     value = getattr(config, name, None)
     return getattr(getattr(config, "text_config", None), name, None) if value is None else value
 
 
 def vocabulary_of(config: Any) -> int:
-    """Return the number of ids that a model of a stock config reads: the text model's where there is one inside it,
-    whatever stands outside."""
+    """Return the number of ids that a model reads: of a text model inside it that one's."""
     inside = getattr(getattr(config, "text_config", None), "vocab_size", None)  # of a stray mapping nothing
     return int(config.vocab_size if inside is None else inside)
 
@@ -102,10 +99,9 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
 
 
 def all_half(model: Any) -> Any:
-    """Cast every parameter and every buffer that files hold to fp16 in place, and return the model.
+    """Cast every parameter and every stored buffer to fp16 in place, T5's ``wo`` too, and return the model.
 
-    Stock code keeps T5's ``wo`` in fp32. What it makes itself stays as it is: rotary frequencies in fp16 are another
-    function, which ``.half()`` alone would make of it.
+    ``.half()`` alone would also cast what stock code makes itself: rotary frequencies in fp16 are another function.
     """
     kept = [(m, {name: m._buffers[name] for name in m._non_persistent_buffers_set}) for m in model.modules()]
     model.half()
@@ -140,8 +136,8 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
 
 
 def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
-    """Return the stock model of a checkpoint as ``load`` gives it, dtypes and all, on torch's meta device: without its
-    values, except those of tensors that no file holds and stock code makes, and of buffers.
+    """Return the stock model of a checkpoint as ``load`` gives it, on torch's meta device: without values, except those
+    of buffers and of tensors that no file holds and stock code makes.
 
     Two tensors that stock code ties for being equal are one parameter only where the checkpoint lacks one of them.
     Raises ``UserError`` as ``load`` does.
@@ -179,7 +175,7 @@ def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = 
 def set_attention(model: Any, implementation: str) -> None:
     """Make a stock model and the stacks inside it run an attention; raises what stock code raises for one it has not.
 
-    A stack may have a config of its own of the same class, which some versions of transformers 5 leave as it is (5.17).
+    A stack may have a config of its own, which some versions of transformers 5 leave as it is (5.17).
     """
     model.set_attn_implementation(implementation)
     for module in model.modules():
@@ -220,10 +216,7 @@ def without_values(
 
 
 def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
-    """Run a stock model on its inputs, with a head that reads the end token alone at every position.
-
-    So no row needs one, and embeddings can be given in the place of ids.
-    """
+    """Run a stock model, with a head that reads the end token alone at every position: no row needs one."""
     stock, head = layout.stock, layout.head
     if not stock.reads_end_token or head is None:
         model(**inputs)

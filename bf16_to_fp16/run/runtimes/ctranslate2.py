@@ -33,11 +33,9 @@ class Vocabulary:
         self.unk_token = token(self.size - 1)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return every word with its id."""
         return {token(number): number for number in range(self.size)}
 
     def convert_ids_to_tokens(self, number: int) -> str:
-        """Return the word of an id."""
         return token(number)
 
 

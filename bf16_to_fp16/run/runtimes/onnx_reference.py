@@ -1,8 +1,7 @@
 """ONNX's reference evaluator, with every operation in fp16: what a runtime without any fp32 inside would compute.
 
-numpy stands behind it: each operation takes fp16 and gives fp16, norms and softmaxes included. Inside a product or a
-sum numpy accumulates in fp32 and rounds once, so it is real fp16 arithmetic from operation to operation, not within
-one. Its fp16 products are slow; here its fp32 ones compute the same.
+In numpy each operation takes fp16 and gives fp16, norms and softmaxes included; inside a product or a sum it
+accumulates in fp32 and rounds once. Its fp16 products are slow; here its fp32 ones compute the same.
 """
 
 from __future__ import annotations
