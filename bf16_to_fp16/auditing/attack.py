@@ -444,7 +444,8 @@ def attack(
         if name in by_random or name in inputs:
             measured = (by_random, by_tokens, by_mixture, in_half, covered, covered_half)
             largest = [amax.get(name, 0.0) for amax in measured]
-            found.append(Found(name, *largest[:4], covered=max(largest)))
+            at_random, text, mixture, rounded, *_ = largest
+            found.append(Found(name, at_random, text, mixture, rounded, covered=max(largest)))
     return Attack(steps, seed, tuple(found), inputs)
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
-from ..progress import Advance
 from ..run.batch import Batch, run_batch, values_of
-from ..run.lanes import Change, Lane, Walk
+from ..run.lanes import Lane, Walk
 from ..run.products import FastProducts
 
 NO_CHOICE = -1e9
@@ -100,20 +99,11 @@ def add_outputs(walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **opti
     return [walk.add(partial(run, batch), dtype, **options) for batch in compared(batches)]
 
 
-def outputs(
-    checkpoint: Checkpoint,
-    batches: Sequence[Batch],
-    dtype: torch.dtype,
-    *,
-    half: bool = False,
-    change: Change | None = None,
-    device: str = "cpu",
-    advance: Advance | None = None,
-) -> Outputs:
+def outputs(checkpoint: Checkpoint, batches: Sequence[Batch], dtype: torch.dtype, *, half: bool = False) -> Outputs:
     """Return the outputs of a checkpoint's stock model on ``batches``, as ``run.stock.load`` gives it, in a walk."""
-    walk = Walk(checkpoint, device)
-    lanes = add_outputs(walk, batches, dtype, half=half, change=change)
-    walk.run(advance)
+    walk = Walk(checkpoint)
+    lanes = add_outputs(walk, batches, dtype, half=half)
+    walk.run()
     return [lane.result for lane in lanes]
 
 

@@ -284,12 +284,12 @@ class Tap:
             name = f"{name}.{index}"
         full = self._wanted(call, name, call.count(name))
         if full is not None and out.numel():
-            shown = _itself if masked is None else partial(_unmasked, masked=masked)
+            shown: Callable[[Tensor], Tensor] = _itself if masked is None else partial(_unmasked, masked=masked)
             if call.after_softmax and call.hidden is not None:
                 shown = partial(_seen, hidden=call.hidden)
             if function.name == "einsum":
                 # Stock code adds to such scores in place, after which nothing that was saved of them would be theirs.
-                shown = Tensor.clone if shown is _itself else shown
+                shown = torch.clone if shown is _itself else shown
             self._hand_over(full, out, shown)
         if name == "pow" and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 3:
             # Its derivative overflows before it does.

@@ -221,7 +221,7 @@ def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> 
             known.append(stock)
             return stock
     with loading(checkpoint, written):
-        model, info = without_values(checkpoint, written.noting(), torch.float32, "eager", any_shape=True)
+        model, info = without_values(checkpoint, written.noting(), torch.float32, any_shape=True)
     scales: bool | Exception
     try:
         scales = run_short(model, layout)

@@ -26,19 +26,9 @@ LOGIT_BUDGET = 2**27
 GENERATED_TOKENS = 4
 """Tokens that a generation makes."""
 
-RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, IMAGE, GENERATE, DATA = BATCH_KINDS = (
-    "random ids",
-    "long",
-    "repeated",
-    "padded",
-    "short",
-    "chosen ids",
-    "vocabulary sweep",
-    "image",
-    "generate",
-    "data",
-)
-"""What a batch is there for; the report lists the batches by it."""
+RANDOM, LONG, REPEATED, PADDED, SHORT = "random ids", "long", "repeated", "padded", "short"
+CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image", "generate", "data"
+"""What a batch is there for, its kind; the report lists the batches by it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,7 @@ class Batch:
     """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length].
 
     The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out; ``generate`` asks
-    for beam search from ``input_ids`` instead of a forward. ``kind``: one of ``BATCH_KINDS``, "given" for a batch that
+    for beam search from ``input_ids`` instead of a forward. ``kind``: what it is there for, "given" for a batch that
     was made elsewhere. ``chosen``: the chosen ids, by reason, at the first batch of them. ``blind``: whether padding in
     it may see nothing. ``pixels``: fp32 [rows, channels, height, width] of an image in each row, whose tokens
     ``image_tokens`` marks.

@@ -21,25 +21,15 @@ from .alone import Weights, forward, pulled_back, slopes
 CHOSEN, WHOLE = 256, 384
 """How many ids are chosen, and the largest vocabulary that is run whole instead."""
 
-SPECIAL, LONGEST, SHORTEST, CHANNELS, ENCODER, DECODER, ALONE, DRAWN = (
-    "special",
-    "largest norm",
-    "smallest norm",
-    "outlier channels",
-    "largest alone in the encoder",
-    "largest alone in the decoder",
-    "largest alone",
-    "random",
-)
+SPECIAL, DRAWN, LONGEST, SHORTEST, CHANNELS = "special", "random", "largest norm", "smallest norm", "outlier channels"
+ALONE, ENCODER, DECODER = "largest alone", "largest alone in the encoder", "largest alone in the decoder"
 """Why an id was chosen."""
-
-_NORMS = 16
-"""Ids with the largest norm, and with the smallest."""
 
 _CHANNELS = 24
 """Channels whose largest and smallest entry is taken."""
 
-_MOST = {LONGEST: _NORMS, SHORTEST: _NORMS, CHANNELS: 2 * _CHANNELS}
+_MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}
+"""How many ids each reason brings in."""
 
 _CANDIDATES = 768
 """Tokens that are carried through the layers."""

@@ -255,9 +255,10 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 
 def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder: Tensor, **options: Any) -> Batch:
     """A batch without padding; the decoder's ids are for a model that takes them."""
-    sides = (encoder, decoder) if takes_decoder_ids(config) else (encoder,)
-    ids_and_masks = [x for ids in sides for x in (ids, torch.ones_like(ids))]
-    return Batch(description, *ids_and_masks, kind=kind, **options)
+    whole = Batch(description, encoder, torch.ones_like(encoder), kind=kind, **options)
+    if not takes_decoder_ids(config):
+        return whole
+    return replace(whole, decoder_input_ids=decoder, decoder_attention_mask=torch.ones_like(decoder))
 
 
 def _past_window(config: Any, length: int) -> int | None:
@@ -298,11 +299,9 @@ def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
     return result
 
 
-def random_rows(
-    config: Any, *, seed: int, rows: int = 16, longest: int = 64, longest_decoder: int = 16, left: bool = False
-) -> Batch:
-    """Return rows of random ids whose lengths are log-uniform from 1 to ``longest``, in the decoder from 1 to
-    ``longest_decoder``: half of them framed as a text is, one in four with a special token among them.
+def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
+    """Return 16 rows of random ids whose lengths are log-uniform from 1 to 64, in the decoder from 1 to 16: half of
+    them framed as a text is, one in four with a special token among them.
 
     left: the encoder's are filled up on the left.
     """
@@ -318,8 +317,8 @@ def random_rows(
             ids[place] = special[which]
         return torch.tensor(_framed(config, ids.tolist(), most)) if framed else ids
 
-    encoder = [drawn(longest, framed=row % 2 == 1) for row in range(rows)]
-    decoder = [drawn(longest_decoder, framed=False) for _ in range(rows)]
+    encoder = [drawn(64, framed=row % 2 == 1) for row in range(16)]
+    decoder = [drawn(16, framed=False) for _ in range(16)]
     right = padded(config, encoder, decoder, "random ids of all lengths", RANDOM)
     if spare_padding(config.to_dict()):
         return _readable(config, bearable_as_one(config, right))

@@ -124,20 +124,16 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
         source = {"pretrained_model_name_or_path": None, "config": any_config(folder), "state_dict": weights}
     try:
         model, info = getattr(transformers, name).from_pretrained(
-            **source,
-            dtype=dtype,
-            attn_implementation=attention,
-            local_files_only=True,
-            output_loading_info=True,
+            **source, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # safetensors, pickle and transformers each raise their own kinds
         raise cannot_be_loaded(folder, error) from error
     return model, sorted(info["missing_keys"])
 
 
-def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
-    """Return the stock model of a checkpoint as ``load`` gives it, on torch's meta device: without values, except those
-    of buffers and of tensors that no file holds and stock code makes.
+def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
+    """Return the stock model of a checkpoint as ``load`` gives it with eager attention, on torch's meta device: without
+    values, except those of buffers and of tensors that no file holds and stock code makes.
 
     Two tensors that stock code ties for being equal are one parameter only where the checkpoint lacks one of them.
     Raises ``UserError`` as ``load`` does.
@@ -145,7 +141,7 @@ def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False,
     folder = checkpoint.folder
     config = load_config(folder)
     try:
-        model, info = without_values(checkpoint, config, dtype, attention)
+        model, info = without_values(checkpoint, config, dtype)
         if model.can_generate():
             model.adjust_generation_fn(None, False, None, str(folder), local_files_only=True, **NOTHING_REMOTE)
     except Exception as error:  # as in ``load``
@@ -190,7 +186,7 @@ NOTHING_REMOTE |= {"force_download": False, "subfolder": "", "trust_remote_code"
 
 
 def without_values(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, attention: str, *, any_shape: bool = False
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, any_shape: bool = False
 ) -> tuple[Any, Mapping[str, Any]]:
     """Return the stock model of a checkpoint on the meta device, and what its own loader says of the weights.
 
@@ -207,7 +203,7 @@ def without_values(
         config=config,
         state_dict=weights,
         dtype=dtype,
-        attn_implementation=attention,
+        attn_implementation="eager",
         device_map={"": "meta"},
         ignore_mismatched_sizes=any_shape,
         output_loading_info=True,
