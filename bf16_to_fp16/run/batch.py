@@ -6,6 +6,7 @@ import hashlib
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,6 @@ def describe_batches(
     is run. ``left_out``: the generation, where memory was short. ``sha256``: of all ids and masks.
     """
     digest = hashlib.sha256()
-    entries: list[dict[str, Any]] = []
     for batch in inputs:
         for tensor in batch.tensors.values():
             shape = None if tensor is None else tuple(tensor.shape)
@@ -148,16 +148,13 @@ def describe_batches(
             if tensor is not None:
                 kind = "<f4" if tensor.is_floating_point() else "<i8"
                 digest.update(tensor.cpu().contiguous().numpy().astype(kind).tobytes())
-        rows, encoder = batch.input_ids.shape
-        decoder = None if batch.decoder_input_ids is None else batch.decoder_input_ids.shape[1]
-        if entries and entries[-1]["kind"] == batch.kind:
-            last = entries[-1]
-            last["batches"] += 1
-            last["rows"] += rows
-            last["encoder"] = max(last["encoder"], encoder)
-            last["decoder"] = decoder if last["decoder"] is None else max(last["decoder"], decoder or 0)
-        else:
-            entries.append({"kind": batch.kind, "batches": 1, "rows": rows, "encoder": encoder, "decoder": decoder})
+    entries: list[dict[str, Any]] = []
+    for kind, group in groupby(inputs, key=lambda batch: batch.kind):
+        alike = list(group)
+        rows, encoder = sum(len(b.input_ids) for b in alike), max(b.input_ids.shape[1] for b in alike)
+        decoders = [b.decoder_input_ids.shape[1] for b in alike if b.decoder_input_ids is not None]
+        lengths = {"encoder": encoder, "decoder": max(decoders, default=None)}
+        entries.append({"kind": kind, "batches": len(alike), "rows": rows, **lengths})
     drawn = sum(entry["rows"] for entry in entries if entry["kind"] == DATA)
     shown = data if data is None or not Path(data).exists() else Path(data).name
     return {

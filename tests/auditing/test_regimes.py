@@ -232,22 +232,18 @@ def test_what_is_small_by_nature_is_not_taken_for_a_sunken_signal(tmp_path: Path
 
 
 def test_statistics_copies_and_masks_are_no_signals() -> None:
-    names = [
-        "model.encoder.layer_norm:layer_norm",
-        "model.encoder.layer_norm:layer_norm.1",
-        "model.encoder.layer_norm:layer_norm.2",
-        "model.encoder.layers.0.self_attn.k_proj",
-        "model.encoder.layers.0.self_attn.k_proj:to",
-        "model.encoder.layers.0.self_attn:clone#2",
-        "model.encoder.layers.0.self_attn:scores",
-        "model.encoder.layers.0.self_attn:mul",
-        "model.encoder.layers.0.self_attn:context",
-        "model.encoder.layers.0:add#2",
-        "model.encoder.layers.0.fc2:grad",
+    norm, layer = "model.encoder.layer_norm:layer_norm", "model.encoder.layers.0"
+    signals = [norm, f"{layer}.self_attn.k_proj", f"{layer}.self_attn:context", f"{layer}:add#2"]
+    others = [
+        f"{norm}.1",
+        f"{norm}.2",
+        f"{layer}.self_attn.k_proj:to",
+        f"{layer}.fc2:grad",
         "model.encoder:constant add",
     ]
-    sites = [SiteResult(name, 1e-6, FP16_MAX, 30.0, 0, 0, None, "float16") for name in names]
-    assert [s.name for s in _signals(sites, ())] == [names[i] for i in (0, 3, 8, 9)]
+    others += [f"{layer}.self_attn:{operation}" for operation in ("clone#2", "scores", "mul")]
+    sites = [SiteResult(name, 1e-6, FP16_MAX, 30.0, 0, 0, None, "float16") for name in (*others, *signals)]
+    assert [s.name for s in _signals(sites, ())] == signals
 
 
 def test_the_report_entry_is_strict_json_with_the_promised_keys(audited: Audits) -> None:
