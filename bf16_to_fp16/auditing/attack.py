@@ -112,11 +112,6 @@ class Attack:
         """log2(limit / worst) at the tightest site."""
         return min((headroom_bits(f.worst, f.limit) for f in self.found), default=math.inf)
 
-    @property
-    def worst(self) -> dict[str, float]:
-        """The worst value found at every site."""
-        return {f.name: f.worst for f in self.found}
-
     def to_json(self) -> dict[str, Any]:
         """Return the ``attack`` entry of the report; ``gain`` is over as many random inputs, ``ids`` replay it."""
         gains = [f.gain for f in self.found if f.name in self.inputs and f.random > 0]
@@ -420,16 +415,8 @@ def attack(
     length: positions of both sides. Deterministic for a seed, on every device.
     """
     half = fixed(copy.deepcopy(model).half())
-    search = searched(
-        model,
-        layout,
-        steps=steps,
-        seed=seed,
-        length=length,
-        sites=sites,
-        certificate=certificate or certified(half, layout),
-        advance=advance,
-    )
+    search = search_of(model, layout, certificate or certified(half, layout), sites, length, seed)
+    search.run(steps, advance)
     adversary, wide = search.adversary, search.adversary.model
     chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
     tokens, mixed, free = (search.best(elite, chosen) for elite in (search.tokens, search.mixtures, search.free))
@@ -458,31 +445,21 @@ def worst_ids(
     A site that the search has no way to is left out; where it has one to none, it goes after all that it knows. Other
     arguments are those of ``attack``.
     """
-    certificate = certified(model, layout)
-    search = searched(model, layout, steps=steps, seed=seed, length=length, sites=sites, certificate=certificate)
+    search = search_of(model, layout, certified(model, layout), sites, length, seed)
+    search.run(steps)
     different = {repr(ids): ids for ids in map(search.worst_ids, dict.fromkeys(search.sites))}
     return list(different.values())
 
 
-def searched(
-    model: Any,
-    layout: Layout,
-    *,
-    steps: int,
-    seed: int,
-    length: int,
-    sites: Sequence[str] | None,
-    certificate: Certificate,
-    advance: Callable[[int, int], None] | None = None,
+def search_of(
+    model: Any, layout: Layout, certificate: Certificate, sites: Sequence[str] | None, length: int, seed: int
 ) -> _AttackSearch:
-    """Return a search in fp32 that has come to its end; arguments are those of ``attack``."""
+    """Return a search in fp32 that has not begun; arguments are those of ``attack``."""
     wide = fixed(copy.deepcopy(model).float())
     adversary = _Adversary(wide, layout, seed, min(length, longest_sequence(model.config)))
     known = list(adversary.survey(adversary.embed(adversary.draw(1))))
     goals = known if sites is None else [goal for goal in (way_to(site, known) for site in sites) if goal]
-    search = _AttackSearch(adversary, goals or known, certificate)
-    search.run(steps, advance)
-    return search
+    return _AttackSearch(adversary, goals or known, certificate)
 
 
 def way_to(site: str, known: Sequence[str]) -> str:
@@ -513,7 +490,7 @@ class _AttackSearch:
         self.tops = {goal: certificate.at(self.outputs.get(goal, goal)) for goal in (*sites, *adversary.narrow)}
         self.tokens, self.mixtures, self.free = _Elite(), _Elite(), _Elite()
 
-    def run(self, steps: int, advance: Callable[[int, int], None] | None) -> None:
+    def run(self, steps: int, advance: Callable[[int, int], None] | None = None) -> None:
         """Search with as many steps for each group of rows, in rounds."""
         goals = self.sites + [g for g in self.adversary.narrow if g not in self.sites]
         rows = len(goals)

@@ -343,8 +343,7 @@ class _Seen:
             self.inputs.append(batch)
 
     def _run(self, batch: Batch, model: nn.Module) -> tuple[int, Tensor | None]:
-        observer = SiteObserver(model) if self._observer is None else self._observer.beside(model)
-        self._observer = observer
+        self._observer = observer = SiteObserver(model, beside=self._observer)
         with observer, metering_norms(model, self._norms) if self.keeps else contextlib.nullcontext():
             output = _forward(model, batch, self.regime)
         if self.regime == "amp":
@@ -361,7 +360,7 @@ class _Seen:
         if not self.modules or states is None:
             return
         model = SentenceVectors(self.modules).to(states.device, states.dtype)
-        self._behind = SiteObserver(model) if self._behind is None else self._behind.beside(model)
+        self._behind = SiteObserver(model, beside=self._behind)
         with self._behind:
             model(states, batch.attention_mask.to(states.device))
 

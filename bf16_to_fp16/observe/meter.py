@@ -32,13 +32,9 @@ class RangeObserver:
         family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
         ends = roles_of(family).attentions
         self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
-        self.observer: SiteObserver
-        if beside is None:
-            self.observer, self.meters = SiteObserver(model, only=self.attentions), dict[str, _Meter]()
-            self.totals = _Totals()
-        else:
-            self.observer, self.meters = beside.observer.beside(model), beside.meters
-            self.totals = beside.totals
+        self.observer = SiteObserver(model, only=self.attentions, beside=beside.observer if beside else None)
+        self.meters: dict[str, _Meter] = beside.meters if beside else {}
+        self.totals = beside.totals if beside else _Totals()
         self._hooks = ExitStack()
 
     def __enter__(self) -> RangeObserver:

@@ -103,18 +103,26 @@ class SiteObserver(TorchDispatchMode):
     unless it is cut off before the module's end.
 
     fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure the modules at
-    these paths alone.
+    these paths alone. beside: the observer of another run by a copy of the model, whose sites this run adds to, as seen
+    after all that was seen there.
     """
 
-    def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fast_products: bool = True,
+        only: Collection[str] | None = None,
+        beside: SiteObserver | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.only = only
         self.fast_products = fast_products
         self.outputs = 0
         """Floating-point op outputs seen in the model, without views."""
-        self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {}
-        self._before = 0
+        self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {} if beside is None else beside._sites
+        self._before = 0 if beside is None else beside._before + _OUTPUTS_OF_A_RUN
         self._operators: dict[Any, _Operator] = {}
         self._stack: list[_Frame] = []
         self._frame: _Frame | None = None
@@ -123,13 +131,6 @@ class SiteObserver(TorchDispatchMode):
         self._sequence = -1
         self._node = -1
         self._node_frame: _Frame | None = None
-
-    def beside(self, model: nn.Module) -> SiteObserver:
-        """Return an observer of another run by a copy of the model, which adds to the same sites, as seen after
-        these."""
-        other = SiteObserver(model, fast_products=self.fast_products, only=self.only)
-        other._sites, other._before = self._sites, self._before + _OUTPUTS_OF_A_RUN
-        return other
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

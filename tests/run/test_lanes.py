@@ -85,7 +85,7 @@ def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way:
 
     def observed(batch: Batch) -> Any:
         def lane(model: Any) -> list[Tensor]:
-            observers.append(observers[-1].beside(model) if observers else SiteObserver(model))
+            observers.append(SiteObserver(model, beside=observers[-1] if observers else None))
             with observers[-1]:
                 return run(model, batch, way == "amp")
 
@@ -230,7 +230,7 @@ def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_ce
 ) -> None:
     """17 blocks of 8.5 MB in fp32, of which 16 would fit. The plan is a drawn one: the tables by which one is made grow
     with the channels, of which this model has many for its size."""
-    shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 15, "num_decoder_layers": 2}
+    shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 16, "num_decoder_layers": 1}
     folder, out, plan = tiny.save(tiny.t5(**shape), tmp_path / "source"), tmp_path / "out", tmp_path / "plan.json"
 
     def does(action: str) -> subprocess.CompletedProcess[str]:
