@@ -112,6 +112,11 @@ class Attack:
         """log2(limit / worst) at the tightest site."""
         return min((headroom_bits(f.worst, f.limit) for f in self.found), default=math.inf)
 
+    @property
+    def worst(self) -> dict[str, float]:
+        """The worst value found at every site."""
+        return {f.name: f.worst for f in self.found}
+
     def to_json(self) -> dict[str, Any]:
         """Return the ``attack`` entry of the report; ``gain`` is over as many random inputs, ``ids`` replay it."""
         gains = [f.gain for f in self.found if f.name in self.inputs and f.random > 0]

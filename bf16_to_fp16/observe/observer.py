@@ -19,36 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import FP16_MAX, FP16_STEP, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
 from ..run.products import is_cpu_half, is_matrix_product, product_in_fp32
-from .origins import (
-    FACTORIES,
-    MASK_FROM,
-    MASKING,
-    UNINITIALISED,
-    Origin,
-    ceiling,
-    forget_origin,
-    is_sum_of_positions,
-    masked_positions,
-    masked_span,
-    of_constants,
-    only_constants,
-    origin_of,
-    scores_of_mask,
-    sees_nothing,
-    set_origin,
-)
+from . import origins
 from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, site_name
 
-_FRIENDLY = {
-    "bmm": "matmul",
-    "mm": "matmul",
-    "addmm": "matmul",
-    "baddbmm": "matmul",
-    "_softmax": "softmax",
-    "_safe_softmax": "softmax",
-    "_to_copy": "to",
-    "native_layer_norm": "layer_norm",
-}
+_FRIENDLY = dict.fromkeys(("bmm", "mm", "addmm", "baddbmm"), "matmul")
+_FRIENDLY |= {"_softmax": "softmax", "_safe_softmax": "softmax", "_to_copy": "to", "native_layer_norm": "layer_norm"}
 
 _OUTPUTS_OF_A_RUN = 1 << 40
 """More than any run has."""
@@ -225,7 +200,7 @@ class SiteObserver(TorchDispatchMode):
         """A view keeps the origin of what it shows."""
         if not out.is_floating_point():
             return
-        origin = origin_of(args[0])
+        origin = origins.origin_of(args[0])
         if origin is not None:
             masked = origin.masked
             if masked is not None and not origin.constant:
@@ -233,7 +208,7 @@ class SiteObserver(TorchDispatchMode):
                     masked = func(masked, *args[1:])
                 except RuntimeError:  # an expanded mask has strides that not every view accepts
                     masked = func(masked.contiguous(), *args[1:])
-            set_origin(out, replace(origin, masked=None if origin.constant else masked))
+            origins.set_origin(out, replace(origin, masked=None if origin.constant else masked))
         if self._frame is not None:
             self._remember(self._frame.path)
 
@@ -246,11 +221,11 @@ class SiteObserver(TorchDispatchMode):
 
     def _see(self, operator: _Operator, args: Any, kwargs: dict[str, Any] | None, out: Tensor, index: int) -> None:
         """Measure an operation's output number ``index``."""
-        constant = operator.factory or only_constants(args)
+        constant = operator.factory or origins.only_constants(args)
         if constant:
-            set_origin(out, of_constants((*args, *(kwargs or {}).values())))
+            origins.set_origin(out, origins.of_constants((*args, *(kwargs or {}).values())))
         elif operator.inplace:
-            forget_origin(out)
+            origins.forget_origin(out)
         if operator.uninitialised:
             return
         node: Any = torch._C._current_autograd_node()
@@ -269,16 +244,16 @@ class SiteObserver(TorchDispatchMode):
         cube = operator.cubed and not constant and node is None and self._cube(operator.name, args, out, site)
         masked = None
         # A NaN among them makes ``low`` one.
-        if operator.masking is not None and not constant and (not low > MASK_FROM or frame.before_softmax):
-            masked = masked_positions(operator.masking, args, kwargs)
+        if operator.masking is not None and not constant and (not low > origins.MASK_FROM or frame.before_softmax):
+            masked = origins.masked_positions(operator.masking, args, kwargs)
             if masked is not None and not bool(masked.any()):
                 masked = None
             elif masked is not None and frame.before_softmax and operator.name == "add" and not operator.inplace:
                 self._see_masked(frame, args, out.dtype, masked)
         if operator.softmax:
             _count_masked(frame, args, out)
-            frame.unseen = math.isnan(high) and sees_nothing(args[0])
-        if masked is None and low > MASK_FROM and high < -MASK_FROM:
+            frame.unseen = math.isnan(high) and origins.sees_nothing(args[0])
+        if masked is None and low > origins.MASK_FROM and high < -origins.MASK_FROM:
             amax = max(high, -low)
             if amax > site.amax:
                 site.amax = amax
@@ -311,12 +286,12 @@ class SiteObserver(TorchDispatchMode):
 
     def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
         """Measure what the mask that is added to scores, for a sum of this dtype, must add at least."""
-        scores = scores_of_mask(args)
+        scores = origins.scores_of_mask(args)
         if scores is None:
             return
         site = frame.site("masked", 1, dtype, self._before + self.outputs)
         site.calls += 1
-        site.amax = max(site.amax, float(masked_span(scores, masked).amax()))
+        site.amax = max(site.amax, float(origins.masked_span(scores, masked).amax()))
 
     def _cube(self, name: str, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
         """Follow x**3 to the tanh that makes its infinities benign; true while on the way."""
@@ -325,13 +300,15 @@ class SiteObserver(TorchDispatchMode):
                 return False
             if torch.is_grad_enabled():
                 self._see_cubed(args[0], site)
-            set_origin(out, Origin(cube=[site]))
+            origins.set_origin(out, origins.Origin(cube=[site]))
             return True
-        way = next((origin.cube for x in args[:2] if (origin := origin_of(x)) is not None and origin.cube), None)
+        way = next(
+            (origin.cube for x in args[:2] if (origin := origins.origin_of(x)) is not None and origin.cube), None
+        )
         if way is None:
             return False
         if name != "tanh":
-            set_origin(out, Origin(cube=[*way, site]))
+            origins.set_origin(out, origins.Origin(cube=[*way, site]))
             return True
         for cubed in way:
             cubed.benign += cubed.pending_nonfinite + cubed.pending_saturated
@@ -361,15 +338,15 @@ def _describe(func: Any) -> _Operator:
     attention = "scaled_dot_product" in base and "backward" not in base
     return _Operator(
         name="context" if attention else _FRIENDLY.get(name, name),
-        view=view and not inplace and base not in FACTORIES,
+        view=view and not inplace and base not in origins.FACTORIES,
         inplace=inplace,
-        uninitialised=base in UNINITIALISED,
-        factory=base in FACTORIES,
+        uninitialised=base in origins.UNINITIALISED,
+        factory=base in origins.FACTORIES,
         matmul=is_matrix_product(func),
         softmax=base in ("_softmax", "_safe_softmax"),
         padded=base == "_scaled_dot_product_efficient_attention",
         cubed=name in _CUBED,
-        masking=MASKING.get(name),
+        masking=origins.MASKING.get(name),
     )
 
 
@@ -381,7 +358,7 @@ def _name(operator: _Operator, args: Any, frame: _Frame, index: int, *, constant
         return f"constant {operator.name}"
     name = operator.name
     if operator.matmul:
-        name = frame.product(sums=is_sum_of_positions(args))
+        name = frame.product(sums=origins.is_sum_of_positions(args))
     elif name == "to" and isinstance(args[0], nn.Parameter):
         name = "weight"  # autocast casts one now and then, which must not number what is cast in every call
     if backward:
@@ -424,7 +401,7 @@ def _count(chosen: Tensor) -> int:
 def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
     """Count the masked positions of rows that see others and have a weight all the same."""
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
-    origin = origin_of(args[0])
+    origin = origins.origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:
         found = (weights > FP16_STEP) & origin.masked
         if bool(found.any()):
@@ -432,11 +409,11 @@ def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None
 
 
 def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
-    set_origin(out, Origin(masked=masked.expand(out.shape)))
+    origins.set_origin(out, origins.Origin(masked=masked.expand(out.shape)))
     # A positive value or a NaN where a mask was added does not come from the mask.
-    if not high < -MASK_FROM:
+    if not high < -origins.MASK_FROM:
         masked = masked & (out < 0)
-    most = ceiling(masked, 0.0, out.dtype)
+    most = origins.ceiling(masked, 0.0, out.dtype)
     kept = out.clamp(-most, most)
     _note(site, kept, *_extremes(kept))
     site.benign += _count(masked) * (out.numel() // masked.numel())
@@ -473,7 +450,7 @@ def _note_constant(site: Site, out: Tensor) -> None:
     site.reason, site.limit = CONSTANT_REASON, None
     nans = _count(out.isnan())
     site.nonfinite += nans
-    extreme = out.abs() >= -MASK_FROM
+    extreme = out.abs() >= -origins.MASK_FROM
     site.benign += _count(extreme)
     rest = out.masked_fill(extreme, 0.0)
     site.amax = math.inf if nans else max(site.amax, float(rest.abs().max()))

@@ -39,19 +39,9 @@ FACTORIES = {
 UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
 """Operations whose output holds nothing yet."""
 
-MASKING = {
-    "add": "pointwise",
-    "sub": "pointwise",
-    "mul": "pointwise",
-    "minimum": "pointwise",
-    "where": "where",
-    "masked_fill": "masked_fill",
-    "clone": "copy",
-    "_to_copy": "copy",
-    "constant_pad_nd": "pad",
-    "pad": "pad",
-    "cat": "cat",
-}
+MASKING = dict.fromkeys(("add", "sub", "mul", "minimum"), "pointwise")
+MASKING |= {"clone": "copy", "_to_copy": "copy", "constant_pad_nd": "pad", "pad": "pad"}
+MASKING |= {kind: kind for kind in ("where", "masked_fill", "cat")}
 """Operations through which a mask goes, and in which way."""
 
 _ORIGIN = "_bf16_to_fp16_origin"

@@ -19,21 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UserError
 from ..run.products import MATRIX_PRODUCTS
-from .origins import (
-    FACTORIES,
-    MASKING,
-    UNINITIALISED,
-    Origin,
-    forget_origin,
-    is_sum_of_positions,
-    masked_positions,
-    masked_span,
-    of_constants,
-    only_constants,
-    origin_of,
-    scores_of_mask,
-    set_origin,
-)
+from . import origins
 from .sites import Call, site_name
 
 _KEEPING_SHAPE = {"bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "float", "half", "to"}
@@ -43,7 +29,7 @@ _MOVING = (
     | {"narrow", "pad", "permute", "repeat", "repeat_interleave", "requires_grad_", "reshape", "select", "split"}
     | {"squeeze", "stack", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"}
     | _KEEPING_SHAPE
-    | UNINITIALISED
+    | origins.UNINITIALISED
 )
 """Functions that show or copy what is there: no sites of their own."""
 
@@ -252,8 +238,8 @@ class Tap:
         function = self._functions.get(func)
         if function is None:
             function = self._functions[func] = _describe_function(func)
-        if function.factory or (only_constants(args) and only_constants(kwargs.values())):
-            set_origin(out, of_constants((*args, *kwargs.values())))
+        if function.factory or (origins.only_constants(args) and origins.only_constants(kwargs.values())):
+            origins.set_origin(out, origins.of_constants((*args, *kwargs.values())))
             return
         if function.moving:
             _carry_mask(function, func, args, kwargs, out)
@@ -263,19 +249,19 @@ class Tap:
         if self._hides_gradients():
             return
         if function.inplace:
-            forget_origin(out)
+            origins.forget_origin(out)
         elif args and out is args[0]:  # a dropout that does nothing
             return
         masked = None
         if function.masking is not None and len(args) > 1:
-            masked = masked_positions(function.masking, args, kwargs)
+            masked = origins.masked_positions(function.masking, args, kwargs)
             if masked is not None:
-                set_origin(out, Origin(masked=masked.expand(out.shape)))
+                origins.set_origin(out, origins.Origin(masked=masked.expand(out.shape)))
                 if function.name == "add" and call.before_softmax:
                     self._see_masked(call, function, args, masked)
         name = function.name
         if function.matmul:
-            name = call.product(sums=is_sum_of_positions(args))
+            name = call.product(sums=origins.is_sum_of_positions(args))
         elif function.softmax:
             call.after_softmax = True
         elif function.dropout:
@@ -299,13 +285,13 @@ class Tap:
 
     def _see_masked(self, call: _Call, function: _Function, args: tuple[Any, ...], masked: Tensor) -> None:
         """Hand over what the mask that is added to scores must add at least."""
-        scores = None if function.inplace else scores_of_mask(args)
+        scores = None if function.inplace else origins.scores_of_mask(args)
         if scores is None:
             call.hidden = masked
             return
         full = self._wanted(call, "masked", 1)
         if full is not None:
-            self._hand_over(full, scores, partial(masked_span, masked=masked))
+            self._hand_over(full, scores, partial(origins.masked_span, masked=masked))
 
     def _wanted(self, call: _Call, name: str, count: int) -> str | None:
         """The full name of a site that is wanted."""
@@ -342,27 +328,27 @@ def _describe_function(func: Any) -> _Function:
         name=_BELOW.get(name, name),
         moving=own in _MOVING,
         keeping_shape=own in _KEEPING_SHAPE,
-        factory=own in FACTORIES,
+        factory=own in origins.FACTORIES,
         inplace=inplace,
         matmul=matmul,
         softmax=name == "softmax",
         dropout=name == "dropout",
-        masking=MASKING.get(name),
+        masking=origins.MASKING.get(name),
     )
 
 
 def _carry_mask(function: _Function, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
     """What is only moved keeps its masked positions."""
     if function.masking in ("cat", "pad"):
-        masked = masked_positions(function.masking, args, kwargs)
-        set_origin(out, None if masked is None else Origin(masked=masked))
+        masked = origins.masked_positions(function.masking, args, kwargs)
+        origins.set_origin(out, None if masked is None else origins.Origin(masked=masked))
         return
-    origin = origin_of(args[0]) if args else None
+    origin = origins.origin_of(args[0]) if args else None
     if origin is None or origin.masked is None or origin.constant:
         return
     masked = origin.masked if function.keeping_shape else func(origin.masked, *args[1:], **kwargs)
     if isinstance(masked, Tensor) and masked.shape == out.shape:
-        set_origin(out, Origin(masked=masked))
+        origins.set_origin(out, origins.Origin(masked=masked))
 
 
 def _unmasked(out: Tensor, masked: Tensor) -> Tensor:

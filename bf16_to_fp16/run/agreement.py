@@ -45,9 +45,6 @@ FREE_KEYS = frozenset(
 LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
 """Attributes that say what a classifier's outputs mean; how many there are, the loader compares with the weights."""
 
-ATTENTIONS = (None, "eager", "sdpa")
-"""Attention implementations that a config may ask for: those that the bounds are about."""
-
 MOST_POSITIONS = 2.0**31
 """What a frequency of rotary positions is multiplied with at most."""
 
@@ -485,7 +482,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
                 f"{where}: {next(iter(spelt), name)!r} {says}, which stock code goes by, where the other keys ask for"
                 f" it {follows}; {mend} it, or take the file from the original checkpoint"
             )
-    if written.get(attention) not in ATTENTIONS:
+    if written.get(attention) not in (None, "eager", "sdpa"):  # those that the bounds are about
         refused[attention] = (
             f"{where}: asks for the attention implementation {shown(written[attention])}, about which nothing is known;"
             " remove the key"

@@ -25,7 +25,7 @@ from ..families.known import of_model_type, projector_of, spare_padding
 from ..families.layout import Layout, TensorSource
 from ..families.resolve import resolve
 from ..progress import Progress
-from . import choice, memory
+from . import choice, interface, memory
 from .batch import (
     CHOSEN,
     GENERATE,
@@ -42,18 +42,6 @@ from .batch import (
     ended,
     seeded,
     stack,
-)
-from .interface import (
-    class_in,
-    decoder_start,
-    end_ids,
-    first_ids,
-    is_causal,
-    longest_sequence,
-    pad_id,
-    predicts_tokens,
-    special_ids,
-    takes_decoder_ids,
 )
 from .padding import bearable, bearable_as_one, is_blind, padded, padded_left
 from .stock import setting, vocabulary_of
@@ -92,14 +80,14 @@ def batches(
     the ids by reason that the probe runs instead, by default random ones. Raises ``UserError`` for unusable data or
     tokenizer.
     """
-    length = min(length, longest_sequence(config))
+    length = min(length, interface.longest_sequence(config))
     if data is None:
         made = _probe(config, seed, length, sweep, chosen)
     elif source is None:
         raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
     else:
         made = tokenised(config, source, data, seed=seed, examples=examples, length=length)
-        if predicts_tokens(config):
+        if interface.predicts_tokens(config):
             made.append(generation(config, made[0]))
     borne = [batch for whole in made for batch in bearable(config, whole)]
     return [replace(_readable(config, batch), blind=is_blind(config, batch)) for batch in borne]
@@ -156,14 +144,14 @@ def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder
     """
     each = [list(_rows(batch)) for batch in inputs if not (batch.generate or batch.has_image)]
     turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
-    positions = length if is_causal(config) else decoder_length
+    positions = length if interface.is_causal(config) else decoder_length
     count = max(4, min(16, _PROBE_LOGITS // (vocabulary_of(config) * positions)))
     encoder, decoder = zip(*turns[:count], strict=True)
-    ids, mask = stack([row[:length] for row in encoder], pad_id(config))
-    if not takes_decoder_ids(config):
+    ids, mask = stack([row[:length] for row in encoder], interface.pad_id(config))
+    if not interface.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch("rows of every kind", ids, mask)))
-    decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], pad_id(config))
-    decoder_ids[:, 0] = decoder_start(config)
+    decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], interface.pad_id(config))
+    decoder_ids[:, 0] = interface.decoder_start(config)
     return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
 
 
@@ -186,7 +174,7 @@ def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int =
     None for a small one, of which it runs all."""
     if is_small(config):
         return None
-    return choice.chosen(source, layout, special_ids(config), seeded(seed))
+    return choice.chosen(source, layout, interface.special_ids(config), seeded(seed))
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
@@ -198,10 +186,10 @@ def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, 
 
 def _readable(config: Any, batch: Batch) -> Batch:
     """The batch as the model's head can read it: with one end token in every row, where it reads that."""
-    stock = class_in(config)
+    stock = interface.class_in(config)
     if stock is None or not stock.reads_end_token:
         return batch
-    end = end_ids(config)
+    end = interface.end_ids(config)
     if not end:
         raise UserError(
             f"config.json: {stock.names[0]} reads the end token, and eos_token_id is"
@@ -212,7 +200,7 @@ def _readable(config: Any, batch: Batch) -> Batch:
 
 def _begun(config: Any, ids: Tensor) -> Tensor:
     """Ids [..., length] whose first is the token with which texts begin, where there is one."""
-    if first := first_ids(config):
+    if first := interface.first_ids(config):
         ids = ids.clone()
         ids[..., 0] = first[0]
     return ids
@@ -226,7 +214,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 
     def batch(kind: str, description: str, encoder: Tensor, decoder: Tensor) -> Batch:
         started = decoder.clone()
-        started[:, 0] = decoder_start(config)
+        started[:, 0] = interface.decoder_start(config)
         return _unpadded(config, kind, description, encoder, started)
 
     repeated = ids(2, 1).repeat(1, min(64, length))
@@ -236,7 +224,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         batch(REPEATED, "one token repeated", repeated, repeated[:, :32]),
         padded(config, [_begun(config, ids(1, n)[0]) for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
     ]
-    if is_causal(config):
+    if interface.is_causal(config):
         made.append(padded_left(config, made[-1]))
     if past := _past_window(config, length):
         row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
@@ -245,9 +233,9 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
     if sweep or is_small(config):
         made += _sweep(config, vocabulary, min(length, 128))
     else:
-        ids_by_reason = choice.drawn(vocabulary, special_ids(config), generator) if chosen is None else chosen
+        ids_by_reason = choice.drawn(vocabulary, interface.special_ids(config), generator) if chosen is None else chosen
         made += _chosen(config, ids_by_reason, min(length, 128))
-    if not predicts_tokens(config):
+    if not interface.predicts_tokens(config):
         return made
     made = _within_budget(made, vocabulary)
     return [*made, generation(config, next(batch for batch in made if batch.kind == PADDED))]
@@ -256,7 +244,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder: Tensor, **options: Any) -> Batch:
     """A batch without padding; the decoder's ids are for a model that takes them."""
     whole = Batch(description, encoder, torch.ones_like(encoder), kind=kind, **options)
-    if not takes_decoder_ids(config):
+    if not interface.takes_decoder_ids(config):
         return whole
     return replace(whole, decoder_input_ids=decoder, decoder_attention_mask=torch.ones_like(decoder))
 
@@ -264,9 +252,9 @@ def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder
 def _past_window(config: Any, length: int) -> int | None:
     """How long a row must be to go beyond a sliding window, None where ``length`` does or nothing can."""
     window = setting(config, "sliding_window")
-    if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or takes_decoder_ids(config):
+    if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or interface.takes_decoder_ids(config):
         return None
-    return past if (past := window + _BEYOND_WINDOW) <= longest_sequence(config) else None
+    return past if (past := window + _BEYOND_WINDOW) <= interface.longest_sequence(config) else None
 
 
 def images(config: Any) -> list[Batch]:
@@ -306,7 +294,7 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
     left: the encoder's are filled up on the left.
     """
     generator, vocabulary = seeded(seed), vocabulary_of(config)
-    most, special = longest_sequence(config), special_ids(config)
+    most, special = interface.longest_sequence(config), interface.special_ids(config)
 
     def drawn(longest: int, *, framed: bool) -> Tensor:
         share = float(torch.rand((), generator=generator))
@@ -328,31 +316,32 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
 def few_rows(config: Any) -> Batch:
     """Return eight rows of eight random ids, in the decoder of four, without padding, enough to compare two
     checkpoints; 32 rows of what gives a row one answer."""
-    generator, vocabulary, most = torch.Generator().manual_seed(0), vocabulary_of(config), longest_sequence(config)
+    generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
+    most = interface.longest_sequence(config)
 
     def drawn(length: int) -> list[int]:
         return torch.randint(0, vocabulary, (min(length, most),), generator=generator).tolist()
 
-    started = [decoder_start(config)] if takes_decoder_ids(config) else []
+    started = [interface.decoder_start(config)] if interface.takes_decoder_ids(config) else []
     rows = [
         (_framed(config, drawn(_SHORT), most), [*started, *drawn(_SHORT_DECODER)][:most])
-        for _ in range(8 if predicts_tokens(config) else 32)
+        for _ in range(8 if interface.predicts_tokens(config) else 32)
     ]
     return rows_of(config, rows, "a few short rows")
 
 
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
     """Ids behind the token with which a text begins, else before its end, and at most so many from that edge on."""
-    first = first_ids(config)
-    return [*first, *ids][:most] if first else [*ids, *end_ids(config)][-most:]
+    first = interface.first_ids(config)
+    return [*first, *ids][:most] if first else [*ids, *interface.end_ids(config)][-most:]
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
     """Return given ids of the encoder and the decoder (start token included) as one batch, filled up on the right."""
-    ids, mask = stack([torch.tensor(row) for row, _ in rows], pad_id(config))
-    if not takes_decoder_ids(config):
+    ids, mask = stack([torch.tensor(row) for row, _ in rows], interface.pad_id(config))
+    if not interface.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))
-    decoder = stack([torch.tensor(row) for _, row in rows], pad_id(config))
+    decoder = stack([torch.tensor(row) for _, row in rows], interface.pad_id(config))
     return bearable_as_one(config, Batch(description, ids, mask, *decoder))
 
 
@@ -362,7 +351,7 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
     vocabulary = vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []
-    for ids in [*drawn, *([i] for i in special_ids(config))]:
+    for ids in [*drawn, *([i] for i in interface.special_ids(config))]:
         framed = _framed(config, ids, longest)
         rows += [ids] if framed == ids else [ids, framed]
     encoder = [torch.tensor(row) for row in rows]
@@ -403,8 +392,8 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
 def generation(config: Any, batch: Batch) -> Batch:
     """Return the first two rows of a batch, from which beam search makes a few tokens; a causal model's are filled up
     on the left, and leave it positions."""
-    if is_causal(config):
-        kept = slice(-max(1, longest_sequence(config) - GENERATED_TOKENS), None)
+    if interface.is_causal(config):
+        kept = slice(-max(1, interface.longest_sequence(config) - GENERATED_TOKENS), None)
         batch = padded_left(config, batch)
         batch = replace(batch, input_ids=batch.input_ids[:, kept], attention_mask=batch.attention_mask[:, kept])
     ids, mask = batch.input_ids[:2], batch.attention_mask[:2]

@@ -231,7 +231,7 @@ def test_what_the_search_has_no_way_to_is_gone_after_by_what_it_comes_from(few_f
     layout, path = resolve(ModelTensors(model)), "decoder.block.0.layer.0.SelfAttention"
     result = attack(model, layout, steps=8, sites=[f"{path}:masked"])
     assert set(result.inputs) == {f"{path}:scores"}
-    worst = {f.name: f.worst for f in result.found}
+    worst = result.worst
     assert worst[f"{path}:masked"] > FP16_MAX > worst[f"{path}:scores"] and result.worst_headroom_bits < 0
     everything = attack(model, layout, steps=1, sites=["no such site"])
     assert len(everything.inputs) > 10 and everything.found
