@@ -32,9 +32,10 @@ class RangeObserver:
         family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
         ends = roles_of(family).attentions
         self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
-        self.observer = SiteObserver(model, only=self.attentions, beside=beside.observer if beside else None)
+        before = beside.observer if beside else None
+        self.observer: SiteObserver = SiteObserver(model, only=self.attentions, beside=before)
         self.meters: dict[str, _Meter] = beside.meters if beside else {}
-        self.totals = beside.totals if beside else _Totals()
+        self.totals: _Totals = beside.totals if beside else _Totals()
         self._hooks = ExitStack()
 
     def __enter__(self) -> RangeObserver:

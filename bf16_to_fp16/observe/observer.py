@@ -97,7 +97,7 @@ class SiteObserver(TorchDispatchMode):
         self.outputs = 0
         """Floating-point op outputs seen in the model, without views."""
         self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {} if beside is None else beside._sites
-        self._before = 0 if beside is None else beside._before + _OUTPUTS_OF_A_RUN
+        self._before: int = 0 if beside is None else beside._before + _OUTPUTS_OF_A_RUN
         self._operators: dict[Any, _Operator] = {}
         self._stack: list[_Frame] = []
         self._frame: _Frame | None = None

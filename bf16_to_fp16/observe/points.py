@@ -124,19 +124,19 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -
     return torch.cat((turning * cos.unsqueeze(1) + other * sin.unsqueeze(1), rest), -1)
 
 
-def _scores(values: dict[str, Tensor], layout: Layout, w: Attention) -> Any:
-    """A hook that makes an attention's scores again of the queries and keys that were seen."""
+def _scores(found: dict[str, Tensor], layout: Layout, w: Attention) -> Any:
+    """A hook that makes an attention's scores again of the queries and keys that were found."""
     heads = {w.query: layout.heads(w), w.key: layout.kv_heads(w)}
 
-    def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
-        q, k = (values[path].unflatten(-1, (number, -1)).transpose(1, 2) for path, number in heads.items())
+    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        q, k = (found[path].unflatten(-1, (number, -1)).transpose(1, 2) for path, number in heads.items())
         if w.query_norm:
-            q, k = (values[f"{path}:{layout.family.norm_site}"] for path in (w.query_norm, w.key_norm))
+            q, k = (found[f"{path}:{layout.family.norm_site}"] for path in (w.query_norm, w.key_norm))
             if w.norms_by_position:
                 q, k = q.transpose(1, 2), k.transpose(1, 2)
         if w.rotary:
             q, k = (rotated(x, *kwargs["position_embeddings"], interleaved=w.interleaved) for x in (q, k))
-        values[f"{w.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
+        found[f"{w.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
     return hook
 

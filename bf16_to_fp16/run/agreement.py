@@ -306,7 +306,8 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
 
 
 def check_projector(layout: Layout, model: Any, where: str) -> None:
-    """Raise UserError for a projector's eps of which its norm makes NaN of zeros, and for a token that can be no id."""
+    """Raise UserError for an eps with which the norm of another model's outputs makes NaN of zeros, and for a number
+    that can be no id in the places of those outputs."""
     if (w := layout.projector) is None:
         return
     norm = model.get_submodule(w.norm)

@@ -46,6 +46,7 @@ class Weights:
         return [self.matrix(module) for module in (sublayer.gate, sublayer.linear) if module]
 
     def rows(self, start: int, stop: int) -> Tensor:
+        """Return rows of the embedding table."""
         return self.source.read_rows(self.table, start, stop).float()
 
     def looked_up(self, stack: ResolvedStack, ids: Sequence[int]) -> Tensor:
@@ -227,14 +228,18 @@ def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> d
             back = rows
             if sublayer.post_norm:
                 back = weights.before(sublayer.post_norm, back) * typical.norms[sublayer.post_norm]
-            if isinstance(sublayer, Attention):
-                back = back @ weights.matrix(sublayer.output)
-                heads, groups = weights.layout.heads(sublayer), weights.layout.kv_heads(sublayer)
-                spread = (groups, heads // groups, back.shape[1] // heads)
-                back = shared(back.t(), spread).sum(1).t() @ weights.matrix(sublayer.value)
-            else:
+            if not isinstance(sublayer, Attention):
                 parts = (through(weights, each, back, typical) for each in feed_forwards_of(sublayer))
                 back = sum(parts, torch.zeros(()))
+            else:
+                back = back @ weights.matrix(sublayer.output)
+                heads = weights.layout.kv_heads(sublayer)
+                spread = (
+                    heads,
+                    weights.layout.heads(sublayer) // heads,
+                    back.shape[1] // weights.layout.heads(sublayer),
+                )
+                back = shared(back.t(), spread).sum(1).t() @ weights.matrix(sublayer.value)
             if isinstance(sublayer, Attention) and sublayer.memory:
                 memory = memory + back
             else:

@@ -32,6 +32,7 @@ def available() -> float:
 
 
 def peak() -> int:
-    """Return the most bytes that this process has held at a time; on macOS, which does not tell, what it holds now."""
+    """Return the most bytes of memory that this process has held at a time; on macOS, which does not tell, what it
+    holds now."""
     held = psutil.Process().memory_info()
     return system.peak_memory() or int(getattr(held, "peak_wset", held.rss))

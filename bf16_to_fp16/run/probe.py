@@ -258,8 +258,8 @@ def _past_window(config: Any, length: int) -> int | None:
 
 
 def images(config: Any) -> list[Batch]:
-    """Return a row of ids about an image of noise; none for a model that reads no images. Drawn apart, so that the
-    other rows are those of a text model; no id about it is an image's."""
+    """Return a row of ids about an image of noise, as bright as images are once prepared; none for a model that
+    reads no images. Drawn apart, so that the other rows are those of a text model; no id about it is an image's."""
     w = projector_of(of_model_type(config.model_type))
     if w is None:
         return []
