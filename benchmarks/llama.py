@@ -22,7 +22,7 @@ import torch
 
 from bf16_to_fp16.run import probe
 from bf16_to_fp16.run.batch import Batch
-from bf16_to_fp16.run.runtimes.types import in_torch
+from bf16_to_fp16.run.runtime import in_torch
 from bf16_to_fp16.run.stock import load_config
 
 COPIED = ("config.json", "model.safetensors")

@@ -27,8 +27,8 @@ from .regimes import DTYPES, RegimeResult, SiteResult, audit_each, audit_model, 
 
 @dataclass(frozen=True)
 class AnyModel:
-    """A checkpoint whose class belongs to no family: its folder, the name of the class, the configuration with which
-    inputs are made, the attentions that the class has, and whether it can generate."""
+    """A checkpoint whose class belongs to no family. ``config``: that with which inputs are made. ``attention``: those
+    that the class has."""
 
     folder: Path
     name: str
@@ -84,8 +84,7 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
 
 
 def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
-    """Return the built-in probe and the user's text as inputs of a model: with a head throughout, and with a few tokens
-    generated where the class can.
+    """Return the probe and the user's text as inputs of a model, all with a head, and a generation where the class can.
 
     Raises UserError for data that cannot be used.
     """
@@ -142,11 +141,7 @@ def lost_weights(model: Any) -> list[SiteResult]:
 
 
 def with_lost_weights(result: RegimeResult, weights: Sequence[SiteResult]) -> RegimeResult:
-    """Return the result with these weights as sites, first of all.
-
-    No input need have met them: of a large vocabulary a probe draws a few rows, and the others are in the model as
-    well.
-    """
+    """Return the result with these weights as sites, first of all: of a large vocabulary a probe draws a few rows."""
     seen = {site.name for site in result.sites}
     lost = [site for site in weights if site.name not in seen]
     if not lost:

@@ -1,18 +1,14 @@
 """The adversary: a gradient search for the inputs that bring each site nearest to its limit.
 
-Random inputs rarely find what one rare token sequence does. Here every row of a batch goes after a goal of its own,
-many goals at once: over input embeddings, as convex combinations of rows of the embedding table (the hull that the
-certificate covers), and over token ids, changing one position at a time to what the gradient prefers and keeping what
-improves (HotFlip, Ebrahimi et al. 2018). A goal is a site, or 1/σ of what a norm reads: a norm hides its other
-channels behind a few large ones until an input makes those small. The search runs in rounds. After each one every
-input found is tried on every goal, and the next round's rows go to the goals whose bound lies farthest above the best
-found, each starting from the best inputs that any goal has found for it. What is found is measured again in fp32 and
-in real fp16 arithmetic. The pair of the worst found and the certificate's bound is the honest answer to how near a
-model can come.
+Every row of a batch goes after a goal of its own: over input embeddings, as convex combinations of rows of the
+embedding table (the hull that the certificate covers), and over token ids, changing one position at a time to what the
+gradient prefers and keeping what improves (HotFlip, Ebrahimi et al. 2018). A goal is a site, or 1/σ of what a norm
+reads. After each round every input found is tried on every goal, and the next rows go to the goals whose bound lies
+farthest above the best found. What is found is measured again in fp32 and in real fp16 arithmetic. The pair of the
+worst found and the certificate's bound says how near a model can come.
 
 The certificate knows of an embedding only how large each channel and how long the whole can be. A second search moves
-embeddings as freely as that. What it reaches and the first does not is out of reach of the vocabulary, not a looseness
-of the bound, so the two are kept apart: no text need come near it.
+embeddings as freely as that. What it alone reaches is out of reach of the vocabulary, so the two are kept apart.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import heapq
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -37,66 +33,50 @@ from ..numerics import FP16_MAX, headroom_bits
 from ..observe.observer import SiteObserver
 from ..observe.points import watched
 from ..rescaling.weights import ModelTensors
-from ..run.stock import run_everywhere, set_attention, setting
+from ..run.interface import longest_sequence
+from ..run.stock import run_everywhere, set_attention
 
 LENGTH = 16
 """Positions of an attack's sequences: enough for every score and every mixture of values."""
 
-
 GROUP = 48
 """Goals attacked in one batch."""
-
 
 ROUNDS = 4
 """Times that the rows are dealt out anew."""
 
-
 STARTS = 3
 """Best inputs kept for each goal, for as many rows to start from."""
-
 
 POOL = 8
 """Groups of random inputs among which the first rows choose their start."""
 
-
-TOKEN_SHARE = 4
-"""One step in so many changes tokens; it costs several times what the others do."""
-
-
-FREE_SHARE = 4
-"""One step in so many moves embeddings freely."""
-
+TOKEN_SHARE, FREE_SHARE = 4, 4
+"""One step in so many changes tokens, which costs several times what the others do, or moves embeddings freely."""
 
 START_WEIGHT = 0.7
 """Weight of its starting point in a row's first mixture."""
 
-
 WORDS = 512
 """Rows of the table that the hull is searched over; with a larger vocabulary a random choice of them."""
-
 
 INVERSE_SIGMA = "1/σ"
 """The operation under which a norm's own goal is named."""
 
-
-MIXTURE_RATE = 0.3
-
-
-FREE_RATE = 0.1
-
+MIXTURE_RATE, FREE_RATE = 0.3, 0.1
+"""Learning rates of mixtures and of free embeddings."""
 
 FLIPS = 4
 """Best changes tried at each token step."""
 
+Inputs = tuple[Tensor, ...]
+"""A batch for the encoder and, where there is one, the decoder: ids [rows, length], or embeddings [rows, length, d]."""
+
 
 @dataclass(frozen=True)
 class Found:
-    """What one site reached: by as many random inputs, by tokens, by mixtures of the table's rows (``embeddings``), all
-    in fp32, and in fp16 by any of them.
-
-    ``covered``: by embeddings no larger than the table's, all that the certificate covers, in fp32 or fp16; it says how
-    tight the bound is, not how near an input can come.
-    """
+    """What one site reached: by as many random inputs, by tokens, by mixtures of the table's rows, all in fp32, and in
+    fp16 by any of them. ``covered``: by embeddings no larger than the table's, all that the certificate covers."""
 
     name: str
     random: float
@@ -119,10 +99,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Attack:
-    """The result of a search: each site's findings, and the token ids that were worst for it.
-
-    ``inputs``: per attacked site the encoder's and the decoder's ids (empty for an encoder).
-    """
+    """Each site's findings, and per attacked site the worst ids of the encoder and the decoder (empty for an
+    encoder)."""
 
     steps: int
     seed: int
@@ -148,52 +126,26 @@ class Attack:
             "worst_headroom_bits": self.worst_headroom_bits,
             "median_gain": statistics.median(gains) if gains else None,
             "sites": [
-                {
-                    "name": f.name,
-                    "worst": f.worst,
-                    "random": f.random,
-                    "tokens": f.tokens,
-                    "embeddings": f.embeddings,
-                    "half": f.half,
-                    "covered": f.covered,
-                    "limit": f.limit,
-                    "headroom_bits": headroom_bits(f.worst, f.limit),
-                    "gain": f.gain,
-                    "ids": self.inputs.get(f.name),
-                }
+                asdict(f)
+                | {"worst": f.worst, "headroom_bits": headroom_bits(f.worst, f.limit)}
+                | {"gain": f.gain, "ids": self.inputs.get(f.name)}
                 for f in sorted(self.found, key=lambda f: headroom_bits(f.worst, f.limit))
             ],
         }
 
 
-@dataclass
-class _Inputs:
-    """A batch for both sides: ids [rows, length], or embeddings [rows, length, d]; decoder None for an encoder."""
-
-    encoder: Tensor
-    decoder: Tensor | None
-
-    @property
-    def sides(self) -> list[Tensor]:
-        return [self.encoder] if self.decoder is None else [self.encoder, self.decoder]
-
-    def rows(self, chosen: Tensor | slice) -> _Inputs:
-        return _Inputs(self.encoder[chosen], None if self.decoder is None else self.decoder[chosen])
-
-
-def joined(parts: Sequence[_Inputs]) -> _Inputs:
+def joined(parts: Sequence[Inputs]) -> Inputs:
     """Return the rows of several batches as one."""
-    decoders = [p.decoder for p in parts if p.decoder is not None]
-    return _Inputs(torch.cat([p.encoder for p in parts]), torch.cat(decoders) if decoders else None)
+    return tuple(torch.cat(side) for side in zip(*parts, strict=True))
 
 
 class _Elite:
     """The best inputs found so far for each goal, best first, with what they reach."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, list[tuple[float, _Inputs]]] = {}
+        self.kept: dict[str, list[tuple[float, Inputs]]] = {}
 
-    def offer(self, x: _Inputs, reached: Mapping[str, Tensor]) -> None:
+    def offer(self, x: Inputs, reached: Mapping[str, Tensor]) -> None:
         """Take the rows of ``x`` that are among the best; reached: what each row reaches of every goal, [rows]."""
         for goal, values in reached.items():
             kept = self.kept.setdefault(goal, [])
@@ -202,15 +154,14 @@ class _Elite:
             for value, row in zip(top.values.tolist(), top.indices.tolist(), strict=True):
                 # The same input comes by again whenever a row did not improve.
                 if all(value != old for old, _ in kept):
-                    part = x.rows(slice(row, row + 1))
-                    kept.append((value, _Inputs(part.encoder.clone(), _cloned(part.decoder))))
+                    kept.append((value, tuple(side[row : row + 1].clone() for side in x)))
             kept.sort(key=lambda pair: -pair[0])
             del kept[STARTS:]
 
     def best(self, goal: str) -> float:
         return self.kept[goal][0][0] if self.kept.get(goal) else 0.0
 
-    def starts(self, goals: Sequence[str]) -> _Inputs:
+    def starts(self, goals: Sequence[str]) -> Inputs:
         """Return a start for each row: of rows with the same goal the n-th takes the n-th best."""
         seen: dict[str, int] = {}
         parts = []
@@ -219,10 +170,6 @@ class _Elite:
             seen[goal] = turn + 1
             parts.append(kept[turn % len(kept)][1])
         return joined(parts)
-
-
-def _cloned(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.clone()
 
 
 def deal(weights: Mapping[str, float], rows: int) -> list[str]:
@@ -237,28 +184,40 @@ def deal(weights: Mapping[str, float], rows: int) -> list[str]:
     return [goal for goal, count in dealt.items() for _ in range(count)]
 
 
-class _Subject:
-    """A model under attack: inputs for it, what they reach of every goal, and what they make of every operation."""
+@dataclass(frozen=True)
+class _Climb:
+    """A way uphill: each row's goal, the inputs it starts from, in how many steps, and what to call after each."""
+
+    goals: Sequence[str]
+    start: Inputs
+    steps: int
+    done: Callable[[], None]
+
+
+class _Adversary:
+    """A model under attack: its inputs, what they reach of every goal, and the searches, each of which goes uphill from
+    a start and returns the best that every row has come by."""
 
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
         self.generator = torch.Generator().manual_seed(seed)
         named = dict(model.named_parameters(remove_duplicate=False))
         embedding = model.get_input_embeddings().weight
-        self.tables: list[Tensor] = []
-        """The rows that the encoder's inputs are made of, and the decoder's where it has an embedding of its own."""
+        tables: list[Tensor] = []
         # Embeddings that are given are not scaled by who looks them up: the table, or the stack (Pegasus's encoder; its
         # decoder scales both, as T5Gemma's stacks do).
         for stack in layout.stacks()[: 1 if layout.shares_table else None]:
             table = (named[stack.ends.table] if stack.ends.table else embedding).detach()
-            self.tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scales_itself else table)
+            tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scales_itself else table)
+        self.tables = tables * 2 if layout.stock.decodes and len(tables) == 1 else tables
+        """The rows that each side's inputs are made of."""
         first = layout.stacks()[0].ends
         self.encoder_scale = 1.0 if first.scales_itself or first.scales else layout.embedding_scale(first)
         self.vocabulary, self.device = len(self.tables[0]), self.tables[0].device
         self.narrow = {f"{reader.norm}:{INVERSE_SIGMA}": reader.site for reader in walk(layout)}
         """Goals that are 1/σ of a norm's input, with the site that the norm reads."""
 
-    def draw(self, rows: int) -> _Inputs:
+    def draw(self, rows: int) -> Inputs:
         """Return random ids; every fourth row repeats one token."""
 
         def side() -> Tensor:
@@ -266,53 +225,45 @@ class _Subject:
             ids[::4] = ids[::4, :1]
             return ids.to(self.device)
 
-        return _Inputs(side(), side() if self.layout.stock.decodes else None)
+        return tuple(side() for _ in self.tables)
 
-    def embed(self, ids: _Inputs) -> _Inputs:
-        decoder = None if ids.decoder is None else self.tables[-1][ids.decoder]
-        return _Inputs(self.tables[0][ids.encoder], decoder)
+    def embed(self, ids: Inputs) -> Inputs:
+        return tuple(table[side] for table, side in zip(self.tables, ids, strict=True))
 
-    def run(self, x: _Inputs, model: Any = None, mask: Tensor | None = None) -> None:
-        """Run the model on embeddings; mask: the encoder's attention mask."""
-        model = model or self.model
-        dtype = next(model.parameters()).dtype
-        encoder = (x.encoder * self.encoder_scale).to(dtype)
-        decoder = {} if x.decoder is None else {"decoder_inputs_embeds": x.decoder.to(dtype), "use_cache": False}
-        run_everywhere(model, self.layout, inputs_embeds=encoder, attention_mask=mask, **decoder)
+    def run(self, x: Inputs, model: Any = None, mask: Tensor | None = None) -> None:
+        """Run a model, by default the searched one, on ids or embeddings; mask: the encoder's attention mask."""
+        model, kind = model or self.model, "input_ids"
+        if x[0].is_floating_point():
+            dtype, kind = next(model.parameters()).dtype, "inputs_embeds"
+            x = tuple(side.to(dtype) for side in (x[0] * self.encoder_scale, *x[1:]))
+        decoder = {f"decoder_{kind}": x[1], "use_cache": False} if len(x) > 1 else {}
+        run_everywhere(model, self.layout, **{kind: x[0]}, attention_mask=mask, **decoder)
 
-    def run_ids(self, x: _Inputs, model: Any, mask: Tensor | None = None) -> None:
-        """Run a model on token ids; mask: the encoder's attention mask."""
-        decoder = {} if x.decoder is None else {"decoder_input_ids": x.decoder, "use_cache": False}
-        run_everywhere(model, self.layout, input_ids=x.encoder, attention_mask=mask, **decoder)
-
-    def values(self, x: _Inputs) -> dict[str, Tensor]:
+    def values(self, x: Inputs) -> dict[str, Tensor]:
         """Return what each goal is read from, differentiable: a site's values, or 1/σ of what a norm reads."""
-        with watched(self.model, self.layout) as found:
+        with watched(self.model, self.layout) as values:
             self.run(x)
         for goal, stream in self.narrow.items():
-            if stream in found:
-                h = found[stream]
+            if stream in values:
+                h = values[stream]
                 if self.layout.family.centred_norm:
                     h = h - h.mean(-1, keepdim=True)
-                found[goal] = (h.square().mean(-1) + self.layout.eps).rsqrt()
-        return found
+                values[goal] = (h.square().mean(-1) + self.layout.eps).rsqrt()
+        return values
 
-    def reached(self, x: _Inputs, goals: Sequence[str]) -> Tensor:
+    def reached(self, x: Inputs, goals: Sequence[str]) -> Tensor:
         """Return the largest |value| of each row's own goal, differentiable: [rows]."""
         values = self.values(x)
         return torch.stack([values[name][row].abs().max() for row, name in enumerate(goals)])
 
-    def survey(self, x: _Inputs) -> dict[str, Tensor]:
+    def survey(self, x: Inputs) -> dict[str, Tensor]:
         """Return the largest |value| of every goal on every row: [rows] each."""
         with torch.no_grad():
             return {name: value.abs().flatten(1).amax(1) for name, value in self.values(x).items()}
 
-    def nearest(self, x: _Inputs) -> _Inputs:
-        """Return the ids whose embeddings are nearest to mixtures."""
-        return _Inputs(
-            self.best_words(x.encoder, self.tables[0], nearest=True)[1],
-            None if x.decoder is None else self.best_words(x.decoder, self.tables[-1], nearest=True)[1],
-        )
+    def nearest(self, x: Inputs) -> Inputs:
+        sides = zip(x, self.tables, strict=True)
+        return tuple(self.best_words(side, table, nearest=True)[1] for side, table in sides)
 
     def best_words(self, x: Tensor, table: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
         """Return for every position the largest x·row of a table and its id, a few thousand rows at a time.
@@ -326,51 +277,37 @@ class _Subject:
             products = x @ part.t()
             if nearest:
                 products = products - part.square().sum(1) / 2
-            found = products.max(-1)
-            better = found.values > best
-            best, word = torch.where(better, found.values, best), torch.where(better, found.indices + start, word)
+            largest = products.max(-1)
+            better = largest.values > best
+            best, word = torch.where(better, largest.values, best), torch.where(better, largest.indices + start, word)
         return best, word
 
-    def measure(self, model: Any, inputs: Sequence[tuple[_Inputs, bool]]) -> dict[str, float]:
-        """Return the largest |x| of every operation on all inputs; each is ids (True) or embeddings.
+    def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
+        """Return the largest |x| of every operation on all inputs, ids or embeddings.
 
-        The first row of each comes again with its last position masked, or as many as fp16 asks for, so that the mask's
-        own operations run.
+        The first row of each comes again with as many positions masked as fp16 asks for, so that the mask's operations
+        run.
         """
         spare = spare_padding(model.config.to_dict()) or 1
         last = int(spare) if spare < self.length else 0
         observer = SiteObserver(model)
         with torch.no_grad(), observer:
-            for x, tokens in inputs:
-                again = joined([x, x.rows(slice(0, 1))])
-                mask = torch.ones(again.encoder.shape[:2], dtype=torch.int64, device=x.encoder.device)
+            for x in inputs:
+                again = joined([x, tuple(side[:1] for side in x)])
+                mask = torch.ones(again[0].shape[:2], dtype=torch.int64, device=self.device)
                 mask[-1, 1:][mask.shape[1] - 1 - last :] = 0
-                self.run_ids(again, model, mask) if tokens else self.run(again, model, mask)
+                self.run(again, model, mask)
         # What has no limit in fp16 is benign; masks are not an input's doing.
         half = next(model.parameters()).dtype == torch.float16
         return {
             s.name: s.amax for s in observer.sites() if ":constant " not in s.name and (s.limit is not None or not half)
         }
 
-
-@dataclass(frozen=True)
-class _Climb:
-    """A way uphill: each row's goal, the inputs it starts from, in how many steps, and what to call after each."""
-
-    goals: Sequence[str]
-    start: _Inputs
-    steps: int
-    done: Callable[[], None]
-
-
-class _Adversary(_Subject):
-    """The searches: each goes uphill from a start, and returns the best that every row has come by."""
-
-    def in_hull(self, climb: _Climb) -> _Inputs:
+    def in_hull(self, climb: _Climb) -> Inputs:
         """Climb over convex combinations of table rows from embeddings; return each row's best."""
         count = min(self.vocabulary, WORDS)
-        words = torch.randperm(self.vocabulary, generator=self.generator)[:count]
-        tables = [table[words.to(self.device)] for table in self.tables]
+        words = torch.randperm(self.vocabulary, generator=self.generator)[:count].to(self.device)
+        tables = [table[words] for table in self.tables]
         # The starting point is one more word of each position; the others share what is left of the weight.
         lead = math.log(START_WEIGHT / (1 - START_WEIGHT))
 
@@ -379,49 +316,39 @@ class _Adversary(_Subject):
             first = drawn.logsumexp(-1, keepdim=True) + lead
             return torch.cat([first, drawn], -1).to(self.device).requires_grad_()
 
-        given = climb.start.sides
-        sides = [logits() for _ in given]
+        def mixed(side: Tensor, origin: Tensor, table: Tensor) -> Tensor:
+            weights = torch.softmax(side, -1)
+            return weights[..., :1] * origin + weights[..., 1:] @ table
+
+        sides = [logits() for _ in climb.start]
         optimizer = torch.optim.Adam(sides, lr=MIXTURE_RATE)
+        return self.climb(climb, lambda: tuple(map(mixed, sides, climb.start, tables)), optimizer)
 
-        def made() -> _Inputs:
-            mixed = []
-            for side, origin, table in zip(sides, given, (tables[0], tables[-1]), strict=False):
-                weights = torch.softmax(side, -1)
-                mixed.append(weights[..., :1] * origin + weights[..., 1:] @ table)
-            return _Inputs(mixed[0], mixed[1] if len(mixed) > 1 else None)
-
-        return self.climb(climb, made, optimizer)
-
-    def in_box(self, climb: _Climb) -> _Inputs:
+    def in_box(self, climb: _Climb) -> Inputs:
         """Climb from embeddings over all that are, channel by channel, no larger than the table's rows and no longer
         than the longest; return each row's best."""
-        boxes = [(table.abs().amax(0), table.norm(dim=1).max()) for table in self.tables]
-        boxes = [boxes[0], boxes[-1]]
+        tops = [table.abs().amax(0) for table in self.tables]
+        longest = [table.norm(dim=1).max() for table in self.tables]
 
         def inverse(x: Tensor, top: Tensor) -> Tensor:
             # Not too far out, where tanh has no gradient left.
             return (x / top.clamp(min=torch.finfo(top.dtype).tiny)).clamp(-0.95, 0.95).atanh().requires_grad_()
 
-        def embeddings(side: Tensor, top: Tensor, longest: Tensor) -> Tensor:
+        def embeddings(side: Tensor, top: Tensor, most: Tensor) -> Tensor:
             x = torch.tanh(side) * top
             # A little inside, for the rounding of the length to fp16.
-            return x * (longest * (1 - 2.0**-10) / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)).clamp(max=1)
+            return x * (most * (1 - 2.0**-10) / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)).clamp(max=1)
 
-        sides = [inverse(side, top) for side, (top, _) in zip(climb.start.sides, boxes, strict=False)]
+        sides = list(map(inverse, climb.start, tops))
         optimizer = torch.optim.Adam(sides, lr=FREE_RATE)
+        return self.climb(climb, lambda: tuple(map(embeddings, sides, tops, longest)), optimizer)
 
-        def made() -> _Inputs:
-            moved = [embeddings(side, *box) for side, box in zip(sides, boxes, strict=False)]
-            return _Inputs(moved[0], moved[1] if len(moved) > 1 else None)
-
-        return self.climb(climb, made, optimizer)
-
-    def climb(self, climb: _Climb, made: Callable[[], _Inputs], optimizer: torch.optim.Optimizer) -> _Inputs:
-        """Step uphill on the embeddings that ``made`` gives; return each row's best, its start included."""
+    def climb(self, climb: _Climb, make: Callable[[], Inputs], optimizer: torch.optim.Optimizer) -> Inputs:
+        """Step uphill on the embeddings that ``make`` gives; return each row's best, its start included."""
         with torch.no_grad():
             best, kept = self.reached(climb.start, climb.goals), climb.start
         for _ in range(climb.steps):
-            x = made()
+            x = make()
             reached = self.reached(x, climb.goals)
             better = reached.detach() > best
             best = torch.where(better, reached.detach(), best)
@@ -432,16 +359,13 @@ class _Adversary(_Subject):
             climb.done()
         return kept
 
-    def by_tokens(self, climb: _Climb) -> _Inputs:
+    def by_tokens(self, climb: _Climb) -> Inputs:
         """Change one token at a time of ids to what the gradient prefers; return each row's best."""
         ids, goals = climb.start, climb.goals
         with torch.no_grad():
             best = self.reached(self.embed(ids), goals)
         for step in range(climb.steps):
-            x = self.embed(ids)
-            for side in (x.encoder, x.decoder):
-                if side is not None:
-                    side.requires_grad_()
+            x = tuple(side.requires_grad_() for side in self.embed(ids))
             self.reached(x, goals).clamp(min=1e-30).log().sum().backward()
             for trial in self.flips(ids, x, step):
                 with torch.no_grad():
@@ -452,38 +376,27 @@ class _Adversary(_Subject):
             climb.done()
         return ids
 
-    def flips(self, ids: _Inputs, x: _Inputs, step: int) -> list[_Inputs]:
+    def flips(self, ids: Inputs, x: Inputs, step: int) -> list[Inputs]:
         """Return changed ids: per row the most promising tokens by first order, at its most promising positions."""
-        trials = []
-        for name in ("encoder", "decoder"):
-            side, given = getattr(x, name), getattr(ids, name)
-            if side is None or side.grad is None:
+        trials: list[Inputs] = []
+        for i, (side, given) in enumerate(zip(x, ids, strict=True)):
+            if side.grad is None:
                 continue
-            gain, word = self.best_words(side.grad, self.tables[0 if name == "encoder" else -1])
+            gain, word = self.best_words(side.grad, self.tables[i])
             gain = gain - (side.grad * side.detach()).sum(-1)
-            places = gain.topk(min(FLIPS, self.length), dim=1).indices
-            for k in range(places.shape[1]):
-                changed = given.clone()
-                place = places[:, k : k + 1]
-                changed.scatter_(1, place, word.gather(1, place))
-                trials.append(_Inputs(changed, ids.decoder) if name == "encoder" else _Inputs(ids.encoder, changed))
+            places = gain.topk(min(FLIPS, self.length), dim=1).indices.split(1, dim=1)
+            changed = [given.scatter(1, place, word.gather(1, place)) for place in places]
             if step % 4 == 3:
                 # One token everywhere: what a single change cannot reach.
-                best = word.gather(1, places[:, :1]).expand_as(given)
-                trials.append(_Inputs(best, ids.decoder) if name == "encoder" else _Inputs(ids.encoder, best))
+                changed.append(word.gather(1, places[0]).expand_as(given))
+            trials += [(*ids[:i], each, *ids[i + 1 :]) for each in changed]
         return trials
 
 
-def choose(better: Tensor, new: _Inputs, old: _Inputs) -> _Inputs:
+def choose(better: Tensor, new: Inputs, old: Inputs) -> Inputs:
     """Return row by row the new input where it is better, else the old."""
-
-    def pick(a: Tensor, b: Tensor) -> Tensor:
-        return torch.where(better.view(-1, *[1] * (a.dim() - 1)), a.detach(), b)
-
-    return _Inputs(
-        pick(new.encoder, old.encoder),
-        None if new.decoder is None or old.decoder is None else pick(new.decoder, old.decoder),
-    )
+    pairs = zip(new, old, strict=True)
+    return tuple(torch.where(better.view(-1, *[1] * (a.dim() - 1)), a.detach(), b) for a, b in pairs)
 
 
 def attack(
@@ -500,45 +413,31 @@ def attack(
     """Return what ``steps`` gradient steps, most over embeddings and one in ``TOKEN_SHARE`` over tokens, find at each
     site of ``model``.
 
-    model: a stock model in eval mode with the weights that will run in fp16, in any dtype, on the device on which it is
-    searched; it is not changed. sites: audit names to go after, by default every linear, product, score, context, norm
-    and residual add; a name given several times gets as many rows. Every other operation is measured on the same
-    inputs. certificate: the bounds that say where to search harder, by default computed here. length: positions of both
-    sides. Deterministic for a seed, from which every device draws the same.
-
-    What a scale, a bias or a mask makes of scores is gone after by way of those; where the search has a way to none of
-    ``sites``, it goes after all that it knows.
+    model: a stock model in eval mode with the weights that will run in fp16, in any dtype, on the device of the search;
+    it is not changed. sites: audit names to go after, by default all that the search has a way to; a name given several
+    times gets as many rows. Scores stand for what a scale, a bias or a mask makes of them. Every other operation is
+    measured on the same inputs. certificate: the bounds that say where to search harder, by default computed here.
+    length: positions of both sides. Deterministic for a seed, on every device.
     """
     half = fixed(copy.deepcopy(model).half())
-    search = searched(
-        model,
-        layout,
-        steps=steps,
-        seed=seed,
-        length=length,
-        sites=sites,
-        certificate=certificate or certified(half, layout),
-        advance=advance,
-    )
+    search = search_of(model, layout, certificate or certified(half, layout), sites, length, seed)
+    search.run(steps, advance)
     adversary, wide = search.adversary, search.adversary.model
     chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
-    tokens = [(part, True) for part in search.best(search.tokens, chosen)]
-    mixed = [(part, False) for part in search.best(search.mixtures, chosen)]
-    free = [(part, False) for part in search.best(search.free, chosen)]
+    tokens, mixed, free = (search.best(elite, chosen) for elite in (search.tokens, search.mixtures, search.free))
     inputs = {name: search.worst_ids(name) for name in chosen}
     # As many random inputs as the search has run forward passes.
-    random = [(adversary.draw(GROUP), True) for _ in range(min(steps * (2 + 2 * FLIPS) // 2, 64))]
+    random = [adversary.draw(GROUP) for _ in range(min(steps * (2 + 2 * FLIPS) // 2, 64))]
     by_random, by_tokens, by_mixture = (adversary.measure(wide, x) for x in (random, tokens, mixed))
     in_half = adversary.measure(half, tokens + mixed)
     covered, covered_half = adversary.measure(wide, free), adversary.measure(half, free)
     found = []
     for name in in_half:
         if name in by_random or name in inputs:
-            at_random, text, mixture, rounded = (
-                seen.get(name, 0.0) for seen in (by_random, by_tokens, by_mixture, in_half)
-            )
-            most = max(at_random, text, mixture, rounded, covered.get(name, 0.0), covered_half.get(name, 0.0))
-            found.append(Found(name, at_random, text, mixture, rounded, covered=most))
+            measured = (by_random, by_tokens, by_mixture, in_half, covered, covered_half)
+            largest = [amax.get(name, 0.0) for amax in measured]
+            at_random, text, mixture, rounded, *_ = largest
+            found.append(Found(name, at_random, text, mixture, rounded, covered=max(largest)))
     return Attack(steps, seed, tuple(found), inputs)
 
 
@@ -546,41 +445,30 @@ def worst_ids(
     model: Any, layout: Layout, sites: Sequence[str], *, steps: int, seed: int = 0, length: int = LENGTH
 ) -> list[tuple[list[int], list[int]]]:
     """Return the encoder's and the decoder's ids (none for an encoder) that a search finds worst for each of ``sites``,
-    each input once: of ``attack`` what a training takes as further inputs.
+    each input once, as further inputs of a training.
 
     A site that the search has no way to is left out; where it has one to none, it goes after all that it knows. Other
     arguments are those of ``attack``.
     """
-    certificate = certified(model, layout)
-    search = searched(model, layout, steps=steps, seed=seed, length=length, sites=sites, certificate=certificate)
-    found = {repr(ids): ids for ids in map(search.worst_ids, dict.fromkeys(search.sites))}
-    return list(found.values())
+    search = search_of(model, layout, certified(model, layout), sites, length, seed)
+    search.run(steps)
+    different = {repr(ids): ids for ids in map(search.worst_ids, dict.fromkeys(search.sites))}
+    return list(different.values())
 
 
-def searched(
-    model: Any,
-    layout: Layout,
-    *,
-    steps: int,
-    seed: int,
-    length: int,
-    sites: Sequence[str] | None,
-    certificate: Certificate,
-    advance: Callable[[int, int], None] | None = None,
+def search_of(
+    model: Any, layout: Layout, certificate: Certificate, sites: Sequence[str] | None, length: int, seed: int
 ) -> _AttackSearch:
-    """Return a search in fp32 that has come to its end; arguments are those of ``attack``."""
+    """Return a search in fp32 that has not begun; arguments are those of ``attack``."""
     wide = fixed(copy.deepcopy(model).float())
-    adversary = _Adversary(wide, layout, seed, min(length, longest(model.config)))
+    adversary = _Adversary(wide, layout, seed, min(length, longest_sequence(model.config)))
     known = list(adversary.survey(adversary.embed(adversary.draw(1))))
     goals = known if sites is None else [goal for goal in (way_to(site, known) for site in sites) if goal]
-    search = _AttackSearch(adversary, goals or known, certificate)
-    search.run(steps, advance)
-    return search
+    return _AttackSearch(adversary, goals or known, certificate)
 
 
 def way_to(site: str, known: Sequence[str]) -> str:
-    """Return the goal by which a search comes to a site: itself, of what else an attention makes of its scores those,
-    "" where there is none."""
+    """Return the goal by which a search comes to a site: itself, or its attention's scores; "" for none."""
     scores = f"{site.partition(':')[0]}:scores"
     return site if site in known else scores if scores in known else ""
 
@@ -601,14 +489,13 @@ class _AttackSearch:
 
     def __init__(self, adversary: _Adversary, sites: list[str], certificate: Certificate) -> None:
         self.adversary, self.sites = adversary, sites
-        self.tops = {s: certificate.at(s) for s in sites}
         site = adversary.layout.family.norm_site
         # The search for a small σ is worth what the norm's own bracket leaves open.
-        self.tops |= {goal: certificate.at(f"{goal.removesuffix(INVERSE_SIGMA)}{site}") for goal in adversary.narrow}
         self.outputs = {goal: f"{goal.removesuffix(INVERSE_SIGMA)}{site}" for goal in adversary.narrow}
+        self.tops = {goal: certificate.at(self.outputs.get(goal, goal)) for goal in (*sites, *adversary.narrow)}
         self.tokens, self.mixtures, self.free = _Elite(), _Elite(), _Elite()
 
-    def run(self, steps: int, advance: Callable[[int, int], None] | None) -> None:
+    def run(self, steps: int, advance: Callable[[int, int], None] | None = None) -> None:
         """Search with as many steps for each group of rows, in rounds."""
         goals = self.sites + [g for g in self.adversary.narrow if g not in self.sites]
         rows = len(goals)
@@ -633,8 +520,8 @@ class _AttackSearch:
                     mixed = adversary.in_hull(_Climb(group, self.mixtures.starts(group), climb, done))
                     self.offer(mixed)
                     self.offer(adversary.nearest(mixed), tokens=True)
-                    found = adversary.by_tokens(_Climb(group, self.tokens.starts(group), change, done))
-                    self.offer(found, tokens=True)
+                    changed = adversary.by_tokens(_Climb(group, self.tokens.starts(group), change, done))
+                    self.offer(changed, tokens=True)
                 for group in self.groups(goals, self.free, turn):
                     self.offer(adversary.in_box(_Climb(group, self.free.starts(group), move, done)), free=True)
 
@@ -643,7 +530,7 @@ class _AttackSearch:
         dealt = deal(self.weights(elite), len(goals)) if turn else goals
         return [dealt[i : i + GROUP] for i in range(0, len(dealt), GROUP)]
 
-    def offer(self, x: _Inputs, *, tokens: bool = False, free: bool = False) -> None:
+    def offer(self, x: Inputs, *, tokens: bool = False, free: bool = False) -> None:
         """Try inputs on every goal and keep the best; tokens are mixtures too, and mixtures free embeddings."""
         embedded = self.adversary.embed(x) if tokens else x
         reached = self.adversary.survey(embedded)
@@ -664,13 +551,8 @@ class _AttackSearch:
     def worst_ids(self, site: str) -> tuple[list[int], list[int]]:
         """Return the best ids found for a site: the encoder's, and the decoder's or none."""
         ids = self.tokens.kept[site][0][1]
-        return ids.encoder[0].tolist(), [] if ids.decoder is None else ids.decoder[0].tolist()
+        return ids[0][0].tolist(), ids[1][0].tolist() if len(ids) > 1 else []
 
-    def best(self, elite: _Elite, sites: Sequence[str]) -> list[_Inputs]:
+    def best(self, elite: _Elite, sites: Sequence[str]) -> list[Inputs]:
         """Return the best input of each site, in groups."""
         return [elite.starts(sites[i : i + GROUP]) for i in range(0, len(sites), GROUP)]
-
-
-def longest(config: Any) -> int:
-    """Return the most positions that a model takes; models without positions of their own take any number."""
-    return int(setting(config, "max_position_embeddings") or 1 << 30)

@@ -1,8 +1,7 @@
-"""Whether fp16 is the more accurate 16-bit format for a checkpoint: measured, not claimed.
+"""Whether fp16 is the more accurate 16-bit format for a checkpoint, measured.
 
-The source in fp32 is the reference. A stock user of it would run bf16; a user of the converted checkpoint runs
-fp16. Both are compared with the reference on the same batches, position by position. An encoder-only model
-gives states instead of probabilities, so there the relative squared error stands in for the divergence.
+The source in fp32 is the reference; the source in bf16 and the output in fp16 are compared with it on the same batches.
+An encoder gives states, not probabilities: there the relative squared error stands in for the divergence.
 """
 
 from __future__ import annotations
@@ -10,20 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
-from ..progress import Advance
 from ..run.batch import Batch, run_batch, values_of
-from ..run.lanes import Change, Lane, Walk
+from ..run.lanes import Lane, Walk
 from ..run.products import FastProducts
 
 NO_CHOICE = -1e9
 """A logit that nobody chooses."""
-
 
 _POSITIONS_AT_A_TIME = 64
 """Positions compared at a time: in float64 a large vocabulary takes 2 MB each."""
@@ -31,15 +29,13 @@ _POSITIONS_AT_A_TIME = 64
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How far the source in bf16 and the output in fp16 are from the source in fp32.
+    """How far the source in bf16 and the output in fp16 are from the source in fp32, padding left out.
 
-    measure "kl": ``kl_*`` is the mean of KL(fp32 ‖ x) per token, in nats; "relative squared error" (encoders):
-    Σ(x − fp32)² / Σ fp32² of the last hidden state. ``max_logit_error_*`` is the largest difference of a logit
-    (of a state). ``top1_*`` is the share of tokens with the same best id, None for encoders. The bf16 fields
-    are None where no bf16 model was given. ``kl_fp32``: of the output's weights in fp32, on the batches on which these
-    were run; ``squared_error_fp32``: their relative squared error, which flat logits do not hide: 0 where the function
-    is the source's to the bit. Padding is left out. A model that gives inf or NaN has infinite
-    divergence and error.
+    measure "kl": ``kl_*`` is the mean of KL(fp32 ‖ x) per token, in nats; "relative squared error" (encoders): Σ(x −
+    fp32)² / Σ fp32² of the last hidden state. ``max_logit_error_*``: the largest difference of a logit or state.
+    ``top1_*``: the share of tokens with the same best id, None for encoders. The bf16 fields are None where no bf16
+    model was given. ``kl_fp32``: of the output's weights in fp32; ``squared_error_fp32``: their relative squared error,
+    0 where the function is the source's to the bit. A model that gives inf or NaN has infinite divergence and error.
     """
 
     measure: Literal["kl", "relative squared error"]
@@ -75,8 +71,7 @@ class Reference:
 
 
 def compared(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches on which models are compared: those that neither generate, lack the head nor have padding that
-    sees nothing, which not every attention makes a number in fp16."""
+    """Return the batches on which models are compared: not those that generate, lack the head or have blind padding."""
     return [b for b in batches if b.head and not b.generate and not b.blind]
 
 
@@ -94,35 +89,21 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 
 
 def add_outputs(walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **options: Any) -> list[Lane[Tensor]]:
-    """Add to a walk one lane for each batch that is compared, whose results are ``Outputs``; options: of ``Walk.add``.
+    """Add to a walk one lane for each batch that is compared, whose results are ``Outputs``; 16-bit products are those
+    of ``FastProducts``. options: of ``Walk.add``."""
 
-    The lanes do nothing but compute, 16-bit products as ``FastProducts`` does.
-    """
+    def run(batch: Batch, model: Any) -> Tensor:
+        with FastProducts():
+            return output_on(batch, run_batch(model, batch))
 
-    def running(batch: Batch) -> Any:
-        def run(model: Any) -> Tensor:
-            with FastProducts():
-                return output_on(batch, run_batch(model, batch))
-
-        return run
-
-    return [walk.add(running(batch), dtype, **options) for batch in compared(batches)]
+    return [walk.add(partial(run, batch), dtype, **options) for batch in compared(batches)]
 
 
-def outputs(
-    checkpoint: Checkpoint,
-    batches: Sequence[Batch],
-    dtype: torch.dtype,
-    *,
-    half: bool = False,
-    change: Change | None = None,
-    device: str = "cpu",
-    advance: Advance | None = None,
-) -> Outputs:
+def outputs(checkpoint: Checkpoint, batches: Sequence[Batch], dtype: torch.dtype, *, half: bool = False) -> Outputs:
     """Return the outputs of a checkpoint's stock model on ``batches``, as ``run.stock.load`` gives it, in a walk."""
-    walk = Walk(checkpoint, device)
-    lanes = add_outputs(walk, batches, dtype, half=half, change=change)
-    walk.run(advance)
+    walk = Walk(checkpoint)
+    lanes = add_outputs(walk, batches, dtype, half=half)
+    walk.run()
     return [lane.result for lane in lanes]
 
 
@@ -159,8 +140,7 @@ class _Difference:
 def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabilities: bool) -> Fidelity:
     """Return how far ``bf16`` and ``fp16`` are from ``reference``, all on the same batches.
 
-    probabilities: whether they are logits, as all models with a decoder give. Raises ``ValueError`` where there are
-    none.
+    probabilities: whether they are logits. Raises ``ValueError`` where there are no batches.
     """
     from_bf16, from_fp16 = _Difference(), _Difference()
     for i, expected in enumerate(reference):

@@ -1,14 +1,11 @@
 """The verdict: a checkpoint run in the ways people run it in fp16, with every operation measured.
 
-The regimes differ in what is fp16. ``stock`` is what ``from_pretrained(dtype=float16)`` gives (T5's ``wo``
-stays fp32, and with it the residual); ``half`` has every weight in fp16, and what no file holds as stock code makes
-it (``.half()`` casts rotary frequencies too, which overflows nowhere and changes the function); ``amp`` keeps fp32
-weights and lets
-autocast run the matrix products in fp16. Each runs with eager attention, where the scores are fp16 values that
-can be measured, and with SDPA, whose kernels do not show them. Finite logits prove nothing, since stock
-code clamps residuals: a regime is safe iff no output of any operation is non-finite or saturated, apart from
-what is so by design. The other end of the range is reported beside the verdict, not in it: a signal that lies
-below the smallest normal number as a whole overflows nowhere and has lost bits everywhere.
+The regimes differ in what is fp16. ``stock`` is what ``from_pretrained(dtype=float16)`` gives (T5's ``wo`` stays fp32,
+and with it the residual); ``half`` has every weight in fp16, and what no file holds as stock code makes it; ``amp``
+keeps fp32 weights and lets autocast run the matrix products in fp16. Each runs with eager attention, where the scores
+can be measured, and with SDPA, whose kernels do not show them. Finite logits prove nothing, since stock code clamps
+residuals: a regime is safe iff no output of any operation is non-finite or saturated, apart from what is so by design.
+Beside the verdict stands what sank: a signal below the smallest normal number overflows nowhere and has lost bits.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +26,7 @@ from ..checkpoint.side_modules import SideModule, read_side_modules
 from ..errors import UserError
 from ..families.known import of_model_type, roles_of, stock_class
 from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
-from ..observe.meter import NormMeter, NormObserver, norms_seen
+from ..observe.meter import NormMeter, metering_norms, norms_seen
 from ..observe.observer import SiteObserver
 from ..observe.sites import Site
 from ..progress import Advance
@@ -45,18 +42,17 @@ from .fidelity import Outputs, add_outputs, compared, output_on
 
 REGIMES = ("stock", "amp", "half")
 
+DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
+"""In which dtype stock code loads a regime's weights; under ``half`` what stays in fp32 is then cast."""
 
 ATTENTIONS = ("eager", "sdpa")
-"""Those that stock code runs; ``run.attention.SCALED`` can be asked for as well."""
-
+"""Those that stock code runs; ``run.scaled_attention.SCALED`` can be asked for as well."""
 
 LOSS_SCALE = 2.0**10
 """Loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so that the scale
 itself never breaks pure half; dynamic scalers start at 2¹⁶ and settle lower."""
 
-
 _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
-
 
 # Operations that put out a signal: linears and norms, embeddings, residual adds, gated products, what attention
 # gathers. Copies are the same signal again; scores, statistics and what happens inside an activation function may be
@@ -66,11 +62,8 @@ _SIGNALS = ("", "context", "embedding", "add", "mul", "layer_norm")
 
 @dataclass(frozen=True)
 class SiteResult:
-    """One site of a regime, merged over batches and attentions; fields as in ``observe.sites.Site`` but for ``benign``.
-
-    ``headroom_bits`` is log2(limit / amax), ``-inf`` after an overflow, None without a limit; ``benign`` is the
-    reason, or None. ``fp32``: the largest |x| in fp32 of a site that broke, None where that is not known.
-    """
+    """One site of a regime, merged over batches and attentions; fields as in ``observe.sites.Site``. ``benign``: the
+    reason, or None. ``fp32``: the largest |x| in fp32 of a site that broke, None where that is not known."""
 
     name: str
     amax: float
@@ -82,20 +75,17 @@ class SiteResult:
     dtype: str
     fp32: float | None = None
 
+    @classmethod
+    def of(cls, site: Site) -> SiteResult:
+        measured = (site.amax, site.limit, site.headroom_bits, site.nonfinite, site.saturated)
+        return cls(site.name, *measured, site.reason, str(site.dtype).removeprefix("torch."))
+
     def to_json(self) -> dict[str, Any]:
-        """Return the site as plain JSON values; see ``RegimeResult.to_json`` for infinities."""
-        return {
-            "name": self.name,
-            "amax": _plain_amax(self.amax),
-            "limit": self.limit,
-            "headroom_bits": None
-            if self.headroom_bits is None
-            else _plain_bits(self.headroom_bits, self.limit or FP16_MAX),
-            "nonfinite": self.nonfinite,
-            "saturated": self.saturated,
-            "benign": self.benign,
-            "dtype": self.dtype,
-        } | ({} if self.fp32 is None else {"fp32": self.fp32})
+        """Return the site as plain JSON values, without what is not known in fp32; see ``RegimeResult.to_json`` for
+        infinities."""
+        bits = None if self.headroom_bits is None else _plain_bits(self.headroom_bits, self.limit or FP16_MAX)
+        plain = asdict(self) | {"amax": _plain_amax(self.amax), "headroom_bits": bits}
+        return {key: value for key, value in plain.items() if key != "fp32" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -108,7 +98,6 @@ class Run:
 
     @classmethod
     def of(cls, attention: str, batches: Sequence[Batch]) -> Run:
-        """Return the entry of these batches."""
         return cls(attention, len(batches), tuple(dict.fromkeys(batch.kind for batch in batches)))
 
 
@@ -116,13 +105,12 @@ class Run:
 class RegimeResult:
     """What one regime showed: totals over its sites, and the sites from the tightest on.
 
-    ``amax`` and ``headroom_bits`` are those of the tightest site that has a limit; ``nonfinite_logits`` counts
-    what a user would see of it. Sites equally tight stand in the order they ran: the first one is where an
-    overflow began. ``underflow``: the fp16 signals of the forward that stayed below the smallest normal number, 2⁻¹⁴,
-    on every input, in the order of ``sites``; one that is zero throughout is among them only where it is not zero in
-    fp32. ``runs``: what ran, by attention. ``same_as``: the regime that computes the very same on this checkpoint,
-    whose run this is. ``norms``: what entered each norm, in ``half`` under the first attention. ``vectors``: whether
-    what stands behind a sentence encoder ran too.
+    ``amax`` and ``headroom_bits`` are those of the tightest site that has a limit; ``nonfinite_logits`` counts what a
+    user would see of it. Sites equally tight stand in the order they ran: an overflow began at the first.
+    ``underflow``: the fp16 signals of the forward below the smallest normal number, 2⁻¹⁴, on every input; one that is
+    zero throughout only where it is not zero in fp32. ``runs``: what ran, by attention. ``same_as``: the regime that
+    computes the very same, whose run this is. ``norms``: what entered each norm, in ``half`` under the first attention.
+    ``vectors``: whether what stands behind a sentence encoder ran too.
     """
 
     regime: str
@@ -156,7 +144,7 @@ class RegimeResult:
             "headroom_bits": _plain_bits(self.headroom_bits, FP16_MAX),
             "nonfinite_logits": self.nonfinite_logits,
             "underflow": [{"name": site.name, "amax": site.amax} for site in self.underflow],
-            "runs": [{"attention": r.attention, "batches": r.batches, "kinds": list(r.kinds)} for r in self.runs],
+            "runs": [asdict(run) | {"kinds": list(run.kinds)} for run in self.runs],
             "same_as": self.same_as,
             "sites": [site.to_json() for site in self.sites],
         }
@@ -180,11 +168,10 @@ def audit_folder(
 ) -> dict[str, RegimeResult]:
     """Return what each regime shows on the checkpoint in ``folder``, on ``inputs``, by default the built-in probe.
 
-    ``half`` runs on all of them under the first attention. What it need not show again runs on fewer: another attention
-    differs in one function, and in ``stock`` and ``amp`` less is fp16; but where ``half`` breaks, those run on all as
-    well. ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a block;
-    ``train_mode`` loads the model and runs all inputs in every way. An attention that the class has not is left out.
-    device: by default the CPU. Raises ``UserError`` for a folder that cannot be used.
+    ``half`` runs on all inputs under the first attention; other attentions, ``stock`` and ``amp`` on fewer, unless
+    ``half`` breaks: ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a
+    block; ``train_mode`` loads the model and runs all inputs in every way. An attention that the class has not is left
+    out. device: by default the CPU. Raises ``UserError`` for a folder that cannot be used.
     """
     check_names(regimes, attention)
     place = device or torch.device("cpu")
@@ -226,22 +213,14 @@ def audit_each(
             if advance is not None:
                 advance(before + done, len(regimes) * share)
 
-        results[regime] = audit_model(
-            load(regime),
-            inputs,
-            regime=regime,
-            attention=attention,
-            train_mode=train_mode,
-            advance=step,
-            seed=seed,
-        )
+        options: dict[str, Any] = {"attention": attention, "train_mode": train_mode, "advance": step, "seed": seed}
+        results[regime] = audit_model(load(regime), inputs, regime=regime, **options)
     return results
 
 
 @dataclass(frozen=True)
 class Audited:
-    """What a walk over a checkpoint showed: each regime, and the outputs of ``half`` under the first attention and, if
-    asked for, those in fp32."""
+    """What a walk showed: each regime, the outputs of ``half`` under the first attention and, if asked for, in fp32."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs
@@ -260,8 +239,8 @@ def run_regimes(
 ) -> Audited:
     """Run a checkpoint in ``regimes`` in one walk over its files and return what they show, as ``audit_folder`` does.
 
-    Where every parameter of stock's fp16 loading is fp16, ``stock`` is ``half`` and is not run beside it. fp32: what
-    it is run on in fp32 as well, unmeasured, for its outputs.
+    Where stock's fp16 loading leaves nothing in fp32, ``stock`` is ``half`` and is not run beside it. fp32: what it is
+    run on in fp32 as well, unmeasured, for its outputs.
     """
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
@@ -306,10 +285,6 @@ def run_regimes(
     )
 
 
-DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
-"""In which dtype stock code loads a regime's weights; under ``half`` what stays in fp32 is then cast."""
-
-
 def _weights(regime: str) -> tuple[torch.dtype, bool]:
     return DTYPES[regime], regime == "half"
 
@@ -331,8 +306,8 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
     """What a regime runs on under an attention. Where it need not run on all: the first batch, those with padding and
     those that use a cache.
 
-    all_regimes: whether it stands for the others. Everything that is fp16 in stock or amp is so in half as well, with
-    the same values but for rounding; and a second attention differs from the first in one function.
+    all_regimes: whether it stands for the others: what is fp16 in stock or amp is so in half as well, with the same
+    values but for rounding; and a second attention differs from the first in one function.
     """
 
     def own(batch: Batch) -> bool:
@@ -346,8 +321,8 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
 class _Seen:
     """What a regime shows under one attention: its lanes, which have all their sites in common.
 
-    keeps: whether the lanes keep their outputs where those are compared, and what enters norms. modules: what stands
-    behind a sentence encoder, which runs in ``half`` on what the encoder gives.
+    keeps: whether the lanes keep outputs to compare and what enters norms. modules: those behind a sentence encoder,
+    which run in ``half`` alone.
     """
 
     def __init__(self, regime: str, attention: str, *, keeps: bool = False, modules: Sequence[SideModule] = ()) -> None:
@@ -368,9 +343,8 @@ class _Seen:
             self.inputs.append(batch)
 
     def _run(self, batch: Batch, model: nn.Module) -> tuple[int, Tensor | None]:
-        observer = SiteObserver(model) if self._observer is None else self._observer.beside(model)
-        self._observer = observer
-        with observer, NormObserver(model, self._norms) if self.keeps else contextlib.nullcontext():
+        self._observer = observer = SiteObserver(model, beside=self._observer)
+        with observer, metering_norms(model, self._norms) if self.keeps else contextlib.nullcontext():
             output = _forward(model, batch, self.regime)
         if self.regime == "amp":
             _check_autocast(model, observer)
@@ -386,7 +360,7 @@ class _Seen:
         if not self.modules or states is None:
             return
         model = SentenceVectors(self.modules).to(states.device, states.dtype)
-        self._behind = SiteObserver(model) if self._behind is None else self._behind.beside(model)
+        self._behind = SiteObserver(model, beside=self._behind)
         with self._behind:
             model(states, batch.attention_mask.to(states.device))
 
@@ -417,10 +391,9 @@ def beside_fp32(
     results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
 ) -> dict[str, RegimeResult]:
     """Return the results with what fp32 shows of them: how large the values are that broke, and which of the signals
-    that are zero throughout are not so in fp32.
+    that are zero throughout are not so there.
 
-    within: as ``insides_of`` gives them. run: gives the largest |x| of every site in fp32; called only where there is
-    one or the other.
+    within: as ``insides_of`` gives them. run: gives the largest |x| of every site in fp32; called only where needed.
     """
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
     if not silent and all(result.safe for result in results.values()):
@@ -448,11 +421,11 @@ def audit_model(
 ) -> RegimeResult:
     """Return what ``model``, already in the dtypes of ``regime``, shows on ``batches`` under each attention.
 
-    For ``amp`` the model is in fp32 and runs under autocast. ``train_mode`` switches dropout on (seeded) and runs the
-    backward of the loss times ``LOSS_SCALE``; without it the model runs in eval mode. The model's mode, attention and
-    gradients are left as they were.
+    For ``amp`` the model is in fp32 and runs under autocast. ``train_mode``: with dropout (seeded), and the backward of
+    the loss times ``LOSS_SCALE``. The model's mode, attention and gradients are left as they were.
     """
-    was_training, stock = model.training, _attention_of(model)
+    config: Any = model.config
+    was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     merged: dict[str, tuple[int, SiteResult]] = {}
     norms: dict[str, NormMeter] = {}
@@ -464,7 +437,7 @@ def audit_model(
             _set_attention(model, implementation)
             observer = SiteObserver(model)
             keeps = regime == "half" and implementation == attention[0]
-            metered = NormObserver(model, norms) if keeps else contextlib.nullcontext()
+            metered = metering_norms(model, norms) if keeps else contextlib.nullcontext()
             with observer, metered, torch.random.fork_rng(devices=cards):
                 torch.manual_seed(seed)
                 for batch in given[implementation]:
@@ -480,10 +453,6 @@ def audit_model(
         model.train(was_training)
         _set_attention(model, stock)
     return _result(regime, merged, nonfinite_logits, insides_of(model.config), runs, norms_seen(norms))
-
-
-def _attention_of(model: Any) -> str:
-    return str(model.config._attn_implementation)
 
 
 def _set_attention(model: Any, implementation: str) -> None:
@@ -541,7 +510,7 @@ def _merge(merged: dict[str, tuple[int, SiteResult]], sites: Iterable[Site]) -> 
     for site in sites:
         if not site.calls:
             continue
-        order, result = site.order, _site_result(site)
+        order, result = site.order, SiteResult.of(site)
         if site.name in merged:
             before, old = merged[site.name]
             shown = old if result.limit is None else result
@@ -560,19 +529,6 @@ def _merge(merged: dict[str, tuple[int, SiteResult]], sites: Iterable[Site]) -> 
                 benign=old.benign or result.benign,
             )
         merged[site.name] = (order, result)
-
-
-def _site_result(site: Site) -> SiteResult:
-    return SiteResult(
-        name=site.name,
-        amax=site.amax,
-        limit=site.limit,
-        headroom_bits=site.headroom_bits,
-        nonfinite=site.nonfinite,
-        saturated=site.saturated,
-        benign=site.reason,
-        dtype=str(site.dtype).removeprefix("torch."),
-    )
 
 
 def insides_of(config: Any) -> frozenset[str]:
@@ -614,14 +570,14 @@ def _signals(sites: Iterable[SiteResult], insides: Collection[str]) -> list[Site
     """The sites that put out a signal in fp16 in the forward; ``insides`` as ``insides_of`` gives them."""
     sites = list(sites)
     attentions = {s.name.rpartition(":")[0] for s in sites if s.name.endswith((":scores", ":context"))}
-    found = []
+    signals = []
     for site in sites:
         path, _, operation = site.name.partition(":")
         operation = operation.partition("#")[0]
         inside = path.rpartition(".")[2] in insides or (path in attentions and operation != "context")
         if site.limit is not None and site.benign is None and operation in _SIGNALS and not inside:
-            found.append(site)
-    return found
+            signals.append(site)
+    return signals
 
 
 def _plain_amax(amax: float) -> float:

@@ -10,6 +10,7 @@ import click
 from ..checkpoint.places import CONVERTED, local_folder, local_source
 from ..environment import how_to_install
 from ..errors import UserError
+from ..run.runtimes import NAMES
 from .shared import (
     CONFIG,
     FOLDER,
@@ -243,7 +244,7 @@ def verify_command(
 @click.argument("out", type=PATH, metavar="OUT")
 @click.option(
     "--runtime",
-    type=click.Choice(["openvino", "onnxruntime", "ctranslate2", "onnx-reference"]),
+    type=click.Choice(NAMES),
     required=True,
     help="onnx-reference: numpy, every operation in fp16, norms included.",
 )

@@ -25,8 +25,8 @@ from ..report.schema import ArithmeticEntry, ComparisonEntry, Environment, Runti
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch
-from ..run.runtimes.known import installed
-from ..run.runtimes.types import Runtime, in_torch
+from ..run.runtime import Runtime, in_torch
+from ..run.runtimes import runtime_named
 from ..run.stock import load_config
 
 
@@ -45,7 +45,7 @@ def check(
     rows are taken. Raises UserError for a runtime that is not installed and a checkpoint that cannot be used.
     """
     progress = progress or Progress(quiet=True)
-    chosen = installed(runtime)
+    chosen = runtime_named(runtime)
     checkpoint, layout = opened(out)
     origin = None if source is None else opened(source)
     if origin is not None and not alike(layout, origin[1]):
@@ -71,7 +71,7 @@ def check(
         schema=SCHEMA,
         verdict=verdict(output, bf16, native=outcome.arithmetic.native),
         runtime=chosen.name,
-        runtime_version=version(chosen.distribution),
+        runtime_version=version(chosen.package),
         device=outcome.device,
         arithmetic=ArithmeticEntry(native=outcome.arithmetic.native, **asdict(outcome.arithmetic)),
         compared=chosen.gives(states=layout.head is None),

@@ -1,10 +1,10 @@
-"""What every linear, embedding, norm and attention takes in and gives out in fp32, channel by channel; of norms alone
-also in other formats."""
+"""Ranges of every linear, embedding, norm and attention in fp32, channel by channel; of norms in any format."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,11 @@ _STEPS_IN_A_BINADE = 8
 
 
 class RangeObserver:
-    """Context manager under which every linear, embedding, norm and attention module of an fp32 ``model`` is metered,
-    by channel, in what it takes in and gives out.
+    """Context manager that meters the inputs and outputs of every linear, embedding, norm and attention of an fp32
+    ``model``, by channel: the planner's ranges.
 
-    Every position counts, padding too: the network computes them, and fp16 must hold them. Scores are seen only under
-    ``attn_implementation="eager"``. The planner's ranges come from here. beside: the observer of another run by a copy
-    of the model, to whose ranges this run adds.
+    Every position counts, padding too: fp16 must hold it. Scores are seen only under ``attn_implementation="eager"``.
+    beside: the observer of another run by a copy of the model, to whose ranges this run adds.
     """
 
     def __init__(self, model: nn.Module, beside: RangeObserver | None = None) -> None:
@@ -33,58 +32,44 @@ class RangeObserver:
         family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
         ends = roles_of(family).attentions
         self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
-        self.observer: SiteObserver
-        if beside is None:
-            self.observer, self.meters = SiteObserver(model, only=self.attentions), dict[str, _Meter]()
-            self.totals = _Totals()
-        else:
-            self.observer, self.meters = beside.observer.beside(model), beside.meters
-            self.totals = beside.totals
-        self._handles: list[Any] = []
+        before = beside.observer if beside else None
+        self.observer: SiteObserver = SiteObserver(model, only=self.attentions, beside=before)
+        self.meters: dict[str, _Meter] = beside.meters if beside else {}
+        self.totals: _Totals = beside.totals if beside else _Totals()
+        self._hooks = ExitStack()
 
     def __enter__(self) -> RangeObserver:
         for path, module in self.model.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)) or is_norm(module) or path in self.attentions:
                 meter = self.meters.setdefault(path, _Meter(module, self.totals))
-                self._handles.append(module.register_forward_hook(meter, with_kwargs=True))
-        self.observer.__enter__()
+                self._hooks.enter_context(module.register_forward_hook(meter, with_kwargs=True))
+        self._hooks.enter_context(self.observer)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.observer.__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def ranges(self) -> Ranges:
-        """Return what was seen."""
         scores = _scores(self.observer)
         return {path: meter.result(scores.get(path)) for path, meter in self.meters.items() if meter.output.rows}
 
 
-class NormObserver:
-    """Context manager under which what enters every norm of a ``model``, of any format, is metered token by token.
+@contextmanager
+def metering_norms(model: nn.Module, norms: dict[str, NormMeter]) -> Iterator[None]:
+    """Meter what enters every norm of a ``model``, of any format, token by token.
 
-    norms: the meters of other runs by copies of the model, to which this run adds.
+    norms: the meters, by path, also those of runs by copies of the model, to which this run adds.
     """
-
-    def __init__(self, model: nn.Module, norms: dict[str, NormMeter]) -> None:
-        self.model, self.norms = model, norms
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> NormObserver:
-        for path, module in self.model.named_modules():
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
             if is_norm(module):
-                meter = self.norms.setdefault(path, NormMeter(module))
-                self._handles.append(module.register_forward_pre_hook(meter, with_kwargs=True))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
+                meter = norms.setdefault(path, NormMeter(module))
+                hooks.enter_context(module.register_forward_pre_hook(meter, with_kwargs=True))
+        yield
 
 
 def norms_seen(norms: Mapping[str, NormMeter]) -> dict[str, NormRange]:
-    """Return what a ``NormObserver``'s meters saw."""
+    """Return what the meters of norms saw."""
     return {path: meter.result() for path, meter in norms.items() if meter.rows}
 
 
@@ -102,17 +87,16 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _scores(observer: SiteObserver) -> dict[str, ScoreRange]:
-    found = {}
+    ranges = {}
     for path, amax in observer.from_scores_on().items():
         after = [amax[name] for name in ("scores", "mul", "div", "add") if name in amax]
-        found[path] = ScoreRange(amax["scores"], max(after[1:] or after))
-    return found
+        ranges[path] = ScoreRange(amax["scores"], max(after[1:] or after))
+    return ranges
 
 
 @dataclass(frozen=True)
 class _Total:
-    """Largest |x| and sum of squares of each channel of one tensor, fp32 [channels], over its ``rows``; ``version``:
-    of the tensor."""
+    """Largest |x| and sum of squares of each channel of a tensor, fp32 [channels], its rows, and its version."""
 
     amax: Tensor
     squares: Tensor
@@ -130,8 +114,8 @@ class _Totals:
 
     def of(self, x: Tensor) -> _Total:
         """Return what a tensor adds up to."""
-        found: _Total | None = getattr(x, self.NAME, None)
-        if found is None or found.version != x._version:
+        total: _Total | None = getattr(x, self.NAME, None)
+        if total is None or total.version != x._version:
             flat = x.reshape(-1, x.shape[-1]).float()
             # A product of its own for every tensor would cost more in fresh memory than in arithmetic.
             if self.scratch.numel() < flat.numel():
@@ -139,9 +123,9 @@ class _Totals:
             square = torch.mul(flat, flat, out=self.scratch[: flat.numel()].view_as(flat))
             # Of a row shorter than a block of LongT5's there is no sum.
             amax = torch.maximum(flat.amax(0), -flat.amin(0)) if len(flat) else flat.new_zeros(flat.shape[1])
-            found = _Total(amax, square.sum(0), len(flat), x._version)
-            setattr(x, self.NAME, found)
-        return found
+            total = _Total(amax, square.sum(0), len(flat), x._version)
+            setattr(x, self.NAME, total)
+        return total
 
 
 class _Channels:
@@ -152,11 +136,11 @@ class _Channels:
         self.amax = torch.zeros(0)
         self.squares = torch.zeros(0, dtype=torch.float64)
 
-    def add(self, made: _Total) -> None:
-        amax, squares = made.amax, made.squares.double()
+    def add(self, total: _Total) -> None:
+        amax, squares = total.amax, total.squares.double()
         if self.rows:
             amax, squares = torch.maximum(amax, self.amax), squares + self.squares
-        self.amax, self.squares, self.rows = amax, squares, self.rows + made.rows
+        self.amax, self.squares, self.rows = amax, squares, self.rows + total.rows
 
     def result(self) -> ChannelRange:
         mean = (self.squares / max(self.rows, 1)).float()
@@ -186,7 +170,7 @@ class NormMeter:
         self.rows += len(x)
         self.norm_max = max(self.norm_max, float(length.max()))
         steps = (variance.nan_to_num(nan=math.inf).clamp(1e-30, 1e300).log2() * _STEPS_IN_A_BINADE).round().int()
-        for step, count in zip(*(found.tolist() for found in steps.unique(return_counts=True)), strict=True):
+        for step, count in zip(*(x.tolist() for x in steps.unique(return_counts=True)), strict=True):
             self.binades[step] = self.binades.get(step, 0) + count
 
     def result(self) -> NormRange:

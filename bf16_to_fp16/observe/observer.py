@@ -1,16 +1,15 @@
 """What every operation of a model puts out, seen by a dispatch mode.
 
-Module hooks see a module's inputs and outputs, and an overflow between two modules (a score, a gated product, a
-residual add that the next line clamps) is hidden from them. A dispatch mode sits below autograd and autocast
-and sees each operation that runs, in the forward and in the backward, with the dtype that it really has. Each
-output costs one ``aminmax``, which reads at memory speed and propagates NaN; only where that shows something
-large are elements counted.
+Module hooks miss an overflow between two modules: a score, a gated product, a residual add that the next line clamps. A
+dispatch mode sits below autograd and autocast and sees each operation of forward and backward with its real dtype. Each
+output costs one ``aminmax``; only where that shows something large are elements counted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,40 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import FP16_MAX, FP16_STEP, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
 from ..run.products import is_cpu_half, is_matrix_product, product_in_fp32
-from .origins import (
-    FACTORIES,
-    MASK_FROM,
-    MASKING,
-    UNINITIALISED,
-    Origin,
-    ceiling,
-    forget_origin,
-    is_sum_of_positions,
-    masked_positions,
-    masked_span,
-    of_constants,
-    only_constants,
-    origin_of,
-    scores_of_mask,
-    sees_nothing,
-    set_origin,
-)
-from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Site
+from . import origins
+from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, site_name
 
-_FRIENDLY = {
-    "bmm": "matmul",
-    "mm": "matmul",
-    "addmm": "matmul",
-    "baddbmm": "matmul",
-    "_softmax": "softmax",
-    "_safe_softmax": "softmax",
-    "_to_copy": "to",
-    "native_layer_norm": "layer_norm",
-}
-
+_FRIENDLY = dict.fromkeys(("bmm", "mm", "addmm", "baddbmm"), "matmul")
+_FRIENDLY |= {"_softmax": "softmax", "_safe_softmax": "softmax", "_to_copy": "to", "native_layer_norm": "layer_norm"}
 
 _OUTPUTS_OF_A_RUN = 1 << 40
 """More than any run has."""
+
+_CUBED = {"pow", "mul", "add", "tanh"}
+"""Operations of which a cube and its way to a tanh consist."""
 
 
 @dataclass(slots=True)
@@ -68,34 +44,32 @@ class _Operator:
     matmul: bool
     softmax: bool
     padded: bool
-    cube: str | None
+    cubed: bool
     masking: str | None
 
 
 @dataclass(slots=True)
-class _Frame:
-    """One call of one module: its path, how often each operation ran in it, and the sites of that path."""
+class _Frame(Call):
+    """One call of one module, with the sites of its path."""
 
-    path: str
-    linear: bool
-    sites: dict[tuple[str, int, torch.dtype], Site]
+    sites: dict[tuple[str, int, torch.dtype], Site] = field(default_factory=dict)
     measured: bool = True
-    counts: dict[str, int] = field(default_factory=dict)
-    after_softmax: bool = False
     unseen: bool = False
     """Whether a row of its weights sees no position and is NaN."""
     pending: list[tuple[Site, int, int]] = field(default_factory=list)
     """Sites with so many NaN of such rows, and at which output."""
 
-    @property
-    def before_softmax(self) -> bool:
-        """Whether this is an attention that has its scores, but not yet its weights."""
-        return "scores" in self.counts and not self.after_softmax
+    def site(self, name: str, count: int, dtype: torch.dtype, order: int) -> Site:
+        """Return the site of an operation's run of this number; order: of its first output."""
+        site = self.sites.get((name, count, dtype))
+        if site is None:
+            limit = FP16_MAX if dtype == torch.float16 else None
+            site = self.sites[name, count, dtype] = Site(site_name(self.path, name, count), dtype, limit, order=order)
+        return site
 
 
 class SiteObserver(TorchDispatchMode):
-    """Context manager under which every floating-point output inside ``model``'s forward, and its backward, is
-    measured.
+    """Context manager that measures every floating-point output inside ``model``'s forward, and its backward.
 
     Sites are named by module path and operation: ``<path>`` for the output of a linear module, else ``<path>:add``,
     ``<path>:add#2`` for the second in one call, ``<path>:scores`` and ``<path>:context`` for the two products of an
@@ -103,38 +77,35 @@ class SiteObserver(TorchDispatchMode):
     entered again; the sites accumulate. A row of attention that sees nothing is NaN under a mask of −inf, which counts
     unless it is cut off before the module's end.
 
-    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure what the modules at
-    these paths do themselves, and nothing else.
+    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure the modules at
+    these paths alone. beside: the observer of another run by a copy of the model, whose sites this run adds to, as seen
+    after all that was seen there.
     """
 
-    def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fast_products: bool = True,
+        only: Collection[str] | None = None,
+        beside: SiteObserver | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.only = only
         self.fast_products = fast_products
         self.outputs = 0
         """Floating-point op outputs seen in the model, without views."""
-        self.views = 0
-        """Floating-point outputs that only show another output's memory: seen, not measured twice."""
-        self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {}
-        self._before = 0
+        self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {} if beside is None else beside._sites
+        self._before: int = 0 if beside is None else beside._before + _OUTPUTS_OF_A_RUN
         self._operators: dict[Any, _Operator] = {}
         self._stack: list[_Frame] = []
         self._frame: _Frame | None = None
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._by_sequence: dict[int, str] = {}
         self._sequence = -1
         self._node = -1
         self._node_frame: _Frame | None = None
-
-    def beside(self, model: nn.Module) -> SiteObserver:
-        """Return an observer of another run by a copy of the model, which adds to the same sites.
-
-        What is first seen or broken there comes after all that is first seen or broken here.
-        """
-        other = SiteObserver(model, fast_products=self.fast_products, only=self.only)
-        other._sites, other._before = self._sites, self._before + _OUTPUTS_OF_A_RUN
-        return other
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -165,20 +136,18 @@ class SiteObserver(TorchDispatchMode):
         stack = self._stack
 
         def enter(module: nn.Module, args: Any) -> None:
-            self._frame = _Frame(path, linear, sites, measured)
+            self._frame = _Frame(path, linear, sites=sites, measured=measured)
             stack.append(self._frame)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             _settle(stack.pop(), output)
             self._frame = stack[-1] if stack else None
 
-        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooks.enter_context(module.register_forward_hook(leave, always_call=True))
 
     def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._stack.clear()
         self._frame = None
         self._by_sequence.clear()
@@ -193,8 +162,7 @@ class SiteObserver(TorchDispatchMode):
         return [site for sites in self._sites.values() for site in sites.values()]
 
     def from_scores_on(self) -> dict[str, dict[str, float]]:
-        """Return the largest |x| by module path and operation of what attentions do from their scores on, of an
-        operation that runs several times over all."""
+        """Return the largest |x|, by module path and operation, of what attentions do from their scores on."""
         found: dict[str, dict[str, float]] = {}
         for path, sites in self._sites.items():
             amax: dict[str, float] = {}
@@ -205,13 +173,7 @@ class SiteObserver(TorchDispatchMode):
                 found[path] = amax
         return found
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = _describe(func)
@@ -230,19 +192,15 @@ class SiteObserver(TorchDispatchMode):
         elif isinstance(out, (tuple, list)):
             # What CUDA's fused attention keeps for its backward beside its output is filled up with inf.
             for i, item in enumerate(out[:1] if operator.padded else out):
-                if isinstance(item, Tensor) and item.is_floating_point():
-                    if operator.view:
-                        self.views += 1
-                    else:
-                        self._see(operator, args, kwargs, item, i)
+                if isinstance(item, Tensor) and item.is_floating_point() and not operator.view:
+                    self._see(operator, args, kwargs, item, i)
         return out
 
     def _carry(self, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
         """A view keeps the origin of what it shows."""
         if not out.is_floating_point():
             return
-        self.views += 1
-        origin = origin_of(args[0])
+        origin = origins.origin_of(args[0])
         if origin is not None:
             masked = origin.masked
             if masked is not None and not origin.constant:
@@ -250,7 +208,7 @@ class SiteObserver(TorchDispatchMode):
                     masked = func(masked, *args[1:])
                 except RuntimeError:  # an expanded mask has strides that not every view accepts
                     masked = func(masked.contiguous(), *args[1:])
-            set_origin(out, replace(origin, masked=None if origin.constant else masked))
+            origins.set_origin(out, replace(origin, masked=None if origin.constant else masked))
         if self._frame is not None:
             self._remember(self._frame.path)
 
@@ -261,19 +219,13 @@ class SiteObserver(TorchDispatchMode):
             self._sequence = number
             self._by_sequence[number] = name
 
-    def _see(
-        self,
-        operator: _Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        out: Tensor,
-        index: int,
-    ) -> None:
-        constant = operator.factory or only_constants(args)
+    def _see(self, operator: _Operator, args: Any, kwargs: dict[str, Any] | None, out: Tensor, index: int) -> None:
+        """Measure an operation's output number ``index``."""
+        constant = operator.factory or origins.only_constants(args)
         if constant:
-            set_origin(out, of_constants((*args, *(kwargs or {}).values())))
+            origins.set_origin(out, origins.of_constants((*args, *(kwargs or {}).values())))
         elif operator.inplace:
-            forget_origin(out)
+            origins.forget_origin(out)
         if operator.uninitialised:
             return
         node: Any = torch._C._current_autograd_node()
@@ -281,32 +233,27 @@ class SiteObserver(TorchDispatchMode):
         if frame is None or not frame.measured:
             return
         self.outputs += 1
-        name = operator.name
-        if name == "to" and isinstance(args[0], nn.Parameter):
-            name = "weight"  # autocast casts one now and then, which must not number what is cast in every call
-        if operator.matmul and not frame.linear and node is None and is_sum_of_positions(args):
-            name = "sum"
-        site = self._site(operator, name, frame, out.dtype, index, constant, node is not None)
+        name = _name(operator, args, frame, index, constant=constant, backward=node is not None)
+        site = frame.site(name, frame.count(name), out.dtype, self._before + self.outputs)
         if node is None:
             self._remember(site.name)
         site.calls += 1
         if not out.numel():
             return
-        low_tensor, high_tensor = torch.aminmax(out)
-        low, high = float(low_tensor), float(high_tensor)
-        cube = not constant and node is None and self._cube(operator.cube, args, out, site)
+        low, high = _extremes(out)
+        cube = operator.cubed and not constant and node is None and self._cube(operator.name, args, out, site)
         masked = None
         # A NaN among them makes ``low`` one.
-        if operator.masking is not None and not constant and (not low > MASK_FROM or frame.before_softmax):
-            masked = masked_positions(operator.masking, args, kwargs)
+        if operator.masking is not None and not constant and (not low > origins.MASK_FROM or frame.before_softmax):
+            masked = origins.masked_positions(operator.masking, args, kwargs)
             if masked is not None and not bool(masked.any()):
                 masked = None
             elif masked is not None and frame.before_softmax and operator.name == "add" and not operator.inplace:
                 self._see_masked(frame, args, out.dtype, masked)
         if operator.softmax:
             _count_masked(frame, args, out)
-            frame.unseen = math.isnan(high) and _sees_nothing(args)
-        if masked is None and low > MASK_FROM and high < -MASK_FROM:
+            frame.unseen = math.isnan(high) and origins.sees_nothing(args[0])
+        if masked is None and low > origins.MASK_FROM and high < -origins.MASK_FROM:
             amax = max(high, -low)
             if amax > site.amax:
                 site.amax = amax
@@ -325,37 +272,6 @@ class SiteObserver(TorchDispatchMode):
         if whole and site.nonfinite:
             site.order = self._before + self.outputs
 
-    def _site(
-        self,
-        operator: _Operator,
-        name: str,
-        frame: _Frame,
-        dtype: torch.dtype,
-        index: int,
-        constant: bool,
-        backward: bool,
-    ) -> Site:
-        """The site of an operation's output number ``index``, by how often the operation has run in its module."""
-        if frame.linear and operator.matmul:
-            name = ""
-        elif operator.softmax:
-            frame.after_softmax = True
-        elif operator.matmul and name != "sum":
-            name = "context" if frame.after_softmax else "scores" if name == "matmul" else name
-        if index:
-            name = f"{name}.{index}"
-        if backward:
-            name = ""
-        if constant:
-            # Kept apart, so that a layer that builds a mask numbers its other operations like one that does not.
-            name = f"constant {operator.name}"
-        count = frame.counts[name] = frame.counts.get(name, 0) + 1
-        key = (name, count, dtype)
-        site = frame.sites.get(key)
-        if site is None:
-            site = frame.sites[key] = _new_site(frame, name, count, dtype, self._before + self.outputs)
-        return site
-
     def _backward_frame(self, node: Any) -> _Frame | None:
         number = node._sequence_nr()
         if number != self._node:
@@ -365,49 +281,49 @@ class SiteObserver(TorchDispatchMode):
                 self._node_frame = None
             else:
                 path = f"{forward}:grad"
-                self._node_frame = _Frame(path, True, self._sites.setdefault(path, {}))
+                self._node_frame = _Frame(path, True, sites=self._sites.setdefault(path, {}))
         return self._node_frame
 
     def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
         """Measure what the mask that is added to scores, for a sum of this dtype, must add at least."""
-        scores = scores_of_mask(args)
+        scores = origins.scores_of_mask(args)
         if scores is None:
             return
-        key = ("masked", 1, dtype)
-        site = frame.sites.get(key)
-        if site is None:
-            site = frame.sites[key] = _new_site(frame, "masked", 1, dtype, self._before + self.outputs)
+        site = frame.site("masked", 1, dtype, self._before + self.outputs)
         site.calls += 1
-        site.amax = max(site.amax, float(masked_span(scores, masked).amax()))
+        site.amax = max(site.amax, float(origins.masked_span(scores, masked).amax()))
 
-    def _cube(self, kind: str | None, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
-        """Follow x**3 to the tanh that makes its infinity harmless; true while on the way."""
-        if kind == "pow":
+    def _cube(self, name: str, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
+        """Follow x**3 to the tanh that makes its infinities benign; true while on the way."""
+        if name == "pow":
             if args[1] != 3:
                 return False
             if torch.is_grad_enabled():
                 self._see_cubed(args[0], site)
-            set_origin(out, Origin(cube=[site]))
+            origins.set_origin(out, origins.Origin(cube=[site]))
             return True
-        return kind is not None and _follow_cube(kind, args, out, site)
+        way = next(
+            (origin.cube for x in args[:2] if (origin := origins.origin_of(x)) is not None and origin.cube), None
+        )
+        if way is None:
+            return False
+        if name != "tanh":
+            origins.set_origin(out, origins.Origin(cube=[*way, site]))
+            return True
+        for cubed in way:
+            cubed.benign += cubed.pending_nonfinite + cubed.pending_saturated
+            cubed.pending_nonfinite = cubed.pending_saturated = 0
+            cubed.reason, cubed.limit = CUBE_REASON, None
+        return False
 
     def _see_cubed(self, operand: Tensor, cube: Site) -> None:
         """In training the derivative of x³ overflows first: hold x itself to that limit."""
         if operand.dtype != torch.float16 or self._frame is None:
             return
-        key = ("cubed", 1, operand.dtype)
-        sites = self._frame.sites
-        site = sites.get(key)
-        if site is None:
-            site = Site(
-                f"{self._frame.path}:cubed",
-                operand.dtype,
-                GELU_CUBE_BACKWARD_LIMIT,
-                order=cube.order,
-            )
-            sites[key] = site
+        site = self._frame.site("cubed", 1, operand.dtype, cube.order)
+        site.limit = GELU_CUBE_BACKWARD_LIMIT
         site.calls += 1
-        low, high = (float(x) for x in torch.aminmax(operand))
+        low, high = _extremes(operand)
         amax = max(high, -low)
         site.amax = max(site.amax, amax if math.isfinite(amax) else math.inf)
 
@@ -420,42 +336,40 @@ def _describe(func: Any) -> _Operator:
     name = base.rstrip("_") if inplace else base
     view = base == "_unsafe_view" or any(alias is not None and not alias.is_write for alias in returns)
     attention = "scaled_dot_product" in base and "backward" not in base
-    cube = {"pow": "pow", "mul": "through", "add": "through", "tanh": "tanh"}.get(name)
     return _Operator(
         name="context" if attention else _FRIENDLY.get(name, name),
-        view=view and not inplace and base not in FACTORIES,
+        view=view and not inplace and base not in origins.FACTORIES,
         inplace=inplace,
-        uninitialised=base in UNINITIALISED,
-        factory=base in FACTORIES,
+        uninitialised=base in origins.UNINITIALISED,
+        factory=base in origins.FACTORIES,
         matmul=is_matrix_product(func),
         softmax=base in ("_softmax", "_safe_softmax"),
         padded=base == "_scaled_dot_product_efficient_attention",
-        cube=cube,
-        masking=MASKING.get(name),
+        cubed=name in _CUBED,
+        masking=origins.MASKING.get(name),
     )
 
 
-def _new_site(frame: _Frame, name: str, count: int, dtype: torch.dtype, order: int) -> Site:
-    full = f"{frame.path}:{name}" if name else frame.path
-    if count > 1:
-        full = f"{full}#{count}"
-    return Site(full, dtype, FP16_MAX if dtype == torch.float16 else None, order=order)
+def _name(operator: _Operator, args: Any, frame: _Frame, index: int, *, constant: bool, backward: bool) -> str:
+    """Name an operation's output number ``index``, for the site of its module."""
+    frame.after_softmax |= operator.softmax
+    if constant:
+        # Kept apart, so that a layer that builds a mask numbers its other operations like one that does not.
+        return f"constant {operator.name}"
+    name = operator.name
+    if operator.matmul:
+        name = frame.product(sums=origins.is_sum_of_positions(args))
+    elif name == "to" and isinstance(args[0], nn.Parameter):
+        name = "weight"  # autocast casts one now and then, which must not number what is cast in every call
+    if backward:
+        return ""
+    return f"{name}.{index}" if index else name
 
 
-def _follow_cube(kind: str, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
-    """Whether an output is on the way from a cube to its tanh; at the tanh the cube's infinities become benign."""
-    for operand in args[:2]:
-        origin = origin_of(operand)
-        if origin is not None and origin.cube is not None:
-            if kind == "tanh":
-                for cubed in origin.cube:
-                    cubed.benign += cubed.pending_nonfinite + cubed.pending_saturated
-                    cubed.pending_nonfinite = cubed.pending_saturated = 0
-                    cubed.reason, cubed.limit = CUBE_REASON, None
-                return False
-            set_origin(out, Origin(cube=[*origin.cube, site]))
-            return True
-    return False
+def _extremes(x: Tensor) -> tuple[float, float]:
+    """The least and the largest value; NaN where one is."""
+    low, high = torch.aminmax(x)
+    return float(low), float(high)
 
 
 def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = False) -> None:
@@ -487,7 +401,7 @@ def _count(chosen: Tensor) -> int:
 def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
     """Count the masked positions of rows that see others and have a weight all the same."""
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
-    origin = origin_of(args[0])
+    origin = origins.origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:
         found = (weights > FP16_STEP) & origin.masked
         if bool(found.any()):
@@ -495,30 +409,22 @@ def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None
 
 
 def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
-    set_origin(out, Origin(masked=masked.expand(out.shape)))
+    origins.set_origin(out, origins.Origin(masked=masked.expand(out.shape)))
     # A positive value or a NaN where a mask was added does not come from the mask.
-    if not high < -MASK_FROM:
+    if not high < -origins.MASK_FROM:
         masked = masked & (out < 0)
-    most = ceiling(masked, 0.0, out.dtype)
+    most = origins.ceiling(masked, 0.0, out.dtype)
     kept = out.clamp(-most, most)
-    low, high = (float(x) for x in torch.aminmax(kept))
-    _note(site, kept, low, high)
+    _note(site, kept, *_extremes(kept))
     site.benign += _count(masked) * (out.numel() // masked.numel())
     site.reason = MASK_REASON
 
 
-def _sees_nothing(args: tuple[Any, ...]) -> bool:
-    origin = origin_of(args[0])
-    return origin is not None and sees_nothing(origin.masked)
-
-
 def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
-    """Count what is not finite behind a softmax of which some rows see nothing; their NaN waits for the module's
-    end."""
+    """Count what is not finite behind a softmax with blind rows; their NaN waits for the module's end."""
     nans = out.isnan()
     kept = out.masked_fill(nans, 0.0)
-    low, high = (float(x) for x in torch.aminmax(kept))
-    _note(site, kept, low, high)
+    _note(site, kept, *_extremes(kept))
     if (count := _count(nans)) > 0:
         frame.pending.append((site, count, order))
 
@@ -544,7 +450,7 @@ def _note_constant(site: Site, out: Tensor) -> None:
     site.reason, site.limit = CONSTANT_REASON, None
     nans = _count(out.isnan())
     site.nonfinite += nans
-    extreme = out.abs() >= -MASK_FROM
+    extreme = out.abs() >= -origins.MASK_FROM
     site.benign += _count(extreme)
     rest = out.masked_fill(extreme, 0.0)
     site.amax = math.inf if nans else max(site.amax, float(rest.abs().max()))

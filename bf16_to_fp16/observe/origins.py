@@ -1,7 +1,7 @@
-"""Where a tensor comes from, and so what in it is infinite by design.
+"""Where a tensor comes from, and so what in it is infinite by design, whatever the model's name.
 
-That is told apart by where it comes from, not by the model's name: attention masks are made of constants, and the cube
-inside ``gelu_new`` ends in a tanh. Observer and tap share these rules, so that both leave out the same positions.
+Attention masks are made of constants, and the cube inside ``gelu_new`` ends in a tanh. Observer and tap share these
+rules, so that both leave out the same positions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from .sites import Site
 MASK_FROM = -FP16_MAX / 2
 """A constant at or below this is a mask, not a number: half of fp16's lowest value (-32752)."""
 
-
 MASKED_REACH = -math.log(FP16_STEP)
 """How far below the largest score of its row a masked one must lie, so that its weight is at most 2⁻²⁴ (16.6)."""
-
 
 FACTORIES = {
     "full_like",
@@ -38,44 +36,24 @@ FACTORIES = {
 }
 """Operations that make a constant."""
 
-
-UNINITIALISED = {
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "resize_",
-}
+UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
 """Operations whose output holds nothing yet."""
 
-
-MASKING = {
-    "add": "pointwise",
-    "sub": "pointwise",
-    "mul": "pointwise",
-    "minimum": "pointwise",
-    "where": "where",
-    "masked_fill": "masked_fill",
-    "clone": "copy",
-    "_to_copy": "copy",
-    "constant_pad_nd": "pad",
-    "pad": "pad",
-    "cat": "cat",
-}
+MASKING = dict.fromkeys(("add", "sub", "mul", "minimum"), "pointwise")
+MASKING |= {"clone": "copy", "_to_copy": "copy", "constant_pad_nd": "pad", "pad": "pad"}
+MASKING |= {kind: kind for kind in ("where", "masked_fill", "cat")}
 """Operations through which a mask goes, and in which way."""
-
 
 _ORIGIN = "_bf16_to_fp16_origin"
 
 
 @dataclass(slots=True)
 class Origin:
-    """Where a tensor comes from; lives as an attribute on the tensor, and so as long as it does.
+    """Where a tensor comes from, kept as an attribute on it.
 
     ``constant``: no activation or parameter entered it. ``masked``: bool, the positions that stem from a mask.
-    ``cube``: the sites on the way from x³ to it. ``least``: of a constant, the least number that
-    entered it, which a device need not be asked for.
+    ``cube``: the sites on the way from x³ to it. ``least``: of a constant, the least number that entered it, known
+    without a sync.
     """
 
     constant: bool = False
@@ -146,31 +124,28 @@ def _positions(operand: Any) -> Tensor | bool:
 
 
 def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor | None:
-    """Return the positions of an output that stem from a mask, broadcastable to it, or None where there are none.
-
-    kind: the operation's in ``MASKING``.
-    """
-    found: Tensor | bool
+    """Return the positions of an output that stem from a mask, broadcastable to it, or None; kind: of ``MASKING``."""
+    masked: Tensor | bool
     if kind == "cat":
         parts = [_positions(part) for part in args[0]]
         if not any(isinstance(part, Tensor) for part in parts):
             return None
         pairs = zip(parts, args[0], strict=True)
         whole = [torch.as_tensor(part, device=x.device).expand(x.shape) for part, x in pairs]
-        found = torch.cat(whole, *args[1:], **(kwargs or {}))
+        masked = torch.cat(whole, *args[1:], **(kwargs or {}))
     elif kind in ("copy", "pad"):
-        found = _positions(args[0])
-        if kind == "pad" and isinstance(found, Tensor):
+        masked = _positions(args[0])
+        if kind == "pad" and isinstance(masked, Tensor):
             # CUDA's fused attention fills up a mask whose rows are no multiple of 16 bytes, and then leaves that out.
-            found = constant_pad_nd(found.expand(args[0].shape), args[1], False)
+            masked = constant_pad_nd(masked.expand(args[0].shape), args[1], False)
     elif kind == "pointwise":
-        found = _either(_positions(args[0]), _positions(args[1]) if len(args) > 1 else False)
+        masked = _either(_positions(args[0]), _positions(args[1]) if len(args) > 1 else False)
     elif kind == "where":
         chosen, yes, no = args[0], _positions(args[1]), _positions(args[2])
-        found = _either(_both(chosen, yes), _both(~chosen, no))
+        masked = _either(_both(chosen, yes), _both(~chosen, no))
     else:
-        found = _either(_both(args[1], _positions(args[2])), _positions(args[0]))
-    return found if isinstance(found, Tensor) else None
+        masked = _either(_both(args[1], _positions(args[2])), _positions(args[0]))
+    return masked if isinstance(masked, Tensor) else None
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
@@ -186,12 +161,13 @@ def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
 
 def is_sum_of_positions(args: Iterable[Any]) -> bool:
     """Return whether a matrix product chooses and sums, and forms no score: one of its factors is a constant."""
-    return any(isinstance(x, Tensor) and (found := origin_of(x)) is not None and found.constant for x in args)
+    return any(isinstance(x, Tensor) and (origin := origin_of(x)) is not None and origin.constant for x in args)
 
 
-def sees_nothing(masked: Tensor | None) -> bool:
+def sees_nothing(scores: Tensor) -> bool:
     """Return whether some row of scores is masked throughout, of which softmax makes NaN where the mask is −inf."""
-    return masked is not None and bool(masked.all(-1).any())
+    origin = origin_of(scores)
+    return origin is not None and origin.masked is not None and bool(origin.masked.all(-1).any())
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
@@ -207,11 +183,7 @@ def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
 
 def ceiling(masked: Tensor, most: float, dtype: torch.dtype) -> Tensor:
     """Return the largest value that each position may have: ``most`` at those of a mask, at others inf; of this dtype,
-    broadcastable to ``masked``.
-
-    With it ``minimum`` leaves positions out some fifteen times as fast as ``masked_fill`` on a CPU, which has no
-    vector instructions for that.
-    """
+    broadcastable to ``masked``. On a CPU ``minimum`` with it is some fifteen times as fast as ``masked_fill``."""
     for axis, (size, stride) in enumerate(zip(masked.shape, masked.stride(), strict=True)):
         if stride == 0 and size > 1:  # expanded: the same over again
             masked = masked.narrow(axis, 0, 1)

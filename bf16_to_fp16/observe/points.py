@@ -7,16 +7,36 @@ do, where observer and tap look at every operation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..families.layout import Layout
-from ..families.types import Attention, Experts, feed_forwards_of
+from ..families.types import Attention, Experts, FeedForward, feed_forwards_of
 from ..families.walk import norms_inside, walk
 from .tap import Tap
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A site of a feed-forward: its name, the module that it enters or leaves, and the linear with as many outputs as
+    it has channels."""
+
+    name: str
+    module: str
+    enters: bool
+    width: str
+
+
+def points_of(w: FeedForward) -> list[_Point]:
+    """Return the sites of a feed-forward: its linears, and the product that its gate makes."""
+    points = [_Point(w.linear, w.linear, False, w.linear)]
+    if w.gate:
+        points += [_Point(w.gate, w.gate, False, w.gate), _Point(f"{w.at}:mul", w.output, True, w.linear)]
+    return [*points, _Point(w.output, w.output, False, w.output)]
 
 
 @contextmanager
@@ -27,79 +47,66 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     Scores are recomputed from queries and keys, [rows, heads, queries, keys], where every query meets every key, else
     taken as they are, [rows, ..., keys]; everything else has the channels last.
     """
-    found: dict[str, Tensor] = {}  # without what a sequence too short for any sum leaves empty
+    values: dict[str, Tensor] = {}  # without what a sequence too short for any sum leaves empty
+    taken: dict[str, Tensor] = {}
     local = [w.at for w in layout.topology if isinstance(w, Attention) and w.radius]
     near = {f"{at}:{what}" for at in local for what in ("scores", "context")}
-    tap = Tap(model, found.__setitem__, only=near.__contains__)
-    tap.without_gradients = True
-    handles = []
-    taken: dict[str, Tensor] = {}
+    hooks = ExitStack()
 
     def note(name: str, value: Tensor) -> None:
         """Note a site's values; those of an expert's at the places of the tokens that it takes, else 0."""
         if name in taken:
-            found[name] = found[name].masked_scatter(taken[name], value)
+            values[name] = values[name].masked_scatter(taken[name], value)
         elif value.numel():
-            found[name] = value
+            values[name] = value
 
-    def output(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, result: Any) -> None:
-            note(name, result[0] if isinstance(result, tuple) else result)
-
-        return hook
-
-    def entering(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            note(name, args[0])
-
-        return hook
-
-    def watch(path: str, *, before: str = "", after: str = "", also: Any = None) -> None:
+    def entering(path: str, name: str) -> None:
         module = model.get_submodule(path)
-        if before:
-            handles.append(module.register_forward_pre_hook(entering(before)))
-        if after:
-            handles.append(module.register_forward_hook(output(after)))
-        if also is not None:
-            handles.append(module.register_forward_hook(also, with_kwargs=True))
+        hooks.enter_context(module.register_forward_pre_hook(lambda _, inputs: note(name, inputs[0])))
+
+    def leaving(path: str, name: str = "") -> None:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            note(name or path, output[0] if isinstance(output, tuple) else output)
+
+        hooks.enter_context(model.get_submodule(path).register_forward_hook(hook))
+
+    def after(path: str, hook: Any) -> None:
+        hooks.enter_context(model.get_submodule(path).register_forward_hook(hook, with_kwargs=True))
 
     site = layout.family.norm_site
     for reader in walk(layout):
-        watch(reader.norm, before=reader.site, after=f"{reader.norm}:{site}")
         w = reader.sublayer
-        for norm in norms_inside(w):
-            watch(norm, after=f"{norm}:{site}")
+        entering(reader.norm, reader.site)
+        for norm in (reader.norm, *norms_inside(w)):
+            leaving(norm, f"{norm}:{site}")
         if isinstance(w, Attention):
-            watch(w.query, after=w.query)
+            leaving(w.query)
             if w.block:  # keys and values of positions, then of sums
-                watch(w.value, also=_further(found, w.value))
-                watch(w.key, also=_further(found, w.key))
-                watch(w.block_norm, before=f"{w.at}:sum")
-                handles.append(model.get_submodule(w.at).register_forward_pre_hook(_forgetting(found, w.value, w.key)))
+                after(w.value, _further(values, w.value))
+                after(w.key, _further(values, w.key))
+                entering(w.block_norm, f"{w.at}:sum")
+                attention = model.get_submodule(w.at)
+                hooks.enter_context(attention.register_forward_pre_hook(_forgetting(values, w.value, w.key)))
             else:
-                watch(w.value, after=w.value)
-                watch(w.key, after=w.key)
-            # Of local attention the tap sees both products, with the positions that fill up the last block.
-            watch(w.output, before="" if w.radius else f"{w.at}:context", after=w.output)
-            if not w.radius:
-                watch(w.at, also=_scores(found, layout, w))
+                leaving(w.value)
+                leaving(w.key)
+            leaving(w.output)
+            if not w.radius:  # of local attention the tap sees both products, with what fills up the last block
+                entering(w.output, f"{w.at}:context")
+                after(w.at, _scores(values, layout, w))
         elif isinstance(w, Experts):
-            watch(w.classifier, after=w.classifier)
-            watch(w.router, also=_handed_out(found, layout, w, taken))
-        for expert in feed_forwards_of(w) if w is not None else ():
-            watch(expert.linear, after=expert.linear)
-            if expert.gate:
-                watch(expert.gate, after=expert.gate)
-                watch(expert.output, before=f"{expert.at}:mul")
-            watch(expert.output, after=expert.output)
+            leaving(w.classifier)
+            after(w.router, _handed_out(values, layout, w, taken))
+        for feed_forward in feed_forwards_of(w) if w is not None else ():
+            for point in points_of(feed_forward):
+                (entering if point.enters else leaving)(point.module, point.name)
     for linear in layout.head.linears if layout.head is not None else ():
-        watch(linear.at, after=linear.at)
-    try:
-        with tap if near else nullcontext():
-            yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+        leaving(linear.at)
+    with hooks:
+        if near:
+            tap = hooks.enter_context(Tap(model, values.__setitem__, only=near.__contains__))
+            tap.without_gradients = True
+        yield values
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -135,38 +142,36 @@ def _scores(found: dict[str, Tensor], layout: Layout, w: Attention) -> Any:
     return hook
 
 
-def _handed_out(found: dict[str, Tensor], layout: Layout, w: Experts, taken: dict[str, Tensor]) -> Any:
+def _handed_out(values: dict[str, Tensor], layout: Layout, w: Experts, taken: dict[str, Tensor]) -> Any:
     """A hook of a router that makes room, [rows, positions, channels], for the values at the sites of every expert, 0
     where it takes no token; taken: where it does, by site."""
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        chosen, probabilities = result[0].bool(), result[1]
+    def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
+        chosen, probabilities = output[0].bool(), output[1]
         for number, expert in enumerate(w.experts):
-            for name in (expert.linear, expert.gate, f"{expert.at}:mul" if expert.gate else "", expert.output):
-                if name:
-                    path = expert.linear if name.endswith(":mul") else name
-                    width = layout.tensors[f"{path}.weight"].shape[0]
-                    # Of the graph, so that a goal that nothing reaches has a gradient too, 0.
-                    room = (probabilities * 0).expand(*chosen.shape[:2], width)
-                    found[name], taken[name] = room, chosen[..., number, None].expand_as(room)
+            for point in points_of(expert):
+                # Of the graph, so that a goal that nothing reaches has a gradient too, 0.
+                width = layout.tensors[f"{point.width}.weight"].shape[0]
+                room = (probabilities * 0).expand(*chosen.shape[:2], width)
+                values[point.name], taken[point.name] = room, chosen[..., number, None].expand_as(room)
 
     return hook
 
 
-def _further(found: dict[str, Tensor], name: str) -> Any:
+def _further(values: dict[str, Tensor], name: str) -> Any:
     """A hook of what a module gives when it runs for more positions of one forward."""
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> None:
-        found[name] = torch.cat([found[name], result], 1) if name in found else result
+    def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Tensor) -> None:
+        values[name] = torch.cat([values[name], output], 1) if name in values else output
 
     return hook
 
 
-def _forgetting(found: dict[str, Tensor], *names: str) -> Any:
-    """A hook before a module that forgets what was found in an earlier forward."""
+def _forgetting(values: dict[str, Tensor], *names: str) -> Any:
+    """A hook before a module that forgets what an earlier forward gave."""
 
-    def hook(module: nn.Module, args: Any) -> None:
+    def hook(module: nn.Module, inputs: Any) -> None:
         for name in names:
-            found.pop(name, None)
+            values.pop(name, None)
 
     return hook

@@ -1,8 +1,8 @@
-"""A site: the outputs of one operation of one module, over every call."""
+"""A site: the outputs of one operation of one module, over every call; and the names that observer and tap give it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,9 +10,7 @@ from ..numerics import headroom_bits
 
 MASK_REASON = "attention mask: these positions are excluded"
 
-
 CONSTANT_REASON = "constant: no activation enters it"
-
 
 CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 
@@ -45,3 +43,35 @@ class Site:
     def headroom_bits(self) -> float | None:
         """log2(limit / amax), None where there is no limit."""
         return None if self.limit is None else headroom_bits(self.amax, self.limit)
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of one module: its path, whether it is a linear, and how often each operation has run in it."""
+
+    path: str
+    linear: bool
+    counts: dict[str, int] = field(default_factory=dict)
+    after_softmax: bool = False
+
+    def count(self, name: str) -> int:
+        """Count an operation, and return how often it has run."""
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return self.counts[name]
+
+    @property
+    def before_softmax(self) -> bool:
+        """Whether this is an attention that has its scores, but not yet its weights."""
+        return "scores" in self.counts and not self.after_softmax
+
+    def product(self, *, sums: bool) -> str:
+        """Return the name of a matrix product: of a linear its output's; ``sums``: it chooses and sums positions."""
+        if self.linear:
+            return ""
+        return "sum" if sums else "context" if self.after_softmax else "scores"
+
+
+def site_name(path: str, name: str, count: int) -> str:
+    """Return the full name of a module's operation: ``path:name``, of its second run ``path:name#2``."""
+    full = f"{path}:{name}" if name else path
+    return f"{full}#{count}" if count > 1 else full

@@ -1,14 +1,15 @@
 """The same sites above autograd, differentiable: what the penalty reads.
 
 A dispatch mode sees tensors without their history. A function mode above autograd and autocast sees each output with
-its gradient, and hands it over under the name that the observer gives it.
+its gradient.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,70 +19,19 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UserError
 from ..run.products import MATRIX_PRODUCTS
-from .origins import (
-    FACTORIES,
-    MASKING,
-    UNINITIALISED,
-    Origin,
-    forget_origin,
-    is_sum_of_positions,
-    masked_positions,
-    masked_span,
-    of_constants,
-    only_constants,
-    origin_of,
-    scores_of_mask,
-    set_origin,
+from . import origins
+from .sites import Call, site_name
+
+_KEEPING_SHAPE = {"bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "float", "half", "to"}
+_KEEPING_SHAPE |= {"type", "type_as"}
+_MOVING = (
+    {"__get__", "__getitem__", "alias", "cat", "chunk", "diagonal", "expand", "expand_as", "flatten", "movedim"}
+    | {"narrow", "pad", "permute", "repeat", "repeat_interleave", "requires_grad_", "reshape", "select", "split"}
+    | {"squeeze", "stack", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"}
+    | _KEEPING_SHAPE
+    | origins.UNINITIALISED
 )
-
-_MOVING = {
-    "__get__",
-    "__getitem__",
-    "alias",
-    "bfloat16",
-    "cat",
-    "chunk",
-    "clone",
-    "contiguous",
-    "cpu",
-    "cuda",
-    "detach",
-    "diagonal",
-    "double",
-    "expand",
-    "expand_as",
-    "flatten",
-    "float",
-    "half",
-    "movedim",
-    "narrow",
-    "pad",
-    "permute",
-    "repeat",
-    "repeat_interleave",
-    "requires_grad_",
-    "reshape",
-    "select",
-    "split",
-    "squeeze",
-    "stack",
-    "swapaxes",
-    "t",
-    "to",
-    "transpose",
-    "type",
-    "type_as",
-    "unbind",
-    "unflatten",
-    "unsqueeze",
-    "view",
-    "view_as",
-}
 """Functions that show or copy what is there: no sites of their own."""
-
-
-_KEEPING_SHAPE = {"bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "float", "half", "to", "type"}
-
 
 # What the dispatcher calls a function, where it is not the function's own name.
 _BELOW = {
@@ -94,12 +44,9 @@ _BELOW = {
     "scaled_dot_product_attention": "context",
 }
 
-
 _WRAPPING = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
-
 _SET_GRAD_ENABLED = torch._C._set_grad_enabled
-
 
 _COMPILED = "a compiled model hides its operations; use the model without torch.compile"
 
@@ -119,17 +66,13 @@ class _Function:
     masking: str | None
 
 
-@dataclass(slots=True)
-class _Call:
-    """One call of one module under a tap; ``names``: full names of the sites of its path, None for unwanted ones."""
+@dataclass(slots=True, kw_only=True)
+class _Call(Call):
+    """One call of one module; ``names``: full names of the sites of its path, None for unwanted ones."""
 
     module: nn.Module
-    path: str
-    linear: bool
     tapped: bool
     names: dict[tuple[str, int], str | None]
-    counts: dict[str, int] = field(default_factory=dict)
-    after_softmax: bool = False
     hidden: Tensor | None = None
     """What a mask hides of the scores that is −inf in fp16, so that a row that sees nothing is NaN."""
 
@@ -141,44 +84,37 @@ class _TapMode(TorchFunctionMode):
         super().__init__()
         self.tap = tap
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
         if func is _SET_GRAD_ENABLED:
             self.tap._follow_no_grad()
         call = self.tap._call
         if call is not None:
-            self.tap._look(call, func, args, kwargs, out)
+            outputs = out if isinstance(out, (tuple, list)) else (out,)
+            for i, item in enumerate(outputs):
+                if isinstance(item, Tensor) and item.is_floating_point():
+                    self.tap._see(call, func, args, kwargs or {}, item, i)
         return out
 
 
 class Tap:
-    """Context manager under which ``on_site(name, tensor)`` is called with every floating-point output inside
-    ``model``'s forwards, differentiable, under the name that ``SiteObserver`` gives it with eager attention, and with
+    """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
+    forwards, differentiable, under the name that ``SiteObserver`` gives it with eager attention, and with
     ``<path>:masked`` for each row of attention what the mask must add at least.
 
-    It sits above autograd and autocast, so that a tensor is the output itself and carries its gradient; positions that
-    an attention mask excludes are zero. A tensor is handed over while the forward runs: use it at once, an in-place
-    operation may change it later. What ``on_site`` computes is not tapped, and what it saves for its own backward is
-    not thrown away by gradient checkpointing, so that a loss made of it has the same gradient there. A module that
-    runs again inside a backward (non-reentrant checkpointing) is not tapped a second time, and a forward without
-    gradients is not tapped at all. May stay active over a whole training loop, backward included: it works only while
-    a module of ``model`` runs. Train and eval mode may change meanwhile.
+    Positions that an attention mask excludes are zero. Use a tensor at once: an in-place operation may change it later.
+    What ``on_site`` computes is not tapped, and what it saves for its backward survives gradient checkpointing. A
+    module that runs again inside a backward (non-reentrant checkpointing) is not tapped a second time, and a forward
+    without gradients is not tapped at all. May stay active over a whole training loop, in train and eval mode.
 
-    only: whether a site is wanted, asked once for each name; an unwanted one costs a look-up. glance: called first,
-    with the detached tensor; only where it is true ``on_site`` is called, and graph nodes are made. Wrappers such as
-    DDP, FSDP or a checkpointed module add nothing to the names, whether ``model`` is the wrapper or what it wraps.
+    only: whether a site is wanted, asked once for each name. glance: called first, with the detached tensor; only where
+    it is true ``on_site`` is called, and graph nodes are made. Wrappers such as DDP, FSDP or a checkpointed module add
+    nothing to the names, whether ``model`` is the wrapper or what it wraps.
 
     Not handed over, though ``SiteObserver`` sees them: copies (``to``, ``clone``, ``cat``), constants, what stock code
     runs without gradients (Pegasus's fixed positions), the statistics of ``layer_norm``, the noise of a dropout, and
-    what is inside a fused function (a loss, SDPA apart from its context). A linear is one site with its bias, also
-    where a kernel adds the bias apart. The input of a cube (``:cubed``) is handed over in every dtype, not in fp16
-    alone.
+    what is inside a fused function (a loss, SDPA apart from its context). A linear is one site with its bias, and the
+    input of a cube (``:cubed``) is handed over in every dtype.
 
     Raises ``UserError`` for a compiled model, which hides its operations, and in the forward for reentrant gradient
     checkpointing, under which they have no gradient.
@@ -206,11 +142,11 @@ class Tap:
         self._stack: list[_Call] = []
         self._call: _Call | None = None
         self._handing_over = False
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._modules: list[nn.Module] = []
 
     def __enter__(self) -> Tap:
-        if self._handles:
+        if self._modules:
             raise UserError("this tap is active already; leave it before you enter it again")
         try:
             for path, module in paths(self.model):
@@ -251,7 +187,7 @@ class Tap:
                             _check_not_compiled(inner)
                 if _is_called_by("compile_wrapper"):
                     raise UserError(_COMPILED)
-            call = _Call(module, path, linear, tapped, names)
+            call = _Call(path, linear, module=module, tapped=tapped, names=names)
             if tapped and (outer is None or not outer.tapped):
                 self._mode.__enter__()
             stack.append(call)
@@ -273,13 +209,11 @@ class Tap:
                 self._mode.__exit__(None, None, None)
             self._call = outer if outer is not None and outer.tapped else None
 
-        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooks.enter_context(module.register_forward_hook(leave, always_call=True))
 
     def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._modules.clear()
         # Left in the middle of a forward: the modules that are still running will not call ``leave`` any more.
         if self._stack and self._stack[-1].tapped:
@@ -300,29 +234,12 @@ class Tap:
         elif _is_called_by("no_grad.__exit__"):
             self._inner_no_grads = max(0, self._inner_no_grads - 1)
 
-    def _look(self, call: _Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
-        if isinstance(out, Tensor):
-            if out.is_floating_point():
-                self._see(call, func, args, kwargs, out, 0)
-        elif isinstance(out, (tuple, list)) and type(out) is not torch.Size:
-            for i, item in enumerate(out):
-                if isinstance(item, Tensor) and item.is_floating_point():
-                    self._see(call, func, args, kwargs, item, i)
-
-    def _see(
-        self,
-        call: _Call,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        out: Tensor,
-        index: int,
-    ) -> None:
+    def _see(self, call: _Call, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor, index: int) -> None:
         function = self._functions.get(func)
         if function is None:
             function = self._functions[func] = _describe_function(func)
-        if function.factory or (only_constants(args) and (not kwargs or only_constants(kwargs.values()))):
-            set_origin(out, of_constants((*args, *(kwargs or {}).values())))
+        if function.factory or (origins.only_constants(args) and origins.only_constants(kwargs.values())):
+            origins.set_origin(out, origins.of_constants((*args, *kwargs.values())))
             return
         if function.moving:
             _carry_mask(function, func, args, kwargs, out)
@@ -332,34 +249,33 @@ class Tap:
         if self._hides_gradients():
             return
         if function.inplace:
-            forget_origin(out)
+            origins.forget_origin(out)
         elif args and out is args[0]:  # a dropout that does nothing
             return
         masked = None
         if function.masking is not None and len(args) > 1:
-            masked = masked_positions(function.masking, args, kwargs)
+            masked = origins.masked_positions(function.masking, args, kwargs)
             if masked is not None:
-                set_origin(out, Origin(masked=masked.expand(out.shape)))
-                if function.name == "add" and "scores" in call.counts and not call.after_softmax:
+                origins.set_origin(out, origins.Origin(masked=masked.expand(out.shape)))
+                if function.name == "add" and call.before_softmax:
                     self._see_masked(call, function, args, masked)
         name = function.name
         if function.matmul:
-            name = _product_of(call, args)
+            name = call.product(sums=origins.is_sum_of_positions(args))
         elif function.softmax:
             call.after_softmax = True
         elif function.dropout:
             name = "native_dropout" if out.is_cuda else "mul"
         if index:
             name = f"{name}.{index}"
-        count = call.counts[name] = call.counts.get(name, 0) + 1
-        full = self._wanted(call, name, count)
+        full = self._wanted(call, name, call.count(name))
         if full is not None and out.numel():
-            shown = _itself if masked is None else partial(_unmasked, masked=masked)
+            shown: Callable[[Tensor], Tensor] = _itself if masked is None else partial(_unmasked, masked=masked)
             if call.after_softmax and call.hidden is not None:
                 shown = partial(_seen, hidden=call.hidden)
             if function.name == "einsum":
                 # Stock code adds to such scores in place, after which nothing that was saved of them would be theirs.
-                shown = _copied if shown is _itself else shown
+                shown = torch.clone if shown is _itself else shown
             self._hand_over(full, out, shown)
         if name == "pow" and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 3:
             # Its derivative overflows before it does.
@@ -369,21 +285,20 @@ class Tap:
 
     def _see_masked(self, call: _Call, function: _Function, args: tuple[Any, ...], masked: Tensor) -> None:
         """Hand over what the mask that is added to scores must add at least."""
-        scores = None if function.inplace else scores_of_mask(args)
+        scores = None if function.inplace else origins.scores_of_mask(args)
         if scores is None:
             call.hidden = masked
             return
         full = self._wanted(call, "masked", 1)
         if full is not None:
-            self._hand_over(full, scores, partial(masked_span, masked=masked))
+            self._hand_over(full, scores, partial(origins.masked_span, masked=masked))
 
     def _wanted(self, call: _Call, name: str, count: int) -> str | None:
         """The full name of a site that is wanted."""
         try:
             return call.names[name, count]
         except KeyError:
-            full = f"{call.path}:{name}" if name else call.path
-            full = f"{full}#{count}" if count > 1 else full
+            full = site_name(call.path, name, count)
             wanted = full if self.only is None or self.only(full) else None
             call.names[name, count] = wanted
             return wanted
@@ -411,31 +326,29 @@ def _describe_function(func: Any) -> _Function:
     matmul = name in ("matmul", "einsum") or name in MATRIX_PRODUCTS
     return _Function(
         name=_BELOW.get(name, name),
-        moving=own in _MOVING or own in UNINITIALISED,
-        keeping_shape=own in _KEEPING_SHAPE or own == "type_as",
-        factory=own in FACTORIES,
+        moving=own in _MOVING,
+        keeping_shape=own in _KEEPING_SHAPE,
+        factory=own in origins.FACTORIES,
         inplace=inplace,
         matmul=matmul,
         softmax=name == "softmax",
         dropout=name == "dropout",
-        masking=MASKING.get(name),
+        masking=origins.MASKING.get(name),
     )
 
 
-def _carry_mask(
-    function: _Function, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Tensor
-) -> None:
+def _carry_mask(function: _Function, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
     """What is only moved keeps its masked positions."""
     if function.masking in ("cat", "pad"):
-        masked = masked_positions(function.masking, args, kwargs)
-        set_origin(out, None if masked is None else Origin(masked=masked))
+        masked = origins.masked_positions(function.masking, args, kwargs)
+        origins.set_origin(out, None if masked is None else origins.Origin(masked=masked))
         return
-    origin = origin_of(args[0]) if args else None
+    origin = origins.origin_of(args[0]) if args else None
     if origin is None or origin.masked is None or origin.constant:
         return
-    masked = origin.masked if function.keeping_shape else func(origin.masked, *args[1:], **(kwargs or {}))
+    masked = origin.masked if function.keeping_shape else func(origin.masked, *args[1:], **kwargs)
     if isinstance(masked, Tensor) and masked.shape == out.shape:
-        set_origin(out, Origin(masked=masked))
+        origins.set_origin(out, origins.Origin(masked=masked))
 
 
 def _unmasked(out: Tensor, masked: Tensor) -> Tensor:
@@ -448,19 +361,6 @@ def _seen(out: Tensor, hidden: Tensor) -> Tensor:
     return out.masked_fill(out.isnan() & hidden.all(-1).any().to(out.device), 0.0)
 
 
-def _product_of(call: _Call, args: tuple[Any, ...]) -> str:
-    """What a matrix product is in its module: its output, or one of an attention's products."""
-    if call.linear:
-        return ""
-    if is_sum_of_positions(args):
-        return "sum"
-    return "context" if call.after_softmax else "scores"
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.clone()
-
-
 def _itself(x: Tensor) -> Tensor:
     return x
 
@@ -471,11 +371,11 @@ def paths(model: nn.Module) -> list[tuple[str, nn.Module]]:
     # A wrapper that has nothing but a ``module``: DDP, DeepSpeed.
     while [name for name, _ in inner.named_children()] == ["module"]:
         prefix, inner = f"{prefix}module.", inner.get_submodule("module")
-    found = []
+    named = []
     for path, module in model.named_modules():
         parts = f"{path}.".removeprefix(prefix).split(".")
-        found.append((".".join(part for part in parts if part and part not in _WRAPPING) or "model", module))
-    return found
+        named.append((".".join(part for part in parts if part and part not in _WRAPPING) or "model", module))
+    return named
 
 
 def _check_not_compiled(module: nn.Module) -> None:

@@ -1,12 +1,10 @@
 """Whether stock code, from the same folder, builds and fills the model that the layout describes.
 
-Bounds are computed from the raw config.json and the tensors; what runs is what the stock classes make of them, and
-those know aliases, defaults, derived fields that a file may set directly, and keys that lead to other weights. So the
-stock class is built here by its own loader, on torch's meta device, where tensors have shapes and no values: what it
-finds missing or unexpected, it says itself. A config that takes note of every key that is asked for then shows what
-stock code reads at all, in a forward as well; each such key must be one that the layout is made from, one that no
-bound depends on, or have the value that follows from the others. Nothing has to be known of a key for it to be
-refused.
+Bounds are computed from the raw config.json and the tensors. Stock classes also know aliases, defaults, derived fields
+and keys that lead to other weights. So the stock class is built here by its own loader, on torch's meta device, and
+says itself which tensors are missing or unexpected. A config that notes every key that is asked for shows what stock
+code reads, in a forward as well. Each such key must be one that the layout is made from, one that no bound depends on,
+or have the value that follows from the others. So a key need not be known to be refused.
 """
 
 from __future__ import annotations
@@ -37,41 +35,18 @@ from ..families.types import Attention, Experts, Family, Quotient, StackEnds
 from .stock import eps_attribute, load_config, run_everywhere, without_values
 
 FREE_KEYS = frozenset(
-    {
-        "_name_or_path",
-        "_output_attentions",
-        "architectures",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "dtype",
-        "eos_token_id",
-        "gradient_checkpointing",
-        "initializer_range",
-        "name_or_path",
-        "output_attentions",
-        "output_cross_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "return_dict",
-        "tie_word_embeddings",  # what comes of it, the loader says
-        "transformers_version",
-        "use_cache",
-    }
+    {"_name_or_path", "_output_attentions", "architectures", "bos_token_id", "decoder_start_token_id", "dtype"}
+    | {"eos_token_id", "gradient_checkpointing", "initializer_range", "name_or_path", "output_attentions"}
+    | {"output_cross_attentions", "output_hidden_states", "pad_token_id", "return_dict", "transformers_version"}
+    | {"tie_word_embeddings", "use_cache"}  # what comes of tying, the loader says
 )
 """Attributes of any stock config that stock code reads and no bound depends on."""
-
 
 LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
 """Attributes that say what a classifier's outputs mean; how many there are, the loader compares with the weights."""
 
-
-ATTENTIONS = (None, "eager", "sdpa")
-"""Attention implementations that a config may ask for: those that the bounds are about."""
-
-
 MOST_POSITIONS = 2.0**31
 """What a frequency of rotary positions is multiplied with at most."""
-
 
 _ABSENT = object()
 
@@ -79,8 +54,7 @@ _ABSENT = object()
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
     """Return the layout of a checkpoint, of which stock code builds the very same model.
 
-    Raises UserError as ``resolve`` does, and where stock code or sentence-transformers would load other weights, fill
-    or drop any, compute something else, or cannot build it.
+    Raises UserError as ``resolve`` does, and where stock code or sentence-transformers would build or compute another.
     """
     layout = resolve(checkpoint)
     check_sentence_encoder(checkpoint.folder)
@@ -92,7 +66,9 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     """Raise UserError where the stock model in the checkpoint's folder is not the one that its layout describes."""
     where = f"{checkpoint.folder}/config.json"
     config = load_config(checkpoint.folder)
-    check_heads(layout)
+    for w in layout.topology:
+        if isinstance(w, Attention):
+            layout.kv_heads(w)  # which refuses a number of heads that is none, by which stock code would divide
     check_buckets(layout, where)
     check_older(layout, where)
     written = _Written(config, layout, where)
@@ -115,9 +91,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 class _Written:
     """A stock config as its folder gives it, which notes the attributes that stock code asks for.
 
-    ``refused``: the attributes that do not follow from the keys that the layout is made from, nor are harmless, each
-    with the line that says so. To ask for one that the file spells out raises that line, before anything can come
-    of it.
+    ``refused``: the attributes that neither follow from the keys of the layout nor are harmless, each with the line
+    that says so. To ask for one that the file spells out raises that line, before anything can come of it.
     """
 
     def __init__(self, config: Any, layout: Layout, where: str) -> None:
@@ -128,8 +103,8 @@ class _Written:
         self.asked: set[str] = set()
 
     def noting(self) -> Any:
-        """Return a copy of the config that notes the name of every attribute that it, or a copy of it, is asked for,
-        and those of the configs inside it."""
+        """Return a copy of the config that notes every attribute that it, a copy of it or a config inside is asked
+        for."""
         return self._noting(deepcopy(self.config), "")
 
     def _noting(self, copy: Any, within: str) -> Any:
@@ -148,8 +123,8 @@ class _Written:
         return copy
 
     def check(self, *, derived: bool) -> None:
-        """Raise UserError for what stock code has asked for and must not: with ``derived`` also for attributes that
-        the file does not spell out."""
+        """Raise UserError for a refused attribute that was asked for, with ``derived`` also where the file leaves it
+        out."""
         # What is raised while it asks, it may catch.
         for name in sorted(self.asked & self.spelt.keys()):
             raise self.spelt[name]
@@ -175,30 +150,21 @@ def configs_inside(config: Any) -> dict[str, Any]:
 def attributes(config: Any) -> dict[str, Any]:
     """Return the attributes of a stock config with their values, those of configs inside it under names with dots."""
     inside = configs_inside(config)
-    found = {name: value for name, value in vars(config).items() if name not in inside}
+    values = {name: value for name, value in vars(config).items() if name not in inside}
     for name, inner in inside.items():
         # Its type is its class's, whether it is spelt out or not.
-        own = {key: value for key, value in attributes(inner).items() if key != "model_type"}
-        found |= {f"{name}.{key}": value for key, value in own.items()}
-        found[f"{name}.model_type"] = type(inner).model_type
-    return found
+        own = attributes(inner) | {"model_type": type(inner).model_type}
+        values |= {f"{name}.{key}": value for key, value in own.items()}
+    return values
 
 
 def spelt_out(config: Mapping[str, object]) -> dict[str, object]:
     """Return the keys of a config.json with their values, those of mappings inside it under names with dots as well."""
-    found = dict(config)
+    keys = dict(config)
     for name, inner in config.items():
         if isinstance(inner, Mapping):
-            found |= {f"{name}.{key}": value for key, value in spelt_out(inner).items()}
-    return found
-
-
-def nested(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a config with these values, of which those under names with dots belong to configs inside it."""
-    found: dict[str, object] = {}
-    for name, value in values.items():
-        found = with_value(found, name, value)
-    return found
+            keys |= {f"{name}.{key}": value for key, value in spelt_out(inner).items()}
+    return keys
 
 
 def identical(one: object, other: object) -> bool:
@@ -211,7 +177,7 @@ class _Stock:
     """What stock code made of a config and of tensors of certain shapes.
 
     ``answers``: all that it asked of the config. ``model``: on the meta device. ``info``: what the loader says of the
-    weights. ``scales``: whether it scales what the decoder gives before the head, or why it could not be run.
+    weights. ``scales``: whether it scales the decoder's output before the head, or why it could not be run.
     """
 
     kind: Any
@@ -230,8 +196,7 @@ source and at what it wrote, with one config."""
 def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> _Stock:
     """Return what stock code makes of a checkpoint, which is built and run only where it asks for something new.
 
-    Raises UserError where it asks for what does not follow from the keys that the layout is made from, or cannot build
-    the model.
+    Raises UserError where it asks for an attribute that is refused, or cannot build the model.
     """
     import transformers
 
@@ -253,7 +218,7 @@ def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> 
             known.append(stock)
             return stock
     with loading(checkpoint, written):
-        model, info = without_values(checkpoint, written.noting(), torch.float32, "eager", any_shape=True)
+        model, info = without_values(checkpoint, written.noting(), torch.float32, any_shape=True)
     scales: bool | Exception
     try:
         scales = run_short(model, layout)
@@ -305,12 +270,10 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
     names = layout.family.attributes
 
     def same(path: str, attribute: str, expected: object, *, optional: bool = False) -> None:
-        found = getattr(model.get_submodule(path), attribute, _ABSENT)
-        if optional and found is _ABSENT:
-            return
-        if found != expected:
+        value = getattr(model.get_submodule(path), attribute, _ABSENT)
+        if value != expected and not (optional and value is _ABSENT):
             raise UserError(
-                f"{where}: in stock code {path}.{attribute} is {shown(found)}, where the keys that the bounds are made"
+                f"{where}: in stock code {path}.{attribute} is {shown(value)}, where the keys that the bounds are made"
                 f" from say {expected!r}; take it from the original checkpoint"
             )
 
@@ -328,11 +291,11 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         elif isinstance(w, StackEnds) and names.embedding_scale:
             same(w.embedding if w.scales_itself else w.at, names.embedding_scale, layout.embedding_scale(w))
     for feed_forward in layout.feed_forwards:
-        found, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
-        if type(found) is not type(expected) or functions(found) != functions(expected):
+        activation, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
+        if type(activation) is not type(expected) or functions(activation) != functions(expected):
             raise UserError(
-                f"{where}: in stock code {feed_forward.act} is {type(found).__name__}, where the keys that the bounds"
-                f" are made from say {feed_forward.activation!r}; take it from the original checkpoint"
+                f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, where the keys that the"
+                f" bounds are made from say {feed_forward.activation!r}; take it from the original checkpoint"
             )
     first = tuple(w.first_norm for w in layout.topology if isinstance(w, StackEnds) and w.first_norm)
     for path in (*layout.norms, *first):
@@ -358,10 +321,9 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
 
 
 def functions(module: nn.Module) -> dict[str, object]:
-    """Return what a module without weights holds of its own; of a partial function what it is made of, since two of
-    them are never equal."""
-    found = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
-    return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in found.items()}
+    """Return what a module without weights holds; of a partial function its parts, since two are never equal."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 
 
 def rotary_scales(module: nn.Module) -> list[str]:
@@ -370,26 +332,24 @@ def rotary_scales(module: nn.Module) -> list[str]:
 
 
 def check_rotary(layout: Layout, model: Any, where: str) -> None:
-    """Raise UserError for rotary positions of which stock code makes no angles, at the first position or far behind:
-    its cosines and sines would be NaN."""
+    """Raise UserError for rotary positions whose angles stock code cannot make, at the first position or far behind."""
     for path in sorted({w.rotary for w in layout.topology if isinstance(w, Attention) and w.rotary}):
         # Made again, since the model has no values; no file holds them.
         module = model.get_submodule(path)
         check_dynamic(module.config.rope_parameters, where)
-        made = type(module)(module.config)
-        kinds = [name.removesuffix("attention_scaling").removesuffix("_") for name in rotary_scales(made)]
+        again = type(module)(module.config)
+        kinds = [name.removesuffix("attention_scaling").removesuffix("_") for name in rotary_scales(again)]
         for position in (0, int(MOST_POSITIONS) - 1):
             # Some kinds make other frequencies for long inputs: "longrope" one other set, "dynamic" as below.
             for kind in kinds:
-                of_kind = {"layer_type": kind} if kind else {}
                 try:
-                    made(torch.zeros(1), torch.tensor([[position]]), **of_kind)
+                    again(torch.zeros(1), torch.tensor([[position]]), **({"layer_type": kind} if kind else {}))
                 except Exception as error:
                     raise UserError(
                         f"{where}: stock code cannot turn position {position} ({first_line(error)}); take the keys"
                         " that begin with 'rope' from the original checkpoint"
                     ) from error
-            for name, frequencies in made.named_buffers():
+            for name, frequencies in again.named_buffers():
                 if not bool((frequencies.float() * MOST_POSITIONS).isfinite().all()):
                     raise UserError(
                         f"{where}: stock code makes inf or NaN of {path}.{name}, by which positions are turned; take"
@@ -413,13 +373,6 @@ def check_dynamic(parameters: Any, where: str) -> None:
                 f"{where}: rotary positions are 'dynamic' with the factor {factor!r}, and under 1 their frequencies"
                 " need not be numbers at every length; write 1.0 or more, or take it from the original checkpoint"
             )
-
-
-def check_heads(layout: Layout) -> None:
-    """Raise UserError for a number of heads that is none, by which stock code would divide."""
-    for w in layout.topology:
-        if isinstance(w, Attention):
-            layout.kv_heads(w)
 
 
 def check_older(layout: Layout, where: str) -> None:
@@ -454,8 +407,7 @@ def check_buckets(layout: Layout, where: str) -> None:
 
 
 class _Agreeing(TorchDispatchMode):
-    """Says yes where stock code asks a tensor without values, as BigBird-Pegasus asks a mask that it made of ones
-    whether it leaves everything seen."""
+    """Says yes where stock code asks a tensor without values, as BigBird-Pegasus asks a mask."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -464,8 +416,8 @@ class _Agreeing(TorchDispatchMode):
 
 
 def run_short(model: Any, layout: Layout) -> bool:
-    """Run a meta model on two tokens through the first layers of each stack, as stock users do, and return whether it
-    scales what its last norm gives before the head."""
+    """Run a meta model on two tokens through the first layers of each stack, and return whether it scales what its
+    last norm gives before the head."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     seen: dict[str, Tensor] = {}
     with ExitStack() as stack, torch.no_grad(), _Agreeing():
@@ -502,17 +454,20 @@ def first_layers(stack: nn.Module, number: int) -> Iterator[None]:
 
 
 def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the attributes of the config, as the folder gives it, that do not follow from the keys that the layout is
-    made from and are not harmless, each with the line that refuses it."""
+    """Return the attributes of the config that neither follow from the keys of the layout nor are harmless, each with
+    the line that refuses it."""
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     free |= {known.initialisation.factor for known in FAMILIES}
     beginnings = tuple(key.removesuffix("*") for key in free if key.endswith("*"))
     if not layout.stock.decodes:
         free.add("is_encoder_decoder")  # published encoders have either
-    expected = following(kind, json.dumps(nested(understood(family, layout.config))))
+    nested: dict[str, object] = {}
+    for name, value in understood(family, layout.config).items():
+        nested = with_value(nested, name, value)
+    expected = following(kind, json.dumps(nested))
     attention = "_attn_implementation_internal"
-    found: dict[str, str] = {}
+    refused: dict[str, str] = {}
     for name in {*written, *expected} - {attention}:
         if name in free or name.rpartition(".")[2] in free or name.startswith(beginnings):
             continue
@@ -523,16 +478,16 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
             ]
             says, mend = (f"is {shown(value)}", "remove") if value is not _ABSENT else ("is missing", "set")
             follows = f"to be {wanted!r}" if wanted is not _ABSENT else "not to be there"
-            found[name] = (
+            refused[name] = (
                 f"{where}: {next(iter(spelt), name)!r} {says}, which stock code goes by, where the other keys ask for"
                 f" it {follows}; {mend} it, or take the file from the original checkpoint"
             )
-    if written.get(attention) not in ATTENTIONS:
-        found[attention] = (
+    if written.get(attention) not in (None, "eager", "sdpa"):  # those that the bounds are about
+        refused[attention] = (
             f"{where}: asks for the attention implementation {shown(written[attention])}, about which nothing is known;"
             " remove the key"
         )
-    return found
+    return refused
 
 
 @cache
@@ -544,7 +499,7 @@ def following(kind: Any, keys: str) -> Mapping[str, object]:
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
     """Return the keys that a layout is made from, with their values in a config or those that stock code takes.
 
-    What stock code divides out of two others is theirs to say: of a config without ``head_dim`` Qwen2's class makes no
+    A quotient of two others is left out unless it is there: of a config without ``head_dim`` Qwen2's class makes no
     such attribute, Llama's does.
     """
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
@@ -552,8 +507,8 @@ def understood(family: Family, config: Mapping[str, object]) -> dict[str, object
     keys -= LABELS
     there = {key for key in keys if looked_up(config, key) is not None}
     stated = {key for key, default in family.defaults.items() if not isinstance(default, Quotient)}
-    found = {key: config_value(family, config, key) for key in keys if key in there or key in stated}
+    values = {key: config_value(family, config, key) for key in keys if key in there or key in stated}
     for key in filter(None, (*family.eps_keys, family.output_scale_key)):
         if (said := looked_up(config, key)) is not None:
-            found[key] = said
-    return found
+            values[key] = said
+    return values

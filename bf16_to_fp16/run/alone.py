@@ -1,9 +1,8 @@
 """A token alone in its row, computed from the weights: forwards through every sublayer, and back to the embedding.
 
-With no other token to be averaged with, an attention gives a token its own values, so that a model is a chain of
-matrices with neurons and norms between. It is run here without being built, one sublayer's weights at a time, in fp32;
-a decoder's token reads what the encoder made of the same id. That need not be what stock code computes to the last bit:
-it decides what the probe runs, and no figure comes from here.
+With no other token to average with, an attention gives a token its own values, so that a model is a chain of matrices
+with neurons and norms between. It is run in fp32, one sublayer's weights at a time; a decoder's token reads what the
+encoder made of the same id. It decides what the probe runs, and no figure comes from here.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from ..families.types import Attention, Experts, FeedForward, Sublayer, feed_for
 
 
 class Weights:
-    """A layout's weights in fp32, unscaled, and what its modules compute with them.
-
-    ``vocabulary``, ``width``: of the embedding table.
-    """
+    """A layout's weights in fp32, unscaled, and what its modules compute; ``vocabulary``, ``width``: of the
+    embedding."""
 
     def __init__(self, source: TensorSource, layout: Layout) -> None:
         self.source, self.layout = source, layout
@@ -38,7 +35,6 @@ class Weights:
         return None if tensor is None else unscaled(self.source, tensor).float()
 
     def matrix(self, module: str) -> Tensor:
-        """Return the weight of a module."""
         weight = self.read(f"{module}.weight")
         assert weight is not None
         return weight
@@ -65,16 +61,13 @@ class Weights:
         return self.source.read_rows(self.table, start, stop).float()
 
     def looked_up(self, stack: ResolvedStack, ids: Sequence[int]) -> Tensor:
-        """Return the rows of a stack's embedding for ids."""
         table = str(self.layout.tensors[self.layout.table(stack.ends)].source)
         return torch.cat([self.source.read_rows(table, i, i + 1).float() for i in ids])
 
     def linear(self, module: str, x: Tensor) -> Tensor:
-        """Return what a linear gives."""
         return functional.linear(x, self.matrix(module), self.read(f"{module}.bias"))
 
     def norm(self, module: str, x: Tensor) -> Tensor:
-        """Return what a norm gives."""
         gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps_of(module)
         if self.layout.family.centred_norm:
             return functional.layer_norm(x, gain.shape, gain, shift, eps)
@@ -113,8 +106,7 @@ class Weights:
         return [*made, self.linear(sublayer.output, made[-1])]
 
     def handed_out(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return the logits of a router, and what ``fed`` gives of the expert that takes each token, the last times its
-        probability."""
+        """Return a router's logits, and what ``fed`` gives of each token's expert, the last times its probability."""
         logits = self.linear(sublayer.classifier, x)
         numbers, probabilities = chosen(logits)
         made: list[Tensor] = []
@@ -128,7 +120,6 @@ class Weights:
         return [logits, *made]
 
     def activated(self, sublayer: FeedForward, x: Tensor) -> Tensor:
-        """Return what the activation of a feed-forward makes of its input."""
         from transformers.activations import ACT2FN
 
         made: Tensor = ACT2FN[sublayer.activation](x)
@@ -146,8 +137,8 @@ class Step:
     """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each.
 
     ``sublayer``: None for the first and the final norm of a stack. ``stream``: what the norm reads. ``made``: its
-    output, then those of the sublayer's linears, with the neurons before the last, which joins the stream. Of experts
-    those of the one that takes the token, behind the router's.
+    output, a router's logits, then what the linears give (of the expert that takes a token), with the neurons before
+    the last.
     """
 
     stack: ResolvedStack
@@ -187,8 +178,8 @@ class Slopes:
     """How steep norms and neurons are for a typical token.
 
     ``norms``: one over the length that a norm divides by, by its path. ``neurons``: by feed-forward, [neurons] each,
-    what the output gains with each linear's: the gate first where there is one; of an expert times the probability that
-    it takes a token.
+    what the output gains with each linear's, the gate's first; of an expert times the probability that it takes a
+    token.
     """
 
     norms: dict[str, float] = field(default_factory=dict)
@@ -197,7 +188,7 @@ class Slopes:
 
 def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
     """Return the mean slopes over these ids alone."""
-    found = Slopes()
+    typical = Slopes()
     for step in forward(weights, ids):
         sublayer, reads = step.sublayer, {step.norm: step.stream}
         if sublayer is not None and sublayer.post_norm:
@@ -205,16 +196,16 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
         for norm, stream in reads.items():
             if weights.layout.family.centred_norm:
                 stream = stream - stream.mean(1, keepdim=True)
-            found.norms[norm] = float((stream.square().mean(1) + weights.layout.eps_of(norm)).rsqrt().mean())
+            typical.norms[norm] = float((stream.square().mean(1) + weights.layout.eps_of(norm)).rsqrt().mean())
         if isinstance(sublayer, FeedForward):
-            found.neurons[sublayer.at] = [x.mean(0) for x in neuron_slopes(weights, sublayer, step.made[1:])]
+            typical.neurons[sublayer.at] = [x.mean(0) for x in neuron_slopes(weights, sublayer, step.made[1:])]
         elif isinstance(sublayer, Experts):
             numbers, probabilities = chosen(step.made[1])
             for number, expert in enumerate(sublayer.experts):
                 share = probabilities * (numbers == number)
                 slopes_of = neuron_slopes(weights, expert, step.made[2:])
-                found.neurons[expert.at] = [(x * share[:, None]).mean(0) for x in slopes_of]
-    return found
+                typical.neurons[expert.at] = [(x * share[:, None]).mean(0) for x in slopes_of]
+    return typical
 
 
 def neuron_slopes(weights: Weights, sublayer: FeedForward, made: Sequence[Tensor]) -> list[Tensor]:
@@ -248,9 +239,8 @@ def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> d
             if sublayer.post_norm:
                 back = weights.before(sublayer.post_norm, back) * typical.norms[sublayer.post_norm]
             if not isinstance(sublayer, Attention):
-                back = sum(
-                    (through(weights, each, back, typical) for each in feed_forwards_of(sublayer)), torch.zeros(())
-                )
+                parts = (through(weights, each, back, typical) for each in feed_forwards_of(sublayer))
+                back = sum(parts, torch.zeros(()))
             else:
                 back = back @ weights.matrix(sublayer.output)
                 heads = weights.layout.kv_heads(sublayer)

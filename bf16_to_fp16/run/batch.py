@@ -6,6 +6,7 @@ import hashlib
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +21,26 @@ from .stock import setting
 IGNORED_LABEL = -100
 """The label that stock losses leave out."""
 
-
 LOGIT_BUDGET = 2**27
 """Most logits of one batch (half a gigabyte in fp32): large vocabularies get fewer rows."""
-
 
 GENERATED_TOKENS = 4
 """Tokens that a generation makes."""
 
-
-RANDOM, LONG, REPEATED, PADDED, SHORT, CHOSEN, SWEEP, IMAGE, GENERATE, DATA = BATCH_KINDS = (
-    "random ids",
-    "long",
-    "repeated",
-    "padded",
-    "short",
-    "chosen ids",
-    "vocabulary sweep",
-    "image",
-    "generate",
-    "data",
-)
-"""What a batch is there for; the report lists the batches by it."""
+RANDOM, LONG, REPEATED, PADDED, SHORT = "random ids", "long", "repeated", "padded", "short"
+CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image", "generate", "data"
+"""What a batch is there for, its kind; the report lists the batches by it."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length].
 
-    The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out (a vocabulary
-    of 250,000 swept with them would cost its square); ``generate`` asks for beam search from ``input_ids``
-    instead of a forward. ``kind`` is one of ``BATCH_KINDS``, "given" for a batch that was made elsewhere. ``chosen``:
-    the ids that were chosen, by reason, at the first batch of them. ``blind``: whether padding in it may see nothing.
-    ``pixels``: fp32 [rows, channels, height, width] of an image in each row, whose tokens ``image_tokens`` marks, 0/1
-    [rows, length].
+    The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out; ``generate`` asks
+    for beam search from ``input_ids`` instead of a forward. ``kind``: what it is there for, "given" for a batch that
+    was made elsewhere. ``chosen``: the chosen ids, by reason, at the first batch of them. ``blind``: whether padding in
+    it may see nothing. ``pixels``: fp32 [rows, channels, height, width] of an image in each row, whose tokens
+    ``image_tokens`` marks.
     """
 
     description: str
@@ -71,9 +58,9 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        """What it consists of, by name."""
-        ids = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-        return {name: getattr(self, name) for name in (*ids, *(("pixels", "image_tokens") if self.has_image else ()))}
+        image = ("pixels", "image_tokens") if self.has_image else ()
+        names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", *image)
+        return {name: getattr(self, name) for name in names}
 
     @property
     def unpadded(self) -> Tensor:
@@ -83,13 +70,12 @@ class Batch:
 
     @property
     def has_image(self) -> bool:
-        """Whether there is an image in its rows."""
         return self.pixels is not None
 
     def rows(self, chosen: slice | Tensor) -> Batch:
         """Return the batch of some of its rows, at the same length."""
-        found: dict[str, Any] = {name: x[chosen] for name, x in self.tensors.items() if x is not None}
-        return replace(self, **found)
+        kept: dict[str, Any] = {name: x[chosen] for name, x in self.tensors.items() if x is not None}
+        return replace(self, **kept)
 
     def image_arguments(self, device: torch.device) -> dict[str, Tensor]:
         """Return what stock code takes of the images; empty where there are none."""
@@ -98,8 +84,8 @@ class Batch:
         return {"pixel_values": self.pixels.to(device), "token_type_ids": self.image_tokens.to(device)}
 
     def labels(self) -> Tensor:
-        """Return what each position should predict, of the decoder where there is one: the next id, or -100 where that
-        or the position itself is padding; int64 of the ids' shape."""
+        """Return the next id for each position, of the decoder where there is one, or -100 where either is padding;
+        int64."""
         ids, mask = self.decoder_input_ids, self.decoder_attention_mask
         if ids is None or mask is None:
             ids, mask = self.input_ids, self.attention_mask
@@ -129,8 +115,8 @@ def ended(batch: Batch, end: int) -> Batch:
 
 
 def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
-    """Return what a claim in fp16 stands for under an attention: eager, where padding that sees nothing may be NaN, of
-    batches with such padding the rows that have none."""
+    """Return the batches that a claim in fp16 covers under an attention: eager ones without their blind rows, whose
+    padding may be NaN."""
     if attention != "eager":
         return list(inputs)
     whole = [(batch, batch.unpadded) for batch in inputs]
@@ -149,14 +135,12 @@ def describe_batches(
 ) -> dict[str, Any]:
     """Return the report's ``inputs``, from which the same can be run again and be told from anything else.
 
-    ``batches``: in their order, each run of one kind as one entry: kind, number of batches, rows of them all, and the
-    longest encoder and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the
-    name of a dataset of the Hub, and how many rows of it were drawn; None without data. ``chosen``: ids by the reason
-    that each was chosen for, empty where every id is run. ``left_out``: ``generate`` of a model that ``generates``
-    where no batch does, as memory was short. ``sha256``: of all ids and masks.
+    ``batches``: each run of one kind as one entry: kind, number of batches, rows of them all, and the longest encoder
+    and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the name of a
+    dataset of the Hub, and how many rows were drawn; None without data. ``chosen``: ids by reason, empty where every id
+    is run. ``left_out``: the generation, where memory was short. ``sha256``: of all ids and masks.
     """
     digest = hashlib.sha256()
-    entries: list[dict[str, Any]] = []
     for batch in inputs:
         for tensor in batch.tensors.values():
             shape = None if tensor is None else tuple(tensor.shape)
@@ -164,16 +148,13 @@ def describe_batches(
             if tensor is not None:
                 kind = "<f4" if tensor.is_floating_point() else "<i8"
                 digest.update(tensor.cpu().contiguous().numpy().astype(kind).tobytes())
-        rows, encoder = batch.input_ids.shape
-        decoder = None if batch.decoder_input_ids is None else batch.decoder_input_ids.shape[1]
-        if entries and entries[-1]["kind"] == batch.kind:
-            last = entries[-1]
-            last["batches"] += 1
-            last["rows"] += rows
-            last["encoder"] = max(last["encoder"], encoder)
-            last["decoder"] = decoder if last["decoder"] is None else max(last["decoder"], decoder or 0)
-        else:
-            entries.append({"kind": batch.kind, "batches": 1, "rows": rows, "encoder": encoder, "decoder": decoder})
+    entries: list[dict[str, Any]] = []
+    for kind, group in groupby(inputs, key=lambda batch: batch.kind):
+        alike = list(group)
+        rows, encoder = sum(len(b.input_ids) for b in alike), max(b.input_ids.shape[1] for b in alike)
+        decoders = [b.decoder_input_ids.shape[1] for b in alike if b.decoder_input_ids is not None]
+        lengths = {"encoder": encoder, "decoder": max(decoders, default=None)}
+        entries.append({"kind": kind, "batches": len(alike), "rows": rows, **lengths})
     drawn = sum(entry["rows"] for entry in entries if entry["kind"] == DATA)
     shown = data if data is None or not Path(data).exists() else Path(data).name
     return {
@@ -190,7 +171,7 @@ def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
     """Run ``model`` on ``batch`` and return the stock output object (None for a batch that generates or has no head).
 
     The batch is moved to the model's device. With ``labels`` the output carries the stock loss. Raises UserError where
-    stock code fails, as it does for impossible settings that it did not look at when it loaded them.
+    stock code fails, as it does for impossible settings that it did not look at before.
     """
     try:
         return _run(model, batch, labels)
@@ -221,38 +202,24 @@ def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
             use_cache=_cacheable(stock.config),
         )
         return None
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
         if not is_causal(config_of(stock)):
-            return stock(input_ids=ids, attention_mask=mask)
-        images = batch.image_arguments(device)
+            return stock(**given)
+        given |= {"use_cache": False, **batch.image_arguments(device)}
         if not batch.head:
-            stock.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **images)
+            stock.base_model(**given)
             return None
         # Stock code compares what a position gives with the label of the next.
-        shifted = {"labels": batch.labels().roll(1, dims=1).to(device)} if labels else {}
-        return stock(input_ids=ids, attention_mask=mask, use_cache=False, **images, **shifted)
-    decoder_mask = batch.decoder_attention_mask.to(device)
-    decoder: dict[str, Tensor | bool] = {"use_cache": False}
-    if not bool(decoder_mask.all()):
-        decoder["decoder_attention_mask"] = decoder_mask
+        return stock(**given, **({"labels": batch.labels().roll(1, dims=1).to(device)} if labels else {}))
+    decoder_ids, decoder_mask = batch.decoder_input_ids.to(device), batch.decoder_attention_mask.to(device)
+    told = {} if bool(decoder_mask.all()) else {"attention_mask": decoder_mask}
     if not batch.head:
-        states = stock.get_encoder()(input_ids=ids, attention_mask=mask)[0]
-        stock.get_decoder()(
-            input_ids=batch.decoder_input_ids.to(device),
-            encoder_hidden_states=states,
-            encoder_attention_mask=mask,
-            attention_mask=decoder.get("decoder_attention_mask"),
-            use_cache=False,
-        )
+        states = {"encoder_hidden_states": stock.get_encoder()(**given)[0], "encoder_attention_mask": mask}
+        stock.get_decoder()(input_ids=decoder_ids, **states, **told, use_cache=False)
         return None
-    if labels:
-        decoder["labels"] = batch.labels().to(device)
-    return stock(
-        input_ids=ids,
-        attention_mask=mask,
-        decoder_input_ids=batch.decoder_input_ids.to(device),
-        **decoder,
-    )
+    decoder = {f"decoder_{name}": x for name, x in ({"input_ids": decoder_ids} | told).items()}
+    return stock(**given, **decoder, use_cache=False, **({"labels": batch.labels().to(device)} if labels else {}))
 
 
 def _cacheable(config: Any) -> bool:
@@ -263,8 +230,7 @@ def _cacheable(config: Any) -> bool:
 
 
 def values_of(output: Any) -> Tensor:
-    """Return what a stock output holds for its users: logits, the logits of a span's start and end as [rows, positions,
-    2], or what comes first, which of a model without a head are its last hidden states."""
+    """Return a stock output's logits, those of a span's start and end as [rows, positions, 2], or what comes first."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
     values: Tensor = output["logits"] if "logits" in output else output[0]

@@ -1,10 +1,8 @@
 """Which ids of a large vocabulary the probe runs.
 
-Candidates are gathered from the embedding table: rows that are longest, shortest, or extreme in an outlier channel,
-rows that should drive the first layers' longest rows and every feed-forward's strongest neurons farthest, by what each
-token does alone in a model made linear (``alone``), and some at random. They are then carried alone through every
-sublayer as it is, and those that reach farthest at each site are chosen. The table is read once, in parts, every other
-weight three times.
+Candidates are the rows of the embedding table that are longest, shortest, or extreme in an outlier channel, those that
+should drive the first attentions and the strongest neurons farthest (``alone``), and some at random. They are carried
+alone through every sublayer, and those that reach farthest at each site are chosen. The table is read once, in parts.
 """
 
 from __future__ import annotations
@@ -23,54 +21,33 @@ from .alone import Weights, forward, pulled_back, slopes
 CHOSEN, WHOLE = 256, 384
 """How many ids are chosen, and the largest vocabulary that is run whole instead."""
 
-
-SPECIAL, LONGEST, SHORTEST, CHANNELS, ENCODER, DECODER, ALONE, DRAWN = (
-    "special",
-    "largest norm",
-    "smallest norm",
-    "outlier channels",
-    "largest alone in the encoder",
-    "largest alone in the decoder",
-    "largest alone",
-    "random",
-)
+SPECIAL, DRAWN, LONGEST, SHORTEST, CHANNELS = "special", "random", "largest norm", "smallest norm", "outlier channels"
+ALONE, ENCODER, DECODER = "largest alone", "largest alone in the encoder", "largest alone in the decoder"
 """Why an id was chosen."""
-
-
-_NORMS = 16
-"""Ids with the largest norm, and with the smallest."""
-
 
 _CHANNELS = 24
 """Channels whose largest and smallest entry is taken."""
 
-
-_MOST = {LONGEST: _NORMS, SHORTEST: _NORMS, CHANNELS: 2 * _CHANNELS}
-
+_MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}
+"""How many ids each reason brings in."""
 
 _CANDIDATES = 768
 """Tokens that are carried through the layers."""
 
-
 _DRAWN, _TYPICAL = 128, 64
 """Candidates that are drawn at random, and how many of them stand for a typical token."""
-
 
 _RUNNERS = 8
 """Candidates for a product of two neurons."""
 
-
 _RANKS = 4
 """How many candidates a site can bring in."""
-
 
 _PRODUCTS = 1 << 24
 """Most products of rows of the table and of weights: those of 500 rows of weights at a vocabulary of 32,128."""
 
-
 _DIRECTIONS = 512
 """Most rows of weights that the table is held against."""
-
 
 _ELEMENTS = 1 << 22
 """Entries of the table in memory at a time."""
@@ -86,18 +63,15 @@ def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -
 def chosen(
     source: TensorSource, layout: Layout, special: Iterable[int], generator: torch.Generator
 ) -> dict[str, list[int]]:
-    """Return ``CHOSEN`` different ids of a checkpoint or model by reason, each under the first one it was chosen for.
-
-    layout: what its tensors are.
-    """
+    """Return ``CHOSEN`` different ids of a checkpoint or model by reason, each under the first it was chosen for."""
     weights = Weights(source, layout)
     others = torch.randperm(weights.vocabulary, generator=generator)[:_CANDIDATES].tolist()
     extremes, best = scanned(weights, others[:_TYPICAL])
-    found: dict[str, list[int]] = {}
+    by_reason: dict[str, list[int]] = {}
     seen: set[int] = set()
 
     def add(reason: str, ids: Iterable[int], most: int = CHOSEN) -> None:
-        new = found.setdefault(reason, [])
+        new = by_reason.setdefault(reason, [])
         for i in ids:
             if len(seen) == CHOSEN or len(new) == most:
                 break
@@ -121,15 +95,12 @@ def chosen(
         for reason, ids in farthest:
             add(reason, ids[rank : rank + 1])
     add(DRAWN, others)
-    return {reason: ids for reason, ids in found.items() if ids}
+    return {reason: ids for reason, ids in by_reason.items() if ids}
 
 
 def scanned(weights: Weights, sample: Sequence[int]) -> tuple[dict[str, list[int]], list[int]]:
     """Read the table once and return, best first, the ids of its extreme rows by reason, and those that should reach
-    farthest before the rows of weights that ``directions`` gives.
-
-    sample: ids for whose typical token the model is made linear.
-    """
+    farthest before the rows of ``directions``. sample: ids of typical tokens."""
     rows, groups, gated = directions(weights, sample)
     gate, linear = (torch.cat([torch.empty(0, dtype=torch.int64), *(pair[i] for pair in gated)]) for i in (0, 1))
     lengths = torch.empty(weights.vocabulary, dtype=torch.float64)
@@ -162,8 +133,7 @@ def scanned(weights: Weights, sample: Sequence[int]) -> tuple[dict[str, list[int
 
 
 class _Extremes:
-    """The ``most`` largest values of each row so far, and the numbers of their columns; the second half of the rows are
-    the first's negatives."""
+    """The ``most`` largest values of each row so far, and their columns; the second half are the first's negatives."""
 
     def __init__(self, rows: int, most: int) -> None:
         self.values = torch.full((rows, most), -torch.inf)
@@ -187,8 +157,8 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
     """Return which directions of an embedding drive what can become large, fp32 [rows, width], which rows belong to
     one linear, and which are gates and the linears that they multiply.
 
-    They are the longest rows of the attention that reads a stack's embedding first, and the neurons that add most in
-    every feed-forward, pulled back to the embedding; none where each stack has an embedding of its own.
+    They are the longest rows of the attention that reads a stack's embedding first and each feed-forward's strongest
+    neurons, pulled back to the embedding; none where each stack has an embedding of its own.
     """
     if not weights.layout.shares_table:
         return torch.empty(0, weights.width), [], []
@@ -214,16 +184,14 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
             best = adds.argsort(descending=True, stable=True)[:neurons]
             read.setdefault(sublayer.norm, []).extend(x[best] for x in made)
         if isinstance(sublayer, Attention):
-            made = [
-                weights.before(sublayer.norm, weights.matrix(module))
-                for module in (sublayer.query, sublayer.key, sublayer.value)
-            ]
+            modules = (sublayer.query, sublayer.key, sublayer.value)
+            made = [weights.before(sublayer.norm, weights.matrix(module)) for module in modules]
             read[sublayer.norm] = [x[x.norm(dim=1).argsort(descending=True, stable=True)[:first]] for x in made]
     pulled = pulled_back(weights, {norm: torch.cat(made) for norm, made in read.items()}, slopes(weights, sample))
     places = torch.arange(sum(map(len, pulled.values())))
     groups: list[Tensor] = []
     gated: list[tuple[Tensor, Tensor]] = []
-    gates = {norm for norm, found in feeds.items() if found and found[0].gate}
+    gates = {norm for norm, feed_forwards in feeds.items() if feed_forwards and feed_forwards[0].gate}
     for norm in pulled:
         own = list(places.split([len(x) for x in read[norm]] + [len(places) - sum(map(len, read[norm]))]))
         places = own.pop()

@@ -1,7 +1,6 @@
-"""What a stock model takes and gives, read from its config: ids for a decoder, logits of tokens, and which ids pad,
-begin and end a text.
+"""What a stock model takes and gives, read from its config: ids for a decoder, logits of tokens, special ids.
 
-A class says more than its config's flags: what a family declares of it goes first, then how it describes itself.
+A class says more than its config's flags: a family's declaration goes first, then how the class describes itself.
 """
 
 from __future__ import annotations
@@ -16,26 +15,20 @@ from .stock import described, setting, vocabulary_of
 
 
 def class_in(config: Any) -> StockClass | None:
-    """Return the stock class that a transformers configuration names, as its family declares it, else as it describes
-    itself; None where it names none."""
+    """Return the stock class that a config names, as its family or else it itself says; None where it names none."""
     names = getattr(config, "architectures", None) or ()
     return next((found for look in (class_named, described) for name in names if (found := look(name))), None)
 
 
 def config_of(model: Any) -> Any:
-    """Return the configuration of a stock model in memory with the name of its class, which one that was never saved
-    lacks."""
+    """Return the config of a stock model in memory with the name of its class, which may never have been saved."""
     config = copy(model.config)
     config.architectures = [type(model).__name__]
     return config
 
 
 def takes_decoder_ids(config: Any) -> bool:
-    """Return whether a model must be given ids for a decoder.
-
-    Encoders, and classes that make them from the encoder's, are known by their names: ``is_encoder_decoder`` is often
-    still true.
-    """
+    """Return whether a model must be given ids for a decoder; ``is_encoder_decoder`` is often true of encoders."""
     stock = class_in(config)
     return bool(config.is_encoder_decoder) if stock is None else stock.takes_decoder_ids
 
@@ -79,26 +72,23 @@ def pad_id(config: Any) -> int:
 
 
 def special_ids(config: Any) -> list[int]:
-    """Return the ids with a meaning of their own in order: those that the config names, and the last, the first of T5's
-    sentinels."""
+    """Return the ids with a meaning of their own in order: the config's, and the last, T5's first sentinel."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "decoder_start_token_id")
     return sorted({vocabulary_of(config) - 1, *(i for name in names for i in _named(config, name))})
 
 
 def end_ids(config: Any) -> list[int]:
-    """Return the end token, the first where a config names several, as a list of one; an empty list where it names none
-    of the vocabulary."""
+    """Return the end token, the first of several, as a list of one; [] where the config names none in reach."""
     return _named(config, "eos_token_id")[:1]
 
 
 def first_ids(config: Any) -> list[int]:
-    """Return the token with which a causal language model's texts begin as a list of one; an empty list for any other
-    model, and where the config names none of the vocabulary."""
+    """Return the token with which a causal model's texts begin as a list of one; [] for any other model or none."""
     return _named(config, "bos_token_id")[:1] if is_causal(config) else []
 
 
 def _named(config: Any, name: str) -> list[int]:
     """The ids of the vocabulary that a config gives under a name: none, one, or several ends of a text."""
-    found = setting(config, name)
-    several = found if isinstance(found, list) else [found]
+    value = setting(config, name)
+    several = value if isinstance(value, list) else [value]
     return [i for i in several if isinstance(i, int) and 0 <= i < vocabulary_of(config)]

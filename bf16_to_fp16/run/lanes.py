@@ -1,13 +1,10 @@
 """Many runs of a stock model in one walk over its files, in the memory of one block.
 
 A lane is one ordinary run of a stock model in a thread of its own, with its precision, attention and inputs. Its model
-has no weights: where it comes to a block, an embedding, a final norm or a head, it waits. One lane runs at a time. The
-walk reads the weights of the first place where any lane waits, makes the copies that the waiting lanes need, lets each
-of them through, drops the weights and goes on. So every mask, position bias and cache is stock code's own, whatever a
-thread has for itself (autocast, modes, gradients off) stays apart, and no number differs from a whole model's.
-
-Of an embedding only the rows of the ids are read. A lane that comes back to a place, as a generation does, is run after
-the others, and its weights stay from the second visit on; so it costs the memory of what it comes back to.
+has no weights: at a block, an embedding, a final norm or a head it waits. The walk reads the weights of the first place
+where any lane waits, lets those lanes through one after another, drops the weights and goes on. So every mask, bias and
+cache is stock code's own, and no number differs from a whole model's. Of an embedding only the rows of the ids are
+read. A lane that comes back to a place (a generation) runs after the others; its weights stay from its second visit on.
 """
 
 from __future__ import annotations
@@ -34,10 +31,8 @@ T = TypeVar("T")
 Change = Callable[[str, Tensor], Tensor]
 """Gives the weight that a run is to have in place of the stored one: of its name and values, in the run's dtype."""
 
-
 _STACK = 1 << 21
 """Bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited."""
-
 
 _COLLECTIONS = (dict, OrderedDict, set)
 
@@ -74,8 +69,7 @@ class _Model:
 
 
 def _onto(model: nn.Module, device: torch.device, stored: Collection[str]) -> dict[nn.Parameter, str]:
-    """Move a model to a device, with nothing in place of what it has on the meta device, and return the names under
-    which its parameters are stored."""
+    """Move a model to a device, with placeholders for its meta tensors, and return its parameters' stored names."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -100,8 +94,7 @@ def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """The modules before which a run waits for weights, in the order in which stock code runs them: blocks, and what
-    has parameters outside them."""
+    """The modules before which a run waits for weights, in order: blocks, and what has parameters outside them."""
     for name, child in module.named_children():
         below = f"{path}.{name}".removeprefix(".")
         if isinstance(module, nn.ModuleList) or next(child.parameters(recurse=False), None) is not None:
@@ -112,7 +105,7 @@ def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 @dataclass(eq=False)
 class Lane(Generic[T]):
-    """One run in a walk; ``result`` is what ``run`` returned, once the walk is over."""
+    """One run in a walk; ``result``: what ``run`` returned, there once the walk is over."""
 
     run: Callable[[Any], T]
     model: Any
@@ -126,19 +119,11 @@ class Lane(Generic[T]):
     error: BaseException | None = None
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     thread: threading.Thread | None = None
-    _result: list[T] = field(default_factory=list)
-
-    @property
-    def result(self) -> T:
-        """What the run returned."""
-        return self._result[0]
+    result: T = field(init=False)
 
 
 class Walk:
-    """Runs of the stock model of a checkpoint, added one by one and then run together.
-
-    device: where they run. Lanes of one precision run in the order in which they were added, place by place.
-    """
+    """Runs of the stock model of a checkpoint on a device, added one by one and then run together, place by place."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
         self.checkpoint = checkpoint
@@ -172,7 +157,7 @@ class Walk:
                 if _is_lookup(module):
                     self._hook_lookup(lane, module)
                 else:
-                    module.register_forward_pre_hook(lambda module, args, path=path: self._wait(lane, path))
+                    module.register_forward_pre_hook(lambda module, args, path=path: self._pause(lane, path))
         self.lanes.append(lane)
         return lane
 
@@ -188,15 +173,12 @@ class Walk:
         return first == second
 
     def run(self, advance: Advance | None = None) -> None:
-        """Run all lanes to their ends; then each has its result.
-
-        advance: called after every place. Raises what the first lane that fails raises; no thread is left behind.
-        """
-        once = [lane for lane in self.lanes if not lane.again]
-        rounds = [once] if once else []
+        """Run all lanes to their ends; raises what the first lane that fails raises. advance: called after every
+        place."""
+        rounds = [[lane for lane in self.lanes if not lane.again]]
         for weights in self._models.values():
-            again = [lane for lane in self.lanes if lane.again and lane.weights is weights]
-            rounds += [again] if again else []
+            rounds.append([lane for lane in self.lanes if lane.again and lane.weights is weights])
+        rounds = list(filter(None, rounds))
         steps = [0, sum(max(len(lane.weights.places) for lane in lanes) for lanes in rounds)]
 
         def count() -> None:
@@ -277,7 +259,7 @@ class Walk:
         torch.autocast_increment_nesting()
         try:
             with torch.no_grad():
-                lane._result.append(lane.run(lane.model))
+                lane.result = lane.run(lane.model)
         except _Ended:
             pass
         except BaseException as error:
@@ -286,16 +268,13 @@ class Walk:
         lane.model = None
         self._turn.release()
 
-    def _pause(self, lane: Lane[Any]) -> None:
-        """Called in a lane: give the turn back and wait for the next."""
+    def _pause(self, lane: Lane[Any], place: str | None) -> None:
+        """Called in a lane at a place: give the turn back and wait for the next."""
+        lane.waits_at = place
         self._turn.release()
         lane.go.acquire()
         if self._ending:
             raise _Ended
-
-    def _wait(self, lane: Lane[Any], place: str) -> None:
-        lane.waits_at = place
-        self._pause(lane)
 
     def _end(self) -> None:
         """End the lanes that are not done, each in its turn."""
@@ -309,7 +288,7 @@ class Walk:
     def _hook_lookup(self, lane: Lane[Any], module: nn.Embedding) -> None:
         def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
             lane.asks = (module, args[0])  # type: ignore[assignment]
-            self._pause(lane)
+            self._pause(lane, lane.waits_at)
             (_, places), lane.asks = lane.asks, None  # type: ignore[misc]
             return (places,)
 

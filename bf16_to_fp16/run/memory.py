@@ -12,8 +12,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available() -> float:
-    """Return the bytes that this process may still take: of the machine's memory what is free, less where a cgroup or
-    a limit on this process leaves less (both of Linux)."""
+    """Return the bytes that this process may still take: what is free, less where a cgroup or a limit leaves less."""
     found = [float(psutil.virtual_memory().available)]
     process = psutil.Process()
     if hasattr(process, "rlimit"):

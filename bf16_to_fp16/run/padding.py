@@ -29,7 +29,7 @@ def padded(
     kind: str = PADDED,
 ) -> Batch:
     """Return one-dimensional rows of the encoder, and of the decoder behind its start token and without their last id,
-    as one batch, filled up on the right; for a model that takes no decoder's ids without those."""
+    as one batch, filled up on the right; without the decoder's for a model that takes none."""
     ids, mask = stack(encoder, pad_id(config))
     if not takes_decoder_ids(config):
         return Batch(description, ids, mask, kind=kind)
@@ -47,16 +47,15 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 
 def bearable(config: Any, batch: Batch) -> list[Batch]:
-    """Return the batch as stock code can run it in fp16: where that asks for more padding than none, with as much;
-    where it bears none, as one batch for each length of the encoder's rows. Either way nothing of a batch that is
-    padded on the left, as its rows are those of another."""
-    spare, lengths = spare_padding(config.to_dict()), batch.attention_mask.sum(1)
-    if spare == 0 or bool(batch.attention_mask.all()):
+    """Return the batch as stock code can run it in fp16: with as much padding as it asks for, or as one batch for each
+    length where it bears none. Either way nothing of a batch padded on the left, whose rows are another's."""
+    if _is_borne(config, batch):
         return [batch]
     if not bool(batch.attention_mask[:, 0].all()):  # on the left: the same rows again
         return []
-    if spare < math.inf:
-        return [_filled(batch, int(spare), pad_id(config))]
+    if spare_padding(config.to_dict()) < math.inf:
+        return [spared(config, batch)]
+    lengths = batch.attention_mask.sum(1)
     parts = [(n, (lengths == n).nonzero()[:, 0]) for n in lengths.unique(sorted=True).tolist()]
     return [
         replace(part, input_ids=part.input_ids[:, :n], attention_mask=part.attention_mask[:, :n])
@@ -66,36 +65,33 @@ def bearable(config: Any, batch: Batch) -> list[Batch]:
 
 
 def spared(config: Any, batch: Batch) -> Batch:
-    """Return the batch with as much padding as stock code asks for in fp16.
-
-    A backward pass needs it in every batch, since what fills up a last block must see something as well.
-    """
+    """Return the batch with as much padding as stock code asks for in fp16: a backward needs it in every batch."""
     spare = spare_padding(config.to_dict())
-    return _filled(batch, int(spare), pad_id(config)) if 0 < spare < math.inf else batch
+    if not 0 < spare < math.inf:
+        return batch
+    ids = functional.pad(batch.input_ids, (0, int(spare)), value=pad_id(config))
+    return replace(batch, input_ids=ids, attention_mask=functional.pad(batch.attention_mask, (0, int(spare))))
 
 
 def bearable_as_one(config: Any, batch: Batch) -> Batch:
-    """Return the batch as one that stock code can run in fp16: where that asks for more padding than none, with as
-    much; where it bears none, with the encoder's rows begun again in its place."""
-    spare, lengths = spare_padding(config.to_dict()), batch.attention_mask.sum(1, keepdim=True)
-    if spare == 0 or bool(batch.attention_mask.all()):
+    """Return the batch as one that stock code can run in fp16: with as much padding as it asks for, or with the rows
+    begun again in the place of padding where it bears none."""
+    if _is_borne(config, batch):
         return batch
-    if spare < math.inf:
-        return _filled(batch, int(spare), pad_id(config))
-    places = torch.arange(batch.input_ids.shape[1]) % lengths
+    if spare_padding(config.to_dict()) < math.inf:
+        return spared(config, batch)
+    places = torch.arange(batch.input_ids.shape[1]) % batch.attention_mask.sum(1, keepdim=True)
     ids = batch.input_ids.gather(1, places)
     return replace(batch, input_ids=ids, attention_mask=torch.ones_like(batch.attention_mask))
 
 
-def _filled(batch: Batch, columns: int, padding: int) -> Batch:
-    """A batch whose encoder's rows have so many more positions of padding on the right."""
-    ids = functional.pad(batch.input_ids, (0, columns), value=padding)
-    return replace(batch, input_ids=ids, attention_mask=functional.pad(batch.attention_mask, (0, columns)))
+def _is_borne(config: Any, batch: Batch) -> bool:
+    return spare_padding(config.to_dict()) == 0 or bool(batch.attention_mask.all())
 
 
 def is_blind(config: Any, batch: Batch) -> bool:
-    """Return whether padding may see no position: left of a row under a causal mask, or half a sliding window away from
-    it, which is as far as one sees that looks both ways; of the encoder, of the decoder, or of the only stack."""
+    """Return whether padding may see no position, on any side: left of a row under a causal mask, or half a sliding
+    window away from it."""
     family = of_model_type(config.model_type)
     if family is None or not family.blind_padding:
         return False

@@ -1,13 +1,9 @@
 """The token batches on which a model is observed.
 
-Two sources. Without data, a built-in probe needs no tokenizer and looks where activations differ: random ids, the
-longest sequence, one that is longer than a sliding window, one repeated token, padded rows of mixed lengths, rows of a
-few tokens, where nothing is averaged, on each side the ids that ``choice`` finds in the weights (of a small vocabulary
-every id, as on request of a large one), a ``generate`` with cache and beams, and an image where the model reads any.
-With data (JSONL, CSV, Parquet, text, or a dataset of the Hub) the checkpoint's own tokenizer makes the batches
-(``tokenizer``). A causal language model has one side, on which rows begin with its start token and are padded on the
-left as well, as people do who generate from several at once.
-Everything is seeded, so that two audits of one checkpoint see the same tokens.
+Without data, a built-in probe needs no tokenizer and looks where activations differ: at random, long, repeated, padded
+and short rows, at the ids that ``choice`` finds in the weights, in a generation and at an image. With data the
+checkpoint's own tokenizer makes the batches (``tokenizer``). A causal language model has one side, on which rows begin
+with its start token and are padded on the left as well. Everything is seeded: two audits see the same tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from ..families.known import of_model_type, spare_padding
 from ..families.layout import Layout, TensorSource
 from ..families.resolve import resolve
 from ..progress import Progress
-from . import choice, memory
+from . import choice, interface, memory
 from .batch import (
     CHOSEN,
     GENERATE,
@@ -47,18 +43,6 @@ from .batch import (
     seeded,
     stack,
 )
-from .interface import (
-    class_in,
-    decoder_start,
-    end_ids,
-    first_ids,
-    is_causal,
-    longest_sequence,
-    pad_id,
-    predicts_tokens,
-    special_ids,
-    takes_decoder_ids,
-)
 from .padding import bearable, bearable_as_one, is_blind, padded, padded_left
 from .stock import setting, vocabulary_of
 from .tokenizer import tokenised
@@ -67,14 +51,11 @@ _PROBE_LOGITS = 2**25
 """Most logits of the probe, random ids and short rows apart: those of about a thousand positions at a vocabulary of
 32,128."""
 
-
 GENERATION_SHARE = 1 / 4
 """Largest share of the memory at hand that a generation's weights may take."""
 
-
 _SHORT, _SHORT_DECODER = 8, 4
 """Tokens of the longest of the short rows, and in the decoder, where each costs the vocabulary's logits."""
-
 
 _BEYOND_WINDOW, _LONGEST_WINDOW = 16, 2048
 """Tokens by which a row is longer than a sliding window, so that its first ones are no longer seen, and the longest
@@ -92,31 +73,29 @@ def batches(
     sweep: bool = False,
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
-    """Return the batches of ``data`` tokenised with the tokenizer in ``source``, or the built-in probe where
-    ``data`` is None.
+    """Return the batches of ``data`` tokenised with the tokenizer in ``source``, or the built-in probe without data.
 
-    config: the model's transformers configuration; source: folder of the checkpoint, read only with ``data``;
-    data: a path ending in .jsonl, .json, .csv, .parquet or .txt, else the id of a dataset on the Hub; examples,
-    length: caps, in examples and tokens. sweep: have the probe run every id of the vocabulary. chosen: the ids by
-    reason that it runs instead, as ``chosen_ids`` gives them; None draws them at random. Raises ``UserError`` for data
-    or a tokenizer that cannot be used.
+    config: the model's transformers configuration. source: folder of the checkpoint, read only with ``data``. data: as
+    ``texts`` takes it. examples, length: caps, in examples and tokens. sweep: run every id of the vocabulary. chosen:
+    the ids by reason that the probe runs instead, by default random ones. Raises ``UserError`` for unusable data or
+    tokenizer.
     """
-    length = min(length, longest_sequence(config))
+    length = min(length, interface.longest_sequence(config))
     if data is None:
         made = _probe(config, seed, length, sweep, chosen)
     elif source is None:
         raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
     else:
         made = tokenised(config, source, data, seed=seed, examples=examples, length=length)
-        if predicts_tokens(config):
+        if interface.predicts_tokens(config):
             made.append(generation(config, made[0]))
     borne = [batch for whole in made for batch in bearable(config, whole)]
     return [replace(_readable(config, batch), blind=is_blind(config, batch)) for batch in borne]
 
 
 def generation_bytes(layout: Layout) -> int:
-    """Return the most memory that the weights take with which a model generates in a walk: those of the decoder and the
-    head, to which it comes back, in fp32 and cast to fp16 by autocast."""
+    """Return the most memory of the weights to which a generation comes back in a walk, the decoder's and the head's,
+    in fp32 and cast to fp16 by autocast."""
     if not layout.stock.is_language_model or layout.head is None:
         return 0
     at, heads = layout.stacks()[-1].ends.at + ".", [linear.weight for linear in layout.head.linears]
@@ -135,7 +114,7 @@ def audit_batches(
     progress: Progress | None = None,
 ) -> list[Batch]:
     """Return what an audit runs on: the built-in probe, its ids chosen by the weights in ``folder`` unless they are
-    given or all are wanted, and ``data`` where given; without generation where its weights would take more than
+    given or all are wanted, and ``data`` where given; without a generation that would take more than
     ``GENERATION_SHARE`` of the memory at hand.
 
     opened: the checkpoint in ``folder`` and its layout, where the caller has them. progress: says what is left out.
@@ -158,21 +137,21 @@ def audit_batches(
 
 
 def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
-    """Return rows of every batch but one that generates as a single batch of one shape, for what is built for a shape.
+    """Return rows of every batch but a generation's as one batch, for what is built for one shape.
 
     Rows are taken from each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length``
     positions and filled up with padding; the decoder's begin with the start token.
     """
     each = [list(_rows(batch)) for batch in inputs if not (batch.generate or batch.has_image)]
     turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
-    positions = length if is_causal(config) else decoder_length
+    positions = length if interface.is_causal(config) else decoder_length
     count = max(4, min(16, _PROBE_LOGITS // (vocabulary_of(config) * positions)))
     encoder, decoder = zip(*turns[:count], strict=True)
-    ids, mask = stack([row[:length] for row in encoder], pad_id(config))
-    if not takes_decoder_ids(config):
+    ids, mask = stack([row[:length] for row in encoder], interface.pad_id(config))
+    if not interface.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch("rows of every kind", ids, mask)))
-    decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], pad_id(config))
-    decoder_ids[:, 0] = decoder_start(config)
+    decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], interface.pad_id(config))
+    decoder_ids[:, 0] = interface.decoder_start(config)
     return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
 
 
@@ -191,16 +170,15 @@ def is_small(config: Any) -> bool:
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
-    """Return which ids of a large vocabulary the probe should run, by reason, chosen by the weights of a checkpoint or
-    model of this layout; None for a small one, of which it runs all."""
+    """Return which ids of a large vocabulary the probe should run, by reason, chosen by the weights of this layout;
+    None for a small one, of which it runs all."""
     if is_small(config):
         return None
-    return choice.chosen(source, layout, special_ids(config), seeded(seed))
+    return choice.chosen(source, layout, interface.special_ids(config), seeded(seed))
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
-    """Return the ids that a report lists where they are some, no more than are chosen and all in the vocabulary; else
-    None."""
+    """Return a report's listed ids where they can be chosen ones of this vocabulary, else None."""
     ids = [i for chosen in by_reason.values() for i in chosen]
     fits = 0 < len(ids) <= choice.CHOSEN and max(ids) < vocabulary_of(config)
     return by_reason if fits else None
@@ -208,10 +186,10 @@ def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, 
 
 def _readable(config: Any, batch: Batch) -> Batch:
     """The batch as the model's head can read it: with one end token in every row, where it reads that."""
-    stock = class_in(config)
+    stock = interface.class_in(config)
     if stock is None or not stock.reads_end_token:
         return batch
-    end = end_ids(config)
+    end = interface.end_ids(config)
     if not end:
         raise UserError(
             f"config.json: {stock.names[0]} reads the end token, and eos_token_id is"
@@ -222,32 +200,22 @@ def _readable(config: Any, batch: Batch) -> Batch:
 
 def _begun(config: Any, ids: Tensor) -> Tensor:
     """Ids [..., length] whose first is the token with which texts begin, where there is one."""
-    if first := first_ids(config):
+    if first := interface.first_ids(config):
         ids = ids.clone()
         ids[..., 0] = first[0]
     return ids
 
 
 def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str, Sequence[int]] | None) -> list[Batch]:
-    generator = seeded(seed)
-    vocabulary, decodes = vocabulary_of(config), takes_decoder_ids(config)
+    generator, vocabulary = seeded(seed), vocabulary_of(config)
 
     def ids(rows: int, columns: int) -> Tensor:
         return torch.randint(0, vocabulary, (rows, min(columns, length)), generator=generator)
 
     def batch(kind: str, description: str, encoder: Tensor, decoder: Tensor) -> Batch:
-        if not decodes:
-            return Batch(description, encoder, torch.ones_like(encoder), kind=kind)
         started = decoder.clone()
-        started[:, 0] = decoder_start(config)
-        return Batch(
-            description,
-            encoder,
-            torch.ones_like(encoder),
-            started,
-            torch.ones_like(started),
-            kind=kind,
-        )
+        started[:, 0] = interface.decoder_start(config)
+        return _unpadded(config, kind, description, encoder, started)
 
     repeated = ids(2, 1).repeat(1, min(64, length))
     made = [
@@ -256,30 +224,37 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         batch(REPEATED, "one token repeated", repeated, repeated[:, :32]),
         padded(config, [_begun(config, ids(1, n)[0]) for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
     ]
-    if is_causal(config):
+    if interface.is_causal(config):
         made.append(padded_left(config, made[-1]))
     if past := _past_window(config, length):
         row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
-        made.append(Batch(f"one sequence of {past} tokens", row, torch.ones_like(row), kind=LONG))
+        made.append(_unpadded(config, LONG, f"one sequence of {past} tokens", row, row))
     made += [*_short(config, min(length, _SHORT), generator), *images(config)]
     if sweep or is_small(config):
         made += _sweep(config, vocabulary, min(length, 128))
     else:
-        ids_by_reason = choice.drawn(vocabulary, special_ids(config), generator) if chosen is None else chosen
+        ids_by_reason = choice.drawn(vocabulary, interface.special_ids(config), generator) if chosen is None else chosen
         made += _chosen(config, ids_by_reason, min(length, 128))
-    if not predicts_tokens(config):
+    if not interface.predicts_tokens(config):
         return made
     made = _within_budget(made, vocabulary)
     return [*made, generation(config, next(batch for batch in made if batch.kind == PADDED))]
 
 
+def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder: Tensor, **options: Any) -> Batch:
+    """A batch without padding; the decoder's ids are for a model that takes them."""
+    whole = Batch(description, encoder, torch.ones_like(encoder), kind=kind, **options)
+    if not interface.takes_decoder_ids(config):
+        return whole
+    return replace(whole, decoder_input_ids=decoder, decoder_attention_mask=torch.ones_like(decoder))
+
+
 def _past_window(config: Any, length: int) -> int | None:
-    """How long a row must be for its first tokens to be beyond a sliding window, None where one of ``length`` tokens is
-    or none can be."""
+    """How long a row must be to go beyond a sliding window, None where ``length`` does or nothing can."""
     window = setting(config, "sliding_window")
-    if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or takes_decoder_ids(config):
+    if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or interface.takes_decoder_ids(config):
         return None
-    return past if (past := window + _BEYOND_WINDOW) <= longest_sequence(config) else None
+    return past if (past := window + _BEYOND_WINDOW) <= interface.longest_sequence(config) else None
 
 
 def images(config: Any) -> list[Batch]:
@@ -313,17 +288,14 @@ def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
     return result
 
 
-def random_rows(
-    config: Any, *, seed: int, rows: int = 16, longest: int = 64, longest_decoder: int = 16, left: bool = False
-) -> Batch:
-    """Return rows of random ids whose lengths are log-uniform from 1 to ``longest``, in the decoder from 1 to
-    ``longest_decoder``: half of them before the end token, or behind the one with which texts begin, and one in four
-    with a special token among them.
+def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
+    """Return 16 rows of random ids whose lengths are log-uniform from 1 to 64, in the decoder from 1 to 16: half of
+    them framed as a text is, one in four with a special token among them.
 
     left: the encoder's are filled up on the left.
     """
     generator, vocabulary = seeded(seed), vocabulary_of(config)
-    most, special = longest_sequence(config), special_ids(config)
+    most, special = interface.longest_sequence(config), interface.special_ids(config)
 
     def drawn(longest: int, *, framed: bool) -> Tensor:
         share = float(torch.rand((), generator=generator))
@@ -334,8 +306,8 @@ def random_rows(
             ids[place] = special[which]
         return torch.tensor(_framed(config, ids.tolist(), most)) if framed else ids
 
-    encoder = [drawn(longest, framed=row % 2 == 1) for row in range(rows)]
-    decoder = [drawn(longest_decoder, framed=False) for _ in range(rows)]
+    encoder = [drawn(64, framed=row % 2 == 1) for row in range(16)]
+    decoder = [drawn(16, framed=False) for _ in range(16)]
     right = padded(config, encoder, decoder, "random ids of all lengths", RANDOM)
     if spare_padding(config.to_dict()):
         return _readable(config, bearable_as_one(config, right))
@@ -343,45 +315,44 @@ def random_rows(
 
 
 def few_rows(config: Any) -> Batch:
-    """Return eight rows of eight random ids, in the decoder of four, without padding: enough to see whether two
-    checkpoints compute one function. Of what gives a row one answer there are 32."""
-    generator, vocabulary, most = torch.Generator().manual_seed(0), vocabulary_of(config), longest_sequence(config)
+    """Return eight rows of eight random ids, in the decoder of four, without padding, enough to compare two
+    checkpoints; 32 rows of what gives a row one answer."""
+    generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
+    most = interface.longest_sequence(config)
 
     def drawn(length: int) -> list[int]:
         return torch.randint(0, vocabulary, (min(length, most),), generator=generator).tolist()
 
-    started = [decoder_start(config)] if takes_decoder_ids(config) else []
+    started = [interface.decoder_start(config)] if interface.takes_decoder_ids(config) else []
     rows = [
         (_framed(config, drawn(_SHORT), most), [*started, *drawn(_SHORT_DECODER)][:most])
-        for _ in range(8 if predicts_tokens(config) else 32)
+        for _ in range(8 if interface.predicts_tokens(config) else 32)
     ]
     return rows_of(config, rows, "a few short rows")
 
 
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
-    """Ids with what stands at the edge of a text, the token with which it begins, else its end, and of them at most so
-    many from there on."""
-    first = first_ids(config)
-    return [*first, *ids][:most] if first else [*ids, *end_ids(config)][-most:]
+    """Ids behind the token with which a text begins, else before its end, and at most so many from that edge on."""
+    first = interface.first_ids(config)
+    return [*first, *ids][:most] if first else [*ids, *interface.end_ids(config)][-most:]
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
     """Return given ids of the encoder and the decoder (start token included) as one batch, filled up on the right."""
-    ids, mask = stack([torch.tensor(row) for row, _ in rows], pad_id(config))
-    if not takes_decoder_ids(config):
+    ids, mask = stack([torch.tensor(row) for row, _ in rows], interface.pad_id(config))
+    if not interface.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))
-    decoder = stack([torch.tensor(row) for _, row in rows], pad_id(config))
+    decoder = stack([torch.tensor(row) for _, row in rows], interface.pad_id(config))
     return bearable_as_one(config, Batch(description, ids, mask, *decoder))
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Rows of one token to ``longest``, and every special token alone, as they are and with what stands at the edge of
-    a text: filled up on the right, then the same rows filled up on the left; the decoder's, which are shorter, on the
-    right."""
+    """Rows of one token to ``longest``, and every special token alone, bare and framed: filled up on the right, then
+    the same rows on the left; the decoder's, which are shorter, on the right."""
     vocabulary = vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []
-    for ids in [*drawn, *([i] for i in special_ids(config))]:
+    for ids in [*drawn, *([i] for i in interface.special_ids(config))]:
         framed = _framed(config, ids, longest)
         rows += [ids] if framed == ids else [ids, framed]
     encoder = [torch.tensor(row) for row in rows]
@@ -390,27 +361,20 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
 
 
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
-    """The chosen ids in the encoder and, the other way round in each row, in the decoder: in long rows, in pairs, and
-    each alone, with no other to be averaged with."""
+    """The chosen ids in long rows, in pairs and alone; in the decoder the other way round in each row."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
-    decodes = takes_decoder_ids(config)
     made: list[Batch] = []
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
         full = len(ids) // columns * columns
         for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1)):
-            if not rows.numel():
-                continue
-            mask = torch.ones_like(rows)
-            name = f"chosen ids in rows of {rows.shape[1]}"
-            reasons = by_reason if not made else {}
-            decoder, decoder_mask = (rows.flip(1), mask) if decodes else (None, None)
-            made.append(Batch(name, rows, mask, decoder, decoder_mask, kind=CHOSEN, chosen=reasons))
+            if rows.numel():
+                name, reasons = f"chosen ids in rows of {rows.shape[1]}", {} if made else by_reason
+                made.append(_unpadded(config, CHOSEN, name, rows, rows.flip(1), chosen=reasons))
     return made
 
 
 def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
     """Every id once in the encoder and, in reverse order, once in the decoder, in chunks of eight sequences."""
-    decodes = takes_decoder_ids(config)
     rows = max(1, min(8, LOGIT_BUDGET // (length * vocabulary)))
     chunk = rows * length
     made = []
@@ -419,21 +383,18 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
         columns = min(length, len(ids))
         full = len(ids) // columns * columns
         for part in (ids[:full], ids[full:]):
-            if not len(part):
-                continue
-            encoder = part.view(-1, min(columns, len(part)))
-            mask = torch.ones_like(encoder)
-            decoder, decoder_mask = (vocabulary - 1 - encoder, mask) if decodes else (None, None)
-            name = f"vocabulary {int(part[0])} to {int(part[-1])}"
-            made.append(Batch(name, encoder, mask, decoder, decoder_mask, kind=SWEEP))
+            if len(part):
+                encoder = part.view(-1, min(columns, len(part)))
+                name = f"vocabulary {int(part[0])} to {int(part[-1])}"
+                made.append(_unpadded(config, SWEEP, name, encoder, vocabulary - 1 - encoder))
     return made
 
 
 def generation(config: Any, batch: Batch) -> Batch:
-    """Return the first two rows of a batch, from which beam search makes a few tokens; a causal model goes on from the
-    ends of its rows, which are therefore filled up on the left and leave it positions."""
-    if is_causal(config):
-        kept = slice(-max(1, longest_sequence(config) - GENERATED_TOKENS), None)
+    """Return the first two rows of a batch, from which beam search makes a few tokens; a causal model's are filled up
+    on the left, and leave it positions."""
+    if interface.is_causal(config):
+        kept = slice(-max(1, interface.longest_sequence(config) - GENERATED_TOKENS), None)
         batch = padded_left(config, batch)
         batch = replace(batch, input_ids=batch.input_ids[:, kept], attention_mask=batch.attention_mask[:, kept])
     ids, mask = batch.input_ids[:2], batch.attention_mask[:2]

@@ -22,10 +22,9 @@ class FastProducts(TorchDispatchMode):
     """Context manager under which 16-bit matrix products on the CPU, in the forward and in the backward, are fp32
     products of the same operands rounded once.
 
-    A sum that is exact in fp32 comes out identical; otherwise the native kernel differs only by the order of its fp32
-    summation, that is in under one element of a hundred and there by one rounding. Native fp16 kernels on a CPU are 4
-    to 100 times slower, bf16 ones a few times. Other devices, other dtypes, convolutions and the fused SDPA are left
-    alone. The backward must run inside too, or its products are native ones.
+    A sum that is exact in fp32 comes out identical; otherwise under one element in a hundred differs from the native
+    kernel, by one rounding. Native fp16 kernels on a CPU are 4 to 100 times slower, bf16 ones a few times. Other
+    devices, other dtypes, convolutions and the fused SDPA are left alone. The backward must run inside too.
     """
 
     def __init__(self) -> None:
@@ -64,10 +63,10 @@ def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
 
 
 class Widened:
-    """fp32 copies of 16-bit weights, made at their first use and kept until ``clear``.
+    """fp32 copies of 16-bit weights (transposed, as a linear multiplies them), made at first use and kept until
+    ``clear``.
 
-    A weight is what a linear multiplies by, a transposed matrix. A copy whose values are those of an fp32 weight that
-    was ``offer``ed is that weight.
+    A copy whose values are those of an fp32 weight that was ``offer``ed is that weight.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,6 @@ class Widened:
         self._offered: list[Tensor] = []
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return the copy of a weight."""
         key = (weight.data_ptr(), weight.shape)
         if key not in self._copies:
             wide = weight.float()
@@ -92,7 +90,6 @@ class Widened:
         self._offered.append(weight)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._copies.clear()
         self._offered.clear()
 

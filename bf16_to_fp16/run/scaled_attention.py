@@ -1,9 +1,7 @@
 """Attention whose scores never pass through an unscaled maximum: the square root of the scale goes into q and into k.
 
-Stock eager attention multiplies q by k first and by 1/√d after, so that in fp16 the product may overflow though its
-scaled value is far from the limit. With √scale on either side the product is the scaled one from the start. In fp32
-the result equals the stock one to rounding; where the scale is 1 (the T5 family) it is the same function, operation by
-operation.
+Stock eager attention multiplies q by k first and by 1/√d after, so that in fp16 the product may overflow. In fp32 the
+result equals the stock one to rounding; where the scale is 1 (the T5 family) it is the same function to the bit.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ installed: a mean of tokens is summed in fp32, all else runs in the dtype of the
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class SentenceVectors(nn.Module):
         self.order = [module.name for module in modules]
         for module in modules:
             if module.name not in self._modules:
-                self.add_module(module.name, BUILT.get(module.kind, Passing)(module))
+                self.add_module(module.name, BUILT.get(module.kind, nn.Identity)(module))
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
         """Return the vectors: [rows, channels]; states: [rows, positions, channels]; mask: [rows, positions]."""
@@ -37,17 +38,6 @@ class SentenceVectors(nn.Module):
         return vectors
 
 
-class Passing(nn.Module):
-    """Gives what it is given, as a dropout does outside training."""
-
-    def __init__(self, module: SideModule) -> None:
-        super().__init__()
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        """Return the vectors."""
-        return vectors
-
-
 class Pooling(nn.Module):
     """Makes one vector of the states of a row, in one way or in several that are joined."""
 
@@ -56,7 +46,6 @@ class Pooling(nn.Module):
         self.modes = module.modes
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """Return what ``SentenceVectors`` does."""
         return torch.cat([self.pooled(mode, states, mask) for mode in self.modes], -1)
 
     def pooled(self, mode: str, states: Tensor, mask: Tensor) -> Tensor:
@@ -85,35 +74,27 @@ class Dense(nn.Module):
         self.joins = bool(module.config.get("use_residual"))
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Return the vectors that it makes."""
-        made: Tensor = self.activation(self.linear(vectors))
-        return made + self.residual(vectors) if self.joins else made
+        activated: Tensor = self.activation(self.linear(vectors))
+        return activated + self.residual(vectors) if self.joins else activated
 
 
-class LayerNorm(nn.Module):
-    """A LayerNorm of torch's own eps."""
-
-    def __init__(self, module: SideModule) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(len(module.tensors[f"{NORM}.weight"]))
-        self.norm.load_state_dict({name: module.tensors[f"{NORM}.{name}"] for name in ("weight", "bias")})
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        """Return the vectors that it makes."""
-        made: Tensor = self.norm(vectors)
-        return made
+def layer_norm(module: SideModule) -> nn.Module:
+    """Return a LayerNorm of torch's own eps, named as in the files."""
+    norm = nn.LayerNorm(len(module.tensors[f"{NORM}.weight"]))
+    norm.load_state_dict({name: module.tensors[f"{NORM}.{name}"] for name in ("weight", "bias")})
+    return nn.Sequential(OrderedDict({NORM: norm}))
 
 
-class Normalize(Passing):
+class Normalize(nn.Identity):
     """Divides each vector by its length, with an eps that is 0 in fp16."""
 
-    def forward(self, vectors: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return vectors of length 1; NaN for one of zeros in fp16."""
-        return functional.normalize(vectors, dim=-1)
+        return functional.normalize(input, dim=-1)
 
 
-BUILT: dict[str, Any] = {DENSE: Dense, LAYER_NORM: LayerNorm, NORMALIZE: Normalize, POOLING: Pooling}
-"""What runs for each class of modules; the others change nothing."""
+BUILT: dict[str, Any] = {DENSE: Dense, LAYER_NORM: layer_norm, NORMALIZE: Normalize, POOLING: Pooling}
+"""What runs for each class of modules; the others change nothing, as a dropout outside training."""
 
 
 def linear_of(module: SideModule, name: str) -> nn.Module:

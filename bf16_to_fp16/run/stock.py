@@ -25,8 +25,7 @@ _OF_ROWS = "ForSequenceClassification"
 
 @cache
 def described(name: str) -> StockClass | None:
-    """Return a class of transformers that need not belong to a family as far as it describes itself; None where there
-    is no model of this name.
+    """Return a class of transformers as far as it describes itself; None where there is no model of this name.
 
     It is a language model if it can generate. What the fields of its output are called is not known.
     """
@@ -76,15 +75,13 @@ def any_config(folder: Path) -> Any:
 
 
 def setting(config: Any, name: str) -> Any:
-    """Return what a stock config says under a name, or else the config of the text model inside it; None for
-    nothing."""
-    found = getattr(config, name, None)
-    return getattr(getattr(config, "text_config", None), name, None) if found is None else found
+    """Return what a stock config says under a name, or else the text model's inside it; None for nothing."""
+    value = getattr(config, name, None)
+    return getattr(getattr(config, "text_config", None), name, None) if value is None else value
 
 
 def vocabulary_of(config: Any) -> int:
-    """Return the number of ids that a model of a stock config reads: the text model's where there is one inside it,
-    whatever stands outside."""
+    """Return the number of ids that a model reads: of a text model inside it that one's."""
     inside = getattr(getattr(config, "text_config", None), "vocab_size", None)  # of a stray mapping nothing
     return int(config.vocab_size if inside is None else inside)
 
@@ -92,9 +89,8 @@ def vocabulary_of(config: Any) -> int:
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
     """Return the stock model in ``folder`` as ``from_pretrained(dtype=dtype)`` loads it, in eval mode on the CPU.
 
-    With ``half`` every weight is then cast to fp16, as ``all_half`` does it. Nothing is fetched and no remote code
-    runs. Raises ``UserError`` where files cannot be read or a tensor is missing (stock fills it
-    at random).
+    With ``half`` every weight is then cast to fp16 (``all_half``). Nothing is fetched and no remote code runs. Raises
+    ``UserError`` where files cannot be read or a tensor is missing (stock fills it at random).
     """
     config = load_config(folder).to_dict()
     model, missing = from_files(folder, stock_class(config), dtype, attention)
@@ -103,18 +99,14 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
 
 
 def all_half(model: Any) -> Any:
-    """Cast every parameter and every buffer that files hold to fp16 in place, and return the model.
+    """Cast every parameter and every stored buffer to fp16 in place, T5's ``wo`` too, and return the model.
 
-    Stock code keeps T5's ``wo`` in fp32. What it makes itself stays as it is: rotary frequencies in fp16 are another
-    function, which ``.half()`` alone would make of it.
+    ``.half()`` alone would also cast what stock code makes itself: rotary frequencies in fp16 are another function.
     """
-    made = {
-        id(module): {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        for module in model.modules()
-    }
+    kept = [(m, {name: m._buffers[name] for name in m._non_persistent_buffers_set}) for m in model.modules()]
     model.half()
-    for module in model.modules():
-        module._buffers.update(made[id(module)])
+    for module, buffers in kept:
+        module._buffers.update(buffers)
     return model
 
 
@@ -132,20 +124,16 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
         source = {"pretrained_model_name_or_path": None, "config": any_config(folder), "state_dict": weights}
     try:
         model, info = getattr(transformers, name).from_pretrained(
-            **source,
-            dtype=dtype,
-            attn_implementation=attention,
-            local_files_only=True,
-            output_loading_info=True,
+            **source, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # safetensors, pickle and transformers each raise their own kinds
         raise cannot_be_loaded(folder, error) from error
     return model, sorted(info["missing_keys"])
 
 
-def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
-    """Return the stock model of a checkpoint as ``load`` gives it, dtypes and all, on torch's meta device: without its
-    values, except those of tensors that no file holds and stock code makes, and of buffers.
+def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
+    """Return the stock model of a checkpoint as ``load`` gives it with eager attention, on torch's meta device: without
+    values, except those of buffers and of tensors that no file holds and stock code makes.
 
     Two tensors that stock code ties for being equal are one parameter only where the checkpoint lacks one of them.
     Raises ``UserError`` as ``load`` does.
@@ -153,7 +141,7 @@ def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False,
     folder = checkpoint.folder
     config = load_config(folder)
     try:
-        model, info = without_values(checkpoint, config, dtype, attention)
+        model, info = without_values(checkpoint, config, dtype)
         if model.can_generate():
             model.adjust_generation_fn(None, False, None, str(folder), local_files_only=True, **NOTHING_REMOTE)
     except Exception as error:  # as in ``load``
@@ -183,7 +171,7 @@ def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = 
 def set_attention(model: Any, implementation: str) -> None:
     """Make a stock model and the stacks inside it run an attention; raises what stock code raises for one it has not.
 
-    A stack may have a config of its own of the same class, which some versions of transformers 5 leave as it is (5.17).
+    A stack may have a config of its own, which some versions of transformers 5 leave as it is (5.17).
     """
     model.set_attn_implementation(implementation)
     for module in model.modules():
@@ -192,20 +180,13 @@ def set_attention(model: Any, implementation: str) -> None:
             module.set_attn_implementation(implementation)
 
 
-NOTHING_REMOTE = {
-    "cache_dir": None,
-    "force_download": False,
-    "proxies": None,
-    "token": None,
-    "revision": None,
-    "subfolder": "",
-    "trust_remote_code": False,
-}
+NOTHING_REMOTE: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+NOTHING_REMOTE |= {"force_download": False, "subfolder": "", "trust_remote_code": False}
 """What stock code is told when it looks for the settings of a generation."""
 
 
 def without_values(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, attention: str, *, any_shape: bool = False
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, any_shape: bool = False
 ) -> tuple[Any, Mapping[str, Any]]:
     """Return the stock model of a checkpoint on the meta device, and what its own loader says of the weights.
 
@@ -222,7 +203,7 @@ def without_values(
         config=config,
         state_dict=weights,
         dtype=dtype,
-        attn_implementation=attention,
+        attn_implementation="eager",
         device_map={"": "meta"},
         ignore_mismatched_sizes=any_shape,
         output_loading_info=True,
@@ -231,10 +212,7 @@ def without_values(
 
 
 def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
-    """Run a stock model on its inputs, with a head that reads the end token alone at every position.
-
-    So no row needs one, and embeddings can be given in the place of ids.
-    """
+    """Run a stock model, with a head that reads the end token alone at every position: no row needs one."""
     stock, head = layout.stock, layout.head
     if not stock.reads_end_token or head is None:
         model(**inputs)
@@ -247,7 +225,7 @@ def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
 def fill_in(model: Any, checkpoint: Checkpoint) -> None:
     """Give a model on the meta device its buffers, and the parameters that no file holds as stock code makes them."""
     stored = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in checkpoint.tensors}
-    made = {}
+    drawn = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
@@ -257,13 +235,13 @@ def fill_in(model: Any, checkpoint: Checkpoint) -> None:
         if name in checkpoint.tensors:
             value.copy_(checkpoint.read(name))
         else:
-            made[path] = module
+            drawn[path] = module
         if attribute in module._buffers:
             module._buffers[attribute] = value
         else:
             module._parameters[attribute] = torch.nn.Parameter(value)
     with torch.random.fork_rng(devices=[]):
-        for path, module in made.items():
+        for path, module in drawn.items():
             owner(model, path)._init_weights(module)
 
 

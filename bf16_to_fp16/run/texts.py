@@ -161,10 +161,8 @@ def csv_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a Parquet file; raise UserError where it cannot be read."""
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path}: Parquet needs pyarrow; run `pip install pyarrow`") from error
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for part in file.iter_batches(batch_size=256):

@@ -13,7 +13,7 @@ from support import tiny
 from support.masks import spanning
 
 from bf16_to_fp16.auditing import attack as attacking
-from bf16_to_fp16.auditing.attack import _Adversary, _Climb, _Elite, _Inputs, attack, deal, worst_ids
+from bf16_to_fp16.auditing.attack import _Adversary, _Climb, _Elite, attack, deal, worst_ids
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
@@ -91,11 +91,16 @@ def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str, few_forwards: None)
     assert any(f.name.startswith(first) for f in result.found if f.name in adds)
 
 
-def test_tokens_are_found_that_random_inputs_miss() -> None:
-    """Of 3000 tokens one alone stirs a channel; the gradient leads there."""
-    model = tiny.build("gated", 0, factor=1.0, vocab_size=3000)
+def with_one_loud_token(kind: str) -> Any:
+    """Return a model of whose 3000 tokens one alone stirs a channel."""
+    model = tiny.build(kind, 0, factor=1.0, vocab_size=3000)
     with torch.no_grad():
         model.shared.weight[1717] = torch.where(torch.arange(24) % 2 == 0, 9.0, -9.0)
+    return model
+
+
+def test_tokens_are_found_that_random_inputs_miss() -> None:
+    model = with_one_loud_token("gated")
     layout = resolve(ModelTensors(model))
     site = "encoder.embed_tokens:embedding"
     result = attack(model, layout, steps=2, length=4, sites=[site] * 8)
@@ -106,9 +111,7 @@ def test_tokens_are_found_that_random_inputs_miss() -> None:
 
 @pytest.mark.parametrize("kind", ["gated", "t5-encoder"])
 def test_the_worst_ids_of_a_model_that_trains_are_found_and_it_trains_on(kind: str) -> None:
-    model = tiny.build(kind, 0, factor=1.0, vocab_size=3000).train()
-    with torch.no_grad():
-        model.shared.weight[1717] = torch.where(torch.arange(24) % 2 == 0, 9.0, -9.0)
+    model = with_one_loud_token(kind).train()
     before = {name: p.clone() for name, p in model.named_parameters()}
     sites = ["encoder.embed_tokens:embedding"] * 4 + ["encoder.block.0.layer.0:add", "no such site"]
     layout = resolve(ModelTensors(model))
@@ -135,31 +138,35 @@ def test_a_seed_decides_everything_and_nothing_else_is_touched(few_forwards: Non
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def adversary_of(model: Any) -> _Adversary:
+    """Return the searches of a model, on 6 positions."""
+    return _Adversary(model.requires_grad_(False), resolve(ModelTensors(model)), 0, 6)
+
+
 def test_mixtures_stay_in_the_hull_of_the_table() -> None:
-    model = tiny.build("t5", 0, factor=1.0).requires_grad_(False)
-    adversary = _Adversary(model, resolve(ModelTensors(model)), 0, 6)
+    model = tiny.build("t5", 0, factor=1.0)
+    adversary = adversary_of(model)
     sites = ["encoder.block.0.layer.0:add"] * 5
     found = adversary.in_hull(_Climb(sites, adversary.embed(adversary.draw(5)), 6, lambda: None))
     table = model.shared.weight
-    assert found.decoder is not None
-    for side in (found.encoder, found.decoder):
+    assert len(found) == 2
+    for side in found:
         assert bool((side <= table.amax(0) + 1e-5).all()) and bool((side >= table.amin(0) - 1e-5).all())
 
 
 def test_free_embeddings_are_no_larger_than_the_table_and_go_beyond_its_hull() -> None:
-    model = tiny.build("pegasus", 0, factor=1.0).requires_grad_(False)
-    adversary = _Adversary(model, resolve(ModelTensors(model)), 0, 6)
+    model = tiny.build("pegasus", 0, factor=1.0)
+    adversary = adversary_of(model)
     goals = ["model.encoder.layers.0.self_attn.k_proj"] * 5
     start = adversary.embed(adversary.draw(5))
     found = adversary.in_box(_Climb(goals, start, 30, lambda: None))
     table = model.get_input_embeddings().weight
-    for side in (found.encoder, found.decoder):
-        assert side is not None
+    for side in found:
         assert bool((side.abs() <= table.abs().amax(0)).all())
         assert bool((side.norm(dim=-1) <= table.norm(dim=1).max()).all())
     # Every mixture of rows lies below the rows' largest product with a direction.
-    direction = found.encoder - table.mean(0)
-    beyond = (found.encoder * direction).sum(-1) > (direction @ table.t()).amax(-1)
+    direction = found[0] - table.mean(0)
+    beyond = (found[0] * direction).sum(-1) > (direction @ table.t()).amax(-1)
     assert bool(beyond.any())
     assert bool((adversary.reached(found, goals) > adversary.reached(start, goals)).all())
 
@@ -172,24 +179,23 @@ def test_rows_go_to_the_widest_brackets() -> None:
 
 def test_the_best_inputs_of_a_goal_may_come_from_any_row() -> None:
     elite = _Elite()
-    x = _Inputs(torch.arange(4.0)[:, None], None)
-    elite.offer(x, {"a": torch.tensor([1.0, 5.0, 3.0, 2.0]), "b": torch.tensor([9.0, math.nan, 0.0, 1.0])})
-    elite.offer(_Inputs(x.encoder + 10, None), {"a": torch.tensor([5.0, 4.0, 0.0, 0.0]), "b": torch.zeros(4)})
+    x = torch.arange(4.0)[:, None]
+    elite.offer((x,), {"a": torch.tensor([1.0, 5.0, 3.0, 2.0]), "b": torch.tensor([9.0, math.nan, 0.0, 1.0])})
+    elite.offer((x + 10,), {"a": torch.tensor([5.0, 4.0, 0.0, 0.0]), "b": torch.zeros(4)})
     # 5 again is taken for the same input; NaN is past every limit.
-    assert elite.starts(["a", "b", "a", "a", "a", "b"]).encoder.flatten().tolist() == [1, 1, 11, 2, 1, 0]
+    assert elite.starts(["a", "b", "a", "a", "a", "b"])[0].flatten().tolist() == [1, 1, 11, 2, 1, 0]
     assert elite.best("a") == 5 and elite.best("b") == math.inf
 
 
 @pytest.mark.parametrize("kind", tiny.SEARCHED)
 def test_what_it_climbs_is_what_the_audit_measures(kind: str) -> None:
-    model = tiny.build(kind, 3, factor=1.0, **tiny.few_layers(kind)).requires_grad_(False)
-    layout = resolve(ModelTensors(model))
+    model = tiny.build(kind, 3, factor=1.0, **tiny.few_layers(kind))
     model.set_attn_implementation("eager")
-    adversary = _Adversary(model, layout, 0, 6)
-    ids = adversary.draw(3)
+    adversary = adversary_of(model)
+    layout, ids = adversary.layout, adversary.draw(3)
     observer = SiteObserver(model)
     with torch.no_grad(), watched(model, layout) as values, observer:
-        adversary.run_ids(ids, model)
+        adversary.run(ids, model)
     seen = {s.name: s.amax for s in observer.sites()}
     # Scores are of the last call alone, and norms are named as in fp16.
     for name, value in values.items():

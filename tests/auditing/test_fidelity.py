@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.observed import padded
 
 from bf16_to_fp16.auditing.fidelity import Fidelity, compared, fidelity, output_on
 from bf16_to_fp16.auditing.regimes import RegimeResult
@@ -44,10 +45,6 @@ def measure(reference: Any, bf16: Any, fp16: Any, inputs: Sequence[Batch]) -> Fi
     found = [None if model is None else outputs(model) for model in (reference, bf16, fp16)]
     decodes = inputs[0].decoder_input_ids is not None
     return fidelity(found[0] or [], found[1], found[2] or [], probabilities=decodes)
-
-
-def padded(model: Any) -> Batch:
-    return batches(model.config, None, None)[3]
 
 
 @pytest.mark.parametrize("kind", ["t5", "gated", "pegasus", "t5-encoder"])

@@ -98,9 +98,11 @@ def test_verdict_card_and_page_say_for_which_padding_they_stand(kind: str, said:
 def with_low_scores(kind: str) -> Any:
     """Return a Gemma 3, Llama or Mistral all of whose scores are under −16, whatever it reads: queries and keys lie
     opposite to each other, in the pair of channels that turns slowest."""
-    gemma, changes = "gemma" in kind, dict[str, Any]()
-    if gemma:
-        changes["query_pre_attn_scalar"] = 10
+    gemma = "gemma" in kind
+    # Of Gemma's two kinds of layers one each; the others have one.
+    changes: dict[str, Any] = (
+        {"num_hidden_layers": 2, "query_pre_attn_scalar": 10} if gemma else {"num_hidden_layers": 1}
+    )
     model = tiny.build(kind, 0, factor=1.0, **changes)
     body = getattr(model, "model", model)
     with torch.no_grad():
@@ -176,7 +178,7 @@ def test_an_audit_runs_padding_that_sees_nothing_where_a_claim_stands_for_it(kin
 
 def with_low_scores_in_the_decoder() -> Any:
     """Return a T5Gemma in whose decoder all scores are under −16, and that sees 6 positions in its first layer."""
-    model = tiny.small("t5gemma", 0, factor=1.0, attn_logit_softcapping=None)
+    model = tiny.build("t5gemma", 0, factor=1.0, attn_logit_softcapping=None, num_hidden_layers=1)
     body = model.model.decoder
     with torch.no_grad():
         body.embed_tokens.weight[:, 1:].mul_(0.1)

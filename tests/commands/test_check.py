@@ -21,8 +21,8 @@ from bf16_to_fp16.demo import CHECKPOINTS
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.report.schema import RuntimeCheck
 from bf16_to_fp16.run.batch import Batch
-from bf16_to_fp16.run.runtimes import known
-from bf16_to_fp16.run.runtimes.types import Outcome, Runtime
+from bf16_to_fp16.run.runtime import Outcome, Runtime
+from bf16_to_fp16.run.runtimes import NAMES, onnxruntime, openvino
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "bf16_to_fp16" / "demo_data" / CHECKPOINTS[0]
@@ -31,7 +31,7 @@ PYTHON = ROOT / ".venv-runtimes" / "bin" / "python"
 
 @pytest.fixture
 def in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(known.RUNTIMES, "onnxruntime", torch_in(torch.float16))
+    monkeypatch.setattr(onnxruntime, "RUNTIME", torch_in(torch.float16))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_zeros_are_no_better_than_infinities(folders: dict[str, Path], monkeypat
         outcome = right.run(folder, layout, batch)
         return Outcome(torch.zeros_like(outcome.values), outcome.device, outcome.arithmetic)
 
-    monkeypatch.setitem(known.RUNTIMES, "onnxruntime", Runtime("onnxruntime", "torch", ("torch",), nothing))
+    monkeypatch.setattr(onnxruntime, "RUNTIME", Runtime("onnxruntime", "torch", nothing))
     found = check(folders["fits"], "onnxruntime")
     assert (found["verdict"], found["output"]["error"]) == ("unsafe", 1.0)
     assert found["output"]["zeros"] == found["output"]["elements"]
@@ -88,7 +88,7 @@ def test_zeros_are_no_better_than_infinities(folders: dict[str, Path], monkeypat
 def test_what_was_computed_in_fp32_is_no_evidence(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(known.RUNTIMES, "onnxruntime", torch_in(torch.float32))
+    monkeypatch.setattr(onnxruntime, "RUNTIME", torch_in(torch.float32))
     assert cli.main(["check", str(folders["encoder"]), "--runtime", "onnxruntime"]) == 0
     out = capsys.readouterr().out
     assert "no evidence" in out and "safe:" not in out and "last hidden states" in out
@@ -103,8 +103,8 @@ def test_another_model_beside_it_is_refused(folders: dict[str, Path], in_fp16: N
 def test_a_runtime_that_is_not_installed_is_one_line(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    absent = Runtime("openvino", "openvino", ("no_such_module",), torch_in(torch.float16).run)
-    monkeypatch.setitem(known.RUNTIMES, "openvino", absent)
+    absent = Runtime("openvino", "no_such_module", torch_in(torch.float16).run)
+    monkeypatch.setattr(openvino, "RUNTIME", absent)
     assert cli.main(["check", str(folders["fits"]), "--runtime", "openvino"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: openvino is not installed") and said.count("\n") == 1
@@ -125,13 +125,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "import json, sys; from bf16_to_fp16 import check; "
         "json.dump({r: check(sys.argv[1], r, source=sys.argv[2]) for r in sys.argv[4:]}, open(sys.argv[3], 'w'))"
     )
-    command = [str(PYTHON), "-c", code, str(root / "out"), str(DEMO), str(root / "found.json"), *known.RUNTIMES]
+    command = [str(PYTHON), "-c", code, str(root / "out"), str(DEMO), str(root / "found.json"), *NAMES]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     results: dict[str, Any] = json.loads((root / "found.json").read_text())
     return results
 
 
-@pytest.mark.parametrize("name", list(known.RUNTIMES))
+@pytest.mark.parametrize("name", NAMES)
 def test_the_demo_is_finite_and_nearer_to_fp32_than_bf16_in(name: str, found: dict[str, Any]) -> None:
     result = found[name]
     assert result["output"]["nonfinite"] == 0

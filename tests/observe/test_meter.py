@@ -1,28 +1,14 @@
 """The meter's ranges are those of the tensors, for every linear, embedding, norm and attention."""
 
-from typing import Any
-
 import pytest
 import torch
 from support import tiny
+from support.observed import model_of, padded, sites_of
 from torch import Tensor, nn
 
 from bf16_to_fp16.observe.meter import observe_ranges
-from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.batch import run_batch
 from bf16_to_fp16.run.probe import batches
-
-
-def model_of(kind: str, attention: str = "eager") -> Any:
-    torch.manual_seed(0)
-    model = tiny.KINDS[kind]().eval()
-    model.config.architectures = [type(model).__name__]
-    model.set_attn_implementation(attention)
-    return model
-
-
-def padded(model: Any) -> Batch:
-    return batches(model.config, None, None)[3]
 
 
 def test_ranges_are_those_of_the_tensors_and_padding_counts() -> None:
@@ -83,9 +69,7 @@ def test_scores_are_those_of_an_undisturbed_forward() -> None:
     model = model_of("gated")
     batch = padded(model)
     path = "encoder.block.0.layer.0.SelfAttention"
-    with torch.no_grad(), SiteObserver(model) as observer:
-        run_batch(model, batch)
-    sites = {site.name: site for site in observer.sites()}
+    sites = sites_of(model, batch)
     scores = observe_ranges(model, [batch])[path].scores
     assert scores is not None
     assert scores.product == sites[f"{path}:scores"].amax

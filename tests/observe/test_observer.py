@@ -5,49 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support.observed import Computes, model_of, padded, sites_in, sites_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from transformers.activations import NewGELUActivation
 
 from bf16_to_fp16.numerics import GELU_CUBE_BACKWARD_LIMIT
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import CUBE_REASON, MASK_REASON, Site
-from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.batch import run_batch
 from bf16_to_fp16.run.probe import batches
-
-
-def model_of(kind: str, attention: str = "eager") -> Any:
-    torch.manual_seed(0)
-    model = tiny.KINDS[kind]().eval()
-    model.set_attn_implementation(attention)
-    return model
-
-
-def padded(model: Any) -> Batch:
-    return batches(model.config, None, None)[3]
-
-
-def watch(model: Any, batch: Batch) -> dict[str, Site]:
-    with torch.no_grad(), SiteObserver(model) as observer:
-        run_batch(model, batch)
-    return {site.name: site for site in observer.sites()}
-
-
-def watch_module(module: nn.Module, x: Tensor) -> dict[str, Site]:
-    with SiteObserver(module) as observer:
-        module(x)
-    return {site.name: site for site in observer.sites()}
 
 
 def total(sites: dict[str, Site], what: str) -> int:
     return sum(getattr(site, what) for site in sites.values())
-
-
-def plant_overflow(model: Any) -> None:
-    """Let encoder block 1's ``wo`` pass 65504 for some tokens."""
-    with torch.no_grad():
-        model.encoder.block[1].layer[1].DenseReluDense.wo.weight[:2] *= 1e5
 
 
 class Counter(TorchDispatchMode):
@@ -91,7 +63,8 @@ def test_observing_changes_no_fp32_logit(kind: str) -> None:
 
 def test_an_overflow_that_the_clamp_hides_is_named() -> None:
     model = model_of("t5").half()
-    plant_overflow(model)
+    with torch.no_grad():
+        model.encoder.block[1].layer[1].DenseReluDense.wo.weight[:2] *= 1e5
     with torch.no_grad(), SiteObserver(model) as observer:
         logits = run_batch(model, padded(model)).logits
     assert bool(logits.isfinite().all())
@@ -110,7 +83,7 @@ def test_an_overflow_that_the_clamp_hides_is_named() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_masks_are_benign_and_do_not_enter_amax(kind: str, attention: str, dtype: torch.dtype) -> None:
     model = model_of(kind, attention).to(dtype)
-    sites = watch(model, padded(model))
+    sites = sites_of(model, padded(model))
     assert total(sites, "nonfinite") == total(sites, "saturated") == 0
     masked = [site for site in sites.values() if site.reason == MASK_REASON]
     assert (kind == "pegasus" and attention == "sdpa") or masked
@@ -122,57 +95,53 @@ def test_a_masked_score_that_overflows_is_benign_and_an_unmasked_one_is_not() ->
     bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
     with torch.no_grad():
         bias.weight.fill_(-30000.0)  # plus the mask's -65504: -inf
-    site = watch(model, padded(model))["encoder.block.0.layer.0.SelfAttention:add#2"]
+    site = sites_of(model, padded(model))["encoder.block.0.layer.0.SelfAttention:add#2"]
     assert site.nonfinite == site.saturated == 0
     assert site.benign > 0
     assert 29000 < site.amax < 31000
     with torch.no_grad():
         bias.weight.fill_(65504.0)
         model.encoder.block[0].layer[0].SelfAttention.q.weight.mul_(1000)
-    site = watch(model, padded(model))["encoder.block.0.layer.0.SelfAttention:add"]
+    site = sites_of(model, padded(model))["encoder.block.0.layer.0.SelfAttention:add"]
     assert site.nonfinite + site.saturated > 0
 
 
-class Attend(nn.Module):
-    """Scores, a mask that hides every key of the first row, softmax."""
+def hiding(chosen: Tensor, value: float = -65504.0, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Return an additive mask of 4 by 4, or of one row for all."""
+    return torch.zeros(chosen.shape if chosen.dim() == 1 else (4, 4), dtype=dtype).masked_fill(chosen, value)
 
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.zeros(4, 4, dtype=x.dtype).masked_fill(torch.arange(4)[:, None] == 0, -torch.inf)
-        return (x @ x.T + mask).softmax(-1)
+
+FIRST = torch.arange(4) == 0
 
 
 def test_nan_from_an_entirely_masked_row_counts() -> None:
-    sites = watch_module(Attend(), torch.ones(4, 4, dtype=torch.float16))
+    def attend(x: Tensor) -> Tensor:
+        return (x @ x.T + hiding(FIRST[:, None], -torch.inf)).softmax(-1)
+
+    sites = sites_in(attend, torch.ones(4, 4, dtype=torch.float16))
     assert sites["model:add"].nonfinite == 0
     assert sites["model:add"].benign == 4
     assert sites["model:softmax"].nonfinite == 4
 
 
-class Rearranged(nn.Module):
-    """A mask chosen by ``where``, seen through views and copied."""
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_a_mask_stays_one_through_views() -> None:
+    def rearranged(x: Tensor) -> Tensor:
         chosen = torch.where(torch.eye(4) > 0, torch.tensor(-torch.inf, dtype=x.dtype), x)
         return chosen[None].expand(2, 4, 4).transpose(1, 2)[:, 1:].clone()
 
-
-def test_a_mask_stays_one_through_views() -> None:
-    site = watch_module(Rearranged(), torch.full((4, 4), 7.0, dtype=torch.float16))["model:clone"]
+    site = sites_in(rearranged, torch.full((4, 4), 7.0, dtype=torch.float16))["model:clone"]
     assert site.nonfinite == 0
     assert site.benign == 6
     assert site.amax == 7.0
 
 
-class FilledUp(nn.Module):
-    """What CUDA's fused attention does to a mask whose rows are no multiple of 16 bytes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        masked = x.masked_fill(torch.arange(3) == 0, -65504.0)
-        return functional.pad(masked, (0, 5))[..., :3].clone()
-
-
 def test_a_mask_that_is_filled_up_for_a_kernel_stays_one() -> None:
-    sites = watch_module(FilledUp(), torch.full((2, 3), 7.0, dtype=torch.float16))
+    """As CUDA's fused attention does where its rows are no multiple of 16 bytes."""
+
+    def filled_up(x: Tensor) -> Tensor:
+        return functional.pad(x.masked_fill(FIRST[:3], -65504.0), (0, 5))[..., :3].clone()
+
+    sites = sites_in(filled_up, torch.full((2, 3), 7.0, dtype=torch.float16))
     for name in ("model:constant_pad_nd", "model:clone"):
         assert (sites[name].saturated, sites[name].benign, sites[name].amax) == (0, 2, 7.0), name
 
@@ -188,60 +157,29 @@ class Efficient(TorchDispatchMode):
         return query.clone(), rest, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
 
 
-class Fused(nn.Module):
-    """One attention by that kernel."""
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_what_fused_attention_keeps_for_its_backward_is_no_signal() -> None:
+    def fused(x: Tensor) -> Any:
         return torch.ops.aten._scaled_dot_product_efficient_attention(x, x, x, None, True)[0]
 
-
-def test_what_fused_attention_keeps_for_its_backward_is_no_signal() -> None:
     with Efficient():
-        sites = watch_module(Fused(), torch.full((1, 2, 5, 8), 3.0, dtype=torch.float16))
+        sites = sites_in(fused, torch.full((1, 2, 5, 8), 3.0, dtype=torch.float16))
     assert {site.name: (site.amax, site.nonfinite) for site in sites.values()} == {"model:context": (3.0, 0)}
 
 
-class AddMask(nn.Module):
-    """An additive mask over the first column."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.zeros(4, 4, dtype=x.dtype).masked_fill(torch.arange(4) == 0, -65504.0)
-
-
-def test_an_infinity_that_a_mask_cannot_hide_counts() -> None:
-    x = torch.zeros(4, 4, dtype=torch.float16)
-    x[2, 0] = torch.inf
-    site = watch_module(AddMask(), x)["model:add"]
-    assert site.nonfinite == 1
-    assert site.benign == 3
-
-
-def test_a_nan_where_a_mask_was_added_counts() -> None:
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_an_infinity_or_nan_that_a_mask_cannot_hide_counts(value: float) -> None:
     x = torch.ones(4, 4, dtype=torch.float16)
-    x[1, 0] = torch.nan
-    site = watch_module(AddMask(), x)["model:add"]
+    x[1, 0] = value
+    site = sites_in(lambda x: x + hiding(FIRST[None]), x)["model:add"]
     assert (site.nonfinite, site.benign, site.amax) == (1, 3, math.inf)
 
 
-class AddWeakMask(nn.Module):
-    """A mask over a column, of one row for all, that a larger score outweighs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.zeros(4).masked_fill(torch.arange(4) == 0, -40000.0)
-
-
 def test_what_a_mask_was_added_to_is_no_signal_of_either_sign() -> None:
+    """Of one row for all, whose mask a larger score outweighs."""
     x = torch.full((3, 4), -7.0)
     x[1, 0] = 45000.0
-    site = watch_module(AddWeakMask(), x)["model:add"]
+    site = sites_in(lambda x: x + hiding(FIRST, -40000.0, torch.float32), x)["model:add"]
     assert (site.nonfinite, site.saturated, site.benign, site.amax) == (0, 0, 3, 7.0)
-
-
-class Twice(nn.Module):
-    """A product with a number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 1.0
 
 
 @pytest.mark.parametrize(
@@ -249,7 +187,7 @@ class Twice(nn.Module):
 )
 def test_what_is_infinite_nan_or_saturated_is_counted_in_every_dtype(dtype: torch.dtype, saturated: int) -> None:
     large = [math.inf, -math.inf, -math.inf, math.nan, 65504.0, -65504.0, -65504.0, 1000.0]
-    site = watch_module(Twice(), torch.tensor(large, dtype=dtype))["model:mul"]
+    site = sites_in(lambda x: x * 1.0, torch.tensor(large, dtype=dtype))["model:mul"]
     assert (site.nonfinite, site.saturated, site.amax) == (4, saturated, math.inf)
 
 
@@ -277,7 +215,7 @@ def test_a_masked_position_counts_where_it_has_a_weight_beside_seen_ones() -> No
         [-1000.0, -1007.0, 64512.0, -5.0],  # above the seen
         [1.0, 2.0, 3.0, 4.0],
     ]
-    sites = watch_module(Attention(hidden), torch.tensor(rows, dtype=torch.float16))
+    sites = sites_in(Attention(hidden), torch.tensor(rows, dtype=torch.float16))
     site = sites["model:masked"]
     assert sites["model:softmax"].amax == 1 and sites["model:add"].benign == 8
     assert (site.saturated, site.nonfinite) == (1, 0)
@@ -287,57 +225,37 @@ def test_a_masked_position_counts_where_it_has_a_weight_beside_seen_ones() -> No
 def test_a_score_that_is_nan_hides_what_no_other_row_asks_of_the_mask() -> None:
     rows = torch.full((4, 4), 5.0, dtype=torch.float16)
     rows[1, 0] = rows[2, 3] = torch.nan
-    sites = watch_module(Attention(torch.arange(4) == 3), rows)
+    sites = sites_in(Attention(torch.arange(4) == 3), rows)
     assert sites["model:scores"].nonfinite == 8  # NaN × 0 as well
     assert sites["model:masked"].amax == pytest.approx(24 * math.log(2))
 
 
-class Overwrite(nn.Module):
-    """An activation written into a view of a constant."""
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_a_constant_that_an_activation_was_written_into_is_one_no_longer() -> None:
+    def overwrite(x: Tensor) -> Tensor:
         buffer = torch.zeros(4, 4, dtype=x.dtype)
         buffer[:, 1:3] = x[:, :2] * 40000
         return buffer * 2
 
-
-def test_a_constant_that_an_activation_was_written_into_is_one_no_longer() -> None:
-    sites = watch_module(Overwrite(), torch.ones(4, 4, dtype=torch.float16))
+    sites = sites_in(overwrite, torch.ones(4, 4, dtype=torch.float16))
     assert sites["model:mul#2"].nonfinite == 8
-
-
-class Cube(nn.Module):
-    """A cube that no tanh follows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.pow(x, 3.0) * 0.5
 
 
 def test_a_cube_is_benign_only_on_its_way_to_a_tanh() -> None:
     x = torch.full((8,), 60.0, dtype=torch.float16)
-    alone = watch_module(Cube(), x)
+    alone = sites_in(lambda x: torch.pow(x, 3.0) * 0.5, x)
     assert alone["model:pow"].nonfinite == alone["model:mul"].nonfinite == 8
-    from transformers.activations import NewGELUActivation
-
-    gelu = watch_module(NewGELUActivation(), x)
+    gelu = sites_in(NewGELUActivation(), x)
     assert total(gelu, "nonfinite") == 0
     assert gelu["model:pow"].benign == gelu["model:mul#2"].benign == gelu["model:add"].benign == 8
     assert gelu["model:pow"].reason == CUBE_REASON
     assert gelu["model:tanh"].reason is None
     assert gelu["model:mul#4"].amax == 60.0
-
-
-def test_nan_inside_gelu_counts() -> None:
-    from transformers.activations import NewGELUActivation
-
-    sites = watch_module(NewGELUActivation(), torch.full((8,), torch.nan, dtype=torch.float16))
-    assert sites["model:pow"].nonfinite == 8
+    nan = sites_in(NewGELUActivation(), torch.full_like(x, torch.nan))
+    assert nan["model:pow"].nonfinite == 8
 
 
 @pytest.mark.parametrize(("x", "breaks"), [(100.0, False), (160.0, True)])
 def test_the_cube_breaks_the_backward_past_its_own_limit(x: float, breaks: bool) -> None:
-    from transformers.activations import NewGELUActivation
-
     inputs = torch.full((8,), x, dtype=torch.float16, requires_grad=True)
     module = NewGELUActivation()
     with SiteObserver(module) as observer:
@@ -355,7 +273,9 @@ def test_the_cube_breaks_the_backward_past_its_own_limit(x: float, breaks: bool)
 
 def test_the_bounds_of_the_clamp_are_constants() -> None:
     model = model_of("t5").half()
-    bounds = [site for site in watch(model, padded(model)).values() if site.name.startswith("encoder.block.0:constant")]
+    bounds = [
+        site for site in sites_of(model, padded(model)).values() if site.name.startswith("encoder.block.0:constant")
+    ]
     assert bounds
     assert all(site.limit is None and site.nonfinite == site.saturated == 0 for site in bounds)
 
@@ -365,24 +285,15 @@ def test_eager_and_sdpa_share_the_names_of_what_both_run(kind: str) -> None:
     names = {}
     for attention in ("eager", "sdpa"):
         model = model_of(kind, attention)
-        names[attention] = set(watch(model, padded(model)))
+        names[attention] = set(sites_of(model, padded(model)))
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     contexts = {name for name in names["eager"] if name.endswith(":context")}
     assert linear | contexts <= names["eager"] & names["sdpa"]
     assert len(contexts) == 7  # 3 encoder layers, twice 2 in the decoder
     only = {name.rpartition(":")[2].partition("#")[0] for name in names["eager"] - names["sdpa"]}
     assert "scores" in only
-    assert only <= {
-        "scores",
-        "masked",
-        "add",
-        "mul",
-        "softmax",
-        "clone",
-        "constant zeros",
-        "constant where",
-        "constant scalar_tensor",
-    }
+    constants = {"constant zeros", "constant where", "constant scalar_tensor"}
+    assert only <= {"scores", "masked", "add", "mul", "softmax", "clone"} | constants
 
 
 def test_a_gradient_that_overflows_is_named_after_its_forward() -> None:
@@ -423,25 +334,22 @@ def test_nothing_stays_behind_after_an_exception() -> None:
 
 
 def test_a_caught_exception_leaves_the_names_right() -> None:
-    class Recovers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.failing = Raises()
+    def recovers(x: Tensor) -> Tensor:
+        try:
+            return failing(x)
+        except RuntimeError:
+            return x + 1
 
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.failing(x)
-            except RuntimeError:
-                return x + 1
-
-    assert "model:add" in watch_module(Recovers(), torch.ones(1, 2))
+    model, failing = Computes(recovers), Raises()
+    model.failing = failing
+    assert "model:add" in sites_in(model, torch.ones(1, 2))
 
 
 def test_generation_with_cache_and_beams_is_seen_and_its_own_bookkeeping_is_not() -> None:
     model = model_of("t5").half()
     generation = batches(model.config, None, None)[-1]
     assert generation.generate
-    sites = watch(model, generation)
+    sites = sites_of(model, generation)
     assert sites["lm_head"].calls == 4
     assert sites["encoder.block.0.layer.0.SelfAttention.q"].calls == 1
     assert total(sites, "nonfinite") == 0

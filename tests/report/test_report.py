@@ -53,7 +53,7 @@ from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.batch import describe_batches
 from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.runtimes.known import RUNTIMES
+from bf16_to_fp16.run.runtimes import onnxruntime
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "bf16_to_fp16"
@@ -92,7 +92,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     regime = RegimeResult("half", 0, 0, 1e-5, 32.6, 0, (sunk,), (sunk,))
     model = tiny.build("t5-encoder", num_layers=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RUNTIMES, "onnxruntime", torch_in(torch.float16))
+        patch.setattr(onnxruntime, "RUNTIME", torch_in(torch.float16))
         checked = check(converted, "onnxruntime", source=source)
     index = {"text_encoder": ["transformers", "T5EncoderModel"], "text_encoder_2": ["transformers", "T5EncoderModel"]}
     shutil.copytree(source, folder / "pipeline" / "text_encoder")

@@ -3,19 +3,12 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
-from support import tiny, words
+from support import tiny
 from support.words import TEXTS
 
 from bf16_to_fp16.run.batch import IGNORED_LABEL, Batch, describe_batches, run_batch
 from bf16_to_fp16.run.probe import audit_batches, batches
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a word tokenizer and the configuration it belongs to."""
-    return words.save(tmp_path_factory.mktemp("source"))
 
 
 def test_labels_are_the_following_ids_without_padding() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,11 @@ from support.contract import layout_of
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.run import probe
-from bf16_to_fp16.run.runtimes import ctranslate2, known, onnxruntime, openvino
-from bf16_to_fp16.run.runtimes.types import Arithmetic, Outputs, inputs_of
+from bf16_to_fp16.run.interface import config_of
+from bf16_to_fp16.run.runtime import Arithmetic, Outputs, inputs_of
+from bf16_to_fp16.run.runtimes import NAMES, ctranslate2, onnxruntime, openvino, runtime_named
+
+ROOT = Path(__file__).parents[2]
 
 
 def kernel(name: str, *types: str) -> dict[str, Any]:
@@ -57,7 +64,7 @@ def test_only_products_that_are_all_in_fp16_are_native(products: dict[str, int |
 
 def test_scores_are_the_log_probabilities_of_the_following_ids_and_of_the_end() -> None:
     model = tiny.build("t5", factor=1.0)
-    config = replace_architecture(model)
+    config = config_of(model)
     batch = probe.one_batch(config, probe.batches(config, None, None))
     assert batch.decoder_input_ids is not None and batch.decoder_attention_mask is not None
     with torch.no_grad():
@@ -71,24 +78,24 @@ def test_scores_are_the_log_probabilities_of_the_following_ids_and_of_the_end() 
         assert scores[row, :length].tolist() == by_hand
 
 
-def replace_architecture(model: Any) -> Any:
-    """A model's config, with its class named as in a folder."""
-    model.config.architectures = [type(model).__name__]
-    return model.config
+def test_each_module_here_is_a_runtime_of_its_name_known_before_any_is_imported() -> None:
+    assert NAMES == ("ctranslate2", "onnx-reference", "onnxruntime", "openvino")
+    modules = [import_module(f"bf16_to_fp16.run.runtimes.{name.replace('-', '_')}") for name in NAMES]
+    assert tuple(module.RUNTIME.name for module in modules) == NAMES
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["runtimes"]
+    assert {re.split("[<>=]", want)[0] for want in extra} == {module.RUNTIME.package for module in modules}
+    code = "import sys, bf16_to_fp16.run.runtimes; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_what_is_not_installed_is_one_line_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = replace(known.RUNTIMES["openvino"], modules=("no_such_module",))
-    monkeypatch.setitem(known.RUNTIMES, "openvino", absent)
-    with pytest.raises(UserError, match=r"openvino is not installed .* pip install '\.\[runtimes\]'"):
-        known.installed("openvino")
-    with pytest.raises(UserError, match="known ones are openvino, onnxruntime, ctranslate2, onnx-reference"):
-        known.installed("tensorrt")
+def test_a_runtime_that_is_unknown_is_one_line_that_lists_the_known() -> None:
+    with pytest.raises(UserError, match="known ones are ctranslate2, onnx-reference, onnxruntime, openvino"):
+        runtime_named("tensorrt")
 
 
 def test_ctranslate2_refuses_an_encoder_alone() -> None:
     model = tiny.build("t5-encoder")
-    config = replace_architecture(model)
+    config = config_of(model)
     batch = probe.one_batch(config, probe.batches(config, None, None))
     with pytest.raises(UserError, match="no encoder of this family"):
         ctranslate2.run(Path("folder"), layout_of(model), batch)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from transformers.models.pegasus.modeling_pegasus import eager_attention_forward
 
 from bf16_to_fp16 import UserError, audit
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.run.batch import run_batch
 from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.scaled_attention import SCALED, register
+from bf16_to_fp16.run.scaled_attention import SCALED, register, scaled_attention
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +46,6 @@ def test_it_stays_finite_where_an_unscaled_product_overflows() -> None:
     query = torch.randn(1, 2, 6, 64) * 60
     key = query.clone()
     assert float((query @ key.transpose(2, 3)).max()) > 65504
-    from transformers.models.pegasus.modeling_pegasus import eager_attention_forward
-
-    from bf16_to_fp16.run.scaled_attention import scaled_attention
-
     module = torch.nn.Module().eval()
     value = torch.randn(1, 2, 6, 64)
     q, k, v = query.half(), key.half(), value.half()
@@ -61,8 +58,6 @@ def test_it_stays_finite_where_an_unscaled_product_overflows() -> None:
 
 
 def test_masks_bias_and_dropout_are_used() -> None:
-    from bf16_to_fp16.run.scaled_attention import scaled_attention
-
     module = torch.nn.Module().eval()
     query, key, value = torch.randn(3, 1, 1, 4, 8).unbind(0)
     mask = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -1e9)
@@ -79,8 +74,6 @@ def test_masks_bias_and_dropout_are_used() -> None:
 
 @pytest.mark.parametrize("scaling", [None, 0.3])
 def test_the_scale_is_the_heads_unless_given_and_dropout_belongs_to_training(scaling: float | None) -> None:
-    from bf16_to_fp16.run.scaled_attention import scaled_attention
-
     torch.manual_seed(0)
     module = torch.nn.Module().eval()
     query, key, value = torch.randn(3, 2, 3, 40, 8).unbind(0)
@@ -93,9 +86,7 @@ def test_the_scale_is_the_heads_unless_given_and_dropout_belongs_to_training(sca
     assert 0.4 < float(kept.float().mean()) < 0.6 and torch.allclose(weights[kept], 2 * wanted[kept], atol=1e-6)
 
 
-def test_an_audit_shows_a_pegasus_whose_unscaled_scores_overflow_safe_under_it(
-    tmp_path: Path,
-) -> None:
+def test_an_audit_shows_a_pegasus_whose_unscaled_scores_overflow_safe_under_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = tiny.pegasus().float().eval()
     attention = model.model.encoder.layers[1].self_attn
@@ -124,17 +115,8 @@ def test_an_audit_shows_a_pegasus_whose_unscaled_scores_overflow_safe_under_it(
     folder = tiny.save(model, tmp_path / "pegasus", torch.float16)
     found = {}
     for name, status in (("eager", 1), (SCALED, 0)):
-        arguments = [
-            "audit",
-            str(folder),
-            "--regime",
-            "half",
-            "--attention",
-            name,
-            "--json",
-            str(tmp_path / "report.json"),
-        ]
-        assert main(arguments) == status
+        command = f"audit {folder} --regime half --attention {name} --json {tmp_path / 'report.json'}"
+        assert main(command.split()) == status
         found[name] = json.loads((tmp_path / "report.json").read_text())
         assert found[name]["attention"] == [name]
     broken = [site["name"] for site in found["eager"]["regimes"]["half"]["sites"] if site["nonfinite"]]

@@ -5,20 +5,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
 import pytest
-from support import tiny, words
+from support import tiny
 from support.words import TEXTS
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.run import texts
 from bf16_to_fp16.run.batch import describe_batches
 from bf16_to_fp16.run.probe import batches
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a word tokenizer and the configuration it belongs to."""
-    return words.save(tmp_path_factory.mktemp("source"))
 
 
 def write(kind: str, folder: Path, rows: list[dict[str, str]]) -> Path:
@@ -31,9 +29,6 @@ def write(kind: str, folder: Path, rows: list[dict[str, str]]) -> Path:
     elif kind == "txt":
         path.write_text("\n".join(row["text"] for row in rows))
     else:
-        import pyarrow
-        import pyarrow.parquet
-
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
@@ -133,9 +128,6 @@ def test_packed_text_is_read_as_it_is_unpacked(source: Path, tmp_path: Path) -> 
 
 
 def offline() -> tuple[bool, bool]:
-    import datasets
-    import huggingface_hub
-
     return datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
 
 
@@ -149,8 +141,6 @@ def test_a_hub_out_of_reach_is_asked_once_and_is_one_line(source: Path, monkeypa
 
 
 def test_a_dataset_in_the_cache_serves_where_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     seen = []
 
     def load(name: str, streaming: bool) -> Any:
@@ -166,8 +156,6 @@ def test_a_dataset_in_the_cache_serves_where_the_hub_is_out_of_reach(monkeypatch
 
 
 def test_a_dataset_that_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     def load(name: str, streaming: bool) -> Any:
         raise ValueError("no split\nat all")
 
@@ -177,21 +165,14 @@ def test_a_dataset_that_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPa
         list(texts.texts("org/name"))
 
 
-def test_text_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("damaged", "says"), [(False, "no tokenizer files"), (True, "no usable tokenizer")])
+def test_text_without_a_tokenizer_is_one_line(damaged: bool, says: str, tmp_path: Path) -> None:
     config = tiny.config("t5")
     config.save_pretrained(tmp_path)
+    if damaged:
+        (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match="no tokenizer files") as raised:
-        batches(config, tmp_path, str(tmp_path / "a.txt"))
-    assert "\n" not in str(raised.value)
-
-
-def test_a_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
-    config = tiny.config("t5")
-    config.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match="no usable tokenizer") as raised:
+    with pytest.raises(UserError, match=says) as raised:
         batches(config, tmp_path, str(tmp_path / "a.txt"))
     assert "\n" not in str(raised.value)
 

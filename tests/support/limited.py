@@ -23,7 +23,7 @@ from bf16_to_fp16.run import probe
 from bf16_to_fp16.run.batch import REPEATED, Batch
 from bf16_to_fp16.run.stock import load
 
-ROOM = 185 * 2**20
+ROOM = 130 * 2**20
 M_MMAP_THRESHOLD = -3
 
 

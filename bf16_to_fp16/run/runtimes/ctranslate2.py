@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import UserError
 from ...families.layout import Layout
 from ..batch import Batch
-from .types import FP16, Arithmetic, Outcome
+from ..runtime import FP16, Arithmetic, Outcome, Runtime
 
 
 def token(number: int) -> str:
@@ -24,21 +24,18 @@ def token(number: int) -> str:
 
 
 class Vocabulary:
-    """What the converter asks a tokenizer for."""
+    """What the converter asks a tokenizer for: the words of a config's ids."""
 
     def __init__(self, config: Any) -> None:
-        """Make the words of a config's ids."""
         self.size = int(config.vocab_size)
         self.pad_token = self.bos_token = token(config.decoder_start_token_id)
         self.eos_token = token(config.eos_token_id)
         self.unk_token = token(self.size - 1)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return every word with its id."""
         return {token(number): number for number in range(self.size)}
 
     def convert_ids_to_tokens(self, number: int) -> str:
-        """Return the word of an id."""
         return token(number)
 
 
@@ -108,3 +105,6 @@ def log_probabilities(logits: Tensor, batch: Batch, config: Any) -> Tensor:
     lengths = batch.decoder_attention_mask.sum(dim=1, keepdim=True)
     following = batch.decoder_input_ids.roll(-1, dims=1).scatter(1, lengths - 1, int(config.eos_token_id))
     return logits.log_softmax(-1).gather(-1, following[..., None])[..., 0]
+
+
+RUNTIME = Runtime("ctranslate2", "ctranslate2", run, log_probabilities)

@@ -1,14 +1,12 @@
 """ONNX's reference evaluator, with every operation in fp16: what a runtime without any fp32 inside would compute.
 
-numpy stands behind it: each operation takes fp16 and gives fp16, norms and softmaxes included. Inside a product or a
-sum numpy accumulates in fp32 and rounds once, so it is real fp16 arithmetic from operation to operation, not within
-one. Its fp16 products are slow; here its fp32 ones compute the same.
+In numpy each operation takes fp16 and gives fp16, norms and softmaxes included; inside a product or a sum it
+accumulates in fp32 and rounds once. Its fp16 products are slow; here its fp32 ones compute the same.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,8 @@ import torch
 
 from ...families.layout import Layout
 from ..batch import Batch
-from .onnx_export import all_in_fp16, export
-from .types import FLOATS, Arithmetic, Outcome, inputs_of
-
-MOVES = {"Cast", "Constant", "Concat", "Expand", "Gather", "Identity", "Reshape", "Slice", "Transpose", "Where"}
-"""Operations that compute nothing; of others only those with a floating-point result count."""
+from ..onnx_export import MOVES, all_in_fp16, export
+from ..runtime import FLOATS, Arithmetic, Outcome, Runtime, inputs_of
 
 
 def run(folder: Path, layout: Layout, batch: Batch) -> Outcome:
@@ -45,13 +40,11 @@ def run(folder: Path, layout: Layout, batch: Batch) -> Outcome:
     with np.errstate(all="ignore"):  # infinities are what is looked for
         results = ReferenceEvaluator(model, new_ops=[MatMul]).run(None, feeds, intermediate=True)
     assert isinstance(results, dict)
-    products: Counter[str] = Counter()
-    operations: Counter[str] = Counter()
-    for node in model.graph.node:
-        kind = str(results[node.output[0]].dtype)
-        if kind in FLOATS and node.op_type not in MOVES:
-            operations[kind] += 1
-            products[kind] += node.op_type in ("MatMul", "Gemm")
+    nodes = [(str(results[node.output[0]].dtype), node.op_type) for node in model.graph.node]
+    counted = ((kind, name in ("MatMul", "Gemm")) for kind, name in nodes if kind in FLOATS and name not in MOVES)
     how = "every node, by the type of its result; inside a product or a sum numpy accumulates in fp32"
-    found = Arithmetic(dict(+products), dict(operations), how)
-    return Outcome(torch.from_numpy(results["output"]).float(), "CPU (numpy)", found)
+    values = torch.from_numpy(results["output"]).float()
+    return Outcome(values, "CPU (numpy)", Arithmetic.counted(counted, how))
+
+
+RUNTIME = Runtime("onnx-reference", "onnx", run)

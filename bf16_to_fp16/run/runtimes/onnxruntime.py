@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,12 @@ import torch
 
 from ...families.layout import Layout
 from ..batch import Batch
-from .onnx_export import export
-from .types import FLOATS, Arithmetic, Outcome, inputs_of
+from ..onnx_export import MOVES, export
+from ..runtime import FLOATS, Arithmetic, Outcome, Runtime, inputs_of
 
 NAMES = {"float": "float32", "double": "float64"}
 
-
 PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
-
-
-MOVES = {"Cast", "Concat", "Expand", "Gather", "Identity", "Reshape", "Slice", "Transpose", "Where"}
-"""Operations that compute nothing."""
 
 
 def run(folder: Path, layout: Layout, batch: Batch) -> Outcome:
@@ -51,18 +45,19 @@ def run(folder: Path, layout: Layout, batch: Batch) -> Outcome:
 
 def arithmetic(events: Iterable[Mapping[str, Any]]) -> Arithmetic:
     """Return the arithmetic that the events of a profile show."""
-    products: Counter[str] = Counter()
-    operations: Counter[str] = Counter()
-    for event in events:
-        details = event.get("args", {})
-        name = details.get("op_name", "")
-        if event.get("cat") != "Node" or "input_type_shape" not in details or name in MOVES:
-            continue
-        kinds = [NAMES.get(kind, kind) for entry in details["input_type_shape"] for kind in entry]
-        kind = next((kind for kind in kinds if kind in FLOATS), None)
-        if kind is not None:
-            operations[kind] += 1
-            if "MatMul" in name or "Gemm" in name or name.endswith("Attention"):
-                products[kind] += 1
+
+    def operations() -> Iterator[tuple[str, bool]]:
+        for event in events:
+            details = event.get("args", {})
+            name = details.get("op_name", "")
+            if event.get("cat") != "Node" or "input_type_shape" not in details or name in MOVES:
+                continue
+            kinds = [NAMES.get(kind, kind) for entry in details["input_type_shape"] for kind in entry]
+            if kind := next((kind for kind in kinds if kind in FLOATS), None):
+                yield kind, "MatMul" in name or "Gemm" in name or name.endswith("Attention")
+
     how = "kernels as executed, by the type of their inputs in the session's profile"
-    return Arithmetic(dict(products), dict(operations), how)
+    return Arithmetic.counted(operations(), how)
+
+
+RUNTIME = Runtime("onnxruntime", "onnxruntime", run)

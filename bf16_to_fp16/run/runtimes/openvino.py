@@ -6,7 +6,6 @@ a word. The device lists what it can do, and the compiled graph has the precisio
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ import torch
 
 from ...families.layout import Layout
 from ..batch import Batch
-from .types import Arithmetic, Outcome, as_function, inputs_of, tracing
+from ..runtime import Arithmetic, Outcome, Runtime, as_function, inputs_of, tracing
 
 NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
 
-
 MOVES = {"Concatenation", "Const", "Convert", "Gather", "Input", "Output", "Reorder", "Reshape", "Transpose"}
 """Kinds of nodes that compute nothing."""
-
 
 PRODUCTS = ("FullyConnected", "MatMul", "ScaledDotProductAttention", "gemm", "fully_connected")
 
@@ -65,11 +62,8 @@ def converted(folder: Path, batch: Batch) -> Any:
 
 def arithmetic(nodes: Iterable[Mapping[str, str]], how: str) -> Arithmetic:
     """Return the arithmetic of an executed graph, of whose nodes the layer's type and its precision are given."""
-    products: Counter[str] = Counter()
-    operations: Counter[str] = Counter()
-    for node in nodes:
-        kind = NAMES.get(node["runtimePrecision"].lower())
-        if kind is not None and node["layerType"] not in MOVES:
-            operations[kind] += 1
-            products[kind] += node["layerType"] in PRODUCTS
-    return Arithmetic(dict(+products), dict(operations), how)
+    layers = ((NAMES.get(node["runtimePrecision"].lower()), node["layerType"]) for node in nodes)
+    return Arithmetic.counted(((kind, name in PRODUCTS) for kind, name in layers if kind and name not in MOVES), how)
+
+
+RUNTIME = Runtime("openvino", "openvino", run)

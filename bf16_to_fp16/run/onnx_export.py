@@ -1,8 +1,7 @@
 """A stock model as an ONNX file: as exported, or with every operation in fp16.
 
-Stock code takes its norms and softmaxes in fp32 and casts around them, and an export keeps those casts. Tools that
-make an fp16 file of an fp32 one, and compilers that are asked for fp16, take them out. So a second form of the same
-graph has fp16 wherever the first has fp32, norms included.
+Stock code casts to fp32 around norms and softmaxes, and an export keeps that. Tools that make an fp16 file of an fp32
+one, and compilers that are asked for fp16, take the casts out: so does the second form of the graph.
 """
 
 from __future__ import annotations
@@ -13,14 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import UserError
-from ...families.layout import Layout
-from ...wording import bytes_in_words
-from ..batch import Batch
-from .types import as_function, inputs_of, tracing
+from ..errors import UserError
+from ..families.layout import Layout
+from ..wording import bytes_in_words
+from .batch import Batch
+from .runtime import as_function, inputs_of, tracing
 
 LARGEST = 2**31 - 1
 """Bytes of an ONNX file, which protobuf allows."""
+
+MOVES = {"Cast", "Constant", "Concat", "Expand", "Gather", "Identity", "Reshape", "Slice", "Transpose", "Where"}
+"""Operations that compute nothing."""
 
 
 def export(folder: Path, layout: Layout, batch: Batch, path: Path) -> None:

@@ -7,22 +7,22 @@ end only, where its causal mask keeps them from mattering, so they need none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...families.layout import Layout
-from ..batch import Batch, values_of
-from ..interface import config_of, is_causal
-from ..stock import load
+from ..families.layout import Layout
+from .batch import Batch, values_of
+from .interface import config_of, is_causal
+from .stock import load
 
 FP16 = "float16"
-
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """How formats are called here, whatever a runtime calls them."""
@@ -32,14 +32,20 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 class Arithmetic:
     """In which format a runtime computed.
 
-    ``products``: matrix products by format. ``operations``: floating-point operations by format, these included and
-    what only moves or casts values left out; None for the number where a runtime has one format for all of them.
-    ``how``: how that was found out, in words.
+    ``products``: matrix products by format. ``operations``: floating-point operations by format, with these and without
+    what only moves or casts; None for the number where one format serves all. ``how``: how that was found out.
     """
 
     products: Mapping[str, int | None]
     operations: Mapping[str, int | None]
     how: str
+
+    @classmethod
+    def counted(cls, operations: Iterable[tuple[str, bool]], how: str) -> Arithmetic:
+        """Return the arithmetic of operations, of each its format and whether it is a matrix product."""
+        listed = list(operations)
+        products = Counter(kind for kind, is_product in listed if is_product)
+        return cls(dict(products), dict(Counter(kind for kind, _ in listed)), how)
 
     @property
     def native(self) -> bool:
@@ -49,7 +55,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a runtime made of a checkpoint: its values as fp32 on the CPU, the device, and the arithmetic.
+    """A checkpoint's values in a runtime, fp32 on the CPU, the device, and the arithmetic.
 
     ``values``: [rows, length, channels] logits or last hidden states, or what ``Runtime.expected`` makes of those.
     """
@@ -59,24 +65,20 @@ class Outcome:
     arithmetic: Arithmetic
 
 
-class Run(Protocol):
-    """Exports the checkpoint in a folder and runs it on a batch; raises UserError for one that it cannot take."""
-
-    def __call__(self, folder: Path, layout: Layout, batch: Batch) -> Outcome:
-        """Return what came out."""
+Run = Callable[[Path, Layout, Batch], Outcome]
+"""Exports the checkpoint in a folder and runs it on a batch; raises UserError for one that it cannot take."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime by its name: the distribution whose version counts, the modules that it needs, and how it is run.
+    """A runtime by its name: the package that it needs and whose version counts, and how it is run.
 
     ``expected``: makes what this runtime gives, [rows, length], from stock logits, the batch and the config; None where
     it gives what stock code does.
     """
 
     name: str
-    distribution: str
-    modules: tuple[str, ...]
+    package: str
     run: Run
     expected: Callable[[Tensor, Batch, Any], Tensor] | None = None
 
@@ -91,20 +93,16 @@ class Outputs(nn.Module):
     """A stock model as a function of its ids alone, which returns one tensor: logits, or last hidden states."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Wrap a model in eval mode."""
         super().__init__()
         self.model = model
         self.options = {"use_cache": False} if is_causal(config_of(model)) else {}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
         """Return [rows, length, channels]."""
-        if decoder_input_ids is None:
-            return values_of(self.model(input_ids=input_ids, attention_mask=attention_mask, **self.options))
-        return values_of(
-            self.model(
-                input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids, use_cache=False
-            )
-        )
+        options: dict[str, Any] = self.options
+        if decoder_input_ids is not None:
+            options = {"decoder_input_ids": decoder_input_ids, "use_cache": False}
+        return values_of(self.model(input_ids=input_ids, attention_mask=attention_mask, **options))
 
 
 def inputs_of(batch: Batch) -> dict[str, Tensor]:

@@ -1,0 +1,56 @@
+"""Tiny models as observers are shown them, and what they see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.observe.sites import Site
+from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.probe import batches
+
+from . import tiny
+
+
+def model_of(kind: str, attention: str = "eager") -> Any:
+    """Return a model as it is drawn, in eval mode, its class named as in a folder."""
+    torch.manual_seed(0)
+    model = tiny.KINDS[kind]().eval()
+    model.config.architectures = [type(model).__name__]
+    model.set_attn_implementation(attention)
+    return model
+
+
+def padded(model: Any) -> Batch:
+    """Return the probe's rows of mixed lengths."""
+    return batches(model.config, None, None)[3]
+
+
+def sites_of(model: Any, batch: Batch, **options: Any) -> dict[str, Site]:
+    """Return what an observer sees of a model on a batch, by name; of a name in several formats one."""
+    with torch.no_grad(), SiteObserver(model, **options) as observer:
+        run_batch(model, batch)
+    return {site.name: site for site in observer.sites()}
+
+
+class Computes(nn.Module):
+    """A module that is one function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def sites_in(module: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Site]:
+    """Return what an observer sees of a module, or of one that computes a function, by name."""
+    module = module if isinstance(module, nn.Module) else Computes(module)
+    with SiteObserver(module) as observer:
+        module(x)
+    return {site.name: site for site in observer.sites()}
