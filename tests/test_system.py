@@ -59,7 +59,7 @@ COMMANDS = (
     ("certify", "{root}/source"),
     ("convert", "{root}/source", "empty", "--no-audit"),
     ("convert", "{root}/source", "out", "--no-audit"),
-    ("convert", "{root}/source", "out", "--force", "--workers", "2"),
+    ("convert", "{root}/source", "out", "--force"),
     ("certify", "out"),
     ("audit", "out", "--html", "page.html"),
     ("verify", "out"),
@@ -88,9 +88,7 @@ def test_convert_certify_audit_verify_and_undo_work_elsewhere_and_write_the_same
 ) -> None:
     """Every module of the package is imported, too."""
     (tmp_path / "empty").mkdir()
-    # What a worker process could lack on macOS, it lacks on Windows too.
-    workers = () if name == "win32" else ("--workers", "2")
-    commands = [[word.format(root=sources) for word in words if word not in workers] for words in COMMANDS]
+    commands = [[word.format(root=sources) for word in words] for words in COMMANDS]
     done = elsewhere(name, "-m", "support.elsewhere", json.dumps(commands), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall("^done: (.*)$", done.stdout, re.MULTILINE) == [words[0] for words in COMMANDS]

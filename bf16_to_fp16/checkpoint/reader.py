@@ -40,7 +40,7 @@ from .formats import (
 )
 from .hub import reading_from
 from .naming import names_in_files
-from .places import local_source
+from .places import local_source, own_name
 from .single_file import SingleFile, open_single_file
 
 SINGLE_OR_SHARDED = (
@@ -140,11 +140,6 @@ class Checkpoint:
             running = RunningHash(descriptor, file)
             running.catch_up(regular_size(descriptor, file))
         return running.digest.hexdigest()
-
-
-def own_name(path: str | Path) -> str:
-    """Return the last part of a local path, which says nothing of the machine that it lies on."""
-    return os.path.basename(os.path.abspath(os.path.expanduser(path))) or "checkpoint"
 
 
 VIEWS: dict[Path, Checkpoint] = {}

@@ -10,6 +10,8 @@ import click
 from ..checkpoint.places import CONVERTED, local_folder, local_source
 from ..environment import how_to_install
 from ..errors import UserError
+from ..run.runtimes.known import RUNTIMES
+from ..targets import RECORDS, TARGETS
 from .shared import (
     CONFIG,
     FOLDER,
@@ -126,11 +128,10 @@ def audit_command(
 @source
 @click.option(
     "--target",
-    type=click.Choice(["half", "norm-safe", "train", "fp16-accumulate"]),
-    default="half",
+    type=click.Choice(TARGETS),
+    default=TARGETS[0],
     show_default=True,
-    help="half: every value. norm-safe: with norms in fp16. fp16-accumulate: with every sum in fp16."
-    " train: with dropout.",
+    help=" ".join(f"{target.name}: {target.bounded}" for target in RECORDS),
 )
 @max_length
 @click.option(
@@ -146,7 +147,7 @@ def audit_command(
 def certify_command(
     source: str,
     target: str,
-    max_length: int | None,
+    max_length: int,
     adapter: Path | None,
     subfolder: str | None,
     config: Path | None,
@@ -155,15 +156,13 @@ def certify_command(
 ) -> int:
     """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
     check_given(source, None, {config: CONFIG, adapter: "the folder of an adapter"})
-    from ..bounds.arithmetic import MAX_LENGTH
     from ..commands.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
 
-    length = MAX_LENGTH if max_length is None else max_length
     result = certify(
         source,
-        max_length=length,
+        max_length=max_length,
         target=target,
         subfolder=subfolder,
         device=device,
@@ -243,9 +242,9 @@ def verify_command(
 @click.argument("out", type=PATH, metavar="OUT")
 @click.option(
     "--runtime",
-    type=click.Choice(["openvino", "onnxruntime", "ctranslate2", "onnx-reference"]),
+    type=click.Choice(list(RUNTIMES)),
     required=True,
-    help="onnx-reference: numpy, every operation in fp16, norms included.",
+    help=" ".join(f"{runtime.name}: {runtime.note}" for runtime in RUNTIMES.values() if runtime.note),
 )
 @click.option(
     "--source",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ..targets import AUTO, TARGETS
 from ..visible import show
 from .shared import FOLDER, SAFE, UNSAFE, check_given, data, device, json_file, make_progress, seed, write_result
 
@@ -23,7 +24,7 @@ from .shared import FOLDER, SAFE, UNSAFE, check_given, data, device, json_file, 
 @click.option("--keep", is_flag=True, help="Keep the converted checkpoints in OUTDIR.")
 @click.option(
     "--target",
-    type=click.Choice(["auto", "half", "norm-safe", "train", "fp16-accumulate"]),
+    type=click.Choice((AUTO, *TARGETS)),
     default="auto",
     show_default=True,
     help="Of the conversions, as in convert.",

@@ -13,10 +13,11 @@ from ..bounds.side_modules import with_side_modules
 from ..bounds.spectral import Spectra
 from ..bounds.tiers import certified_tiers
 from ..checkpoint.folder import is_converted
-from ..checkpoint.reader import open_checkpoint, own_name
+from ..checkpoint.places import own_name
+from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.side_modules import SideModule, read_side_modules
-from ..conversion.options import shorter_than_its_own, shown_in_a_command
-from ..conversion.planning import say_what_is_outside
+from ..conversion.options import shown_in_a_command
+from ..conversion.planning import say_what_is_outside, shorter_than_its_own
 from ..devices import Device, products_on
 from ..environment import SCHEMA
 from ..errors import UserError

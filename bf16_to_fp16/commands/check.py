@@ -25,8 +25,8 @@ from ..report.schema import ArithmeticEntry, ComparisonEntry, Environment, Runti
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch
-from ..run.runtimes.known import installed
-from ..run.runtimes.types import Runtime, in_torch
+from ..run.runtimes.known import Runtime, installed
+from ..run.runtimes.types import in_torch
 from ..run.stock import load_config
 
 

@@ -14,14 +14,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
-from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
 from ..checkpoint.formats import read_json
 from ..checkpoint.naming import TOKENIZER_WITH_WEIGHTS
 from ..checkpoint.packing import (
-    FOLDER_LAYOUT,
     LAYOUTS,
     check_out_file,
     metadata_of,
@@ -34,7 +32,16 @@ from ..checkpoint.shards import WEIGHTS
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import scratch, staged
 from ..conversion.measuring import attack_unproven, drift_of_eps, fidelity_to_original, measure
-from ..conversion.options import AUTO, TOOL_EPS, TOOLS, Destination, Options, Provenance, shown_in_a_command
+from ..conversion.options import (
+    FOLDER_LAYOUT,
+    TOOL_EPS,
+    TOOLS,
+    Destination,
+    GivenOptions,
+    Options,
+    Provenance,
+    shown_in_a_command,
+)
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
@@ -44,16 +51,14 @@ from ..quiet import quiet
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
+from ..report.remedies import NORMALISE_IN_FP32, finetuning_of, normalising_is_all
 from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, describe_plan
-from ..rescaling.planner import MARGIN_BITS, Planned
+from ..rescaling.planner import Planned
 from ..run.batch import describe_batches
-
-if TYPE_CHECKING:
-    import torch
-
+from ..targets import AUTO, TIERS
 
 WHOLE = 1.5
 """Seconds of a conversion for each up to its plan: the audit takes somewhat longer than the observation that it
@@ -91,39 +96,23 @@ def convert(
     source: str | Path,
     out: str | Path,
     *,
-    target: str = AUTO,
-    data: str | None = None,
     dry_run: bool = False,
-    run_model: bool = True,
-    subfolder: str | None = None,
-    plan: str | Path | None = None,
     force: bool = False,
-    margin_bits: float = MARGIN_BITS,
-    max_length: int = MAX_LENGTH,
-    max_shard_size: int | None = None,
-    workers: int = 1,
-    seed: int = 0,
-    sweep: bool = False,
-    device: str | torch.device = "auto",
-    config: str | Path | None = None,
-    layout: str = FOLDER_LAYOUT,
     endpoint: str | None = None,
     progress: Progress | None = None,
+    **options: Unpack[GivenOptions],
 ) -> Conversion:
     """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
     and measured.
 
-    Its many parameters are the command's options, as keywords; ``Options`` says what each of them means. dry_run: plan
-    only, write nothing. force: replace an existing ``out``. endpoint: the Hub's address, by default the environment's.
-    Raises UserError for input that cannot be used; ``out`` then does not exist.
+    ``options`` are the fields of ``Options``, which says what each of them means. dry_run: plan only, write nothing.
+    force: replace an existing ``out``. endpoint: the Hub's address, by default the environment's. Raises UserError for
+    input that cannot be used; ``out`` then does not exist.
     """
-    options = Options(
-        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, workers, seed, sweep, device,
-        config=config, layout=layout,
-    )  # fmt: skip
+    asked = Options(**options)
     place = Destination(Path(out), force=force, dry_run=dry_run)
-    run = convert_by if layout == FOLDER_LAYOUT or dry_run else convert_to_file
-    return run(options, source, place, endpoint=endpoint, progress=progress)
+    run = convert_by if asked.layout == FOLDER_LAYOUT or dry_run else convert_to_file
+    return run(asked, source, place, endpoint=endpoint, progress=progress)
 
 
 @quiet()
@@ -178,12 +167,27 @@ def convert_by(
             report = provenance.judge(reports.descended(report, provenance.lineage, kept))
         elif not report.safe:
             report = report.model_copy(
-                update={"next": options.next(report, shown_in_a_command(source), place.out.name)}
+                update={"next": next_of(options, report, shown_in_a_command(source), place.out.name)}
             )
         opened.checkpoint.check_unchanged()
         report = write_report(work, report)
-    then = options.next(report, str(source), str(place.out)) if report.next else ""
+    then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return Conversion(dump(report), place.out, decided.planned, measured.plan, next=then)
+
+
+def next_of(options: Options, report: Report, source: str, out: str) -> str:
+    """Return how to go on where a conversion of ``source`` to ``out`` ended unsafe, with both named so."""
+    broken = report.broken_regimes
+    if not broken and not report.unsafe and normalising_is_all(report.uncertified):
+        return NORMALISE_IN_FP32
+    return finetuning_of(
+        source,
+        f"{out}-finetuned",
+        [name for name in report.regimes if name not in broken] if broken else (),
+        certify=not report.regimes,
+        target=None if options.target in (AUTO, TIERS[0].target) else options.target,
+        subfolder=options.subfolder,
+    )
 
 
 @quiet()
@@ -229,7 +233,7 @@ def convert_to_file(
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
     notes = for_the_tool(report, options.layout, drift, missing=needs_tokenizer(config) and inside is None)
-    then = options.next(report, str(source), str(place.out)) if report.next else ""
+    then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import TARGETS, bound, is_certified
+from ..bounds.certificate import bound, is_certified
 from ..bounds.findings import Certificate
 from ..bounds.spectral import Spectra
 from ..conversion.planning import bound_source
@@ -31,9 +31,9 @@ from ..report.rows import tower_of
 from ..rescaling.apply import apply, scale
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.plan import Plan, exponents_of, inverse
-from ..rescaling.planner import MARGIN_BITS
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.stock import eps_attribute
+from ..targets import MARGIN_BITS, TARGETS
 from .rescale import observed_plan, opened
 
 MARK = "_made_fp16_safe"

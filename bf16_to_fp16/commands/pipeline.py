@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from pydantic import ValidationError
 
@@ -20,11 +20,11 @@ from ..checkpoint.folder import is_weights, records, write_json
 from ..checkpoint.formats import read_json
 from ..checkpoint.hub import check_free_space
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
-from ..checkpoint.places import written_folder
-from ..checkpoint.reader import contained, fetched, hub_files, own_name
+from ..checkpoint.places import own_name, written_folder
+from ..checkpoint.reader import contained, fetched, hub_files
 from ..checkpoint.shards import INDEX
 from ..checkpoint.staging import check_out, staged
-from ..conversion.options import Destination, Options
+from ..conversion.options import Destination, GivenOptions, Options
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known
@@ -33,7 +33,7 @@ from ..quiet import quiet
 from ..report.schema import FileEntry, Output, PipelineEntry, PipelineReport, Report, Source, dump, read
 from ..report.stored import read_origin
 from ..wording import counted, listed
-from .convert import Conversion, convert_by
+from .convert import Conversion, convert_by, next_of
 from .undo import undo
 
 REWRITTEN = ("config.json", INDEX)
@@ -69,7 +69,7 @@ def convert_pipeline(
     force: bool = False,
     endpoint: str | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[GivenOptions],
 ) -> PipelineConversion:
     """Convert every T5-family encoder of a diffusion pipeline (folder or Hub id) to fp16, and bring the rest of the
     pipeline to ``out`` with them.
@@ -133,8 +133,12 @@ def convert_pipeline_by(
             **brought,
         )
         write_json(work / PIPELINE, dump(report))
-    moved = {n: replace(one, out=place.out / n, next=next_of(options, pipeline, n, one, place.out))
-             for n, one in done.items()}  # fmt: skip
+    moved = {}
+    for name, one in done.items():
+        # The finetune leaves a folder beside the pipeline.
+        asked, beside = replace(options, subfolder=name), f"{place.out}-{name}"
+        then = next_of(asked, read(Report, one.report), pipeline.source, beside) if one.next else ""
+        moved[name] = replace(one, out=place.out / name, next=then)
     return PipelineConversion(dump(report), place.out, moved)
 
 
@@ -201,13 +205,6 @@ def entry_of(pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: 
 def command_of(options: Options, pipeline: Pipeline, out: Path, *, copy: bool) -> str:
     """Return the command line that does the same again."""
     return options.command(pipeline.source, out) + (" --copy" if copy else "")
-
-
-def next_of(options: Options, pipeline: Pipeline, name: str, done: Conversion, out: Path) -> str:
-    """Return how to go on with an encoder that is unsafe: the finetune leaves a folder beside the pipeline."""
-    if not done.next:
-        return ""
-    return replace(options, subfolder=name).next(read(Report, done.report), pipeline.source, f"{out}-{name}")
 
 
 # --- the way back ----------------------------------------------------------------------------------------------------

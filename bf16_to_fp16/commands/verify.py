@@ -18,14 +18,15 @@ import torch
 from ..auditing.fidelity import Fidelity, Outputs, outputs
 from ..auditing.regimes import REGIMES, RegimeResult, audit_folder, run_regimes
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import TARGETS, fp16_weights
+from ..bounds.certificate import fp16_weights
 from ..bounds.findings import Certificate
 from ..checkpoint.packing import summary_of
-from ..checkpoint.reader import Checkpoint, open_checkpoint, own_name
+from ..checkpoint.places import own_name
+from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.side_modules import read_side_modules
 from ..conversion.measuring import Ran, compare, in_fp32_too, outputs_of_few
-from ..conversion.options import own_length, read_command
-from ..conversion.planning import observe_source, reference_of
+from ..conversion.options import read_command
+from ..conversion.planning import observe_source, own_length, reference_of
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -54,11 +55,11 @@ from ..report.schema import (
 )
 from ..report.stored import Packed, read_packed
 from ..rescaling.plan import Plan
-from ..rescaling.planner import MARGIN_BITS
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import GENERATE, SWEEP, Batch, describe_batches
 from ..run.stock import load_config
+from ..targets import MARGIN_BITS, TARGETS
 from ..verification.claims import check_claims, check_sentences
 from ..verification.comparing import compared
 from ..verification.files import beside_weights, check_files, check_foreign, check_tensors, check_unread

@@ -16,10 +16,9 @@ from ..bounds.certificate import bound, check_bounded
 from ..bounds.findings import Certificate
 from ..bounds.side_modules import sites_behind
 from ..bounds.spectral import Spectra
-from ..bounds.tiers import TIERS
-from ..checkpoint.folder import tokenizer_beside
+from ..checkpoint.folder import MODULES, tokenizer_beside
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.side_modules import read_side_modules
+from ..checkpoint.side_modules import encoder_config, read_side_modules
 from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.layout import Layout, TensorSource
@@ -39,8 +38,9 @@ from ..run.batch import Batch, run_batch
 from ..run.lanes import Walk
 from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
+from ..targets import AUTO, TIERS
 from ..wording import counted
-from .options import AUTO, Destination, Options, shorter_than_its_own
+from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128
 """Largest share of bf16's divergence that the drift of an unscaled eps may cause."""
@@ -95,6 +95,28 @@ def say_what_is_outside(checkpoint: Checkpoint, layout: Layout, progress: Progre
             f"{checkpoint.name} holds {first}{more}, which {layout.alone} does not read: all that is said is of"
             f" {layout.alone} alone"
         )
+
+
+def shorter_than_its_own(checkpoint: Checkpoint, layout: Layout, max_length: int) -> str:
+    """Return the line that says that a proof for ``max_length`` positions is for less than the model's own config
+    names; "" where it is not."""
+    own = own_length(checkpoint.folder, layout.config)
+    if own is None or max_length >= own:
+        return ""
+    return (
+        f"the proof is for {counted(max_length, 'position')} at most, and {checkpoint.name} takes {own:,} by its"
+        " config; longer inputs are not covered"
+    )
+
+
+def own_length(folder: Path, config: Mapping[str, object]) -> int | None:
+    """Return the most positions that a config, one inside it or that of a sentence encoder names; None where none
+    does."""
+    configs = (config, *(part for part in config.values() if isinstance(part, Mapping)))
+    named = [part.get(key) for part in configs for key in ("max_position_embeddings", "n_positions")]
+    if (folder / MODULES).is_file():
+        named.append(encoder_config(folder)[1].get("max_seq_length"))
+    return max((n for n in named if isinstance(n, int) and not isinstance(n, bool) and n > 0), default=None)
 
 
 def replayed(opened: Opened, plan: Plan, target: str) -> Decided:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
-from ..checkpoint.packing import FOLDER_LAYOUT
 from ..checkpoint.pipeline import has_variant, name_variants
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.side_modules import write_in_fp16
@@ -18,7 +17,7 @@ from ..progress import Progress
 from ..report.evidence import Decided, Rewritten
 from ..rescaling.apply import edited_config, writes
 from ..run.tokenizer import has_tokenizer
-from .options import Options
+from .options import FOLDER_LAYOUT, Options
 from .planning import Opened
 
 
@@ -31,7 +30,6 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
             writes(layout, decided.plan),
             work,
             max_shard_size=options.max_shard_size if options.layout == FOLDER_LAYOUT else sys.maxsize,
-            workers=options.workers,
             advance=advance,
         )
     check_finite(written, checkpoint, layout)

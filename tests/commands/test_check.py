@@ -22,7 +22,7 @@ from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.report.schema import RuntimeCheck
 from bf16_to_fp16.run.batch import Batch
 from bf16_to_fp16.run.runtimes import known
-from bf16_to_fp16.run.runtimes.types import Outcome, Runtime
+from bf16_to_fp16.run.runtimes.types import Outcome
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "bf16_to_fp16" / "demo_data" / CHECKPOINTS[0]
@@ -79,7 +79,7 @@ def test_zeros_are_no_better_than_infinities(folders: dict[str, Path], monkeypat
         outcome = right.run(folder, layout, batch)
         return Outcome(torch.zeros_like(outcome.values), outcome.device, outcome.arithmetic)
 
-    monkeypatch.setitem(known.RUNTIMES, "onnxruntime", Runtime("onnxruntime", "torch", ("torch",), nothing))
+    monkeypatch.setitem(known.RUNTIMES, "onnxruntime", known.Runtime("onnxruntime", "torch", nothing))
     found = check(folders["fits"], "onnxruntime")
     assert (found["verdict"], found["output"]["error"]) == ("unsafe", 1.0)
     assert found["output"]["zeros"] == found["output"]["elements"]
@@ -103,7 +103,7 @@ def test_another_model_beside_it_is_refused(folders: dict[str, Path], in_fp16: N
 def test_a_runtime_that_is_not_installed_is_one_line(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    absent = Runtime("openvino", "openvino", ("no_such_module",), torch_in(torch.float16).run)
+    absent = known.Runtime("openvino", "no_such_module", torch_in(torch.float16).run)
     monkeypatch.setitem(known.RUNTIMES, "openvino", absent)
     assert cli.main(["check", str(folders["fits"]), "--runtime", "openvino"]) == 2
     said = capsys.readouterr().err

@@ -78,7 +78,7 @@ def replace_architecture(model: Any) -> Any:
 
 
 def test_what_is_not_installed_is_one_line_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = replace(known.RUNTIMES["openvino"], modules=("no_such_module",))
+    absent = replace(known.RUNTIMES["openvino"], distribution="no_such_module")
     monkeypatch.setitem(known.RUNTIMES, "openvino", absent)
     with pytest.raises(UserError, match=r"openvino is not installed .* pip install '\.\[runtimes\]'"):
         known.installed("openvino")

@@ -8,7 +8,8 @@ import torch
 
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.run.batch import Batch
-from bf16_to_fp16.run.runtimes.types import Arithmetic, Outcome, Runtime, in_torch
+from bf16_to_fp16.run.runtimes.known import Runtime
+from bf16_to_fp16.run.runtimes.types import Arithmetic, Outcome, in_torch
 
 
 def torch_in(dtype: torch.dtype) -> Runtime:
@@ -18,4 +19,4 @@ def torch_in(dtype: torch.dtype) -> Runtime:
         kind = str(dtype).removeprefix("torch.")
         return Outcome(in_torch(folder, dtype, batch), "CPU", Arithmetic({kind: 2}, {kind: 3}, "told so"))
 
-    return Runtime("onnxruntime", "torch", ("torch",), run)
+    return Runtime("onnxruntime", "torch", run)

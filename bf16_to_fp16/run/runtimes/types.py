@@ -7,16 +7,14 @@ end only, where its causal mask keeps them from mattering, so they need none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ...families.layout import Layout
 from ..batch import Batch, values_of
 from ..interface import config_of, is_causal
 from ..stock import load
@@ -51,40 +49,13 @@ class Arithmetic:
 class Outcome:
     """What a runtime made of a checkpoint: its values as fp32 on the CPU, the device, and the arithmetic.
 
-    ``values``: [rows, length, channels] logits or last hidden states, or what ``Runtime.expected`` makes of those.
+    ``values``: [rows, length, channels] logits or last hidden states, or what
+    ``known.Runtime.expected`` makes of those.
     """
 
     values: Tensor
     device: str
     arithmetic: Arithmetic
-
-
-class Run(Protocol):
-    """Exports the checkpoint in a folder and runs it on a batch; raises UserError for one that it cannot take."""
-
-    def __call__(self, folder: Path, layout: Layout, batch: Batch) -> Outcome:
-        """Return what came out."""
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """A runtime by its name: the distribution whose version counts, the modules that it needs, and how it is run.
-
-    ``expected``: makes what this runtime gives, [rows, length], from stock logits, the batch and the config; None where
-    it gives what stock code does.
-    """
-
-    name: str
-    distribution: str
-    modules: tuple[str, ...]
-    run: Run
-    expected: Callable[[Tensor, Batch, Any], Tensor] | None = None
-
-    def gives(self, *, states: bool) -> str:
-        """Return what is compared, in words."""
-        if self.expected is not None:
-            return "log-probabilities"
-        return "last hidden states" if states else "logits"
 
 
 class Outputs(nn.Module):
