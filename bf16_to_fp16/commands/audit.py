@@ -12,17 +12,13 @@ import torch
 from ..auditing.any_model import audit_any, batches_of, open_any
 from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, check_names, verdict
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.certificate import bound, check_bounded, fp16_weights
-from ..bounds.side_modules import with_side_modules
-from ..bounds.spectral import Spectra
-from ..bounds.tiers import certified_tiers
+from ..bounds.certificate import check_bounded
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.side_modules import read_side_modules
-from ..conversion.measuring import attacked
+from ..conversion.measuring import attacked, bounded
 from ..conversion.options import shown_in_a_command
 from ..conversion.planning import checkpoint_batches, say_what_is_outside
-from ..devices import Device, products_on
+from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known, padding_entry
@@ -192,12 +188,8 @@ def proof(
 ) -> dict[str, Any]:
     """Return what an audit reports beside its regimes: ``certificate`` and ``uncertified``, with ``attack_steps`` the
     ``attack``, and of a ``converted`` folder ``tiers``."""
-    weights, seen = fp16_weights(checkpoint, layout), dict[str, float]()
-    spectra, proven, broken = Spectra(weights), dict[str, Any](), False
-    with products_on(device, "certificate"), progress.step(f"Bounding every site for {BOUNDED_FOR}") as advance:
-        certificate = bound(layout, weights, target=BOUNDED_FOR, spectra=spectra, advance=advance)
-    modules = read_side_modules(checkpoint.folder)
-    certificate = with_side_modules(certificate, layout, modules)
+    seen, proven, broken = dict[str, float](), dict[str, Any](), False
+    certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:
         adversary = attacked(checkpoint.folder, layout, certificate, attack_steps, seed, device, progress)
         seen = dict(adversary.worst)
@@ -206,16 +198,6 @@ def proof(
     for site in results["half"].sites if "half" in results else ():
         seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
     if converted:
-        with products_on(device, "certificate"), progress.step("Bounding every site in stricter arithmetic"):
-            tiers = certified_tiers(
-                layout,
-                weights,
-                BOUNDED_FOR,
-                holds=certificate.holds,
-                arithmetic=Arithmetic(),
-                spectra=spectra,
-                modules=modules,
-            )
         proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
     proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))
     proven["uncertified"] = over_limits(proven["certificate"], converted=converted)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import bound, fp16_weights
-from ..bounds.findings import Certificate
-from ..bounds.side_modules import with_side_modules
-from ..bounds.spectral import Spectra
-from ..bounds.tiers import certified_tiers
+from ..bounds.certificate import fp16_weights
 from ..checkpoint.folder import is_converted
 from ..checkpoint.places import own_name
 from ..checkpoint.reader import open_checkpoint
-from ..checkpoint.side_modules import SideModule, read_side_modules
+from ..conversion.measuring import bounded
 from ..conversion.options import shown_in_a_command
 from ..conversion.planning import say_what_is_outside, shorter_than_its_own
-from ..devices import Device, products_on
+from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import padding_entry
-from ..families.layout import Layout, TensorReader
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import speaking_of, tiers_of
@@ -72,12 +66,11 @@ def certify(
     say_what_is_outside(checkpoint, layout, progress)
     if short := shorter_than_its_own(checkpoint, layout, max_length):
         progress.say(short)
-    weights = fp16_weights(checkpoint, layout)
+    weights = None
     if adapter is not None:
-        weights = merged_weights(Path(adapter), checkpoint.folder, layout, weights)
+        weights = merged_weights(Path(adapter), checkpoint.folder, layout, fp16_weights(checkpoint, layout))
         progress.say(f"{checkpoint.name} is bounded as it is when {own_name(adapter)} is merged into it")
-    modules = read_side_modules(checkpoint.folder)
-    found, tiers = bounded(weights, layout, target, Arithmetic(max_length), on, progress, modules)
+    found, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress, weights=weights)
     if (made_for := recorded_target(checkpoint.folder)) not in (None, target):
         progress.say(f"{checkpoint.name} was converted for {made_for}, which --target {made_for} bounds it for")
     described, converted = CertificateEntry.model_validate(found.to_json()), is_converted(checkpoint.folder)
@@ -102,26 +95,3 @@ def certify(
         environment=Environment.model_validate(on.environment()),
     )
     return dump(speaking_of(report, layout))
-
-
-def bounded(
-    weights: TensorReader,
-    layout: Layout,
-    target: str,
-    arithmetic: Arithmetic,
-    device: Device,
-    progress: Progress,
-    modules: Sequence[SideModule] = (),
-) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of weights rounded to fp16, and by tier whether its own holds; modules: what stands
-    behind a sentence encoder."""
-    spectra = Spectra(weights)
-    with products_on(device, "certificate"):
-        with progress.step(f"Bounding every site for {target}") as advance:
-            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-        found = with_side_modules(found, layout, modules)
-        with progress.step("Bounding every site in stricter arithmetic"):
-            tiers = certified_tiers(
-                layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra, modules=modules
-            )
-    return found, tiers

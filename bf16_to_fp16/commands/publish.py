@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..auditing.regimes import RegimeResult, verdict
+from ..auditing.regimes import verdict
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import fp16_weights
 from ..checkpoint.folder import as_json, is_weights, sha256_of
 from ..checkpoint.formats import read_json
 from ..checkpoint.hub import LOG_IN, explained, status_of, with_retries
@@ -25,6 +24,7 @@ from ..checkpoint.packing import summary_of
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import contained, open_checkpoint
 from ..checkpoint.shards import INDEX, WEIGHTS
+from ..conversion.measuring import bounded
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -36,9 +36,8 @@ from ..report.schema import CARD, PAGE, REPORT, CertificateEntry, FileEntry, Rep
 from ..run.agreement import agreed_layout
 from ..verification.claims import found_values
 from ..verification.views import rendered
-from .certify import bounded
 from .pipeline import check_no_pipeline
-from .verify import Problem, check_audit, check_files, read_recorded, recompute, repeat_audit
+from .verify import Problem, check_audit, check_files, read_recorded, recompute, run_again
 
 HUBS_OWN = (".gitattributes",)
 """Files that the Hub itself puts into a repository."""
@@ -176,9 +175,7 @@ def added_file(upload: Upload, file: Path, *, allow_unsafe: bool, progress: Prog
         checkpoint, target = open_checkpoint(file), said["target"]
         device = Device("auto", progress)
         arithmetic = Arithmetic(int(said.get("max_length", MAX_LENGTH)))
-        layout = agreed_layout(checkpoint)
-        weights = fp16_weights(checkpoint, layout)
-        certificate, _ = bounded(weights, layout, target, arithmetic, device, progress)
+        certificate, _ = bounded(checkpoint, agreed_layout(checkpoint), target, arithmetic, device, progress)
         if not certificate.holds:
             raise UserError(f"{file}: its certificate, computed again, does not hold; convert the source again")
     if not holds and not allow_unsafe:
@@ -241,7 +238,7 @@ def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> No
         over = over_limits(described, converted=True)
         update: dict[str, object] = {"certificate": described, "uncertified": over}
     else:
-        regimes: Mapping[str, RegimeResult] = repeat_audit(upload.folder, upload.report, progress, device)
+        regimes = run_again(upload.folder, upload.report, progress, device).ran.regimes
         if verdict(regimes) == "safe" or not upload.safe:
             return
         problems = check_audit(regimes)

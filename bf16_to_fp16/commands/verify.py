@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 
-from ..auditing.fidelity import Fidelity, Outputs, outputs
-from ..auditing.regimes import REGIMES, RegimeResult, audit_folder, run_regimes
+from ..auditing.fidelity import Fidelity
+from ..auditing.regimes import Audited, RegimeResult
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import fp16_weights
 from ..bounds.findings import Certificate
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import own_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.side_modules import read_side_modules
-from ..conversion.measuring import Ran, compare, in_fp32_too, outputs_of_few
+from ..conversion.measuring import audited, bounded, compare, in_fp32_too, outputs_of_few
 from ..conversion.options import read_command
 from ..conversion.planning import observe_source, own_length, reference_of
 from ..devices import Device
@@ -71,7 +69,6 @@ from ..verification.problems import Problem
 from ..verification.proof import check_audit, check_certificate, check_proof, check_tiers
 from ..verification.views import check_views
 from ..wording import counted
-from .certify import bounded
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "claims", "views")
 
@@ -213,19 +210,18 @@ def examine(
         found.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
         found.add("certificate", check_certificate(found.certificate, claim))
     else:
-        arithmetic = Arithmetic(subject.max_length)
-        weights, target = fp16_weights(checkpoint, layout), claim.target or "half"
-        found.certificate, certified = bounded(weights, layout, target, arithmetic, device, progress)
+        arithmetic, target = Arithmetic(subject.max_length), claim.target or "half"
+        found.certificate, certified = bounded(checkpoint, layout, target, arithmetic, device, progress)
         found.add("certificate", check_proof(found.certificate, claim))
     if run_model:
         of_original = None if original is None or replayed is None else (original, replayed.layout)
         again = run_again(checkpoint.folder, claim, progress, device, data=data, original=of_original)
-        found.regimes = again.regimes
+        found.regimes = again.ran.regimes
         problems = check_audit(found.regimes)
         if subject.packed is None and claim.regimes:
             if again.same_text:
-                problems += check_inputs(claim, again.described(layout))
-            entries = regimes_of(again.regimes)
+                problems += check_inputs(claim, again.described(generates=layout.stock.is_language_model))
+            entries = regimes_of(again.ran.regimes)
             problems += [] if problems else check_regimes(claim, entries, same_text=again.same_text)
         found.add("audit", problems)
     layout_before = None if replayed is None or replayed.problems else replayed.layout
@@ -296,16 +292,14 @@ def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint,
 
 @dataclass(frozen=True)
 class Repeated:
-    """A run of a converted checkpoint again: its inputs and what was said of them, what each regime shows, and where an
-    original is compared the outputs in fp16 and fp32. ``same_text``: whether it ran on what the report says."""
+    """A run of a converted checkpoint again: its inputs and what was said of them, what ran in fp32 as well, and what
+    it showed. ``same_text``: whether it ran on what the report says."""
 
     inputs: list[Batch]
     said: Inputs
     data: str | None
-    regimes: Mapping[str, RegimeResult]
-    half: Outputs = ()
-    in_fp32: Sequence[Batch] = ()
-    fp32: Outputs = ()
+    in_fp32: list[Batch]
+    ran: Audited
 
     @property
     def same_text(self) -> bool:
@@ -314,13 +308,11 @@ class Repeated:
             return False  # there is more memory here
         if self.data is None or self.said.data is None:
             return self.data is None and self.said.data is None
-        seen = describe_batches(self.inputs, seed=self.said.seed or 0, data=self.data)
-        return bool(seen["sha256"] == self.said.sha256)
+        return bool(self.described()["sha256"] == self.said.sha256)
 
-    def described(self, layout: Layout) -> dict[str, Any]:
-        """Return what was run as a report says it."""
-        generates, seed = layout.stock.is_language_model, self.said.seed or 0
-        return describe_batches(self.inputs, seed=seed, data=self.data, generates=generates)
+    def described(self, *, generates: bool = False) -> dict[str, Any]:
+        """Return what was run as a report says it; generates: whether the class can."""
+        return describe_batches(self.inputs, seed=self.said.seed or 0, data=self.data, generates=generates)
 
 
 def run_again(
@@ -336,33 +328,19 @@ def run_again(
 
     original: with its layout, whose weights choose the ids anew, and with which outputs are to be compared.
     """
-    said, config, train = report.inputs or Inputs(), load_config(folder), report.target == "train"
+    said, config = report.inputs or Inputs(), load_config(folder)
     seed, swept = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
-    chosen = probe.usable(said.chosen, config)
+    how: dict[str, Any] = {"seed": seed, "sweep": swept, "progress": progress}
     with torch.random.fork_rng(devices=[]):
         if original is not None and original[1] is not None and said.chosen:
-            opened = (original[0], resolve(original[0]))
-            inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, opened=opened, progress=progress)
+            how["opened"] = (original[0], resolve(original[0]))
         else:
-            inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, chosen=chosen, progress=progress)
-        checkpoint = open_checkpoint(folder)
+            how["chosen"] = probe.usable(said.chosen, config)
+        inputs = probe.audit_batches(config, folder, data, **how)
         in_fp32 = [] if original is None or report.plan is None else in_fp32_too(inputs, report.plan)
-        with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
-            if train:
-                regimes = device.run(
-                    "audit",
-                    lambda place: audit_folder(
-                        folder, inputs=inputs, seed=seed, device=place, advance=advance, train_mode=True
-                    ),
-                )
-                half = outputs(checkpoint, inputs, torch.float16, half=True) if original else ()
-                fp32 = outputs(checkpoint, in_fp32, torch.float32) if original else ()
-                return Repeated(inputs, said, data, regimes, half, in_fp32, fp32)
-            done = device.run(
-                "audit",
-                lambda place: run_regimes(checkpoint, inputs, device=place, fp32=in_fp32, advance=advance),
-            )
-            return Repeated(inputs, said, data, done.regimes, done.half, in_fp32, done.fp32)
+        train = report.target == "train"
+        ran = audited(open_checkpoint(folder), inputs, in_fp32, device, progress, train=train, seed=seed)
+    return Repeated(inputs, said, data, in_fp32, ran)
 
 
 def check_few(
@@ -370,9 +348,8 @@ def check_few(
 ) -> list[Problem]:
     """Return where fidelity and drift of what was not audited are not what a few short rows show again."""
     rows = [probe.few_rows(load_config(original.folder))]
-    half, fp32 = outputs_of_few(checkpoint, rows, progress)
-    close, plan = compare(original, layout, plan, reference_of(original, rows), Ran(rows, half, rows, fp32))
-    return close_as_said(report, close, plan)
+    ran = outputs_of_few(checkpoint, rows, progress)
+    return close_as_said(report, *compare(original, layout, plan, reference_of(original, rows), ran, rows, rows))
 
 
 def close_as_said(report: Report, close: Fidelity, plan: Plan) -> list[Problem]:
@@ -396,8 +373,7 @@ def check_fidelity(
     """Return where fidelity, signals, precision and drift are not what running the original again shows."""
     ranges, reference = observe_source(original, again.inputs, progress, device)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
-        ran = Ran(again.inputs, again.half, again.in_fp32, again.fp32)
-        close, plan = compare(original, layout, plan, reference, ran)
+        close, plan = compare(original, layout, plan, reference, again.ran, again.inputs, again.in_fp32)
     said = dump(report)
     true: dict[str, Any] = {}
     if report.signals:  # a stored plan is replayed without observing anything
@@ -499,12 +475,4 @@ def recompute(
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
         raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
     arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
-    weights, modules = fp16_weights(checkpoint, layout), read_side_modules(checkpoint.folder)
-    return bounded(weights, layout, target, arithmetic, device, progress, modules)
-
-
-def repeat_audit(
-    folder: Path, report: Report, progress: Progress, device: Device, *, data: str | None = None
-) -> Mapping[str, RegimeResult]:
-    """Return what every regime shows on the files as stock code loads them, on the probe that the report names."""
-    return run_again(folder, report, progress, device, data=data).regimes
+    return bounded(checkpoint, layout, target, arithmetic, device, progress)

@@ -137,20 +137,14 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
         acceptable = drift_is_acceptable(opened, reference, progress)
 
     def decided(target: str, weaker: Decided | None = None) -> Decided:
-        def found(layout: Layout, planned: Planned) -> Decided:
-            return Decided(layout, planned.plan, target, planned, ranges, reference)
-
-        def worth(layout: Layout, planned: Planned) -> bool:
-            return weaker is None or costs_little(found(layout, planned), weaker)
-
         def note(bounds: Certificate, layout: Layout) -> None:
             failing[target] = {site.name for site in sites_behind(bounds, layout, modules) if not site.holds}
 
         bounds = bound_source(checkpoint, target, options.max_length, progress, opened.spectra, note)
+        grounds = Grounds(ranges, bounds, acceptable, weaker)
         with products_on(device, "certificate"):
-            begin = None if weaker is None else stream_exponents(weaker.layout, weaker.plan)
-            grounds = Grounds(ranges, bounds, acceptable, worth, begin)
-            return found(*best_plan(opened, grounds, replace(options, target=target), progress))
+            layout, planned = best_plan(opened, grounds, replace(options, target=target), progress)
+        return Decided(layout, planned.plan, target, planned, ranges, reference)
 
     if options.target != AUTO:
         return decided(options.target)
@@ -219,16 +213,13 @@ class Grounds:
 
     ranges: what was observed; None plans from the bounds alone, which need no margin. acceptable: runs a plan whose
     drift was predicted to cost too much and says whether it may be taken, since the prediction weighs every norm alike.
-    worth: whether a plan may still be the one that is chosen, where bounds that are made for it can only be larger.
-    begin: the exponents of the residual streams that the first bounds are made for, where they depend on them, None for
-    the least; a plan for a stricter tier that is chosen comes to the weaker one's as a rule, and to no larger one.
+    weaker: of a stricter tier, what was decided for the weaker one, beside which it must cost little.
     """
 
     ranges: Mapping[str, ModuleRange] | None
     bounds: Bounds | None = None
     acceptable: Callable[[Layout, Plan], bool] | None = None
-    worth: Callable[[Layout, Planned], bool] = lambda *_: True
-    begin: Mapping[str, int] | None = None
+    weaker: Decided | None = None
 
 
 def bound_source(
@@ -310,73 +301,99 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Progress) -> tuple[Layout, Planned]:
-    """Plan with the head as it is; where the tied head's limit stands in the way, or in that of a proof that is asked
-    for, and it may be separated, plan with it separated."""
-    checkpoint, layout, ranges, bounds = opened.checkpoint, opened.layout, grounds.ranges, grounds.bounds
-    acceptable = grounds.acceptable
-
-    def plan_at(
-        layout: Layout,
-        possible: Mapping[str, ModuleRange] | None,
-        held: Mapping[str, int] | None = None,
-        advance: Advance | None = None,
-    ) -> Planned:
-        weights = source_weights(checkpoint, layout)
-        if ranges is None:
-            assert possible is not None
-            return make_plan(
-                layout, weights, possible, target=options.target, margin_bits=PROOF_MARGIN_BITS, advance=advance
-            )
-        return make_plan(
-            layout,
-            weights,
-            ranges,
-            target=options.target,
-            margin_bits=options.margin_bits,
-            bounds=possible,
-            held=held,
-            proof_worth=PROOF_FIRST if options.prove else PROOF_WORTH,
-            advance=advance,
-        )
-
-    def plan_for(layout: Layout) -> Planned:
-        exponents = grounds.begin or dict.fromkeys(layout.streams, -RESIDUAL_RANGE)
-        head = ", with a head apart from the embedding" if layout.tied is False and opened.layout.tied else ""
-        again = ""
-        while True:
-            possible = bounds(layout, exponents) if bounds is not None else None
-            with progress.step(f"Planning the exponents for {options.target}{head}{again}") as advance:
-                planned = plan_at(layout, possible, advance=advance)
-            if acceptable is not None and layout.family.eps_key is None:
-                streams = [f for f in planned.fallbacks if f.signal in layout.streams]
-                held = {f.signal: f.exponent for f in streams if f.exponent is not None}
-                if held:
-                    trial = plan_at(layout, possible, held)
-                    # A corrected gain is no longer carried over exactly, so the plain plan goes first.
-                    plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
-                    planned = next((t for t in (plain, trial) if acceptable(layout, t.plan)), planned)
-            chosen = stream_exponents(layout, planned.plan)
-            # LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponent they were made
-            # for or a smaller one. Each round starts from the last one's plan, until that covers itself.
-            covered = all(chosen[stream] <= exponents[stream] for stream in chosen)
-            if bounds is None or not layout.family.centred_norm or covered:
-                return planned
-            if not grounds.worth(layout, planned):
-                return planned
-            exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
-            again = f", with {powers(exponents)} at most"
-
-    def missing(planned: Planned) -> tuple[float, int]:
-        """Limits that do not hold: by how many bits what is run passes them, and where a proof is given up that was
-        asked for."""
-        return sum(v.excess_bits for v in planned.violations), len(planned.fallbacks) if options.prove else 0
-
-    planned = plan_for(layout)
-    if not any(missing(planned)) or not layout.tied or not layout.family.untie:
+    """Plan with the head as it is; where the tied head's limit blocks the plan or a requested proof, and it may be
+    separated, plan with it separated."""
+    layout = opened.layout
+    planned = plan_for(layout, opened, grounds, options, progress)
+    if not any(missing(planned, options)) or not layout.tied or not layout.family.untie:
         return layout, planned
-    apart = resolve(checkpoint, untie=True)
-    other = plan_for(apart)
-    return (apart, other) if missing(other) < missing(planned) else (layout, planned)
+    apart = resolve(opened.checkpoint, untie=True)
+    other = plan_for(apart, opened, grounds, options, progress)
+    return (apart, other) if missing(other, options) < missing(planned, options) else (layout, planned)
+
+
+def missing(planned: Planned, options: Options) -> tuple[float, int]:
+    """Return by how many bits what is run passes its limits, and how many proofs are given up that were asked for."""
+    return sum(v.excess_bits for v in planned.violations), len(planned.fallbacks) if options.prove else 0
+
+
+def plan_for(layout: Layout, opened: Opened, grounds: Grounds, options: Options, progress: Progress) -> Planned:
+    """Return the plan for a layout.
+
+    LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponents that they were made for,
+    or of smaller ones. Each round starts from the last one's plan, until that covers itself or costs too much: bounds
+    that are made for larger exponents can only be larger. A plan for a stricter tier that is chosen comes to the weaker
+    one's exponents as a rule, and to no larger ones.
+    """
+    weaker = grounds.weaker
+    least = dict.fromkeys(layout.streams, -RESIDUAL_RANGE)
+    exponents = least if weaker is None else stream_exponents(weaker.layout, weaker.plan)
+    planned = planned_within(exponents, "", layout, opened, grounds, options, progress)
+    while grounds.bounds is not None and layout.family.centred_norm:
+        chosen = stream_exponents(layout, planned.plan)
+        covered = all(chosen[stream] <= exponents[stream] for stream in chosen)
+        decided = Decided(layout, planned.plan, options.target, planned, grounds.ranges)
+        if covered or (weaker is not None and not costs_little(decided, weaker)):
+            break
+        exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
+        again = f", with {powers(exponents)} at most"
+        planned = planned_within(exponents, again, layout, opened, grounds, options, progress)
+    return planned
+
+
+def planned_within(
+    exponents: Mapping[str, int],
+    again: str,
+    layout: Layout,
+    opened: Opened,
+    grounds: Grounds,
+    options: Options,
+    progress: Progress,
+) -> Planned:
+    """Return the plan under the bounds that are made for ``exponents`` of the streams; again: ends the step's line.
+
+    Where a proof of a stream would drift, and running it shows that the drift is acceptable, the stream is held there.
+    """
+    possible = grounds.bounds(layout, exponents) if grounds.bounds is not None else None
+    head = ", with a head apart from the embedding" if layout.tied is False and opened.layout.tied else ""
+    with progress.step(f"Planning the exponents for {options.target}{head}{again}") as advance:
+        planned = planned_once(layout, opened, grounds, options, possible, advance=advance)
+    held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
+    acceptable = grounds.acceptable
+    if acceptable is None or layout.family.eps_key is not None or not held:
+        return planned
+    trial = planned_once(layout, opened, grounds, options, possible, held)
+    # A corrected gain is no longer carried over exactly, so the plain plan goes first.
+    plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
+    return next((each for each in (plain, trial) if acceptable(layout, each.plan)), planned)
+
+
+def planned_once(
+    layout: Layout,
+    opened: Opened,
+    grounds: Grounds,
+    options: Options,
+    possible: Mapping[str, ModuleRange] | None,
+    held: Mapping[str, int] | None = None,
+    advance: Advance | None = None,
+) -> Planned:
+    """Return the plan for what was observed under the bounds ``possible``, or for these alone; held: as in
+    ``make_plan``."""
+    weights, target = source_weights(opened.checkpoint, layout), options.target
+    if grounds.ranges is None:
+        assert possible is not None
+        return make_plan(layout, weights, possible, target=target, margin_bits=PROOF_MARGIN_BITS, advance=advance)
+    return make_plan(
+        layout,
+        weights,
+        grounds.ranges,
+        target=target,
+        margin_bits=options.margin_bits,
+        bounds=possible,
+        held=held,
+        proof_worth=PROOF_FIRST if options.prove else PROOF_WORTH,
+        advance=advance,
+    )
 
 
 def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:

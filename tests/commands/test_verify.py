@@ -21,7 +21,7 @@ from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.checkpoint.pipeline import name_variants
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.verify import repeat_audit
+from bf16_to_fp16.commands.verify import run_again
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.configs import with_value
 from bf16_to_fp16.families.resolve import resolve
@@ -510,7 +510,7 @@ def test_the_audit_is_repeated_with_the_reports_seed_target_and_on_more_data(
     report |= {"inputs": {"seed": 7}, "target": "train"}
     config = load_config(folder)
     wanted = audit_folder(folder, inputs=probe.audit_batches(config, folder, None, seed=7), seed=7, train_mode=True)
-    assert repeat_audit(folder, read(Report, report), Progress(quiet=True), Device("cpu")) == wanted
+    assert run_again(folder, read(Report, report), Progress(quiet=True), Device("cpu")).ran.regimes == wanted
     with pytest.raises(UserError, match=r"none\.txt: no such file"):
         verify(folder, data=str(folder / "none.txt"))
 
