@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -45,14 +45,15 @@ if TYPE_CHECKING:
     "regimes",
     multiple=True,
     type=click.Choice(["stock", "amp", "half"]),
+    default=["stock", "amp", "half"],
     help="Repeat for several; default: all.",
 )
 @data
 @click.option(
     "--attention",
-    "attentions",
     multiple=True,
     type=click.Choice(["eager", "sdpa", "scaled"]),
+    default=["eager", "sdpa"],
     help="Repeat for several; default: eager and sdpa. scaled: this package's, with √scale in q and in k.",
 )
 @click.option("--train-mode", is_flag=True, help="With dropout, and the backward pass under a loss scale.")
@@ -72,42 +73,21 @@ if TYPE_CHECKING:
 @json_file
 def audit_command(
     source: str,
-    regimes: tuple[str, ...],
     data: str | None,
-    attentions: tuple[str, ...],
-    train_mode: bool,
-    attack_steps: int | None,
     subfolder: str | None,
     config: Path | None,
-    seed: int,
-    sweep: bool,
-    device: str,
     html: Path | None,
     json_file: str | None,
+    **options: Any,
 ) -> int:
     """Run SOURCE in fp16 the ways people run it and measure every site, that is every operation's output."""
-    # As many parameters as options, which click passes one by one.
     check_given(source, data, {config: CONFIG})
     checked_target(html, "--html")
-    from ..auditing.regimes import ATTENTIONS, REGIMES
     from ..commands.audit import audit
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = audit(
-        source,
-        regimes=regimes or REGIMES,
-        attention=attentions or ATTENTIONS,
-        data=data,
-        train_mode=train_mode,
-        attack_steps=attack_steps,
-        subfolder=subfolder,
-        seed=seed,
-        sweep=sweep,
-        device=device,
-        config=config,
-        progress=make_progress(),
-    )
+    result = audit(source, data=data, subfolder=subfolder, config=config, progress=make_progress(), **options)
     write_result(json_file, result)
     if html is not None:
         from ..checkpoint.staging import replacing
@@ -146,13 +126,11 @@ def audit_command(
 @json_file
 def certify_command(
     source: str,
-    target: str,
-    max_length: int,
     adapter: Path | None,
     subfolder: str | None,
     config: Path | None,
-    device: str,
     json_file: str | None,
+    **options: Any,
 ) -> int:
     """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
     check_given(source, None, {config: CONFIG, adapter: "the folder of an adapter"})
@@ -160,16 +138,7 @@ def certify_command(
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = certify(
-        source,
-        max_length=max_length,
-        target=target,
-        subfolder=subfolder,
-        device=device,
-        config=config,
-        adapter=adapter,
-        progress=make_progress(),
-    )
+    result = certify(source, adapter=adapter, subfolder=subfolder, config=config, progress=make_progress(), **options)
     write_result(json_file, result)
     if json_file != "-":
         report = read(Report, result)
@@ -204,14 +173,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @endpoint
 @json_file
 def verify_command(
-    source: str,
-    original: str | None,
-    data: str | None,
-    no_audit: bool,
-    subfolder: str | None,
-    device: str,
-    endpoint: str | None,
-    json_file: str | None,
+    source: str, original: str | None, data: str | None, no_audit: bool, json_file: str | None, **options: Any
 ) -> int:
     """Check SOURCE, a converted folder, its Hub id or one converted file, against its report: hashes, plan, certificate
     and audit, all computed again."""
@@ -222,16 +184,8 @@ def verify_command(
     from ..report import terminal
     from ..report.schema import Verification, read
 
-    result = verify(
-        source,
-        original=original,
-        data=data,
-        run_model=not no_audit,
-        subfolder=subfolder,
-        device=device,
-        endpoint=endpoint,
-        progress=make_progress(),
-    )
+    run_model, progress = not no_audit, make_progress()
+    result = verify(source, original=original, data=data, run_model=run_model, progress=progress, **options)
     write_result(json_file, result)
     if json_file != "-":
         terminal.print_verification(read(Verification, result))

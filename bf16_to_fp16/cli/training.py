@@ -63,20 +63,18 @@ def finetune_command(
     overrides: tuple[str, ...],
     device: str | None,
     push_to: str | None,
-    public: bool,
-    allow_unsafe: bool,
     endpoint: str | None,
     force: bool,
     verbose: bool,
     json_file: str | None,
+    **publishing: bool,
 ) -> int:
     """Finetune by RECIPE (YAML) with the activation-magnitude penalty, then convert what was trained.
 
     Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
     RECIPE.
     """
-    # As many parameters as options, which click passes one by one.
-    check_publishes(push_to, public=public or allow_unsafe)
+    check_publishes(push_to, public=any(publishing.values()))
     from ..finetuning.recipe import read_recipe
     from ..run.texts import local_files
 
@@ -95,7 +93,7 @@ def finetune_command(
     result = finetune(recipe, overrides=overrides, force=force, endpoint=endpoint, progress=make_progress())
     if result is None:  # not the first process
         return SAFE
-    published = push(Path(asked.out), push_to, result, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
+    published = push(Path(asked.out), push_to, result, endpoint=endpoint, **publishing)
     write_result(json_file, result.report, published=published)
     if json_file != "-" and result.out is not None:
         terminal.print_conversion(read(Report, result.report), result.out, then=result.next, verbose=verbose)
