@@ -11,10 +11,8 @@ from typing import Literal
 AskedTarget = Literal["auto", "half", "norm-safe", "fp16-accumulate", "train"]
 """What can be asked for by name."""
 
-
 AUTO = "auto"
 """Asks for the strictest tier's target that costs next to nothing."""
-
 
 MARGIN_BITS = 1.25
 """How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
@@ -72,9 +70,7 @@ RECORDS = (
 )
 """Every target; of those with a tier, from the weakest to the strictest."""
 
-
 TARGETS = tuple(target.name for target in RECORDS)
-
 
 SQUARING = tuple(target.name for target in RECORDS if target.squares)
 """Targets for which norms square the residual stream in fp16."""

@@ -37,12 +37,9 @@ class Location(click.Path):
 
 PATH = Location()
 
-
 FOLDER = Location(path_type=Path)
 
-
 CONFIG = "the config.json of SOURCE's weights"
-
 
 source = click.argument("source", type=PATH)  # or a Hub id; what a shell completes
 
@@ -63,7 +60,6 @@ data, seed, sweep, max_length, subfolder, config, device = map(
     field_option, ("data", "seed", "sweep", "max_length", "subfolder", "config", "device")
 )
 
-
 json_file = click.option(
     "--json",
     "json_file",
@@ -73,20 +69,15 @@ json_file = click.option(
     help="Write the report as JSON; - for standard output.",
 )
 
-
 verbose = click.option("-v", "--verbose", is_flag=True, help="Print the tables of the report as well.")
 
-
 force = click.option("--force", is_flag=True, help="Replace OUT if this program wrote it and it holds nothing else.")
-
 
 endpoint = click.option(
     "--endpoint", metavar="URL", help="Address of the Hub; default: HF_ENDPOINT, else https://huggingface.co."
 )
 
-
 public = click.option("--public", is_flag=True, help="Make the repository public; without it a new one is private.")
-
 
 allow_unsafe = click.option(
     "--allow-unsafe", is_flag=True, help="Publish an unsafe checkpoint; the first line of its card says that it is."

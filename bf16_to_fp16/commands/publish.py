@@ -42,9 +42,7 @@ from .verify import Problem, check_audit, check_files, read_recorded, recompute,
 HUBS_OWN = (".gitattributes",)
 """Files that the Hub itself puts into a repository."""
 
-
 MESSAGE = "Upload an fp16 checkpoint rescaled by bf16_to_fp16"
-
 
 SMALL = 10_000_000
 """Bytes up to which a file is searched for the token and goes up together with others."""
@@ -234,7 +232,7 @@ def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> No
         regimes = run_again(upload.folder, report, progress, device).ran.regimes
         entries, problems = regimes_of(regimes), check_audit(regimes)
         safe, why = verdict(regimes) == "safe", f"{problems[0].name}: {problems[0].reason}" if problems else ""
-        seen = {"regimes": entries, "unsafe": [*report.unsafe, *unsafe_sites(entries, converted=True)]}
+        seen: dict[str, Any] = {"regimes": entries, "unsafe": [*report.unsafe, *unsafe_sites(entries, converted=True)]}
     else:
         checkpoint = open_checkpoint(upload.folder)
         certificate, _ = recompute(checkpoint, agreed_layout(checkpoint), report, progress, device)

@@ -35,7 +35,7 @@ from ..families.resolve import resolve
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import kept_bits_of, signals_of, tiers_of
-from ..report.remedies import CONVERT_AGAIN, UNSAFE_BY_REPORT
+from ..report.remedies import UNSAFE_BY_REPORT
 from ..report.schema import (
     REPORT,
     CertificateEntry,
@@ -59,13 +59,12 @@ from ..run.batch import GENERATE, SWEEP, Batch, describe_batches
 from ..run.stock import load_config
 from ..targets import MARGIN_BITS, TARGETS
 from ..verification.claims import check_claims, check_sentences
-from ..verification.comparing import compared
+from ..verification.comparing import Problem, compared
 from ..verification.files import beside_weights, check_files, check_foreign, check_tensors, check_unread
 from ..verification.keys import How, not_checked
 from ..verification.locating import locate, read_recorded
 from ..verification.measured import check_inputs, check_regimes
 from ..verification.plans import Replayed, check_plan, check_source, replay
-from ..verification.problems import Problem
 from ..verification.proof import check_audit, check_certificate, check_proof, check_tiers
 from ..verification.views import check_views
 from ..wording import counted
@@ -106,8 +105,9 @@ def verify(
         report = read_recorded(folder)
         if original is not None and report.finetune is not None:
             raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
-        assert report.plan is not None  # ``locating.NEEDED`` asks for it
-        subject, files = Subject(folder, report, report.plan, report.source), len(report.output.files)
+        assert report.plan is not None and report.certificate is not None  # ``locating.NEEDED`` asks for them
+        subject = Subject(folder, report, report.plan, report.source, report.certificate.max_length)
+        files = len(report.output.files)
         with progress.step("Hashing the files") as advance:
             found.add("files", check_files(folder, report, extra=extra, advance=advance))
     claim, problems = subject.claim, found.problems
@@ -145,17 +145,15 @@ def verify(
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified: the folder or file, what is claimed of it, and the plan and source that are recorded.
-
-    packed, max_length: of one file, what it says of itself and for what length its certificate holds.
-    """
+    """What is verified: the folder or file, what is claimed of it, the plan and source that are recorded, and for how
+    many positions its certificate is; packed: of one file, what it says of itself."""
 
     place: Path
     claim: Report
     plan: Plan
     source: Source
+    max_length: int
     packed: Packed | None = None
-    max_length: int = MAX_LENGTH
 
     @property
     def said_in(self) -> str:
@@ -258,8 +256,7 @@ def examine(
 
 def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[str]:
     """Return what limits the claim of a certificate, in sentences: its length, where rows may be longer."""
-    longest = subject.max_length if subject.packed is not None else recorded_length(subject.claim)
-    own = own_length(checkpoint.folder, layout.config)
+    longest, own = subject.max_length, own_length(checkpoint.folder, layout.config)
     if longest >= (own or MAX_LENGTH):
         return []
     takes = f"the config has {counted(own, 'position')}" if own else "the model takes rows of any length"
@@ -267,12 +264,6 @@ def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[s
         f"the certificate is for up to {counted(longest, 'position')} and {takes}: nothing is claimed of longer rows;"
         f" convert the source again with --max-length {own or MAX_LENGTH}"
     ]
-
-
-def recorded_length(report: Report) -> int:
-    """Return for how many positions a report's certificate is."""
-    assert report.certificate is not None  # ``locating.NEEDED`` asks for it
-    return report.certificate.max_length
 
 
 def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint, found: Findings) -> list[Problem]:
@@ -283,10 +274,10 @@ def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint,
     problems, unchecked = check_source(subject.source, replayed.source)
     found.unchecked |= unchecked
     if original.revision is not None:
-        place = {key: dump(subject.source).get(key) for key in ("path", "revision")}
-        named = {"path": original.source, "revision": original.revision}
-        problems += compared("replay", {**place, "path": str(place["path"]).partition("@")[0]},
-                             {**named, "path": named["path"].partition("@")[0]}, "source")  # fmt: skip
+        path = str(subject.source.path).partition("@")[0]
+        said = {"path": path, "revision": subject.source.revision}
+        given = {"path": original.source.partition("@")[0], "revision": original.revision}
+        problems += compared("replay", said, given, "source")
     return problems + compared("replay", None if weights is None else dump(weights), dump(replayed.weights), "weights")
 
 
@@ -354,8 +345,8 @@ def check_few(
 
 def close_as_said(report: Report, close: Fidelity, plan: Plan) -> list[Problem]:
     """Return where recorded fidelity and drift are not those that were measured again."""
-    said = None if report.fidelity is None else dump(report.fidelity)
-    problems = compared("fidelity", said, dump(FidelityEntry.model_validate(close.to_json())), "fidelity")
+    again = dump(FidelityEntry.model_validate(close.to_json()))
+    problems = compared("fidelity", dump(report).get("fidelity"), again, "fidelity")
     if plan.drift is not None and report.plan is not None and report.plan.drift is not None:
         problems += compared("fidelity", report.plan.drift.model_dump(), plan.drift.model_dump(), "plan.drift")
     return problems
@@ -374,14 +365,12 @@ def check_fidelity(
     ranges, reference = observe_source(original, again.inputs, progress, device)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         close, plan = compare(original, layout, plan, reference, again.ran, again.inputs, again.in_fp32)
-    said = dump(report)
-    true: dict[str, Any] = {}
-    if report.signals:  # a stored plan is replayed without observing anything
-        true["signals"] = [dump(entry) for entry in signals_of(layout, plan, ranges)]
-    if report.precision:
-        true["precision"] = [dump(entry) for entry in kept_bits_of(layout, plan, ranges)]
-    problems = close_as_said(report, close, plan)
-    return problems + [each for key, value in true.items() for each in compared("fidelity", said.get(key), value, key)]
+    said, problems = dump(report), close_as_said(report, close, plan)
+    for key, describe in (("signals", signals_of), ("precision", kept_bits_of)):
+        if said.get(key):  # not where a stored plan was replayed without observing anything
+            again_said = [dump(entry) for entry in describe(layout, plan, ranges)]
+            problems += compared("fidelity", said[key], again_said, key)
+    return problems
 
 
 def check_command(report: Report, layout: str | None = None) -> list[Problem]:
@@ -395,7 +384,7 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
     else:
         options = read_command(line)
     if options is None:
-        return [Problem("claims", "command", "is no command that convert records", CONVERT_AGAIN)]
+        return [Problem("claims", "command", "is no command that convert records")]
     (source, _), given = options
     said, inside = report.inputs or Inputs(), report.source.subfolder
     path = report.source.path or ""
@@ -406,7 +395,8 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
         "--subfolder": inside,
     }
     if layout is None:
-        run, length = bool(report.regimes), recorded_length(report)
+        assert report.certificate is not None  # ``locating.NEEDED`` asks for it
+        run, length = bool(report.regimes), report.certificate.max_length
         wanted |= {
             "--no-audit": None if run else "",
             "--seed": str(said.seed) if said.seed else None,
@@ -419,7 +409,7 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
             wanted["--data"] = said.data and given.get("--data") and said.data.name
     found = {key: source if key == "source" else given.get(key) for key in wanted}
     if "--data" in wanted and said.data is not None and "--data" not in given:
-        return [Problem("claims", "command", "gives no --data, and the report names some", CONVERT_AGAIN)]
+        return [Problem("claims", "command", "gives no --data, and the report names some")]
     return compared("claims", found, wanted, "command")
 
 
@@ -456,7 +446,7 @@ def packed_subject(file: Path) -> Subject:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
     claim = claim.model_copy(update={"family": inside.plan.family})
-    return Subject(file, claim, inside.plan, inside.source, inside, longest)
+    return Subject(file, claim, inside.plan, inside.source, longest, inside)
 
 
 def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:

@@ -32,21 +32,16 @@ if TYPE_CHECKING:
 FOLDER_LAYOUT = "hf"
 """The layout that is a folder; the others are one file each."""
 
-
 LAYOUTS = (FOLDER_LAYOUT, "comfy", "wan", "single")
-
 
 TOOLS = {"comfy": "ComfyUI", "wan": "Wan"}
 """The tools with a T5 of their own, by layout."""
 
-
 TOOL_EPS = 1e-6
 """The eps of the norms in these tools, which no file can change."""
 
-
 MOST_MARGIN = 12
 """Bits of margin that leave a signal any room: 65504·2⁻¹² is 16."""
-
 
 SEED = click.IntRange(-(2**63), 2**63 - 1)
 
@@ -263,7 +258,6 @@ class Options:
 
 FLAGS: Mapping[str, Flag] = {each.name: each.metadata["flag"] for each in fields(Options) if each.metadata}
 """The flag of each field that has one."""
-
 
 PUBLISHED = ("target", "run_model", "margin_bits", "data", "sweep", "plan", "subfolder", "config", "layout",
              "max_shard_size", "seed", "max_length")  # fmt: skip

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Run = Callable[[Path, "Layout", "Batch"], "Outcome"]
 """Exports the checkpoint in a folder and runs it on a batch; raises UserError for one that it cannot take."""
 
-
 Expected = Callable[["Tensor", "Batch", Any], "Tensor"]
 """Makes what a runtime gives, [rows, length], from stock logits, the batch and the config."""
 
