@@ -22,16 +22,10 @@ from .. import system
 from ..errors import UserError
 from .disk import created, write_all, writing
 from .formats import LONGEST_HEADER, TensorInfo, parse_json, read_exactly, read_whole_header, reading
-from .naming import STOCK, WAN, Naming
+from .layouts import LAYOUTS
+from .naming import Naming
 from .ownership import is_kept
 from .staging import check_apart, check_file
-
-LAYOUTS: Mapping[str, Naming] = {"comfy": STOCK, "wan": WAN, "single": STOCK}
-"""How each layout of one file names its tensors."""
-
-
-FOLDER_LAYOUT = "hf"
-
 
 SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
 """Keys of a file's metadata: what it is, as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""

@@ -18,9 +18,8 @@ from typing import Any, Unpack
 
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
 from ..checkpoint.formats import read_json
-from ..checkpoint.naming import TOKENIZER_WITH_WEIGHTS
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
 from ..checkpoint.packing import (
-    LAYOUTS,
     check_out_file,
     metadata_of,
     pack,
@@ -33,9 +32,6 @@ from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import scratch, staged
 from ..conversion.measuring import attack_unproven, drift_of_eps, fidelity_to_original, measure
 from ..conversion.options import (
-    FOLDER_LAYOUT,
-    TOOL_EPS,
-    TOOLS,
     Destination,
     GivenOptions,
     Options,
@@ -207,14 +203,15 @@ def convert_to_file(
     progress = progress or Progress(quiet=True)
     options.check()
     check_out_file(place.out, Path(source), force=place.force)
-    if options.layout in TOOLS and options.target == AUTO:
+    layout = LAYOUTS[options.layout]
+    if layout.tool is not None and options.target == AUTO:
         options = replace(options, target="norm-safe")
     with scratch(place.out) as work:
         folder, file = work / place.out.name, work / "packed"
         done = convert_by(options, source, Destination(folder), endpoint=endpoint, progress=progress)
         report, eps, drift = read(Report, done.report), done.plan.eps, None
-        if options.layout in TOOLS and options.run_model and done.plan.residual_exponent:
-            drift = drift_of_eps(folder, TOOL_EPS, options, progress)
+        if layout.eps is not None and options.run_model and done.plan.residual_exponent:
+            drift = drift_of_eps(folder, layout.eps, options, progress)
         summary = {
             "layout": options.layout,
             **{key: done.report.get(key) for key in ("verdict", "proof", "target", "tiers", "command", "environment")},
@@ -227,12 +224,13 @@ def convert_to_file(
         config = read_json(folder / "config.json", "config")
         back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
         spiece = folder / TOKENIZER_FILE
-        inside = (TOKENIZER, spiece) if options.layout == "comfy" and needs_tokenizer(config, spiece) else None
+        needs = config.get("model_type") in layout.tokenizers
+        inside = (TOKENIZER, spiece) if needs and spiece.is_file() else None
         with progress.step(f"Packing it for --layout {options.layout}"):
-            pack(folder / WEIGHTS, file, LAYOUTS[options.layout], metadata_of(summary, back), inside)
+            pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), inside)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
-    notes = for_the_tool(report, options.layout, drift, missing=needs_tokenizer(config) and inside is None)
+    notes = for_the_tool(report, layout, drift, missing=needs and inside is None)
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
 
@@ -250,36 +248,30 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
     )
 
 
-def needs_tokenizer(config: Mapping[str, Any], file: Path | None = None) -> bool:
-    """Return whether ComfyUI takes a model's tokenizer from its weights (UMT5), and if a file is given, can have it."""
-    return config.get("model_type") in TOKENIZER_WITH_WEIGHTS and (file is None or file.is_file())
-
-
-def for_the_tool(report: Report, layout: str, drift: float | None, *, missing: bool) -> tuple[str, ...]:
+def for_the_tool(report: Report, layout: FileLayout, drift: float | None, *, missing: bool) -> tuple[str, ...]:
     """Return what there is to say of a file to the user of the tool that is to read it.
 
-    drift: of eps, where it was measured. missing: whether ComfyUI will not find a tokenizer.
+    drift: of eps, where it was measured. missing: whether the tool will not find a tokenizer.
     """
     eps = report.plan.eps if report.plan is not None else None
-    if layout not in TOOLS:
+    if layout.tool is None:
         return () if eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
-    tool, notes = TOOLS[layout], []
-    fixed = f"{tool} has {TOOL_EPS:g} for eps whatever the file says"
+    notes, fixed = [], f"{layout.tool} has {layout.eps:g} for eps whatever the file says"
     if drift is not None:
         bf16 = report.fidelity.kl_bf16 if report.fidelity is not None else None
         beside = "" if bf16 is None else f", beside {bf16:.1e} for the source in bf16"
         notes.append(f"{fixed}: that costs a relative squared error of {drift:.1e}{beside}")
-    elif eps is not None and eps != TOOL_EPS:
+    elif eps is not None and eps != layout.eps:
         notes.append(f"{fixed}, where this needs {eps:.1e}; nothing was run to measure the difference")
     tier = report.tiers.get("norm-fp16")
-    if layout == "comfy" and tier is not None and not tier.holds:
+    if layout.name == "comfy" and tier is not None and not tier.holds:
         notes.append(
             f"norm-fp16 does not hold: {tier.reason}; safe where ComfyUI keeps activations in fp32, as it does by"
             " default, and not where they are fp16"
         )
-    if layout == "comfy" and missing:
+    if missing:
         notes.append(
-            "ComfyUI takes this model's tokenizer from the weights, and the source has none (spiece.model, or"
+            f"{layout.tool} takes this model's tokenizer from the weights, and the source has none (spiece.model, or"
             " spiece_model in a file); convert a source that has it"
         )
     return tuple(notes)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import carry_over, write_json
+from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packing import (
-    LAYOUTS,
     check_out_file,
     pack,
     put_file_in_place,
@@ -106,6 +106,6 @@ def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path
             return out
         spiece = checkpoint.folder / TOKENIZER_FILE
         tokenizer = (TOKENIZER, spiece) if spiece.is_file() else None
-        pack(work / WEIGHTS, work / "packed", LAYOUTS[inside.layout], {}, tokenizer)
+        pack(work / WEIGHTS, work / "packed", LAYOUTS[inside.layout].naming, {}, tokenizer)
         put_file_in_place(work / "packed", out, force=force)
     return out

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from ..checkpoint.naming import WAN_MODELS
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
 from ..checkpoint.places import own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
@@ -28,17 +28,6 @@ if TYPE_CHECKING:
     from ..checkpoint.reader import Checkpoint
     from ..families.layout import Layout
     from ..report.schema import Lineage, Report
-
-FOLDER_LAYOUT = "hf"
-"""The layout that is a folder; the others are one file each."""
-
-LAYOUTS = (FOLDER_LAYOUT, "comfy", "wan", "single")
-
-TOOLS = {"comfy": "ComfyUI", "wan": "Wan"}
-"""The tools with a T5 of their own, by layout."""
-
-TOOL_EPS = 1e-6
-"""The eps of the norms in these tools, which no file can change."""
 
 MOST_MARGIN = 12
 """Bits of margin that leave a signal any room: 65504·2⁻¹² is 16."""
@@ -161,7 +150,7 @@ class Options:
         metadata=flag(
             "--layout",
             "hf: a folder. Else OUT is one file: comfy for ComfyUI and Forge, wan for Wan's, single with stock names.",
-            type=click.Choice(LAYOUTS),
+            type=click.Choice(LAYOUT_NAMES),
             show_default=True,
         ),
     )
@@ -215,7 +204,7 @@ class Options:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""
         from ..bounds.arithmetic import Arithmetic
 
-        for name, value, known in (("target", self.target, (AUTO, *TARGETS)), ("layout", self.layout, LAYOUTS)):
+        for name, value, known in (("target", self.target, (AUTO, *TARGETS)), ("layout", self.layout, LAYOUT_NAMES)):
             if value not in known:
                 raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         if not 0 <= self.margin_bits <= MOST_MARGIN:
@@ -230,19 +219,18 @@ class Options:
 
     def check_layout(self, layout: Layout, where: str) -> None:
         """Raise UserError for a model that the tool of the layout has no class for."""
-        if self.layout not in TOOLS:
+        chosen = LAYOUTS.get(self.layout)
+        if chosen is None or chosen.tool is None:
             return
         if layout.stock.decodes or layout.head is not None:
+            raise UserError(f"{where}: {chosen.tool} reads encoders alone; give the encoder, or choose --layout single")
+        if chosen.models is not None and (layout.family.model_type not in chosen.models or not layout.gates):
+            reads = " or ".join(chosen.models.values())
             raise UserError(
-                f"{where}: {TOOLS[self.layout]} reads encoders alone; give the encoder, or choose --layout single"
+                f"{where}: {chosen.tool} reads the encoder of {reads}; for {layout.family.title} choose --layout comfy"
             )
-        if self.layout == "wan" and (layout.family.model_type not in WAN_MODELS or not layout.gates):
-            reads = " or ".join(WAN_MODELS.values())
-            raise UserError(
-                f"{where}: Wan reads the encoder of {reads}; for {layout.family.title} choose --layout comfy"
-            )
-        if layout.eps != TOOL_EPS:
-            raise UserError(f"{where}: {TOOLS[self.layout]} has {TOOL_EPS:g} for eps, and the config {layout.eps:g}")
+        if layout.eps != chosen.eps:
+            raise UserError(f"{where}: {chosen.tool} has {chosen.eps:g} for eps, and the config {layout.eps:g}")
 
     def command(self, source: str | Path, out: Path) -> str:
         """Return the command line that does the same again; of local paths only the last part, since it is

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
+from ..checkpoint.layouts import FOLDER_LAYOUT
 from ..checkpoint.pipeline import has_variant, name_variants
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.side_modules import write_in_fp16
@@ -17,7 +18,7 @@ from ..progress import Progress
 from ..report.evidence import Decided, Rewritten
 from ..rescaling.apply import edited_config, writes
 from ..run.tokenizer import has_tokenizer
-from .options import FOLDER_LAYOUT, Options
+from .options import Options
 from .planning import Opened
 
 

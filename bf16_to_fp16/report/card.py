@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..checkpoint.folder import MODULES
+from ..checkpoint.layouts import LAYOUTS
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
@@ -71,10 +72,6 @@ OTHER_FORMATS = frozenset(
 """Tags of the source that say how its weights are stored, which the converted folder does not share."""
 
 
-READ_BY = {"comfy": "ComfyUI, Forge", "wan": "Wan's tools", "single": "any tool, stock names"}
-"""Who reads a single file, by its layout."""
-
-
 MOST_UNCERTIFIED_ON_CARD = 6
 """Sites without a proof that a card lists; the report has all."""
 
@@ -119,8 +116,9 @@ def listing_files(card: str, files: Sequence[Mapping[str, Any]]) -> str:
     them already is left as it is."""
     if all(span(file["name"]) in card for file in files):
         return card
+    readers = {name: layout.readers for name, layout in LAYOUTS.items()}
     rows = [
-        f"| {span(file['name'])} | {bytes_in_words(file['nbytes'])} | {READ_BY.get(file['layout'], file['layout'])}"
+        f"| {span(file['name'])} | {bytes_in_words(file['nbytes'])} | {readers.get(file['layout'], file['layout'])}"
         f" | {prose(file['verdict'])}, {prose(file['proof'])} (target {prose(file['target'])})"
         f" | {span(file['command'])} |"
         for file in files

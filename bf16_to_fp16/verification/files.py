@@ -8,7 +8,8 @@ from typing import Any
 
 from ..checkpoint.folder import is_code, is_weights, sha256_of, side_modules
 from ..checkpoint.formats import read_json, read_whole_header
-from ..checkpoint.packing import LAYOUTS, recorded_sha256, summary_of, tensors_sha256
+from ..checkpoint.layouts import LAYOUTS
+from ..checkpoint.packing import recorded_sha256, summary_of, tensors_sha256
 from ..checkpoint.pipeline import has_variant, variant_name
 from ..checkpoint.reader import SINGLE_OR_SHARDED, Checkpoint, contained
 from ..checkpoint.shards import INDEX, WEIGHTS
@@ -158,7 +159,7 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Problem]:
     """Return the tensors of one file that ``convert --layout`` does not write: those under other names, such as scales
     that a loader multiplies with, and those in another dtype."""
-    naming = LAYOUTS[inside.layout]
+    naming = LAYOUTS[inside.layout].naming
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
     problems, recorded = [], recorded_sha256(file)
     if recorded is None:
