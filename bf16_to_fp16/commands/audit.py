@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..report.build import speaking_of, tiers_of
 from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
 from ..run.agreement import agreed_layout
-from ..run.batch import Batch, describe_batches
+from ..run.batch import describe_batches
 from ..run.stock import attentions_of
 
 BOUNDED_FOR = "half"
@@ -69,111 +69,57 @@ def audit(
     checkpoint = open_checkpoint(source, subfolder, config=None if config is None else Path(config))
     for note in checkpoint.notes:
         progress.say(note)
-    asked = Asked(tuple(r for r in REGIMES if r in regimes), data, train_mode, tuple(attention), seed, sweep)
-    if not is_known(checkpoint.config):
+    regimes = tuple(regime for regime in REGIMES if regime in regimes)
+    how: dict[str, Any] = {"regimes": regimes, "train_mode": train_mode, "seed": seed}
+    run: Callable[..., Mapping[str, RegimeResult]]
+    layout, converted, known, proven = None, False, dict[str, Any](), dict[str, Any]()
+    if is_known(checkpoint.config):
+        layout = agreed_layout(checkpoint)
+        say_what_is_outside(checkpoint, layout, progress)
+        attention = attentions_of(layout.stock.names[0], tuple(attention), progress)
+        converted, known = is_converted(checkpoint.folder), {"target": None, "padding": padding_entry(layout.config)}
+        if converted or attack_steps is not None:
+            check_bounded(layout)  # before anything is run
+        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep, progress=progress)
+        family, generates = layout.family.name, layout.stock.is_language_model
+        run = partial(audit_folder, checkpoint.folder, inputs=inputs, attention=attention)
+    else:
         if attack_steps is not None:
             raise UserError(
                 f"{checkpoint.name}: the attack needs bounds, and {checkpoint.config.get('model_type')} is of no family"
                 " that has them; leave --attack out"
             )
-        return dump(audited_without_family(checkpoint, asked, on, progress))
-    layout = agreed_layout(checkpoint)
-    say_what_is_outside(checkpoint, layout, progress)
-    asked = replace(asked, attention=attentions_of(layout.stock.names[0], asked.attention, progress))
-    converted = is_converted(checkpoint.folder)
-    if converted or attack_steps is not None:
-        check_bounded(layout)  # before anything is run
-    inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep, progress=progress)
+        model = open_any(checkpoint.folder, attention, progress)
+        inputs = batches_of(model, data, seed, sweep=sweep)
+        family, generates, attention = model.name, model.generates, model.attention
+        run = partial(audit_any, model, inputs)
     with progress.step(f"Auditing {', '.join(regimes)}") as advance:
-        results = on.run(
-            "audit",
-            lambda place: audit_folder(
-                checkpoint.folder, inputs=inputs, attention=asked.attention, device=place, advance=advance, **asked.how
-            ),
-        )
-    observed = observation(checkpoint, asked, results, inputs, generates=layout.stock.is_language_model)
-    proven: dict[str, Any] = {}
-    if converted or attack_steps is not None:
+        results = on.run("audit", lambda place: run(device=place, advance=advance, **how))
+    if layout is not None and (converted or attack_steps is not None):
+        known["target"] = BOUNDED_FOR
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
-    found = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
-    safe = not found and verdict(results) == "safe"
+    described = describe_batches(inputs, seed=seed, data=data, generates=generates)
+    entries = regimes_of(results)
+    attacked_sites = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
+    safe = not attacked_sites and verdict(results) == "safe"
+    then = NO_FAMILY if layout is None else going_on_from(shown_in_a_command(source), entries, converted, subfolder)
     report = Report(
         schema=SCHEMA,
         verdict="safe" if safe else "unsafe",
         proof="certified" if proven and proven["certificate"].holds else "observed",
-        family=layout.family.name,
-        target=BOUNDED_FOR if proven else None,
-        padding=padding_entry(layout.config),
-        **observed,
-        unsafe=[*unsafe_sites(observed["regimes"], converted=converted), *found],
-        next="" if safe else going_on_from(shown_in_a_command(source), observed["regimes"], converted, subfolder),
+        family=family,
+        **known,
+        source=Source.of(checkpoint),
+        train_mode=train_mode,
+        attention=list(attention),
+        inputs=Inputs.model_validate(described),
+        regimes=entries,
+        unsafe=[*unsafe_sites(entries, converted=converted, convertible=layout is not None), *attacked_sites],
+        next="" if safe else then,
         **proven,
         environment=Environment.model_validate(on.environment()),
     )
-    return dump(speaking_of(report, layout))
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What an audit is to run: the command's options of these names."""
-
-    regimes: tuple[str, ...]
-    data: str | None
-    train_mode: bool
-    attention: tuple[str, ...]
-    seed: int
-    sweep: bool
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """What a run of any model takes of them."""
-        return {"regimes": self.regimes, "train_mode": self.train_mode, "seed": self.seed}
-
-
-def observation(
-    checkpoint: Checkpoint,
-    asked: Asked,
-    results: Mapping[str, RegimeResult],
-    inputs: Sequence[Batch],
-    *,
-    generates: bool,
-) -> dict[str, Any]:
-    """Return what every audit reports: what was run, on what, and what it showed; generates: whether the class can."""
-    described = describe_batches(inputs, seed=asked.seed, data=asked.data, generates=generates)
-    return {
-        "source": Source.of(checkpoint),
-        "train_mode": asked.train_mode,
-        "attention": list(asked.attention),
-        "inputs": Inputs.model_validate(described),
-        "regimes": regimes_of(results),
-    }
-
-
-def audited_without_family(checkpoint: Checkpoint, asked: Asked, on: Device, progress: Progress) -> Report:
-    """Return the report of a checkpoint of no known family: what its regimes show, and no certificate.
-
-    Raises ``UserError`` as ``audit`` does.
-    """
-    model = open_any(checkpoint.folder, asked.attention, progress)
-    inputs = batches_of(model, asked.data, asked.seed, sweep=asked.sweep)
-    with progress.step(f"Auditing {', '.join(asked.regimes)}") as advance:
-        results = on.run(
-            "audit",
-            lambda place: audit_any(model, inputs, device=place, advance=advance, **asked.how),
-        )
-    asked = replace(asked, attention=model.attention)
-    observed = observation(checkpoint, asked, results, inputs, generates=model.generates)
-    said = verdict(results)
-    return Report(
-        schema=SCHEMA,
-        verdict=said,
-        proof="observed",
-        family=model.name,
-        **observed,
-        unsafe=unsafe_sites(observed["regimes"], convertible=False),
-        next="" if said == "safe" else NO_FAMILY,
-        environment=Environment.model_validate(on.environment()),
-    )
+    return dump(report if layout is None else speaking_of(report, layout))
 
 
 def proof(
