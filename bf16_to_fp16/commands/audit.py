@@ -14,10 +14,10 @@ from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, 
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import check_bounded
 from ..checkpoint.folder import is_converted
-from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.reader import Checkpoint
 from ..conversion.measuring import attacked, bounded
 from ..conversion.options import shown_in_a_command
-from ..conversion.planning import checkpoint_batches, say_what_is_outside
+from ..conversion.planning import checkpoint_batches, classified, opened_with_notes
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -28,7 +28,6 @@ from ..quiet import quiet
 from ..report.build import speaking_of, tiers_of
 from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
-from ..run.agreement import agreed_layout
 from ..run.batch import describe_batches
 from ..run.stock import attentions_of
 
@@ -66,16 +65,13 @@ def audit(
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     check_names(regimes, attention)
     on = Device(device, progress)
-    checkpoint = open_checkpoint(source, subfolder, config=None if config is None else Path(config))
-    for note in checkpoint.notes:
-        progress.say(note)
+    checkpoint = opened_with_notes(source, subfolder, config, progress)
     regimes = tuple(regime for regime in REGIMES if regime in regimes)
     how: dict[str, Any] = {"regimes": regimes, "train_mode": train_mode, "seed": seed}
     run: Callable[..., Mapping[str, RegimeResult]]
     layout, converted, known, proven = None, False, dict[str, Any](), dict[str, Any]()
     if is_known(checkpoint.config):
-        layout = agreed_layout(checkpoint)
-        say_what_is_outside(checkpoint, layout, progress)
+        layout = classified(checkpoint, progress)
         attention = attentions_of(layout.stock.names[0], tuple(attention), progress)
         converted, known = is_converted(checkpoint.folder), {"target": None, "padding": padding_entry(layout.config)}
         if converted or attack_steps is not None:

@@ -9,10 +9,9 @@ from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import fp16_weights
 from ..checkpoint.folder import is_converted
 from ..checkpoint.places import own_name
-from ..checkpoint.reader import open_checkpoint
 from ..conversion.measuring import bounded
 from ..conversion.options import shown_in_a_command
-from ..conversion.planning import say_what_is_outside, shorter_than_its_own
+from ..conversion.planning import classified, opened_with_notes
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -23,7 +22,6 @@ from ..report.build import speaking_of, tiers_of
 from ..report.remedies import NORMALISE_IN_FP32, going_on_from, normalising_is_all, over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..report.stored import recorded_target
-from ..run.agreement import agreed_layout
 from .adapter import merged_weights
 
 if TYPE_CHECKING:
@@ -59,13 +57,8 @@ def certify(
     if max_length < 1:
         raise UserError(f"a maximum length of {max_length} is not a number of positions; give 1 or more")
     on = Device(device, progress)
-    checkpoint = open_checkpoint(source, subfolder, config=None if config is None else Path(config))
-    for note in checkpoint.notes:
-        progress.say(note)
-    layout = agreed_layout(checkpoint)
-    say_what_is_outside(checkpoint, layout, progress)
-    if short := shorter_than_its_own(checkpoint, layout, max_length):
-        progress.say(short)
+    checkpoint = opened_with_notes(source, subfolder, config, progress)
+    layout = classified(checkpoint, progress, max_length)
     weights = None
     if adapter is not None:
         weights = merged_weights(Path(adapter), checkpoint.folder, layout, fp16_weights(checkpoint, layout))

@@ -121,15 +121,18 @@ def convert_pipeline_by(
         for name, first in pipeline.same.items():
             [*bring(work / first, files_below(work / first)[0], work / name)]
             encoders.append(entry_of(pipeline, name, done[first].report, same=first))
+        # Links to a source's files have no SHA-256, since whoever removes a link removes no file.
+        linked = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
+        files = sorted([*records(work, links), *linked], key=lambda entry: str(entry["name"]))
         report = PipelineReport(
             schema=SCHEMA,
             verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
             source=Source(path=pipeline.source if not local else own_name(pipeline.source), revision=pipeline.revision),
             encoders=encoders,
             left_out=list(pipeline.left_out),
-            command=command_of(options, pipeline, place.out, copy=copy),
+            command=options.command(pipeline.source, place.out) + (" --copy" if copy else ""),
             environment=read(Report, next(iter(done.values())).report).environment,
-            output=Output(files=[FileEntry(**entry) for entry in listing(work, links)]),
+            output=Output(files=[FileEntry.model_validate(entry) for entry in files]),
             **brought,
         )
         write_json(work / PIPELINE, dump(report))
@@ -181,13 +184,6 @@ def bring_others(
     return {"linked": len(links), "copied": len(names) - len(links), "nbytes": nbytes}, links
 
 
-def listing(work: Path, links: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return the entries of all files of a pipeline, by name; those that are links to a source's have no SHA-256, since
-    whoever removes a link removes no file."""
-    linked = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
-    return sorted([*records(work, links), *linked], key=lambda entry: str(entry["name"]))
-
-
 def entry_of(pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: str | None = None) -> PipelineEntry:
     """Return what is recorded of a converted sub-folder."""
     folder = pipeline.folder / name
@@ -200,11 +196,6 @@ def entry_of(pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: 
         files=files_below(folder)[0],
         texts=texts,
     )
-
-
-def command_of(options: Options, pipeline: Pipeline, out: Path, *, copy: bool) -> str:
-    """Return the command line that does the same again."""
-    return options.command(pipeline.source, out) + (" --copy" if copy else "")
 
 
 # --- the way back ----------------------------------------------------------------------------------------------------

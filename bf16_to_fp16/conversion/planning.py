@@ -67,16 +67,10 @@ def open_source(
 ) -> Opened:
     """Open a source (folder or Hub id), classify its tensors, and gather what to run it on."""
     device = Device(options.device, progress)
-    config = None if options.config is None else Path(options.config)
-    checkpoint = open_checkpoint(source, options.subfolder, config=config, endpoint=endpoint)
-    for note in checkpoint.notes:
-        progress.say(note)
+    checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
     place.check(checkpoint.folder)
-    layout = agreed_layout(checkpoint)
-    say_what_is_outside(checkpoint, layout, progress)
+    layout = classified(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
-    if short := shorter_than_its_own(checkpoint, layout, options.max_length):
-        progress.say(short)
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:
@@ -85,9 +79,25 @@ def open_source(
     return Opened(checkpoint, layout, inputs, device)
 
 
-def say_what_is_outside(checkpoint: Checkpoint, layout: Layout, progress: Progress) -> None:
-    """Say which tensors of a checkpoint the class that its config names does not read, so that nothing holds for
-    them."""
+def opened_with_notes(
+    source: str | Path,
+    subfolder: str | None,
+    config: str | Path | None,
+    progress: Progress,
+    endpoint: str | None = None,
+) -> Checkpoint:
+    """Open a source and say what there is to say of how it was read."""
+    path = None if config is None else Path(config)
+    checkpoint = open_checkpoint(source, subfolder, config=path, endpoint=endpoint)
+    for note in checkpoint.notes:
+        progress.say(note)
+    return checkpoint
+
+
+def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
+    """Return what each tensor of a checkpoint is. Say which of them the class that its config names does not read, so
+    that nothing holds for them, and where a proof for ``max_length`` positions is for less than its config names."""
+    layout = agreed_layout(checkpoint)
     if layout.outside:
         first, *others = sorted(layout.outside)
         more = f" and {counted(len(others), 'more tensor')}" if others else ""
@@ -95,18 +105,13 @@ def say_what_is_outside(checkpoint: Checkpoint, layout: Layout, progress: Progre
             f"{checkpoint.name} holds {first}{more}, which {layout.alone} does not read: all that is said is of"
             f" {layout.alone} alone"
         )
-
-
-def shorter_than_its_own(checkpoint: Checkpoint, layout: Layout, max_length: int) -> str:
-    """Return the line that says that a proof for ``max_length`` positions is for less than the model's own config
-    names; "" where it is not."""
     own = own_length(checkpoint.folder, layout.config)
-    if own is None or max_length >= own:
-        return ""
-    return (
-        f"the proof is for {counted(max_length, 'position')} at most, and {checkpoint.name} takes {own:,} by its"
-        " config; longer inputs are not covered"
-    )
+    if max_length is not None and own is not None and max_length < own:
+        progress.say(
+            f"the proof is for {counted(max_length, 'position')} at most, and {checkpoint.name} takes {own:,} by its"
+            " config; longer inputs are not covered"
+        )
+    return layout
 
 
 def own_length(folder: Path, config: Mapping[str, object]) -> int | None:
