@@ -21,7 +21,6 @@ from .report.schema import Report, read
 
 CHECKPOINTS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")
 
-
 TEXT = "held_out.txt"
 
 

@@ -23,7 +23,7 @@ from support.forked import in_a_fork
 from bf16_to_fp16 import __main__ as program
 from bf16_to_fp16 import __version__, cli, convert
 from bf16_to_fp16.checkpoint.folder import finite
-from bf16_to_fp16.cli.converting import parse_size
+from bf16_to_fp16.conversion.options import parse_size
 from bf16_to_fp16.environment import SCHEMA
 from bf16_to_fp16.report.schema import Report, dump, read
 from bf16_to_fp16.run.batch import run_batch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError, shortened
-from ..numerics import FP16_MAX, MOST_POSITIONS, NORM_FLOOR, headroom_bits
+from ..numerics import FP16_MAX, MAX_LENGTH, MOST_POSITIONS, NORM_FLOOR, headroom_bits
 
 UNIT = 2.0**-11
 """Largest relative error of rounding to a normal fp16 number."""
@@ -27,8 +27,6 @@ TINY = 2.0**-25
 UNIT32 = 2.0**-24
 """The same as ``UNIT`` for fp32, in which kernels accumulate."""
 
-MAX_LENGTH = 32768
-"""Positions for which a certificate holds unless it is asked for another number."""
 
 SPLITS = 8
 """Partial sums of one reduction that a kernel may round to fp16 and add in fp16."""

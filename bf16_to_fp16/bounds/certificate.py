@@ -32,6 +32,7 @@ from ..families.types import (
 from ..families.walk import walk
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..ranges import NormRange, ScoreRange
+from ..targets import SQUARING, TARGETS
 from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, full_precision, growth, largest
 from .attention import (
     ScoreBounds,
@@ -63,12 +64,6 @@ from .linear import (
     table_of,
 )
 from .spectral import Spectra
-
-SQUARING = ("norm-safe", "fp16-accumulate")
-"""Targets for which norms square the residual stream in fp16."""
-
-TARGETS = ("half", *SQUARING, "train")
-"""What weights can be bounded, and planned, for."""
 
 REFINED_ROWS = 4
 """Rows of one feed-forward output that get an eigenvalue of their own."""

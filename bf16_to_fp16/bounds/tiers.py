@@ -6,47 +6,14 @@ Each holds where its own certificate does, and with it every weaker one: the bou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..checkpoint.side_modules import SideModule
 from ..families.layout import Layout, TensorReader
+from ..targets import TIERS
 from .arithmetic import Arithmetic
 from .certificate import bound, is_certified
 from .side_modules import with_side_modules
 from .spectral import Spectra
-
-
-@dataclass(frozen=True)
-class Tier:
-    """An arithmetic: its name, the target that asks for it, what it says, and the runtimes that it stands for."""
-
-    name: str
-    target: str
-    words: str
-    runtimes: tuple[str, ...]
-
-
-TIERS = (
-    Tier(
-        "torch",
-        "half",
-        "norms and softmax in fp32, sums in fp32 or in up to 8 parts",
-        ("PyTorch (transformers, diffusers)", "vLLM", "Text Embeddings Inference"),
-    ),
-    Tier(
-        "norm-fp16",
-        "norm-safe",
-        "norms square, sum and divide in fp16, mean squares over 2⁻¹⁷",
-        ("ONNX exports in fp16 (ONNX Runtime, TensorRT)", "ComfyUI", "OpenVINO in fp16", "some NPUs"),
-    ),
-    Tier(
-        "fp16-accumulate",
-        "fp16-accumulate",
-        "every sum in fp16, in any order, mean squares over 2⁻¹⁷",
-        ("ggml on a V100", "torch.backends.cuda.matmul.allow_fp16_accumulation", "mobile delegates"),
-    ),
-)
-"""From the weakest to the strictest."""
 
 
 def certified_tiers(

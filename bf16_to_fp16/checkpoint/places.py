@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -27,6 +28,11 @@ CONVERTED = "a converted folder or a Hub id like org/name"
 def looks_like_repo_id(source: str) -> bool:
     """Return whether ``source`` is spelled like ``name[@revision]`` or ``org/name[@revision]``."""
     return REPO_ID.fullmatch(source.partition("@")[0]) is not None
+
+
+def own_name(path: str | Path) -> str:
+    """Return the last part of a local path, which says nothing of the machine that it lies on."""
+    return os.path.basename(os.path.abspath(os.path.expanduser(path))) or "checkpoint"
 
 
 def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool = False) -> Path | None:

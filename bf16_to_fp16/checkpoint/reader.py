@@ -35,7 +35,7 @@ from .formats import (
 )
 from .hub import reading_from
 from .naming import names_in_files
-from .places import RESTORE, contained, local_source, shown, subfolder_of
+from .places import RESTORE, contained, local_source, own_name, shown, subfolder_of
 from .single_file import open_single_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -117,11 +117,6 @@ class Checkpoint:
         """Return the SHA-256 of a file in hexadecimal, read in pieces of 1 MB."""
         with reading(file) as source:
             return RunningHash(source).whole()
-
-
-def own_name(path: str | Path) -> str:
-    """Return the last part of a local path, which says nothing of the machine that it lies on."""
-    return os.path.basename(os.path.abspath(os.path.expanduser(path))) or "checkpoint"
 
 
 VIEWS: dict[Path, Checkpoint] = {}

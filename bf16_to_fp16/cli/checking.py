@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,7 @@ from ..checkpoint.places import CONVERTED, local_folder, local_source
 from ..environment import how_to_install
 from ..errors import UserError
 from ..run.runtimes import NAMES
+from ..targets import RECORDS, TARGETS
 from .shared import (
     CONFIG,
     FOLDER,
@@ -44,14 +45,15 @@ if TYPE_CHECKING:
     "regimes",
     multiple=True,
     type=click.Choice(["stock", "amp", "half"]),
+    default=["stock", "amp", "half"],
     help="Repeat for several; default: all.",
 )
 @data
 @click.option(
     "--attention",
-    "attentions",
     multiple=True,
     type=click.Choice(["eager", "sdpa", "scaled"]),
+    default=["eager", "sdpa"],
     help="Repeat for several; default: eager and sdpa. scaled: this package's, with √scale in q and in k.",
 )
 @click.option("--train-mode", is_flag=True, help="With dropout, and the backward pass under a loss scale.")
@@ -71,42 +73,21 @@ if TYPE_CHECKING:
 @json_file
 def audit_command(
     source: str,
-    regimes: tuple[str, ...],
     data: str | None,
-    attentions: tuple[str, ...],
-    train_mode: bool,
-    attack_steps: int | None,
     subfolder: str | None,
     config: Path | None,
-    seed: int,
-    sweep: bool,
-    device: str,
     html: Path | None,
     json_file: str | None,
+    **options: Any,
 ) -> int:
     """Run SOURCE in fp16 the ways people run it and measure every site, that is every operation's output."""
-    # As many parameters as options, which click passes one by one.
     check_given(source, data, {config: CONFIG})
     checked_target(html, "--html")
-    from ..auditing.regimes import ATTENTIONS, REGIMES
     from ..commands.audit import audit
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = audit(
-        source,
-        regimes=regimes or REGIMES,
-        attention=attentions or ATTENTIONS,
-        data=data,
-        train_mode=train_mode,
-        attack_steps=attack_steps,
-        subfolder=subfolder,
-        seed=seed,
-        sweep=sweep,
-        device=device,
-        config=config,
-        progress=make_progress(),
-    )
+    result = audit(source, data=data, subfolder=subfolder, config=config, progress=make_progress(), **options)
     write_result(json_file, result)
     if html is not None:
         from ..checkpoint.staging import replacing
@@ -127,11 +108,10 @@ def audit_command(
 @source
 @click.option(
     "--target",
-    type=click.Choice(["half", "norm-safe", "train", "fp16-accumulate"]),
-    default="half",
+    type=click.Choice(TARGETS),
+    default=TARGETS[0],
     show_default=True,
-    help="half: every value. norm-safe: with norms in fp16. fp16-accumulate: with every sum in fp16."
-    " train: with dropout.",
+    help=" ".join(f"{target.name}: {target.bounded}" for target in RECORDS),
 )
 @max_length
 @click.option(
@@ -146,32 +126,19 @@ def audit_command(
 @json_file
 def certify_command(
     source: str,
-    target: str,
-    max_length: int | None,
     adapter: Path | None,
     subfolder: str | None,
     config: Path | None,
-    device: str,
     json_file: str | None,
+    **options: Any,
 ) -> int:
     """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
     check_given(source, None, {config: CONFIG, adapter: "the folder of an adapter"})
-    from ..bounds.arithmetic import MAX_LENGTH
     from ..commands.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
 
-    length = MAX_LENGTH if max_length is None else max_length
-    result = certify(
-        source,
-        max_length=length,
-        target=target,
-        subfolder=subfolder,
-        device=device,
-        config=config,
-        adapter=adapter,
-        progress=make_progress(),
-    )
+    result = certify(source, adapter=adapter, subfolder=subfolder, config=config, progress=make_progress(), **options)
     write_result(json_file, result)
     if json_file != "-":
         report = read(Report, result)
@@ -206,14 +173,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @endpoint
 @json_file
 def verify_command(
-    source: str,
-    original: str | None,
-    data: str | None,
-    no_audit: bool,
-    subfolder: str | None,
-    device: str,
-    endpoint: str | None,
-    json_file: str | None,
+    source: str, original: str | None, data: str | None, no_audit: bool, json_file: str | None, **options: Any
 ) -> int:
     """Check SOURCE, a converted folder, its Hub id or one converted file, against its report: hashes, plan, certificate
     and audit, all computed again."""
@@ -224,16 +184,8 @@ def verify_command(
     from ..report import terminal
     from ..report.schema import Verification, read
 
-    result = verify(
-        source,
-        original=original,
-        data=data,
-        run_model=not no_audit,
-        subfolder=subfolder,
-        device=device,
-        endpoint=endpoint,
-        progress=make_progress(),
-    )
+    run_model, progress = not no_audit, make_progress()
+    result = verify(source, original=original, data=data, run_model=run_model, progress=progress, **options)
     write_result(json_file, result)
     if json_file != "-":
         terminal.print_verification(read(Verification, result))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from ..checkpoint.places import written_folder
+from ..conversion.options import FLAGS, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError
 from ..visible import show
 from .publishing import check_publishable, check_publishes, push, status_of
@@ -21,19 +21,14 @@ from .shared import (
     UNSAFE,
     allow_unsafe,
     check_given,
-    config,
-    data,
-    device,
     endpoint,
+    field_option,
     force,
+    given_options,
     json_file,
     make_progress,
-    max_length,
     public,
-    seed,
     source,
-    subfolder,
-    sweep,
     verbose,
     write_result,
 )
@@ -41,167 +36,115 @@ from .shared import (
 if TYPE_CHECKING:
     from ..checkpoint.pipeline import Pipeline
     from ..commands.convert import Conversion
-    from ..conversion.options import Destination, Options
+
+BESIDE = {
+    "data": (click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),),
+    "plan": (
+        click.option(
+            "--finetune",
+            "recipe",
+            type=FOLDER,
+            metavar="RECIPE",
+            help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into"
+            " it.",
+        ),
+    ),
+    "max_shard_size": (
+        click.option(
+            "--push-to",
+            metavar="REPO_ID",
+            help="Publish the result without asking; OUT then defaults to the repository's name.",
+        ),
+        click.option(
+            "--adapter",
+            type=FOLDER,
+            metavar="DIR",
+            help="Write this LoRA adapter, trained on what SOURCE was converted from, for SOURCE, a converted folder.",
+        ),
+        public,
+        allow_unsafe,
+        endpoint,
+    ),
+    "device": (
+        click.option(
+            "--copy", is_flag=True, help="Of a whole pipeline: copy the other files instead of linking large ones."
+        ),
+        force,
+        verbose,
+        json_file,
+    ),
+}
+"""The options of ``convert`` that are no fields of ``Options``, by the field that they follow in ``--help``."""
+
+
+def every_option(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the options of a conversion, and those beside them."""
+    for name in reversed(list(FLAGS)):  # the last decorator is the first in ``--help``
+        for option in (*reversed(BESIDE.get(name, ())), field_option(name)):
+            command = option(command)
+    return command
 
 
 @click.command("convert")
 @source
 @click.argument("out", type=FOLDER, required=False)
-@click.option(
-    "--target",
-    type=click.Choice(["auto", "half", "norm-safe", "train", "fp16-accumulate"]),
-    default="auto",
-    show_default=True,
-    help="auto: the strictest of half, norm-safe and fp16-accumulate that costs next to nothing. half: every value"
-    " under 65504. norm-safe: also norms that square the residual in fp16. fp16-accumulate: also sums made in fp16."
-    " train: with dropout, and room for weights that move and gradients.",
-)
-@data
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option(
-    "--no-audit",
-    is_flag=True,
-    help="Audit nothing: plan from the bounds, let the certificate decide, compare a few short rows with the source.",
-)
-@subfolder
-@config
-@click.option(
-    "--plan",
-    type=FOLDER,
-    metavar="REPORT",
-    help="Replay the plan of a report instead of observing.",
-)
-@click.option(
-    "--finetune",
-    "recipe",
-    type=FOLDER,
-    metavar="RECIPE",
-    help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into it.",
-)
-@click.option(
-    "--layout",
-    type=click.Choice(["hf", "comfy", "wan", "single"]),
-    default="hf",
-    show_default=True,
-    help="hf: a folder. Else OUT is one file: comfy for ComfyUI and Forge, wan for Wan's, single with stock names.",
-)
-@click.option(
-    "--margin",
-    type=click.FloatRange(0, 12),
-    metavar="BITS",
-    help="Bits kept between what is observed and each limit, 0 to 12; default: 1.25.",
-)
-@max_length
-@click.option(
-    "--max-shard-size",
-    metavar="SIZE",
-    callback=lambda context, option, text: None if text is None else parse_size(text),
-    help="Such as 5GB; default: sharded like the source.",
-)
-@click.option(
-    "--push-to",
-    metavar="REPO_ID",
-    help="Publish the result without asking; OUT then defaults to the repository's name.",
-)
-@click.option(
-    "--adapter",
-    type=FOLDER,
-    metavar="DIR",
-    help="Write this LoRA adapter, trained on what SOURCE was converted from, for SOURCE, a converted folder.",
-)
-@public
-@allow_unsafe
-@endpoint
-@seed
-@sweep
-@device
-@click.option("--copy", is_flag=True, help="Of a whole pipeline: copy the other files instead of linking large ones.")
-@force
-@verbose
-@json_file
+@every_option
 def convert_command(
     source: str,
     out: Path | None,
-    target: str,
-    data: str | None,
     dry_run: bool,
-    no_audit: bool,
-    subfolder: str | None,
-    config: Path | None,
-    plan: Path | None,
     recipe: Path | None,
-    layout: str,
-    margin: float | None,
-    max_length: int | None,
-    max_shard_size: int | None,
     push_to: str | None,
     adapter: Path | None,
     public: bool,
     allow_unsafe: bool,
     endpoint: str | None,
-    seed: int,
-    sweep: bool,
-    device: str,
     copy: bool,
     force: bool,
     verbose: bool,
     json_file: str | None,
+    **fields: Any,
 ) -> int:
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
     written.
 
     Of a diffusion pipeline (model_index.json) every T5 encoder is converted, and the rest is linked.
     """
-    # As many parameters as options, which click passes one by one, and so many lines.
+    # Of the parameters, which click passes one by one, ``fields`` are those of ``Options``.
     if adapter is not None:
         return take_adapter(adapter, out, Path(source), force=force, json_file=json_file)
-    others = {plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
-    check_given(source, data, others | {config: CONFIG})
+    options = Options(**fields)
+    folder = options.layout == FOLDER_LAYOUT
+    others = {options.plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
+    check_given(source, options.data, others | {options.config: CONFIG})
     if out is not None and not dry_run:
-        check_free(out, Path(source), layout, force=force)
-    from ..bounds.arithmetic import MAX_LENGTH
-    from ..commands.convert import convert_by, convert_to_file
-    from ..conversion.options import Destination, Options
-    from ..rescaling.planner import MARGIN_BITS
-
-    check_together(recipe, push_to, layout, runs=not (dry_run or no_audit), publishes=public or allow_unsafe)
+        check_free(out, Path(source), folder=folder, force=force)
+    check_together(recipe, push_to, folder=folder, runs=options.run_model and not dry_run)
+    check_publishes(push_to, public=public or allow_unsafe)
     if push_to is not None:
         check_publishable(push_to, endpoint, dry_run=dry_run)
         out = out or Path(push_to.rpartition("/")[2])
     if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
     out = out or Path("OUT")  # of a dry run, which writes nothing
-    options = Options(
-        target=target,
-        data=data,
-        run_model=not no_audit,
-        subfolder=subfolder,
-        plan=plan,
-        margin_bits=MARGIN_BITS if margin is None else margin,
-        max_length=MAX_LENGTH if max_length is None else max_length,
-        max_shard_size=max_shard_size,
-        seed=seed,
-        sweep=sweep,
-        device=device,
-        config=config,
-        layout=layout,
-    )
     place = Destination(out, force=force, dry_run=dry_run)
     if (pipeline := whole_pipeline(source, options, endpoint)) is not None:
         check_whole(source, recipe, push_to)
         return convert_whole(options, pipeline, place, copy, endpoint, verbose=verbose, json_file=json_file)
     if copy:
         raise UserError(f"--copy is for whole pipelines, and {source} is one model; leave it out")
+    if folder and out.suffix == ".safetensors":
+        raise UserError(f"{out} names a file, and a folder is written; give a folder, or --layout single or comfy")
+    from ..commands.convert import convert_by, convert_to_file
+
+    run = convert_by if folder or dry_run else convert_to_file
     if recipe is not None:
         from ..finetuning.run import convert_or_finetune
 
-        convert_by = partial(convert_or_finetune, recipe)
-    if layout == "hf" and out is not None and Path(out).suffix == ".safetensors":
-        raise UserError(f"{out} names a file, and a folder is written; give a folder, or --layout single or comfy")
-    run = convert_by if layout == "hf" or dry_run else convert_to_file
+        run = partial(convert_or_finetune, recipe)
     result = run(options, source, place, endpoint=endpoint, progress=make_progress())
     published = push(out, push_to, result, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
-    write_result(json_file, result.report if published is None else {**result.report, "published": published})
+    write_result(json_file, result.report, published=published)
     if json_file != "-":
         show_conversion(result, published, verbose=verbose)
     return status_of(dry_run or result.safe, published)
@@ -210,10 +153,9 @@ def convert_command(
 def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, json_file: str | None) -> int:
     """Write an adapter for the other side of a conversion: ``convert`` for what was converted, ``undo`` back."""
     context = click.get_current_context()
-    for parameter in context.command.params:
-        given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
-        if given and parameter.name not in ("source", "folder", "out", "adapter", "force", "json_file"):
-            raise UserError(f"{parameter.opts[0]} is for checkpoints; leave it out with --adapter")
+    for name, flag in given_options(context):
+        if name not in ("source", "folder", "out", "adapter", "force", "json_file"):
+            raise UserError(f"{flag} is for checkpoints; leave it out with --adapter")
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.", context)
     for folder, wanted in ((adapter, "the folder of an adapter"), (base, "a folder that convert wrote")):
@@ -235,7 +177,7 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
 
 def whole_pipeline(source: str, options: Options, endpoint: str | None) -> Pipeline | None:
     """Return the pipeline that is to be converted whole, None for one model."""
-    if options.subfolder is not None or options.config is not None or options.layout != "hf":
+    if options.subfolder is not None or options.config is not None or options.layout != FOLDER_LAYOUT:
         return None
     from ..checkpoint.pipeline import open_pipeline
     from ..families.known import is_known
@@ -278,25 +220,22 @@ def convert_whole(
     return SAFE if result.out is None or result.safe else UNSAFE
 
 
-def check_free(out: Path, source: Path, layout: str, *, force: bool) -> None:
-    """Raise UserError unless a conversion can be written at ``out``, as a folder or in a layout of one file."""
-    from ..checkpoint.staging import check_out
-
-    if layout == "hf":
-        check_out(out, source, force=force)
+def check_free(out: Path, source: Path, *, folder: bool, force: bool) -> None:
+    """Raise UserError unless a conversion can be written at ``out``, as a folder or as one file."""
+    if folder:
+        Destination(out, force=force).check(source)
         return
     from ..checkpoint.packing import check_out_file
 
     check_out_file(out, source, force=force)
 
 
-def check_together(recipe: Path | None, push_to: str | None, layout: str, *, runs: bool, publishes: bool) -> None:
+def check_together(recipe: Path | None, push_to: str | None, *, folder: bool, runs: bool) -> None:
     """Raise UserError for options of ``convert`` that do not go together."""
-    if layout != "hf" and (recipe is not None or push_to is not None):
+    if not folder and (recipe is not None or push_to is not None):
         raise UserError("--layout writes one file; leave it out with --finetune and --push-to, which make a folder")
     if recipe is not None and not runs:
         raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
-    check_publishes(push_to, public=publishes)
 
 
 def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:
@@ -312,13 +251,12 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
         took = "" if result.seconds is None else f"; converting takes {roughly(result.seconds)} in all on this machine"
         show(f"to write: {bytes_in_words(result.nbytes or 0)} of weights{took}")
         terminal.print_plan(report.plan or result.plan, result.planned)
-        return
-    if result.out.is_file():
+    elif result.out.is_file():
         terminal.print_file(report, result.out, result.notes, then=result.next)
-        return
-    terminal.print_conversion(report, result.out, then=result.next, verbose=verbose)
-    if published is not None:
-        terminal.print_published(published)
+    else:
+        terminal.print_conversion(report, result.out, then=result.next, verbose=verbose)
+        if published is not None:
+            terminal.print_published(published)
 
 
 @click.command("undo")
@@ -382,21 +320,3 @@ def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -
         if done.missing:
             show(f"not brought back, since convert left them out: {', '.join(done.missing)}")
     return SAFE
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``5GB`` or ``500MB`` (decimal units), as stock ``max_shard_size`` reads
-    them."""
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1}
-    upper = text.strip().upper()
-    for unit in sorted(units, key=len, reverse=True):
-        if upper.endswith(unit):
-            number = upper.removesuffix(unit).strip()
-            try:
-                size = float(number) * units[unit]
-            except ValueError:
-                break
-            if 0 < size < 2**63:
-                return max(1, int(size))
-            break
-    raise UserError(f"--max-shard-size {text!r} is not a size; write it like 5GB or 500MB")

@@ -65,7 +65,7 @@ def status_of(safe: bool, published: dict[str, Any] | None) -> int:
 @public
 @click.option("--create-pr", is_flag=True, help="Propose the change as a pull request.")
 @click.option("--revision", metavar="BRANCH", help="Branch to upload to; default: main.")
-@click.option("--commit-message", metavar="TEXT", help="First line of the commit.")
+@click.option("--commit-message", "message", metavar="TEXT", help="First line of the commit.")
 @allow_unsafe
 @click.option("--force", is_flag=True, help="Replace other content that REPO_ID has; its other weights stay.")
 @click.option(
@@ -78,25 +78,12 @@ def status_of(safe: bool, published: dict[str, Any] | None) -> int:
 @endpoint
 @json_file
 def publish_command(
-    folder: Path,
-    repo_id: str,
-    dry_run: bool,
-    yes: bool,
-    public: bool,
-    create_pr: bool,
-    revision: str | None,
-    commit_message: str | None,
-    allow_unsafe: bool,
-    force: bool,
-    add: tuple[Path, ...],
-    endpoint: str | None,
-    json_file: str | None,
+    folder: Path, repo_id: str, dry_run: bool, yes: bool, public: bool, json_file: str | None, **options: Any
 ) -> int:
     """Upload the converted checkpoint in DIR to the Hub, private unless --public, after checking it once more.
 
     The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
     """
-    # As many parameters as options, which click passes one by one.
     written_folder(folder)
     from ..commands.publish import Upload, publish
     from ..report import terminal
@@ -112,21 +99,8 @@ def publish_command(
         kind = "a public" if public else "a private"
         return click.confirm(f"Upload to {repo_id} ({kind} repository, if it is new)?", err=True)
 
-    result = publish(
-        folder,
-        repo_id,
-        public=public,
-        create_pr=create_pr,
-        revision=revision,
-        message=commit_message,
-        allow_unsafe=allow_unsafe,
-        add=add,
-        force=force,
-        dry_run=dry_run,
-        endpoint=endpoint,
-        confirm=confirm,
-        progress=make_progress(),
-    )
+    how: dict[str, Any] = {"public": public, "dry_run": dry_run, "confirm": confirm, "progress": make_progress()}
+    result = publish(folder, repo_id, **how, **options)
     write_result(json_file, result)
     if json_file != "-":
         terminal.print_published(result)

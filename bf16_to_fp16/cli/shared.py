@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..checkpoint.places import check_config, local_source
+from ..conversion.options import FLAGS, Options
 from ..errors import UserError, shortened
-from ..numerics import MOST_POSITIONS
 from ..visible import visible
 
 SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
@@ -36,23 +37,28 @@ class Location(click.Path):
 
 PATH = Location()
 
-
 FOLDER = Location(path_type=Path)
 
-
 CONFIG = "the config.json of SOURCE's weights"
-
 
 source = click.argument("source", type=PATH)  # or a Hub id; what a shell completes
 
 
-data = click.option(
-    "--data",
-    type=PATH,
-    metavar="FILE",
-    help="Text to run on besides the built-in probe: JSONL, CSV, Parquet, text (.gz too), or a Hub dataset.",
-)
+def field_option(name: str) -> Callable[[Any], Any]:
+    """Return the option of the command line for a field of ``Options``, as a decorator."""
+    flag, more = FLAGS[name], dict[str, Any]()
+    if flag.path is not None:
+        more["type"] = FOLDER if flag.path is Path else PATH
+    if not flag.switch:
+        more["default"] = getattr(Options, name)
+    if (read := flag.read) is not None:
+        more["callback"] = lambda context, option, given: None if given is None else read(given)
+    return click.option(flag.name, name, help=flag.help, **flag.click, **more)
 
+
+data, seed, sweep, max_length, subfolder, config, device = map(
+    field_option, ("data", "seed", "sweep", "max_length", "subfolder", "config", "device")
+)
 
 json_file = click.option(
     "--json",
@@ -63,71 +69,23 @@ json_file = click.option(
     help="Write the report as JSON; - for standard output.",
 )
 
-
 verbose = click.option("-v", "--verbose", is_flag=True, help="Print the tables of the report as well.")
 
-
 force = click.option("--force", is_flag=True, help="Replace OUT if this program wrote it and it holds nothing else.")
-
-
-SEED = click.IntRange(-(2**63), 2**63 - 1)
-
-
-seed = click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the built-in probe.")
-
-
-sweep = click.option("--sweep", is_flag=True, help="Run every id of a large vocabulary, not a choice of them.")
-
-
-max_length = click.option(
-    "--max-length",
-    type=click.IntRange(1, MOST_POSITIONS),
-    metavar="N",
-    help="Positions for which the certificate holds; default 32768.",
-)
-
 
 endpoint = click.option(
     "--endpoint", metavar="URL", help="Address of the Hub; default: HF_ENDPOINT, else https://huggingface.co."
 )
 
-
 public = click.option("--public", is_flag=True, help="Make the repository public; without it a new one is private.")
-
 
 allow_unsafe = click.option(
     "--allow-unsafe", is_flag=True, help="Publish an unsafe checkpoint; the first line of its card says that it is."
 )
 
 
-subfolder = click.option("--subfolder", metavar="NAME", help="Folder inside SOURCE (diffusers: text_encoder_2).")
-
-
-config = click.option(
-    "--config",
-    type=FOLDER,
-    metavar="FILE",
-    help="config.json of a SOURCE that is one file of weights; default: told from its names and shapes.",
-)
-
-
-device = click.option(
-    "--device",
-    metavar="DEVICE",
-    callback=lambda context, option, name: checked_device(name),
-    help="auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps; default: auto.",
-)
-
-
-def checked_device(name: str | None) -> str:
-    """Return the name of a device, auto by default; raise UserError at once for one of no known form."""
-    from ..devices import checked_name
-
-    return checked_name(name or "auto")
-
-
 def check_given(
-    source: str | None, data: str | None = None, others: Mapping[Path | None, str] = MappingProxyType({})
+    source: str | None, data: str | None = None, others: Mapping[str | Path | None, str] = MappingProxyType({})
 ) -> None:
     """Raise UserError for a checkpoint, a text or another file that was given and is not there, before the seconds that
     the work takes to import; others: paths, with what is then told to give."""
@@ -138,7 +96,7 @@ def check_given(
 
         text_file(data)
     for path, wanted in others.items():
-        if path is not None and not path.exists():
+        if path is not None and not Path(path).exists():
             raise UserError(f"{path}: No such file or directory; give {wanted}")
 
 
@@ -161,14 +119,22 @@ def checked_target(target: Any, option: str) -> Any:
     return target
 
 
-def write_result(target: str | None, data: Mapping[str, Any]) -> None:
-    """Write ``data`` and the version of its keys as JSON to a file, or to standard output for ``-``."""
+def given_options(context: click.Context) -> Iterator[tuple[str, str]]:
+    """Yield the name and the flag of every parameter that was given on the command line."""
+    for parameter in context.command.params:
+        if context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE:
+            yield str(parameter.name), parameter.opts[0]
+
+
+def write_result(target: str | None, data: Mapping[str, Any], *, published: Mapping[str, Any] | None = None) -> None:
+    """Write ``data``, the version of its keys and what was ``published`` of it as JSON to a file, or to standard output
+    for ``-``."""
     if target is None:
         return
     from ..checkpoint.folder import finite, write_json
     from ..environment import SCHEMA
 
-    data = {"schema": SCHEMA, **data}
+    data = {"schema": SCHEMA, **data} | ({} if published is None else {"published": published})
     if target == "-":
         print(visible(json.dumps(finite(data), indent=2, ensure_ascii=False), as_json=True))
         return

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from ..checkpoint.places import local_folder
+from ..conversion.options import SEED
 from ..errors import UserError
 from .publishing import check_publishable, check_publishes, push, status_of
 from .shared import (
     FOLDER,
     PATH,
     SAFE,
-    SEED,
     allow_unsafe,
     endpoint,
     force,
+    given_options,
     json_file,
     make_progress,
     public,
@@ -27,9 +27,6 @@ from .shared import (
     verbose,
     write_result,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> None:
@@ -66,20 +63,18 @@ def finetune_command(
     overrides: tuple[str, ...],
     device: str | None,
     push_to: str | None,
-    public: bool,
-    allow_unsafe: bool,
     endpoint: str | None,
     force: bool,
     verbose: bool,
     json_file: str | None,
+    **publishing: bool,
 ) -> int:
     """Finetune by RECIPE (YAML) with the activation-magnitude penalty, then convert what was trained.
 
     Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
     RECIPE.
     """
-    # As many parameters as options, which click passes one by one.
-    check_publishes(push_to, public=public or allow_unsafe)
+    check_publishes(push_to, public=any(publishing.values()))
     from ..finetuning.recipe import read_recipe
     from ..run.texts import local_files
 
@@ -98,8 +93,8 @@ def finetune_command(
     result = finetune(recipe, overrides=overrides, force=force, endpoint=endpoint, progress=make_progress())
     if result is None:  # not the first process
         return SAFE
-    published = push(Path(asked.out), push_to, result, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
-    write_result(json_file, result.report if published is None else {**result.report, "published": published})
+    published = push(Path(asked.out), push_to, result, endpoint=endpoint, **publishing)
+    write_result(json_file, result.report, published=published)
     if json_file != "-" and result.out is not None:
         terminal.print_conversion(read(Report, result.report), result.out, then=result.next, verbose=verbose)
         if published is not None:
@@ -218,9 +213,7 @@ ADVICE = {
 
 def check_belongs(question: str) -> None:
     """Raise UserError for an option of ``advise`` that was given and that the question does not take."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        takers = [asked for asked, names in ADVICE.items() if parameter.name in names]
-        given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
-        if given and takers and question not in takers:
-            raise UserError(f"{parameter.opts[0]} goes with {' or '.join(takers)}; leave it out of {question}")
+    for name, flag in given_options(click.get_current_context()):
+        takers = [asked for asked, names in ADVICE.items() if name in names]
+        if takers and question not in takers:
+            raise UserError(f"{flag} goes with {' or '.join(takers)}; leave it out of {question}")

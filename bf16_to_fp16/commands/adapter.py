@@ -36,10 +36,8 @@ CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 NOTE = "fp16_adapter.json"
 """What a converted adapter's folder says of itself; PEFT does not look at it."""
 
-
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 """Ways to begin an adapter (``init_lora_weights``) that leave the checkpoint's weights as they are."""
-
 
 OTHER_FORMS = (
     "arrow_config",
@@ -53,7 +51,6 @@ OTHER_FORMS = (
     "velora_config",
 )
 """Keys of an adapter's config with which what it adds is not B·A on a named weight."""
-
 
 MERGED = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
 """Parts of an adapter that can be merged into a weight by themselves."""

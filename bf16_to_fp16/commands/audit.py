@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,13 @@ import torch
 from ..auditing.any_model import audit_any, batches_of, open_any
 from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, check_names, verdict
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.certificate import bound, check_bounded, fp16_weights
-from ..bounds.side_modules import with_side_modules
-from ..bounds.spectral import Spectra
-from ..bounds.tiers import certified_tiers
+from ..bounds.certificate import check_bounded
 from ..checkpoint.folder import is_converted
-from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.side_modules import read_side_modules
-from ..conversion.measuring import attacked
+from ..checkpoint.reader import Checkpoint
+from ..conversion.measuring import attacked, bounded
 from ..conversion.options import shown_in_a_command
-from ..conversion.planning import checkpoint_batches, say_what_is_outside
-from ..devices import Device, products_on
+from ..conversion.planning import checkpoint_batches, classified, opened_with_notes
+from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known, padding_entry
@@ -32,8 +28,7 @@ from ..quiet import quiet
 from ..report.build import speaking_of, tiers_of
 from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
-from ..run.agreement import agreed_layout
-from ..run.batch import Batch, describe_batches
+from ..run.batch import describe_batches
 from ..run.stock import attentions_of
 
 BOUNDED_FOR = "half"
@@ -70,114 +65,57 @@ def audit(
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     check_names(regimes, attention)
     on = Device(device, progress)
-    checkpoint = open_checkpoint(source, subfolder, config=None if config is None else Path(config))
-    for note in checkpoint.notes:
-        progress.say(note)
-    asked = Asked(tuple(r for r in REGIMES if r in regimes), data, train_mode, tuple(attention), seed, sweep)
-    if not is_known(checkpoint.config):
+    checkpoint = opened_with_notes(source, subfolder, config, progress)
+    regimes = tuple(regime for regime in REGIMES if regime in regimes)
+    how: dict[str, Any] = {"regimes": regimes, "train_mode": train_mode, "seed": seed}
+    run: Callable[..., Mapping[str, RegimeResult]]
+    layout, converted, known, proven = None, False, dict[str, Any](), dict[str, Any]()
+    if is_known(checkpoint.config):
+        layout = classified(checkpoint, progress)
+        attention = attentions_of(layout.stock.names[0], tuple(attention), progress)
+        converted, known = is_converted(checkpoint.folder), {"target": None, "padding": padding_entry(layout.config)}
+        if converted or attack_steps is not None:
+            check_bounded(layout)  # before anything is run
+        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep, progress=progress)
+        family, generates = layout.family.name, layout.stock.is_language_model
+        run = partial(audit_folder, checkpoint.folder, inputs=inputs, attention=attention)
+    else:
         if attack_steps is not None:
             raise UserError(
                 f"{checkpoint.name}: the attack needs bounds, and {checkpoint.config.get('model_type')} is of no family"
                 " that has them; leave --attack out"
             )
-        return dump(audited_without_family(checkpoint, asked, on, progress))
-    layout = agreed_layout(checkpoint)
-    say_what_is_outside(checkpoint, layout, progress)
-    asked = replace(asked, attention=attentions_of(layout.stock.names[0], asked.attention, progress))
-    converted = is_converted(checkpoint.folder)
-    if converted or attack_steps is not None:
-        check_bounded(layout)  # before anything is run
-    inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep, progress=progress)
+        model = open_any(checkpoint.folder, attention, progress)
+        inputs = batches_of(model, data, seed, sweep=sweep)
+        family, generates, attention = model.name, model.generates, model.attention
+        run = partial(audit_any, model, inputs)
     with progress.step(f"Auditing {', '.join(regimes)}") as advance:
-        results = on.run(
-            "audit",
-            lambda place: audit_folder(
-                checkpoint.folder, inputs=inputs, attention=asked.attention, device=place, advance=advance, **asked.how
-            ),
-        )
-    observed = observation(checkpoint, asked, results, inputs, generates=layout.stock.is_language_model)
-    proven: dict[str, Any] = {}
-    if converted or attack_steps is not None:
+        results = on.run("audit", lambda place: run(device=place, advance=advance, **how))
+    if layout is not None and (converted or attack_steps is not None):
+        known["target"] = BOUNDED_FOR
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
-    found = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
-    safe = not found and verdict(results) == "safe"
+    described = describe_batches(inputs, seed=seed, data=data, generates=generates)
+    entries = regimes_of(results)
+    attacked_sites = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
+    safe = not attacked_sites and verdict(results) == "safe"
+    then = NO_FAMILY if layout is None else going_on_from(shown_in_a_command(source), entries, converted, subfolder)
     report = Report(
         schema=SCHEMA,
         verdict="safe" if safe else "unsafe",
         proof="certified" if proven and proven["certificate"].holds else "observed",
-        family=layout.family.name,
-        target=BOUNDED_FOR if proven else None,
-        padding=padding_entry(layout.config),
-        **observed,
-        unsafe=[*unsafe_sites(observed["regimes"], converted=converted), *found],
-        next="" if safe else going_on_from(shown_in_a_command(source), observed["regimes"], converted, subfolder),
+        family=family,
+        **known,
+        source=Source.of(checkpoint),
+        train_mode=train_mode,
+        attention=list(attention),
+        inputs=Inputs.model_validate(described),
+        regimes=entries,
+        unsafe=[*unsafe_sites(entries, converted=converted, convertible=layout is not None), *attacked_sites],
+        next="" if safe else then,
         **proven,
         environment=Environment.model_validate(on.environment()),
     )
-    return dump(speaking_of(report, layout))
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What an audit is to run: the command's options of these names."""
-
-    regimes: tuple[str, ...]
-    data: str | None
-    train_mode: bool
-    attention: tuple[str, ...]
-    seed: int
-    sweep: bool
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """What a run of any model takes of them."""
-        return {"regimes": self.regimes, "train_mode": self.train_mode, "seed": self.seed}
-
-
-def observation(
-    checkpoint: Checkpoint,
-    asked: Asked,
-    results: Mapping[str, RegimeResult],
-    inputs: Sequence[Batch],
-    *,
-    generates: bool,
-) -> dict[str, Any]:
-    """Return what every audit reports: what was run, on what, and what it showed; generates: whether the class can."""
-    described = describe_batches(inputs, seed=asked.seed, data=asked.data, generates=generates)
-    return {
-        "source": Source.of(checkpoint),
-        "train_mode": asked.train_mode,
-        "attention": list(asked.attention),
-        "inputs": Inputs.model_validate(described),
-        "regimes": regimes_of(results),
-    }
-
-
-def audited_without_family(checkpoint: Checkpoint, asked: Asked, on: Device, progress: Progress) -> Report:
-    """Return the report of a checkpoint of no known family: what its regimes show, and no certificate.
-
-    Raises ``UserError`` as ``audit`` does.
-    """
-    model = open_any(checkpoint.folder, asked.attention, progress)
-    inputs = batches_of(model, asked.data, asked.seed, sweep=asked.sweep)
-    with progress.step(f"Auditing {', '.join(asked.regimes)}") as advance:
-        results = on.run(
-            "audit",
-            lambda place: audit_any(model, inputs, device=place, advance=advance, **asked.how),
-        )
-    asked = replace(asked, attention=model.attention)
-    observed = observation(checkpoint, asked, results, inputs, generates=model.generates)
-    said = verdict(results)
-    return Report(
-        schema=SCHEMA,
-        verdict=said,
-        proof="observed",
-        family=model.name,
-        **observed,
-        unsafe=unsafe_sites(observed["regimes"], convertible=False),
-        next="" if said == "safe" else NO_FAMILY,
-        environment=Environment.model_validate(on.environment()),
-    )
+    return dump(report if layout is None else speaking_of(report, layout))
 
 
 def proof(
@@ -192,12 +130,8 @@ def proof(
 ) -> dict[str, Any]:
     """Return what an audit reports beside its regimes: ``certificate`` and ``uncertified``, with ``attack_steps`` the
     ``attack``, and of a ``converted`` folder ``tiers``."""
-    weights, seen = fp16_weights(checkpoint, layout), dict[str, float]()
-    spectra, proven, broken = Spectra(weights), dict[str, Any](), False
-    with products_on(device, "certificate"), progress.step(f"Bounding every site for {BOUNDED_FOR}") as advance:
-        certificate = bound(layout, weights, target=BOUNDED_FOR, spectra=spectra, advance=advance)
-    modules = read_side_modules(checkpoint.folder)
-    certificate = with_side_modules(certificate, layout, modules)
+    seen, proven, broken = dict[str, float](), dict[str, Any](), False
+    certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:
         adversary = attacked(checkpoint.folder, layout, certificate, attack_steps, seed, device, progress)
         seen = dict(adversary.worst)
@@ -206,16 +140,6 @@ def proof(
     for site in results["half"].sites if "half" in results else ():
         seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
     if converted:
-        with products_on(device, "certificate"), progress.step("Bounding every site in stricter arithmetic"):
-            tiers = certified_tiers(
-                layout,
-                weights,
-                BOUNDED_FOR,
-                holds=certificate.holds,
-                arithmetic=Arithmetic(),
-                spectra=spectra,
-                modules=modules,
-            )
         proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
     proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))
     proven["uncertified"] = over_limits(proven["certificate"], converted=converted)

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import bound, fp16_weights
-from ..bounds.findings import Certificate
-from ..bounds.side_modules import with_side_modules
-from ..bounds.spectral import Spectra
-from ..bounds.tiers import certified_tiers
+from ..bounds.certificate import fp16_weights
 from ..checkpoint.folder import is_converted
-from ..checkpoint.reader import open_checkpoint, own_name
-from ..checkpoint.side_modules import SideModule, read_side_modules
-from ..conversion.options import shorter_than_its_own, shown_in_a_command
-from ..conversion.planning import say_what_is_outside
-from ..devices import Device, products_on
+from ..checkpoint.places import own_name
+from ..conversion.measuring import bounded
+from ..conversion.options import shown_in_a_command
+from ..conversion.planning import classified, opened_with_notes
+from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import padding_entry
-from ..families.layout import Layout, TensorReader
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import speaking_of, tiers_of
 from ..report.remedies import NORMALISE_IN_FP32, going_on_from, normalising_is_all, over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..report.stored import recorded_target
-from ..run.agreement import agreed_layout
 from .adapter import merged_weights
 
 if TYPE_CHECKING:
@@ -64,19 +57,13 @@ def certify(
     if max_length < 1:
         raise UserError(f"a maximum length of {max_length} is not a number of positions; give 1 or more")
     on = Device(device, progress)
-    checkpoint = open_checkpoint(source, subfolder, config=None if config is None else Path(config))
-    for note in checkpoint.notes:
-        progress.say(note)
-    layout = agreed_layout(checkpoint)
-    say_what_is_outside(checkpoint, layout, progress)
-    if short := shorter_than_its_own(checkpoint, layout, max_length):
-        progress.say(short)
-    weights = fp16_weights(checkpoint, layout)
+    checkpoint = opened_with_notes(source, subfolder, config, progress)
+    layout = classified(checkpoint, progress, max_length)
+    weights = None
     if adapter is not None:
-        weights = merged_weights(Path(adapter), checkpoint.folder, layout, weights)
+        weights = merged_weights(Path(adapter), checkpoint.folder, layout, fp16_weights(checkpoint, layout))
         progress.say(f"{checkpoint.name} is bounded as it is when {own_name(adapter)} is merged into it")
-    modules = read_side_modules(checkpoint.folder)
-    found, tiers = bounded(weights, layout, target, Arithmetic(max_length), on, progress, modules)
+    found, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress, weights=weights)
     if (made_for := recorded_target(checkpoint.folder)) not in (None, target):
         progress.say(f"{checkpoint.name} was converted for {made_for}, which --target {made_for} bounds it for")
     described, converted = CertificateEntry.model_validate(found.to_json()), is_converted(checkpoint.folder)
@@ -101,26 +88,3 @@ def certify(
         environment=Environment.model_validate(on.environment()),
     )
     return dump(speaking_of(report, layout))
-
-
-def bounded(
-    weights: TensorReader,
-    layout: Layout,
-    target: str,
-    arithmetic: Arithmetic,
-    device: Device,
-    progress: Progress,
-    modules: Sequence[SideModule] = (),
-) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of weights rounded to fp16, and by tier whether its own holds; modules: what stands
-    behind a sentence encoder."""
-    spectra = Spectra(weights)
-    with products_on(device, "certificate"):
-        with progress.step(f"Bounding every site for {target}") as advance:
-            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-        found = with_side_modules(found, layout, modules)
-        with progress.step("Bounding every site in stricter arithmetic"):
-            tiers = certified_tiers(
-                layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=spectra, modules=modules
-            )
-    return found, tiers

@@ -14,13 +14,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
-from ..bounds.arithmetic import MAX_LENGTH
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
 from ..checkpoint.formats import read_json
-from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
-from ..checkpoint.naming import TOKENIZER_WITH_WEIGHTS
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
 from ..checkpoint.packing import (
     check_out_file,
     metadata_of,
@@ -33,7 +31,13 @@ from ..checkpoint.shards import WEIGHTS
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import scratch, staged
 from ..conversion.measuring import attack_unproven, drift_of_eps, fidelity_to_original, measure
-from ..conversion.options import AUTO, TOOL_EPS, TOOLS, Destination, Options, Provenance, shown_in_a_command
+from ..conversion.options import (
+    Destination,
+    GivenOptions,
+    Options,
+    Provenance,
+    shown_in_a_command,
+)
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
@@ -43,16 +47,14 @@ from ..quiet import quiet
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
+from ..report.remedies import NORMALISE_IN_FP32, finetuning_of, normalising_is_all
 from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, describe_plan
-from ..rescaling.planner import MARGIN_BITS, Planned
+from ..rescaling.planner import Planned
 from ..run.batch import describe_batches
-
-if TYPE_CHECKING:
-    import torch
-
+from ..targets import AUTO, TIERS
 
 WHOLE = 1.5
 """Seconds of a conversion for each up to its plan: the audit takes somewhat longer than the observation that it
@@ -90,38 +92,23 @@ def convert(
     source: str | Path,
     out: str | Path,
     *,
-    target: str = AUTO,
-    data: str | None = None,
     dry_run: bool = False,
-    run_model: bool = True,
-    subfolder: str | None = None,
-    plan: str | Path | None = None,
     force: bool = False,
-    margin_bits: float = MARGIN_BITS,
-    max_length: int = MAX_LENGTH,
-    max_shard_size: int | None = None,
-    seed: int = 0,
-    sweep: bool = False,
-    device: str | torch.device = "auto",
-    config: str | Path | None = None,
-    layout: str = FOLDER_LAYOUT,
     endpoint: str | None = None,
     progress: Progress | None = None,
+    **options: Unpack[GivenOptions],
 ) -> Conversion:
     """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
     and measured.
 
-    Its many parameters are the command's options, as keywords; ``Options`` says what each of them means. dry_run: plan
-    only, write nothing. force: replace an existing ``out``. endpoint: the Hub's address, by default the environment's.
-    Raises UserError for input that cannot be used; ``out`` then does not exist.
+    ``options`` are the fields of ``Options``, which says what each of them means. dry_run: plan only, write nothing.
+    force: replace an existing ``out``. endpoint: the Hub's address, by default the environment's. Raises UserError for
+    input that cannot be used; ``out`` then does not exist.
     """
-    options = Options(
-        target, data, run_model, subfolder, plan, margin_bits, max_length, max_shard_size, seed, sweep, device,
-        config=config, layout=layout,
-    )  # fmt: skip
+    asked = Options(**options)
     place = Destination(Path(out), force=force, dry_run=dry_run)
-    run = convert_by if layout == FOLDER_LAYOUT or dry_run else convert_to_file
-    return run(options, source, place, endpoint=endpoint, progress=progress)
+    run = convert_by if asked.layout == FOLDER_LAYOUT or dry_run else convert_to_file
+    return run(asked, source, place, endpoint=endpoint, progress=progress)
 
 
 @quiet()
@@ -176,12 +163,27 @@ def convert_by(
             report = provenance.judge(reports.descended(report, provenance.lineage, kept))
         elif not report.safe:
             report = report.model_copy(
-                update={"next": options.next(report, shown_in_a_command(source), place.out.name)}
+                update={"next": next_of(options, report, shown_in_a_command(source), place.out.name)}
             )
         opened.checkpoint.check_unchanged()
         report = write_report(work, report)
-    then = options.next(report, str(source), str(place.out)) if report.next else ""
+    then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return Conversion(dump(report), place.out, decided.planned, measured.plan, next=then)
+
+
+def next_of(options: Options, report: Report, source: str, out: str) -> str:
+    """Return how to go on where a conversion of ``source`` to ``out`` ended unsafe, with both named so."""
+    broken = report.broken_regimes
+    if not broken and not report.unsafe and normalising_is_all(report.uncertified):
+        return NORMALISE_IN_FP32
+    return finetuning_of(
+        source,
+        f"{out}-finetuned",
+        [name for name in report.regimes if name not in broken] if broken else (),
+        certify=not report.regimes,
+        target=None if options.target in (AUTO, TIERS[0].target) else options.target,
+        subfolder=options.subfolder,
+    )
 
 
 @quiet()
@@ -201,14 +203,15 @@ def convert_to_file(
     progress = progress or Progress(quiet=True)
     options.check()
     check_out_file(place.out, Path(source), force=place.force)
-    if options.layout in TOOLS and options.target == AUTO:
+    layout = LAYOUTS[options.layout]
+    if layout.tool is not None and options.target == AUTO:
         options = replace(options, target="norm-safe")
     with scratch(place.out) as work:
         folder, file = work / place.out.name, work / "packed"
         done = convert_by(options, source, Destination(folder), endpoint=endpoint, progress=progress)
         report, eps, drift = read(Report, done.report), done.plan.eps, None
-        if options.layout in TOOLS and options.run_model and done.plan.residual_exponent:
-            drift = drift_of_eps(folder, TOOL_EPS, options, progress)
+        if layout.eps is not None and options.run_model and done.plan.residual_exponent:
+            drift = drift_of_eps(folder, layout.eps, options, progress)
         summary = {
             "layout": options.layout,
             **{key: done.report.get(key) for key in ("verdict", "proof", "target", "tiers", "command", "environment")},
@@ -221,13 +224,14 @@ def convert_to_file(
         config = read_json(folder / "config.json", "config")
         back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
         spiece = folder / TOKENIZER_FILE
-        inside = (TOKENIZER, spiece) if options.layout == "comfy" and needs_tokenizer(config, spiece) else None
+        needs = config.get("model_type") in layout.tokenizers
+        inside = (TOKENIZER, spiece) if needs and spiece.is_file() else None
         with progress.step(f"Packing it for --layout {options.layout}"):
-            pack(folder / WEIGHTS, file, LAYOUTS[options.layout].naming, metadata_of(summary, back), inside)
+            pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), inside)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
-    notes = for_the_tool(report, options.layout, drift, missing=needs_tokenizer(config) and inside is None)
-    then = options.next(report, str(source), str(place.out)) if report.next else ""
+    notes = for_the_tool(report, layout, drift, missing=needs and inside is None)
+    then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
 
 
@@ -244,36 +248,30 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
     )
 
 
-def needs_tokenizer(config: Mapping[str, Any], file: Path | None = None) -> bool:
-    """Return whether ComfyUI takes a model's tokenizer from its weights (UMT5), and if a file is given, can have it."""
-    return config.get("model_type") in TOKENIZER_WITH_WEIGHTS and (file is None or file.is_file())
-
-
-def for_the_tool(report: Report, layout: str, drift: float | None, *, missing: bool) -> tuple[str, ...]:
+def for_the_tool(report: Report, layout: FileLayout, drift: float | None, *, missing: bool) -> tuple[str, ...]:
     """Return what there is to say of a file to the user of the tool that is to read it.
 
-    drift: of eps, where it was measured. missing: whether ComfyUI will not find a tokenizer.
+    drift: of eps, where it was measured. missing: whether the tool will not find a tokenizer.
     """
     eps = report.plan.eps if report.plan is not None else None
-    if layout not in TOOLS:
+    if layout.tool is None:
         return () if eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
-    tool, notes = TOOLS[layout], []
-    fixed = f"{tool} has {TOOL_EPS:g} for eps whatever the file says"
+    notes, fixed = [], f"{layout.tool} has {layout.eps:g} for eps whatever the file says"
     if drift is not None:
         bf16 = report.fidelity.kl_bf16 if report.fidelity is not None else None
         beside = "" if bf16 is None else f", beside {bf16:.1e} for the source in bf16"
         notes.append(f"{fixed}: that costs a relative squared error of {drift:.1e}{beside}")
-    elif eps is not None and eps != TOOL_EPS:
+    elif eps is not None and eps != layout.eps:
         notes.append(f"{fixed}, where this needs {eps:.1e}; nothing was run to measure the difference")
     tier = report.tiers.get("norm-fp16")
-    if layout == "comfy" and tier is not None and not tier.holds:
+    if layout.name == "comfy" and tier is not None and not tier.holds:
         notes.append(
             f"norm-fp16 does not hold: {tier.reason}; safe where ComfyUI keeps activations in fp32, as it does by"
             " default, and not where they are fp16"
         )
-    if layout == "comfy" and missing:
+    if missing:
         notes.append(
-            "ComfyUI takes this model's tokenizer from the weights, and the source has none (spiece.model, or"
+            f"{layout.tool} takes this model's tokenizer from the weights, and the source has none (spiece.model, or"
             " spiece_model in a file); convert a source that has it"
         )
     return tuple(notes)

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import TARGETS, bound, is_certified
-from ..bounds.findings import Certificate
+from ..bounds.certificate import bound, is_certified
 from ..bounds.spectral import Spectra
 from ..conversion.planning import bound_source
 from ..errors import UserError
@@ -31,9 +30,9 @@ from ..report.rows import tower_of
 from ..rescaling.apply import apply, scale
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.plan import Plan, exponents_of, inverse
-from ..rescaling.planner import MARGIN_BITS
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.stock import eps_attribute
+from ..targets import MARGIN_BITS, TARGETS
 from .rescale import observed_plan, opened
 
 MARK = "_made_fp16_safe"
@@ -172,19 +171,14 @@ def make_fp16_safe(
         known = replace(spectra, fixed=True)
         planned = layout_under(layout, plan)
         proof = bound(planned, rounded(source, layout, plan), arithmetic, target=target, spectra=known)
-        made = described(proof, plan, target, layout.eps)
+        worst = min(proof.sites, key=lambda site: site.headroom_bits)
+        made = MadeSafe(plan, target, proof.holds, worst.headroom_bits, worst.name, layout.eps)
         if made.changed:
             apply(model, layout, plan)
             if layout.family.eps_key is not None:
                 set_eps(model, layout, planned.eps)
     model.__dict__[MARK] = made
     return made
-
-
-def described(proof: Certificate, plan: Plan, target: str, eps: float) -> MadeSafe:
-    """Return what was done, with what the certificate says of it."""
-    worst = min(proof.sites, key=lambda site: site.headroom_bits)
-    return MadeSafe(plan, target, proof.holds, worst.headroom_bits, worst.name, eps)
 
 
 def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> TensorReader:
@@ -231,13 +225,9 @@ def set_eps(model: Any, layout: Layout, eps: float) -> None:
 
 def check_plain(model: Any, remedy: str) -> None:
     """Raise UserError for a model with adapters, whether PEFT has wrapped it or put them into it."""
-    if hasattr(model, "peft_config") or any(name.rpartition(".")[2] == "base_layer" for name, _ in named(model)):
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    if hasattr(model, "peft_config") or any(name.rpartition(".")[2] == "base_layer" for name, _ in modules):
         raise UserError(f"{type(model).__name__} has an adapter in it; {remedy}")
-
-
-def named(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model with their paths; none of what is no module."""
-    yield from model.named_modules() if isinstance(model, nn.Module) else ()
 
 
 def check_known(model: Any) -> None:

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from pydantic import ValidationError
 
@@ -20,11 +20,11 @@ from ..checkpoint.disk import check_free_space
 from ..checkpoint.folder import is_weights, records, write_json
 from ..checkpoint.formats import read_json
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
-from ..checkpoint.places import written_folder
-from ..checkpoint.reader import contained, fetched, hub_files, own_name
+from ..checkpoint.places import own_name, written_folder
+from ..checkpoint.reader import contained, fetched, hub_files
 from ..checkpoint.shards import INDEX
 from ..checkpoint.staging import check_out, staged
-from ..conversion.options import Destination, Options
+from ..conversion.options import Destination, GivenOptions, Options
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known
@@ -33,7 +33,7 @@ from ..quiet import quiet
 from ..report.schema import FileEntry, Output, PipelineEntry, PipelineReport, Report, Source, dump, read
 from ..report.stored import read_origin
 from ..wording import counted, listed
-from .convert import Conversion, convert_by
+from .convert import Conversion, convert_by, next_of
 from .undo import undo
 
 REWRITTEN = ("config.json", INDEX)
@@ -69,7 +69,7 @@ def convert_pipeline(
     force: bool = False,
     endpoint: str | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[GivenOptions],
 ) -> PipelineConversion:
     """Convert every T5-family encoder of a diffusion pipeline (folder or Hub id) to fp16, and bring the rest of the
     pipeline to ``out`` with them.
@@ -121,20 +121,27 @@ def convert_pipeline_by(
         for name, first in pipeline.same.items():
             [*bring(work / first, files_below(work / first)[0], work / name)]
             encoders.append(entry_of(pipeline, name, done[first].report, same=first))
+        # Links to a source's files have no SHA-256, since whoever removes a link removes no file.
+        linked = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
+        files = sorted([*records(work, links), *linked], key=lambda entry: str(entry["name"]))
         report = PipelineReport(
             schema=SCHEMA,
             verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
             source=Source(path=pipeline.source if not local else own_name(pipeline.source), revision=pipeline.revision),
             encoders=encoders,
             left_out=list(pipeline.left_out),
-            command=command_of(options, pipeline, place.out, copy=copy),
+            command=options.command(pipeline.source, place.out) + (" --copy" if copy else ""),
             environment=read(Report, next(iter(done.values())).report).environment,
-            output=Output(files=[FileEntry(**entry) for entry in listing(work, links)]),
+            output=Output(files=[FileEntry.model_validate(entry) for entry in files]),
             **brought,
         )
         write_json(work / PIPELINE, dump(report))
-    moved = {n: replace(one, out=place.out / n, next=next_of(options, pipeline, n, one, place.out))
-             for n, one in done.items()}  # fmt: skip
+    moved = {}
+    for name, one in done.items():
+        # The finetune leaves a folder beside the pipeline.
+        asked, beside = replace(options, subfolder=name), f"{place.out}-{name}"
+        then = next_of(asked, read(Report, one.report), pipeline.source, beside) if one.next else ""
+        moved[name] = replace(one, out=place.out / name, next=then)
     return PipelineConversion(dump(report), place.out, moved)
 
 
@@ -177,13 +184,6 @@ def bring_others(
     return {"linked": len(links), "copied": len(names) - len(links), "nbytes": nbytes}, links
 
 
-def listing(work: Path, links: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return the entries of all files of a pipeline, by name; those that are links to a source's have no SHA-256, since
-    whoever removes a link removes no file."""
-    linked = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
-    return sorted([*records(work, links), *linked], key=lambda entry: str(entry["name"]))
-
-
 def entry_of(pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: str | None = None) -> PipelineEntry:
     """Return what is recorded of a converted sub-folder."""
     folder = pipeline.folder / name
@@ -196,18 +196,6 @@ def entry_of(pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: 
         files=files_below(folder)[0],
         texts=texts,
     )
-
-
-def command_of(options: Options, pipeline: Pipeline, out: Path, *, copy: bool) -> str:
-    """Return the command line that does the same again."""
-    return options.command(pipeline.source, out) + (" --copy" if copy else "")
-
-
-def next_of(options: Options, pipeline: Pipeline, name: str, done: Conversion, out: Path) -> str:
-    """Return how to go on with an encoder that is unsafe: the finetune leaves a folder beside the pipeline."""
-    if not done.next:
-        return ""
-    return replace(options, subfolder=name).next(read(Report, done.report), pipeline.source, f"{out}-{name}")
 
 
 # --- the way back ----------------------------------------------------------------------------------------------------

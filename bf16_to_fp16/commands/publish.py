@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..auditing.regimes import RegimeResult, verdict
+from ..auditing.regimes import verdict
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import fp16_weights
 from ..checkpoint.folder import as_json, is_weights, sha256_of
 from ..checkpoint.formats import read_json
 from ..checkpoint.hub import LOG_IN, explained, status_of, with_retries
@@ -25,6 +24,7 @@ from ..checkpoint.packing import summary_of
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import contained, open_checkpoint
 from ..checkpoint.shards import INDEX, WEIGHTS
+from ..conversion.measuring import bounded
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -36,16 +36,13 @@ from ..report.schema import CARD, PAGE, REPORT, CertificateEntry, FileEntry, Rep
 from ..run.agreement import agreed_layout
 from ..verification.claims import found_values
 from ..verification.views import rendered
-from .certify import bounded
 from .pipeline import check_no_pipeline
-from .verify import Problem, check_audit, check_files, read_recorded, recompute, repeat_audit
+from .verify import Problem, check_audit, check_files, read_recorded, recompute, run_again
 
 HUBS_OWN = (".gitattributes",)
 """Files that the Hub itself puts into a repository."""
 
-
 MESSAGE = "Upload an fp16 checkpoint rescaled by bf16_to_fp16"
-
 
 SMALL = 10_000_000
 """Bytes up to which a file is searched for the token and goes up together with others."""
@@ -77,26 +74,28 @@ class Upload:
     added: dict[str, Path] = field(default_factory=dict)
 
     @property
-    def safe(self) -> bool:
-        """Return whether the verdict is safe."""
-        return self.report.safe
-
-    @property
     def card(self) -> str:
         """The model card as it will be uploaded."""
         return (self.changed.get(CARD) or (self.folder / CARD).read_bytes()).decode("utf-8")
 
     def items(self) -> list[Item]:
         """Return the files to upload, by name."""
-        names = {entry.name: str(entry.sha256) for entry in self.report.output.files} | {REPORT: ""}
-        found = []
-        for name, digest in sorted(names.items()):
+        digests = {entry.name: str(entry.sha256) for entry in self.report.output.files} | {REPORT: ""}
+        items = []
+        for name, digest in sorted(digests.items()):
             changed, path = self.changed.get(name), self.added.get(name) or contained(self.folder, name)
             if changed is not None:
-                found.append(Item(name, len(changed), hashlib.sha256(changed).hexdigest(), changed))
+                items.append(Item(name, len(changed), hashlib.sha256(changed).hexdigest(), changed))
             else:
-                found.append(Item(name, path.stat().st_size, digest or sha256_of(path), path))
-        return found
+                items.append(Item(name, path.stat().st_size, digest or sha256_of(path), path))
+        return items
+
+    def list_files(self, files: Sequence[FileEntry], **more: Any) -> None:
+        """Have the report list files in the place of those with their names; more: other keys of its ``output``."""
+        names = {entry.name for entry in files}
+        kept = [entry for entry in self.report.output.files if entry.name not in names]
+        output = self.report.output.model_copy(update={"files": [*kept, *files], **more})
+        self.report = self.report.model_copy(update={"output": output})
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,12 @@ class Remote:
             return known[1] == item.sha256
         header = f"blob {item.nbytes}\0".encode()
         return known[1] == hashlib.sha1(header + item.read(), usedforsecurity=False).hexdigest()
+
+    def others(self, items: Sequence[Item], *, weights: bool) -> list[str]:
+        """Return the files that do not belong to what is uploaded: weights, as an original's in fp32 or bf16, which
+        are never deleted, or all else, which may be replaced."""
+        names = set(self.files) - {item.name for item in items} - set(HUBS_OWN)
+        return sorted(name for name in names if is_weights(name) == weights)
 
 
 def prepare(
@@ -146,7 +151,7 @@ def prepare(
         text = upload.card
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder / CARD}: not readable as UTF-8; convert the source again for a new card") from error
-    if not upload.safe:
+    if not upload.report.safe:
         check_safe(upload, "its report says so", allow_unsafe)
         text = warned(text, upload.report)
     if add:
@@ -171,22 +176,17 @@ def added_file(upload: Upload, file: Path, *, allow_unsafe: bool, progress: Prog
     taken = {REPORT, *(entry.name for entry in upload.report.output.files)}
     if file.name in taken:
         raise UserError(f"{file}: {file.name} is the name of another file of the upload; rename it")
-    holds = said["verdict"] == "safe"
     if said["proof"] == "certified":
-        checkpoint, target = open_checkpoint(file), said["target"]
-        device = Device("auto", progress)
+        checkpoint, device = open_checkpoint(file), Device("auto", progress)
         arithmetic = Arithmetic(int(said.get("max_length", MAX_LENGTH)))
-        layout = agreed_layout(checkpoint)
-        weights = fp16_weights(checkpoint, layout)
-        certificate, _ = bounded(weights, layout, target, arithmetic, device, progress)
+        certificate, _ = bounded(checkpoint, agreed_layout(checkpoint), said["target"], arithmetic, device, progress)
         if not certificate.holds:
             raise UserError(f"{file}: its certificate, computed again, does not hold; convert the source again")
-    if not holds and not allow_unsafe:
+    if said["verdict"] != "safe" and not allow_unsafe:
         raise UserError(f"{file} is unsafe in fp16 (it says so itself) and is not published; leave it out of --add")
     upload.added[file.name] = file
     entry = FileEntry(name=file.name, nbytes=file.stat().st_size, sha256=sha256_of(file))
-    output = upload.report.output.model_copy(update={"files": [*upload.report.output.files, entry]})
-    upload.report = upload.report.model_copy(update={"output": output})
+    upload.list_files([entry])
     return {**said, "name": file.name, "nbytes": entry.nbytes}
 
 
@@ -208,20 +208,17 @@ def check_safe(upload: Upload, why: str, allowed: bool) -> None:
 
 def restated(upload: Upload, card: str) -> None:
     """Put the card's text, if it is not the recorded one, and then the report with its new hash into what changes."""
+    recorded = {entry.name: entry.sha256 for entry in upload.report.output.files}
     data = card.encode("utf-8")
-    records = list(upload.report.output.files)
-    before = {entry.name: entry.sha256 for entry in records}
-    for name, content in ((CARD, data), *((n, d) for n, d in upload.changed.items() if n not in (CARD, REPORT))):
-        digest = hashlib.sha256(content).hexdigest()
-        if before.get(name) == digest and name not in upload.changed:
-            continue
-        upload.changed[name] = content
-        records = [entry for entry in records if entry.name != name]
-        records.append(FileEntry(name=name, nbytes=len(content), sha256=digest))
+    if CARD in upload.changed or hashlib.sha256(data).hexdigest() != recorded.get(CARD):
+        upload.changed[CARD] = data
     if upload.changed:
-        edited = {"card_edited": True} if upload.card_edited else {}
-        output = upload.report.output.model_copy(update={"files": records, **edited})
-        upload.report = upload.report.model_copy(update={"output": output})
+        files = [
+            FileEntry(name=name, nbytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+            for name, content in sorted(upload.changed.items())
+            if name != REPORT
+        ]
+        upload.list_files(files, **({"card_edited": True} if upload.card_edited else {}))
         upload.changed[REPORT] = as_json(dump(upload.report)).encode("utf-8")
 
 
@@ -230,28 +227,25 @@ def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> No
 
     What breaks only now makes the report, the page and the card say so. Raises UserError where it is not allowed.
     """
-    device = Device("auto", progress)
-    if not upload.report.regimes:
-        checkpoint = open_checkpoint(upload.folder)
-        certificate, _ = recompute(checkpoint, agreed_layout(checkpoint), upload.report, progress, device)
-        if certificate.holds or not upload.safe:
-            return
-        check_safe(upload, "its certificate, computed again, does not hold", allow_unsafe)
-        described = CertificateEntry.model_validate(certificate.to_json())
-        over = over_limits(described, converted=True)
-        update: dict[str, object] = {"certificate": described, "uncertified": over}
+    report, device = upload.report, Device("auto", progress)
+    if report.regimes:
+        regimes = run_again(upload.folder, report, progress, device).ran.regimes
+        entries, problems = regimes_of(regimes), check_audit(regimes)
+        safe, why = verdict(regimes) == "safe", f"{problems[0].name}: {problems[0].reason}" if problems else ""
+        seen: dict[str, Any] = {"regimes": entries, "unsafe": [*report.unsafe, *unsafe_sites(entries, converted=True)]}
     else:
-        regimes: Mapping[str, RegimeResult] = repeat_audit(upload.folder, upload.report, progress, device)
-        if verdict(regimes) == "safe" or not upload.safe:
-            return
-        problems = check_audit(regimes)
-        check_safe(upload, f"{problems[0].name}: {problems[0].reason}", allow_unsafe)
-        entries = regimes_of(regimes)
-        update = {"regimes": entries, "unsafe": [*upload.report.unsafe, *unsafe_sites(entries, converted=True)]}
-    update |= {"verdict": "unsafe", "proof": "observed", "tiers": {}}
-    update["next"] = going_on_from(upload.folder.name, upload.report.regimes, converted=True)
-    upload.report = upload.report.model_copy(update=update)
-    upload.report = upload.report.model_copy(update={"certificate": beside_runs(upload.report)})
+        checkpoint = open_checkpoint(upload.folder)
+        certificate, _ = recompute(checkpoint, agreed_layout(checkpoint), report, progress, device)
+        entry = CertificateEntry.model_validate(certificate.to_json())
+        safe, why = certificate.holds, "its certificate, computed again, does not hold"
+        seen = {"certificate": entry, "uncertified": over_limits(entry, converted=True)}
+    if safe or not report.safe:
+        return
+    check_safe(upload, why, allow_unsafe)
+    then = going_on_from(upload.folder.name, report.regimes, converted=True)
+    said: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "next": then}
+    report = report.model_copy(update=seen | said)
+    upload.report = report.model_copy(update={"certificate": beside_runs(report)})
     config = read_json(upload.folder / "config.json", "config")
     card, page = rendered(upload.report, upload.folder, config, upload.added)
     upload.changed[PAGE] = page.encode("utf-8")
@@ -411,11 +405,9 @@ def publish(
 
     if known := token or get_token():
         check_no_secrets(upload, known)  # before anything of it is shown
-    result = outcome(upload, asked) | {"dry_run": dry_run}
-    if confirm is not None and not confirm(upload):
-        return result
-    if dry_run:
-        return result
+    confirmed = confirm is None or confirm(upload)
+    if dry_run or not confirmed:
+        return outcome(upload, asked) | {"dry_run": dry_run}
     token = token_of(token, endpoint)
     client = HfApi(endpoint=endpoint, token=token, library_name="bf16_to_fp16")
     target = Target(client, asked, token, progress)
@@ -443,11 +435,11 @@ def publish(
 def already(target: Target, remote: Remote | None, upload: Upload) -> dict[str, Any] | None:
     """Return the result of a publication that has nothing to upload, None where there is something."""
     items = upload.items()
-    if remote is None or not remote.listed or stale(remote, items) or not all(remote.has(item) for item in items):
+    if remote is None or not remote.listed or remote.others(items, weights=False) or not all(map(remote.has, items)):
         return None
-    result = outcome(upload, target.asked) | {"kept": kept(remote, items)}
-    known = {"url": target.url, "commit": remote.commit, "private": remote.private, "compared": True}
-    return result | {"dry_run": False} | known
+    kept = remote.others(items, weights=True)
+    known = {"kept": kept, "url": target.url, "commit": remote.commit, "private": remote.private, "compared": True}
+    return outcome(upload, target.asked) | {"dry_run": False} | known
 
 
 def outcome(upload: Upload, asked: Publication) -> dict[str, Any]:
@@ -472,26 +464,24 @@ def outcome(upload: Upload, asked: Publication) -> dict[str, Any]:
 
 def check_remote(asked: Publication, remote: Remote | None, items: list[Item]) -> None:
     """Raise UserError where a repository is public and should not be, holds something else, or is not there."""
-    if remote is None and asked.revision not in (None, "main"):
-        raise UserError(
-            f"{asked.repo} does not exist, so it has no revision {asked.revision!r}; publish to it without --revision"
-        )
-    if remote is not None:
-        check_visibility(asked.repo, remote, asked.public)
-        if remote.listed and not asked.create_pr and not asked.force:
-            check_same_content(asked.repo, remote, items)
-        names = {item.name for item in items}
-        if not asked.create_pr and WEIGHTS in kept(remote, items) and INDEX in names:
+    repo = asked.repo
+    if remote is None:
+        if asked.revision not in (None, "main"):
             raise UserError(
-                f"{asked.repo} has a {WEIGHTS}, which from_pretrained would load instead of the shards; delete it"
-                " there, choose another name, or convert with a --max-shard-size that makes one file"
+                f"{repo} does not exist, so it has no revision {asked.revision!r}; publish to it without --revision"
             )
-
-
-def check_visibility(repo: str, remote: Remote, public: bool) -> None:
-    """Raise UserError where everyone could read what was not meant to be public."""
-    if remote.private is False and not public:
+        return
+    if remote.private is False and not asked.public:
         raise UserError(f"{repo} exists and is public; give --public to publish there, or choose another name")
+    if asked.create_pr:
+        return
+    if remote.listed and not asked.force:
+        check_same_content(repo, remote, items)
+    if WEIGHTS in remote.others(items, weights=True) and INDEX in {item.name for item in items}:
+        raise UserError(
+            f"{repo} has a {WEIGHTS}, which from_pretrained would load instead of the shards; delete it"
+            " there, choose another name, or convert with a --max-shard-size that makes one file"
+        )
 
 
 def looked_again(target: Target, items: list[Item]) -> Remote:
@@ -515,29 +505,15 @@ def looked_again(target: Target, items: list[Item]) -> Remote:
     return remote
 
 
-def others_of(remote: Remote, items: list[Item]) -> list[str]:
-    """Return the names of files in a repository that do not belong to what is uploaded."""
-    return sorted(set(remote.files) - {item.name for item in items} - set(HUBS_OWN))
-
-
-def stale(remote: Remote, items: list[Item]) -> list[str]:
-    """Return those of them that are no weights, which may be replaced."""
-    return [name for name in others_of(remote, items) if not is_weights(name)]
-
-
-def kept(remote: Remote, items: list[Item]) -> list[str]:
-    """Return those of them that are weights, as an original's in fp32 or bf16: they are never deleted."""
-    return [name for name in others_of(remote, items) if is_weights(name)]
-
-
 def check_same_content(repo: str, remote: Remote, items: list[Item]) -> None:
     """Raise UserError where a repository holds something else than an earlier or partial upload of the same files."""
     differing = [item.name for item in items if item.name in remote.files and not remote.has(item)]
-    other = others_of(remote, items)
+    other = remote.others(items, weights=False)
     if REPORT in remote.files:
         # The three that people edit, or that another run of the same conversion writes anew.
         differing = [name for name in differing if name not in (CARD, REPORT, PAGE)]
-        other = stale(remote, items)  # weights that stayed before stay again
+    else:  # weights that stayed before stay again
+        other = sorted([*other, *remote.others(items, weights=True)])
     if others := [*differing, *other]:
         more = f" and {len(others) - 2} more" if len(others) > 2 else ""
         raise UserError(
@@ -566,7 +542,7 @@ def upload_missing(target: Target, upload: Upload, remote: Remote, items: list[I
 
     asked = target.asked
     missing = [item for item in items if not remote.has(item)]
-    removed = stale(remote, items) if asked.force else []
+    removed = remote.others(items, weights=False) if asked.force else []
     additions = [CommitOperationAdd(path_in_repo=item.name, path_or_fileobj=item.content) for item in missing]
     total, sent = sum(item.nbytes for item in missing), 0
 
@@ -608,7 +584,7 @@ def upload_missing(target: Target, upload: Upload, remote: Remote, items: list[I
     return {
         "uploaded": [item.name for item in missing],
         "deleted": removed,
-        "kept": kept(remote, items),
+        "kept": remote.others(items, weights=True),
         "commit": oid,
         "private": seen.private if seen is not None else remote.private,
         "compared": not why,

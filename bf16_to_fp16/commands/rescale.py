@@ -15,12 +15,13 @@ from ..quiet import quiet
 from ..ranges import ModuleRange
 from ..rescaling.apply import apply
 from ..rescaling.plan import Plan
-from ..rescaling.planner import MARGIN_BITS, make_plan
+from ..rescaling.planner import make_plan
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.agreement import check_modules
 from ..run.batch import Batch
 from ..run.interface import config_of
 from ..run.probe import batches, chosen_ids
+from ..targets import MARGIN_BITS
 
 FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
 

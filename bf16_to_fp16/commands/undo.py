@@ -18,11 +18,11 @@ from ..checkpoint.packing import (
 )
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.shards import WEIGHTS, Write
+from ..checkpoint.shards import WEIGHTS
 from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import check_out, scratch, staged
-from ..checkpoint.writer import write_fp16
+from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..families.configs import with_value, without_value
 from ..families.resolve import resolve
@@ -51,29 +51,36 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     if not (folder / REPORT).is_file():
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     check_out(out, folder, force=force, back=True)
-    origin = read_origin(folder)
-    checkpoint = open_checkpoint(folder)
-    back = writes_back(checkpoint, read_plan(folder), origin)
+    checkpoint, origin = open_checkpoint(folder), read_origin(folder)
     with staged(out, force=force) as work:
-        with progress.step(f"Writing {len(back)} tensors") as advance:
-            written = write_fp16(checkpoint, back, work, advance=advance)
-        checkpoint.check_unchanged()
+        written = write_weights(checkpoint, read_plan(folder), origin, work, progress)
         check_written_files(folder, written.source_sha256)
-        write_json(work / "config.json", config_before(checkpoint.config, origin))
-        carry_over(folder, work, back=True)
+        write_beside(checkpoint, origin, work)
         write_in_fp16(folder, work, origin.side_dtypes)
     return out
 
 
-def writes_back(checkpoint: Checkpoint, plan: Plan, origin: Source) -> list[Write]:
-    """Return what to write to have the tensors of a converted checkpoint's source again."""
+def write_weights(
+    checkpoint: Checkpoint, plan: Plan, origin: Source, work: Path, progress: Progress, **how: Any
+) -> Written:
+    """Write the tensors of a converted checkpoint's source again; how: as ``write_fp16`` takes it."""
     assert origin.dtype is not None  # as read
     stored = {"F64": "F32"}  # which holds all that came through fp16
-    return [
+    back = [
         write.as_dtype(stored.get(dtype := origin.dtypes.get(write.name, origin.dtype), dtype))
         for write in writes(resolve(checkpoint), inverse(plan))
         if write.name not in origin.made
     ]
+    with progress.step(f"Writing {len(back)} tensors") as advance:
+        written = write_fp16(checkpoint, back, work, advance=advance, **how)
+    checkpoint.check_unchanged()
+    return written
+
+
+def write_beside(checkpoint: Checkpoint, origin: Source, work: Path) -> None:
+    """Write the config of a converted checkpoint's source, and bring the files beside its weights."""
+    write_json(work / "config.json", config_before(checkpoint.config, origin))
+    carry_over(checkpoint.folder, work, back=True)
 
 
 def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
@@ -87,24 +94,18 @@ def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
 def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path:
     """Write the source's weights back from one file that ``convert --layout`` wrote."""
     inside, as_file = read_packed(file), out.suffix == ".safetensors"
-    if as_file:
-        check_out_file(out, file, force=force, back=True)
-    else:
-        check_out(out, file, force=force, back=True)
+    (check_out_file if as_file else check_out)(out, file, force=force, back=True)
+    # Before anything is written, so that damaged tensors are never unpacked.
     if (recorded := recorded_sha256(file)) is not None and recorded != tensors_sha256(file):
         raise UserError(f"{file}: is not what convert wrote (SHA-256 of its tensors); fetch or convert it again")
     checkpoint = open_checkpoint(file)
-    back = writes_back(checkpoint, inside.plan, inside.source)
     with scratch(out) if as_file else staged(out, force=force) as work:
-        with progress.step(f"Writing {len(back)} tensors") as advance:
-            write_fp16(checkpoint, back, work, max_shard_size=sys.maxsize, advance=advance)
-        checkpoint.check_unchanged()
+        write_weights(checkpoint, inside.plan, inside.source, work, progress, max_shard_size=sys.maxsize)
+        if not as_file:
+            write_beside(checkpoint, inside.source, work)
+            return out
         spiece = checkpoint.folder / TOKENIZER_FILE
-        if as_file:
-            tokenizer = (TOKENIZER, spiece) if spiece.is_file() else None
-            pack(work / WEIGHTS, work / "packed", LAYOUTS[inside.layout].naming, {}, tokenizer)
-            put_file_in_place(work / "packed", out, force=force)
-        else:
-            write_json(work / "config.json", config_before(checkpoint.config, inside.source))
-            carry_over(checkpoint.folder, work, back=True)
+        tokenizer = (TOKENIZER, spiece) if spiece.is_file() else None
+        pack(work / WEIGHTS, work / "packed", LAYOUTS[inside.layout].naming, {}, tokenizer)
+        put_file_in_place(work / "packed", out, force=force)
     return out

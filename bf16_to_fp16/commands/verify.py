@@ -15,17 +15,16 @@ from typing import Any
 
 import torch
 
-from ..auditing.fidelity import Fidelity, Outputs, outputs
-from ..auditing.regimes import REGIMES, RegimeResult, audit_folder, run_regimes
+from ..auditing.fidelity import Fidelity
+from ..auditing.regimes import Audited, RegimeResult
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import TARGETS, fp16_weights
 from ..bounds.findings import Certificate
 from ..checkpoint.packing import summary_of
-from ..checkpoint.reader import Checkpoint, open_checkpoint, own_name
-from ..checkpoint.side_modules import read_side_modules
-from ..conversion.measuring import Ran, compare, in_fp32_too, outputs_of_few
-from ..conversion.options import own_length, read_command
-from ..conversion.planning import observe_source, reference_of
+from ..checkpoint.places import own_name
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..conversion.measuring import audited, bounded, compare, in_fp32_too, outputs_of_few
+from ..conversion.options import read_command
+from ..conversion.planning import observe_source, own_length, reference_of
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -36,7 +35,7 @@ from ..families.resolve import resolve
 from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import kept_bits_of, signals_of, tiers_of
-from ..report.remedies import CONVERT_AGAIN, UNSAFE_BY_REPORT
+from ..report.remedies import UNSAFE_BY_REPORT
 from ..report.schema import (
     REPORT,
     CertificateEntry,
@@ -54,23 +53,21 @@ from ..report.schema import (
 )
 from ..report.stored import Packed, read_packed
 from ..rescaling.plan import Plan
-from ..rescaling.planner import MARGIN_BITS
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import GENERATE, SWEEP, Batch, describe_batches
 from ..run.stock import load_config
+from ..targets import MARGIN_BITS, TARGETS
 from ..verification.claims import check_claims, check_sentences
-from ..verification.comparing import compared
+from ..verification.comparing import Problem, compared
 from ..verification.files import beside_weights, check_files, check_foreign, check_tensors, check_unread
 from ..verification.keys import How, not_checked
 from ..verification.locating import locate, read_recorded
 from ..verification.measured import check_inputs, check_regimes
 from ..verification.plans import Replayed, check_plan, check_source, replay
-from ..verification.problems import Problem
 from ..verification.proof import check_audit, check_certificate, check_proof, check_tiers
 from ..verification.views import check_views
 from ..wording import counted
-from .certify import bounded
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "claims", "views")
 
@@ -108,8 +105,9 @@ def verify(
         report = read_recorded(folder)
         if original is not None and report.finetune is not None:
             raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
-        assert report.plan is not None  # ``locating.NEEDED`` asks for it
-        subject, files = Subject(folder, report, report.plan, report.source), len(report.output.files)
+        assert report.plan is not None and report.certificate is not None  # ``locating.NEEDED`` asks for them
+        subject = Subject(folder, report, report.plan, report.source, report.certificate.max_length)
+        files = len(report.output.files)
         with progress.step("Hashing the files") as advance:
             found.add("files", check_files(folder, report, extra=extra, advance=advance))
     claim, problems = subject.claim, found.problems
@@ -147,17 +145,15 @@ def verify(
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified: the folder or file, what is claimed of it, and the plan and source that are recorded.
-
-    packed, max_length: of one file, what it says of itself and for what length its certificate holds.
-    """
+    """What is verified: the folder or file, what is claimed of it, the plan and source that are recorded, and for how
+    many positions its certificate is; packed: of one file, what it says of itself."""
 
     place: Path
     claim: Report
     plan: Plan
     source: Source
+    max_length: int
     packed: Packed | None = None
-    max_length: int = MAX_LENGTH
 
     @property
     def said_in(self) -> str:
@@ -212,19 +208,18 @@ def examine(
         found.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
         found.add("certificate", check_certificate(found.certificate, claim))
     else:
-        arithmetic = Arithmetic(subject.max_length)
-        weights, target = fp16_weights(checkpoint, layout), claim.target or "half"
-        found.certificate, certified = bounded(weights, layout, target, arithmetic, device, progress)
+        arithmetic, target = Arithmetic(subject.max_length), claim.target or "half"
+        found.certificate, certified = bounded(checkpoint, layout, target, arithmetic, device, progress)
         found.add("certificate", check_proof(found.certificate, claim))
     if run_model:
         of_original = None if original is None or replayed is None else (original, replayed.layout)
         again = run_again(checkpoint.folder, claim, progress, device, data=data, original=of_original)
-        found.regimes = again.regimes
+        found.regimes = again.ran.regimes
         problems = check_audit(found.regimes)
         if subject.packed is None and claim.regimes:
             if again.same_text:
-                problems += check_inputs(claim, again.described(layout))
-            entries = regimes_of(again.regimes)
+                problems += check_inputs(claim, again.described(generates=layout.stock.is_language_model))
+            entries = regimes_of(again.ran.regimes)
             problems += [] if problems else check_regimes(claim, entries, same_text=again.same_text)
         found.add("audit", problems)
     layout_before = None if replayed is None or replayed.problems else replayed.layout
@@ -261,8 +256,7 @@ def examine(
 
 def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[str]:
     """Return what limits the claim of a certificate, in sentences: its length, where rows may be longer."""
-    longest = subject.max_length if subject.packed is not None else recorded_length(subject.claim)
-    own = own_length(checkpoint.folder, layout.config)
+    longest, own = subject.max_length, own_length(checkpoint.folder, layout.config)
     if longest >= (own or MAX_LENGTH):
         return []
     takes = f"the config has {counted(own, 'position')}" if own else "the model takes rows of any length"
@@ -270,12 +264,6 @@ def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[s
         f"the certificate is for up to {counted(longest, 'position')} and {takes}: nothing is claimed of longer rows;"
         f" convert the source again with --max-length {own or MAX_LENGTH}"
     ]
-
-
-def recorded_length(report: Report) -> int:
-    """Return for how many positions a report's certificate is."""
-    assert report.certificate is not None  # ``locating.NEEDED`` asks for it
-    return report.certificate.max_length
 
 
 def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint, found: Findings) -> list[Problem]:
@@ -286,25 +274,23 @@ def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint,
     problems, unchecked = check_source(subject.source, replayed.source)
     found.unchecked |= unchecked
     if original.revision is not None:
-        place = {key: dump(subject.source).get(key) for key in ("path", "revision")}
-        named = {"path": original.source, "revision": original.revision}
-        problems += compared("replay", {**place, "path": str(place["path"]).partition("@")[0]},
-                             {**named, "path": named["path"].partition("@")[0]}, "source")  # fmt: skip
+        path = str(subject.source.path).partition("@")[0]
+        said = {"path": path, "revision": subject.source.revision}
+        given = {"path": original.source.partition("@")[0], "revision": original.revision}
+        problems += compared("replay", said, given, "source")
     return problems + compared("replay", None if weights is None else dump(weights), dump(replayed.weights), "weights")
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A run of a converted checkpoint again: its inputs and what was said of them, what each regime shows, and where an
-    original is compared the outputs in fp16 and fp32. ``same_text``: whether it ran on what the report says."""
+    """A run of a converted checkpoint again: its inputs and what was said of them, what ran in fp32 as well, and what
+    it showed. ``same_text``: whether it ran on what the report says."""
 
     inputs: list[Batch]
     said: Inputs
     data: str | None
-    regimes: Mapping[str, RegimeResult]
-    half: Outputs = ()
-    in_fp32: Sequence[Batch] = ()
-    fp32: Outputs = ()
+    in_fp32: list[Batch]
+    ran: Audited
 
     @property
     def same_text(self) -> bool:
@@ -313,13 +299,11 @@ class Repeated:
             return False  # there is more memory here
         if self.data is None or self.said.data is None:
             return self.data is None and self.said.data is None
-        seen = describe_batches(self.inputs, seed=self.said.seed or 0, data=self.data)
-        return bool(seen["sha256"] == self.said.sha256)
+        return bool(self.described()["sha256"] == self.said.sha256)
 
-    def described(self, layout: Layout) -> dict[str, Any]:
-        """Return what was run as a report says it."""
-        generates, seed = layout.stock.is_language_model, self.said.seed or 0
-        return describe_batches(self.inputs, seed=seed, data=self.data, generates=generates)
+    def described(self, *, generates: bool = False) -> dict[str, Any]:
+        """Return what was run as a report says it; generates: whether the class can."""
+        return describe_batches(self.inputs, seed=self.said.seed or 0, data=self.data, generates=generates)
 
 
 def run_again(
@@ -335,33 +319,19 @@ def run_again(
 
     original: with its layout, whose weights choose the ids anew, and with which outputs are to be compared.
     """
-    said, config, train = report.inputs or Inputs(), load_config(folder), report.target == "train"
+    said, config = report.inputs or Inputs(), load_config(folder)
     seed, swept = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
-    chosen = probe.usable(said.chosen, config)
+    how: dict[str, Any] = {"seed": seed, "sweep": swept, "progress": progress}
     with torch.random.fork_rng(devices=[]):
         if original is not None and original[1] is not None and said.chosen:
-            opened = (original[0], resolve(original[0]))
-            inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, opened=opened, progress=progress)
+            how["opened"] = (original[0], resolve(original[0]))
         else:
-            inputs = probe.audit_batches(config, folder, data, seed=seed, sweep=swept, chosen=chosen, progress=progress)
-        checkpoint = open_checkpoint(folder)
+            how["chosen"] = probe.usable(said.chosen, config)
+        inputs = probe.audit_batches(config, folder, data, **how)
         in_fp32 = [] if original is None or report.plan is None else in_fp32_too(inputs, report.plan)
-        with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
-            if train:
-                regimes = device.run(
-                    "audit",
-                    lambda place: audit_folder(
-                        folder, inputs=inputs, seed=seed, device=place, advance=advance, train_mode=True
-                    ),
-                )
-                half = outputs(checkpoint, inputs, torch.float16, half=True) if original else ()
-                fp32 = outputs(checkpoint, in_fp32, torch.float32) if original else ()
-                return Repeated(inputs, said, data, regimes, half, in_fp32, fp32)
-            done = device.run(
-                "audit",
-                lambda place: run_regimes(checkpoint, inputs, device=place, fp32=in_fp32, advance=advance),
-            )
-            return Repeated(inputs, said, data, done.regimes, done.half, in_fp32, done.fp32)
+        train = report.target == "train"
+        ran = audited(open_checkpoint(folder), inputs, in_fp32, device, progress, train=train, seed=seed)
+    return Repeated(inputs, said, data, in_fp32, ran)
 
 
 def check_few(
@@ -369,15 +339,14 @@ def check_few(
 ) -> list[Problem]:
     """Return where fidelity and drift of what was not audited are not what a few short rows show again."""
     rows = [probe.few_rows(load_config(original.folder))]
-    half, fp32 = outputs_of_few(checkpoint, rows, progress)
-    close, plan = compare(original, layout, plan, reference_of(original, rows), Ran(rows, half, rows, fp32))
-    return close_as_said(report, close, plan)
+    ran = outputs_of_few(checkpoint, rows, progress)
+    return close_as_said(report, *compare(original, layout, plan, reference_of(original, rows), ran, rows, rows))
 
 
 def close_as_said(report: Report, close: Fidelity, plan: Plan) -> list[Problem]:
     """Return where recorded fidelity and drift are not those that were measured again."""
-    said = None if report.fidelity is None else dump(report.fidelity)
-    problems = compared("fidelity", said, dump(FidelityEntry.model_validate(close.to_json())), "fidelity")
+    again = dump(FidelityEntry.model_validate(close.to_json()))
+    problems = compared("fidelity", dump(report).get("fidelity"), again, "fidelity")
     if plan.drift is not None and report.plan is not None and report.plan.drift is not None:
         problems += compared("fidelity", report.plan.drift.model_dump(), plan.drift.model_dump(), "plan.drift")
     return problems
@@ -395,16 +364,13 @@ def check_fidelity(
     """Return where fidelity, signals, precision and drift are not what running the original again shows."""
     ranges, reference = observe_source(original, again.inputs, progress, device)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
-        ran = Ran(again.inputs, again.half, again.in_fp32, again.fp32)
-        close, plan = compare(original, layout, plan, reference, ran)
-    said = dump(report)
-    true: dict[str, Any] = {}
-    if report.signals:  # a stored plan is replayed without observing anything
-        true["signals"] = [dump(entry) for entry in signals_of(layout, plan, ranges)]
-    if report.precision:
-        true["precision"] = [dump(entry) for entry in kept_bits_of(layout, plan, ranges)]
-    problems = close_as_said(report, close, plan)
-    return problems + [each for key, value in true.items() for each in compared("fidelity", said.get(key), value, key)]
+        close, plan = compare(original, layout, plan, reference, again.ran, again.inputs, again.in_fp32)
+    said, problems = dump(report), close_as_said(report, close, plan)
+    for key, describe in (("signals", signals_of), ("precision", kept_bits_of)):
+        if said.get(key):  # not where a stored plan was replayed without observing anything
+            again_said = [dump(entry) for entry in describe(layout, plan, ranges)]
+            problems += compared("fidelity", said[key], again_said, key)
+    return problems
 
 
 def check_command(report: Report, layout: str | None = None) -> list[Problem]:
@@ -418,7 +384,7 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
     else:
         options = read_command(line)
     if options is None:
-        return [Problem("claims", "command", "is no command that convert records", CONVERT_AGAIN)]
+        return [Problem("claims", "command", "is no command that convert records")]
     (source, _), given = options
     said, inside = report.inputs or Inputs(), report.source.subfolder
     path = report.source.path or ""
@@ -429,7 +395,8 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
         "--subfolder": inside,
     }
     if layout is None:
-        run, length = bool(report.regimes), recorded_length(report)
+        assert report.certificate is not None  # ``locating.NEEDED`` asks for it
+        run, length = bool(report.regimes), report.certificate.max_length
         wanted |= {
             "--no-audit": None if run else "",
             "--seed": str(said.seed) if said.seed else None,
@@ -442,7 +409,7 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
             wanted["--data"] = said.data and given.get("--data") and said.data.name
     found = {key: source if key == "source" else given.get(key) for key in wanted}
     if "--data" in wanted and said.data is not None and "--data" not in given:
-        return [Problem("claims", "command", "gives no --data, and the report names some", CONVERT_AGAIN)]
+        return [Problem("claims", "command", "gives no --data, and the report names some")]
     return compared("claims", found, wanted, "command")
 
 
@@ -479,7 +446,7 @@ def packed_subject(file: Path) -> Subject:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
     claim = claim.model_copy(update={"family": inside.plan.family})
-    return Subject(file, claim, inside.plan, inside.source, inside, longest)
+    return Subject(file, claim, inside.plan, inside.source, longest, inside)
 
 
 def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
@@ -498,12 +465,4 @@ def recompute(
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
         raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
     arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
-    weights, modules = fp16_weights(checkpoint, layout), read_side_modules(checkpoint.folder)
-    return bounded(weights, layout, target, arithmetic, device, progress, modules)
-
-
-def repeat_audit(
-    folder: Path, report: Report, progress: Progress, device: Device, *, data: str | None = None
-) -> Mapping[str, RegimeResult]:
-    """Return what every regime shows on the files as stock code loads them, on the probe that the report names."""
-    return run_again(folder, report, progress, device, data=data).regimes
+    return bounded(checkpoint, layout, target, arithmetic, device, progress)

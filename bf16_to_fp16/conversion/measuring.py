@@ -5,8 +5,8 @@ All three read the files as anyone would, so that nothing that is still in memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from ..auditing.attack import GROUP, Attack, attack
 from ..auditing.fidelity import Fidelity, Outputs, Reference, add_outputs, compared, fidelity, outputs
-from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, run_regimes
+from ..auditing.regimes import ATTENTIONS, REGIMES, Audited, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, fp16_weights
 from ..bounds.findings import Certificate
@@ -24,7 +24,7 @@ from ..bounds.tiers import certified_tiers
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.side_modules import read_side_modules
 from ..devices import Device, products_on
-from ..families.layout import Layout
+from ..families.layout import Layout, TensorReader
 from ..families.resolve import resolve
 from ..progress import Progress
 from ..report.evidence import Decided, Measured
@@ -42,32 +42,24 @@ from .planning import Opened, checkpoint_batches, drifted_outputs, reference_of
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
     """Bound what was written, audit it, and compare it with the source; where nothing is to be audited, compare a few
     short rows alone."""
-    device = opened.device
-    with products_on(device, "certificate"):
-        certificate, tiers = certificate_of(work, decided.target, options.max_length, opened.spectra, progress)
-    written = open_checkpoint(work)
-    regimes: Mapping[str, RegimeResult]
+    device, written = opened.device, open_checkpoint(work)
+    layout, arithmetic = agreed_layout(written), Arithmetic(options.max_length)
+    # Eigenvalues of the source's products are taken over as far as the written weights are proved to be near enough.
+    spectra = replace(opened.spectra, fixed=True)
+    certificate, tiers = bounded(
+        written, layout, decided.target, arithmetic, device, progress, " of the output", spectra
+    )
     if options.run_model:
-        inputs, in_fp32 = opened.inputs, in_fp32_too(opened.inputs, decided.plan)
-        regimes, half, fp32 = audited(written, inputs, in_fp32, decided, options, device, progress)
+        attentions_of(decided.layout.stock.names[0], ATTENTIONS, progress)
+        inputs, in_fp32, train = opened.inputs, in_fp32_too(opened.inputs, decided.plan), decided.target == "train"
+        ran = audited(written, inputs, in_fp32, device, progress, train=train, seed=options.seed)
     else:
         inputs = in_fp32 = [probe.few_rows(load_config(opened.checkpoint.folder))]
-        regimes, half, fp32 = {}, *outputs_of_few(written, inputs, progress)
+        ran = outputs_of_few(written, inputs, progress)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         reference = decided.reference or reference_of(opened.checkpoint, inputs)
-        ran = Ran(inputs, half, in_fp32, fp32)
-        closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, reference, ran)
-    return Measured(certificate, plan, tiers, regimes, closeness, half, device.environment())
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a written checkpoint was run on, in fp16 and in fp32, and its outputs there."""
-
-    inputs: Sequence[Batch]
-    half: Outputs
-    in_fp32: Sequence[Batch]
-    fp32: Outputs
+        closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, reference, ran, inputs, in_fp32)
+    return Measured(certificate, plan, tiers, ran.regimes, closeness, ran.half, device.environment())
 
 
 def in_fp32_too(inputs: list[Batch], plan: Plan) -> list[Batch]:
@@ -77,32 +69,40 @@ def in_fp32_too(inputs: list[Batch], plan: Plan) -> list[Batch]:
     return inputs if plan.drift is not None else [min(compared(inputs), key=lambda batch: sizes[id(batch)])]
 
 
-def outputs_of_few(written: Checkpoint, rows: list[Batch], progress: Progress) -> tuple[Outputs, Outputs]:
-    """Return what a written checkpoint gives on one batch in fp16 and in fp32, block by block."""
+def outputs_of_few(written: Checkpoint, rows: list[Batch], progress: Progress) -> Audited:
+    """Return what a written checkpoint gives on one batch in fp16 and in fp32, block by block, and no regime."""
     with progress.step("Running a few short rows of the output") as advance:
         walk = Walk(written)
         lanes = add_outputs(walk, rows, torch.float16, half=True) + add_outputs(walk, rows, torch.float32)
         walk.run(advance)
     half, fp32 = ([lane.result] for lane in lanes)
-    return half, fp32
+    return Audited({}, half, fp32)
 
 
-def compare(source: Checkpoint, layout: Layout, plan: Plan, reference: Reference, ran: Ran) -> tuple[Fidelity, Plan]:
+def compare(
+    source: Checkpoint,
+    layout: Layout,
+    plan: Plan,
+    reference: Reference,
+    ran: Audited,
+    inputs: Sequence[Batch],
+    in_fp32: Sequence[Batch],
+) -> tuple[Fidelity, Plan]:
     """Return how far a written checkpoint is from its source, and its plan with what a drift was predicted to cost and
-    what it does."""
+    what it does; inputs, in_fp32: what it ran on in fp16, and in fp32 as well."""
 
     def distance(expected: Outputs, found: Outputs, bf16: Outputs | None = None) -> Fidelity:
         return fidelity(expected, bf16, found, probabilities=layout.gives_probabilities)
 
-    both = {id(batch) for batch in ran.in_fp32}
-    beside = [x for batch, x in zip(compared(ran.inputs), reference.fp32, strict=True) if id(batch) in both]
+    both = {id(batch) for batch in in_fp32}
+    beside = [x for batch, x in zip(compared(inputs), reference.fp32, strict=True) if id(batch) in both]
     function = distance(beside, ran.fp32)
     relative = fidelity(beside, None, ran.fp32, probabilities=False).kl_fp16
     closeness = distance(reference.fp32, ran.half, reference.bf16)
     closeness = replace(closeness, kl_fp32=function.kl_fp16, squared_error_fp32=relative)
     if plan.drift is None:
         return closeness, plan
-    predicted = distance(reference.fp32, drifted_outputs(source, layout, plan, list(ran.inputs)))
+    predicted = distance(reference.fp32, drifted_outputs(source, layout, plan, list(inputs)))
     drift = Drift(
         relative_error=plan.drift.relative_error,
         predicted_kl=predicted.kl_fp16,
@@ -114,51 +114,60 @@ def compare(source: Checkpoint, layout: Layout, plan: Plan, reference: Reference
 
 
 def audited(
-    written: Checkpoint,
+    checkpoint: Checkpoint,
     inputs: list[Batch],
     in_fp32: list[Batch],
-    decided: Decided,
-    options: Options,
     device: Device,
     progress: Progress,
-) -> tuple[Mapping[str, RegimeResult], Outputs, Outputs]:
-    """Run what was written in every regime, and on some batches in fp32; return the regimes and the outputs in fp16 and
-    fp32."""
-    attentions_of(decided.layout.stock.names[0], ATTENTIONS, progress)
+    *,
+    train: bool,
+    seed: int,
+) -> Audited:
+    """Run a checkpoint in every regime, as in training or block by block, and on some batches in fp32."""
     with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
-        if decided.target != "train":
-            found = device.run(
-                "audit", lambda place: run_regimes(written, inputs, device=place, fp32=in_fp32, advance=advance)
+        if not train:
+            return device.run(
+                "audit", lambda place: run_regimes(checkpoint, inputs, device=place, fp32=in_fp32, advance=advance)
             )
-            return found.regimes, found.half, found.fp32
-        regimes = device.run(
-            "audit",
-            lambda place: audit_folder(
-                written.folder, inputs=inputs, seed=options.seed, device=place, advance=advance, train_mode=True
-            ),
-        )
-        half = outputs(written, inputs, torch.float16, half=True)
-        return regimes, half, outputs(written, in_fp32, torch.float32)
+        how: dict[str, Any] = {"inputs": inputs, "seed": seed, "advance": advance, "train_mode": True}
+        regimes = device.run("audit", lambda place: audit_folder(checkpoint.folder, device=place, **how))
+        if not in_fp32:
+            return Audited(regimes, [], [])
+        half = outputs(checkpoint, inputs, torch.float16, half=True)
+        return Audited(regimes, half, outputs(checkpoint, in_fp32, torch.float32))
 
 
-def certificate_of(
-    folder: Path, target: str, max_length: int, spectra: Spectra, progress: Progress
+def bounded(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    target: str,
+    arithmetic: Arithmetic,
+    device: Device,
+    progress: Progress,
+    whose: str = "",
+    spectra: Spectra | None = None,
+    *,
+    weights: TensorReader | None = None,
+    tiers: bool = True,
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of what was written, and by tier whether its own holds; spectra: eigenvalues of the
-    source's products, each of which is taken over as far as the written weights, read beside the source's, are proved
-    to be near enough to them."""
-    checkpoint = open_checkpoint(folder)
-    layout = agreed_layout(checkpoint)
-    weights, arithmetic, known = fp16_weights(checkpoint, layout), Arithmetic(max_length), replace(spectra, fixed=True)
-    with progress.step(f"Bounding every site of the output for {target}") as advance:
-        found = bound(layout, weights, arithmetic, target=target, spectra=known, advance=advance)
-    modules = read_side_modules(folder)
-    found = with_side_modules(found, layout, modules)
-    with progress.step("Bounding every site in stricter arithmetic"):
-        tiers = certified_tiers(
-            layout, weights, target, holds=found.holds, arithmetic=arithmetic, spectra=known, modules=modules
-        )
-    return found, tiers
+    """Return the certificate of a checkpoint's weights rounded to fp16, with what stands behind a sentence encoder, and
+    if asked for by tier whether its own holds.
+
+    whose: ends the name of the step. spectra: eigenvalues that are known. weights: other values than the checkpoint's.
+    """
+    weights, modules = weights or fp16_weights(checkpoint, layout), read_side_modules(checkpoint.folder)
+    spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
+    with products_on(device, "certificate"):
+        with progress.step(f"Bounding every site{whose} for {target}") as advance:
+            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+        certificate = with_side_modules(found, layout, modules)
+        if tiers:
+            holds = certificate.holds
+            with progress.step("Bounding every site in stricter arithmetic"):
+                by_tier = certified_tiers(
+                    layout, weights, target, holds=holds, arithmetic=arithmetic, spectra=spectra, modules=modules
+                )
+    return certificate, by_tier
 
 
 def attacked(

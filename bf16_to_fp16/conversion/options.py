@@ -1,89 +1,214 @@
-"""How a conversion is done, where it goes, and what it comes from: the frozen values that ``convert`` begins with."""
+"""How a conversion is done, where it goes, and what it comes from: the frozen values that ``convert`` begins with.
+
+``Options`` is the one home of ``convert``'s options: the command line, the published command and the Python API come
+from its fields. Nothing here imports torch before a check, so that the command line is there at once.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from operator import not_
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import TARGETS
-from ..bounds.tiers import TIERS
-from ..checkpoint.folder import MODULES
-from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
-from ..checkpoint.naming import WAN_MODELS
-from ..checkpoint.reader import Checkpoint, own_name
-from ..checkpoint.side_modules import encoder_config
+import click
+
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
+from ..checkpoint.places import own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
-from ..families.layout import Layout
-from ..report.remedies import NORMALISE_IN_FP32, finetuning_of, normalising_is_all
-from ..report.schema import Lineage, Report
-from ..rescaling.planner import MARGIN_BITS
-from ..wording import counted
-
-AUTO = "auto"
-"""Asks for the strictest tier's target that costs next to nothing."""
-
+from ..numerics import MAX_LENGTH, MOST_POSITIONS
+from ..targets import AUTO, MARGIN_BITS, RECORDS, TARGETS
 
 if TYPE_CHECKING:
     import torch
 
-TOOLS = {"comfy": "ComfyUI", "wan": "Wan"}
-"""The tools with a T5 of their own, by layout."""
-
-
-TOOL_EPS = 1e-6
-"""The eps of the norms in these tools, which no file can change."""
-
+    from ..checkpoint.reader import Checkpoint
+    from ..families.layout import Layout
+    from ..report.schema import Lineage, Report
 
 MOST_MARGIN = 12
 """Bits of margin that leave a signal any room: 65504·2⁻¹² is 16."""
 
+SEED = click.IntRange(-(2**63), 2**63 - 1)
+
 
 @dataclass(frozen=True)
-class Options:
-    """How a conversion is done, apart from where: one field for each of the command's options.
+class Flag:
+    """How a field of ``Options`` stands on the command line.
 
-    target: one of ``TARGETS``, or ``auto`` for the strictest tier that costs next to nothing. data: text to
-    observe and audit on besides the built-in probe.
-    run_model: False plans from the bounds and lets the certificate decide; a few short rows are compared with the
-    source's, block by block, and the whole model is never in memory. plan: a
-    report whose plan is replayed instead of observing. margin_bits: kept between what is observed and each limit.
-    max_length: positions for which the certificate holds. max_shard_size: bytes, else sharded like the source.
-    sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda,
-    cuda:N or mps. prove: hold every signal for every input where an exponent does it, whatever precision that costs.
-    config: the config.json of a source that is one file of weights, else told from its tensors. layout: ``hf`` for a
-    folder, or one of ``LAYOUTS`` for one file. variant: give the weights the names of the variant fp16 as well, as is
-    done where the source has them.
+    ``click``: further arguments of ``click.option``. ``path``: the type of a path that is looked at when it is given.
+    ``read``: makes the field's value of what was given. ``written``: writes the value in a command line.
     """
 
-    target: str = AUTO
-    data: str | None = None
-    run_model: bool = True
-    subfolder: str | None = None
-    plan: str | Path | None = None
-    margin_bits: float = MARGIN_BITS
-    max_length: int = MAX_LENGTH
-    max_shard_size: int | None = None
-    seed: int = 0
-    sweep: bool = False
-    device: str | torch.device = "auto"
+    name: str
+    help: str
+    click: Mapping[str, Any]
+    path: type | None = None
+    read: Callable[[Any], Any] | None = None
+    written: Callable[[Any], str] = str
+
+    @property
+    def switch(self) -> bool:
+        """Whether it has no value."""
+        return bool(self.click.get("is_flag"))
+
+
+def flag(
+    name: str,
+    help: str,
+    *,
+    path: type | None = None,
+    read: Callable[[Any], Any] | None = None,
+    written: Callable[[Any], str] = str,
+    **more: Any,
+) -> dict[str, Flag]:
+    """Return the metadata of a field that stands on the command line; more: arguments of ``click.option``."""
+    return {"flag": Flag(name, help, more, path, read, written)}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``5GB`` or ``500MB`` (decimal units), as stock ``max_shard_size`` reads
+    them."""
+    units = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+    upper = text.strip().upper()
+    unit = next((unit for unit in units if upper.endswith(unit)), "")
+    try:
+        size = float(upper.removesuffix(unit)) * units[unit]
+    except (KeyError, ValueError):
+        size = 0
+    if not 0 < size < 2**63:
+        raise UserError(f"--max-shard-size {text!r} is not a size; write it like 5GB or 500MB")
+    return max(1, int(size))
+
+
+def checked_device(name: str) -> str:
+    """Return the name of a device; raise UserError at once for one of no known form."""
+    from ..devices import checked_name
+
+    return checked_name(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a conversion is done, apart from where.
+
+    A field without a flag is for Python alone. prove: hold every signal for every input where an exponent does it,
+    whatever precision that costs. variant: give the weights the names of the variant fp16 as well, as is done where the
+    source has them.
+    """
+
+    target: str = field(
+        default=AUTO,
+        metadata=flag(
+            "--target",
+            "auto: the strictest of half, norm-safe and fp16-accumulate that costs next to nothing. "
+            + " ".join(f"{target.name}: {target.made}" for target in RECORDS),
+            type=click.Choice((AUTO, *TARGETS)),
+            show_default=True,
+        ),
+    )
+    data: str | None = field(
+        default=None,
+        metadata=flag(
+            "--data",
+            "Text to run on besides the built-in probe: JSONL, CSV, Parquet, text (.gz too), or a Hub dataset.",
+            path=str,
+            metavar="FILE",
+        ),
+    )
+    run_model: bool = field(
+        default=True,
+        metadata=flag(
+            "--no-audit",
+            "Audit nothing: plan from the bounds, let the certificate decide, compare a few short rows with the"
+            " source.",
+            read=not_,
+            is_flag=True,
+        ),
+    )
+    subfolder: str | None = field(
+        default=None, metadata=flag("--subfolder", "Folder inside SOURCE (diffusers: text_encoder_2).", metavar="NAME")
+    )
+    config: str | Path | None = field(
+        default=None,
+        metadata=flag(
+            "--config",
+            "config.json of a SOURCE that is one file of weights; default: told from its names and shapes.",
+            path=Path,
+            metavar="FILE",
+        ),
+    )
+    plan: str | Path | None = field(
+        default=None,
+        metadata=flag("--plan", "Replay the plan of a report instead of observing.", path=Path, metavar="REPORT"),
+    )
+    layout: str = field(
+        default=FOLDER_LAYOUT,
+        metadata=flag(
+            "--layout",
+            "hf: a folder. Else OUT is one file: comfy for ComfyUI and Forge, wan for Wan's, single with stock names.",
+            type=click.Choice(LAYOUT_NAMES),
+            show_default=True,
+        ),
+    )
+    margin_bits: float = field(
+        default=MARGIN_BITS,
+        metadata=flag(
+            "--margin",
+            f"Bits kept between what is observed and each limit, 0 to {MOST_MARGIN}; default: {MARGIN_BITS}.",
+            written="{:g}".format,
+            type=click.FloatRange(0, MOST_MARGIN),
+            metavar="BITS",
+        ),
+    )
+    max_length: int = field(
+        default=MAX_LENGTH,
+        metadata=flag(
+            "--max-length",
+            f"Positions for which the certificate holds; default {MAX_LENGTH}.",
+            type=click.IntRange(1, MOST_POSITIONS),
+            metavar="N",
+        ),
+    )
+    max_shard_size: int | None = field(
+        default=None,
+        metadata=flag(
+            "--max-shard-size",
+            "Such as 5GB; default: sharded like the source.",
+            read=parse_size,
+            written="{}B".format,
+            metavar="SIZE",
+        ),
+    )
+    seed: int = field(default=0, metadata=flag("--seed", "Seed of the built-in probe.", type=SEED, show_default=True))
+    sweep: bool = field(
+        default=False,
+        metadata=flag("--sweep", "Run every id of a large vocabulary, not a choice of them.", is_flag=True),
+    )
+    device: str | torch.device = field(
+        default="auto",
+        metadata=flag(
+            "--device",
+            "auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps; default: auto.",
+            read=checked_device,
+            metavar="DEVICE",
+        ),
+    )
     prove: bool = False
-    config: str | Path | None = None
-    layout: str = FOLDER_LAYOUT
     variant: bool = False
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""
-        if self.target not in (AUTO, *TARGETS):
-            raise UserError(f"target {self.target!r} is unknown; choose one of {', '.join((AUTO, *TARGETS))}")
+        from ..bounds.arithmetic import Arithmetic
+
+        for name, value, known in (("target", self.target, (AUTO, *TARGETS)), ("layout", self.layout, LAYOUT_NAMES)):
+            if value not in known:
+                raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         if not 0 <= self.margin_bits <= MOST_MARGIN:
             raise UserError(f"a margin of {self.margin_bits} bits cannot be kept; give 0 to {MOST_MARGIN}")
-        if self.layout not in (FOLDER_LAYOUT, *LAYOUTS):
-            raise UserError(f"layout {self.layout!r} is unknown; choose one of {', '.join((FOLDER_LAYOUT, *LAYOUTS))}")
         if self.layout != FOLDER_LAYOUT and self.max_shard_size is not None:
             raise UserError("--layout writes one file; leave out either it or --max-shard-size")
         Arithmetic(self.max_length)  # of which it is one
@@ -94,64 +219,57 @@ class Options:
 
     def check_layout(self, layout: Layout, where: str) -> None:
         """Raise UserError for a model that the tool of the layout has no class for."""
-        if self.layout not in TOOLS:
+        chosen = LAYOUTS.get(self.layout)
+        if chosen is None or chosen.tool is None:
             return
         if layout.stock.decodes or layout.head is not None:
+            raise UserError(f"{where}: {chosen.tool} reads encoders alone; give the encoder, or choose --layout single")
+        if chosen.models is not None and (layout.family.model_type not in chosen.models or not layout.gates):
+            reads = " or ".join(chosen.models.values())
             raise UserError(
-                f"{where}: {TOOLS[self.layout]} reads encoders alone; give the encoder, or choose --layout single"
+                f"{where}: {chosen.tool} reads the encoder of {reads}; for {layout.family.title} choose --layout comfy"
             )
-        if self.layout == "wan" and (layout.family.model_type not in WAN_MODELS or not layout.gates):
-            reads = " or ".join(WAN_MODELS.values())
-            raise UserError(
-                f"{where}: Wan reads the encoder of {reads}; for {layout.family.title} choose --layout comfy"
-            )
-        if layout.eps != TOOL_EPS:
-            raise UserError(f"{where}: {TOOLS[self.layout]} has {TOOL_EPS:g} for eps, and the config {layout.eps:g}")
-
-    def given(self) -> dict[str, object]:
-        """Return the options of the command line that asks for this, None where it has none; "" for a switch."""
-        return {
-            "--target": None if self.target == AUTO else self.target,
-            "--no-audit": None if self.run_model else "",
-            "--margin": None if self.margin_bits == MARGIN_BITS else f"{self.margin_bits:g}",
-            "--data": self.data,
-            "--sweep": "" if self.sweep else None,
-            "--plan": self.plan,
-            "--subfolder": self.subfolder,
-            "--config": self.config,
-            "--layout": None if self.layout == FOLDER_LAYOUT else self.layout,
-            "--max-shard-size": None if self.max_shard_size is None else f"{self.max_shard_size}B",
-            "--seed": self.seed or None,
-            "--max-length": None if self.max_length == MAX_LENGTH else self.max_length,
-        }
+        if layout.eps != chosen.eps:
+            raise UserError(f"{where}: {chosen.tool} has {chosen.eps:g} for eps, and the config {layout.eps:g}")
 
     def command(self, source: str | Path, out: Path) -> str:
         """Return the command line that does the same again; of local paths only the last part, since it is
         published."""
         shown = shown_in_a_command(source)
         words = ["bf16-to-fp16", "convert", shown, out.name if out.name != shown else f"{shown}-fp16"]
-        for option, value in self.given().items():
-            if value is not None:
-                words += [option] if value == "" else [option, shown_in_a_command(value)]
+        for name in PUBLISHED:
+            flag, value = FLAGS[name], getattr(self, name)
+            if value != getattr(Options, name):
+                words += [flag.name] if flag.switch else [flag.name, shown_in_a_command(flag.written(value))]
         return shlex.join(words)
 
-    def next(self, report: Report, source: str, out: str) -> str:
-        """Return how to go on where a conversion of ``source`` to ``out`` ended unsafe, with both named so."""
-        broken = report.broken_regimes
-        if not broken and not report.unsafe and normalising_is_all(report.uncertified):
-            return NORMALISE_IN_FP32
-        return finetuning_of(
-            source,
-            f"{out}-finetuned",
-            [name for name in report.regimes if name not in broken] if broken else (),
-            certify=not report.regimes,
-            target=None if self.target in (AUTO, TIERS[0].target) else self.target,
-            subfolder=self.subfolder,
-        )
+
+FLAGS: Mapping[str, Flag] = {each.name: each.metadata["flag"] for each in fields(Options) if each.metadata}
+"""The flag of each field that has one."""
+
+PUBLISHED = ("target", "run_model", "margin_bits", "data", "sweep", "plan", "subfolder", "config", "layout",
+             "max_shard_size", "seed", "max_length")  # fmt: skip
+"""The fields that change the output, in their order in the command line that a report has."""
 
 
-SWITCHES = ("--no-audit", "--sweep")
-"""Options without a value."""
+class GivenOptions(TypedDict, total=False):
+    """The keywords that Python takes for the fields of ``Options``, for editors and type checkers."""
+
+    target: str
+    data: str | None
+    run_model: bool
+    subfolder: str | None
+    config: str | Path | None
+    plan: str | Path | None
+    layout: str
+    margin_bits: float
+    max_length: int
+    max_shard_size: int | None
+    seed: int
+    sweep: bool
+    device: str | torch.device
+    prove: bool
+    variant: bool
 
 
 def read_command(line: str) -> tuple[list[str], dict[str, str]] | None:
@@ -163,21 +281,21 @@ def read_command(line: str) -> tuple[list[str], dict[str, str]] | None:
         return None
     if words[:2] != ["bf16-to-fp16", "convert"] or shlex.join(words) != line:
         return None
-    known, names, given, rest = Options().given(), [], dict[str, str](), words[2:]
+    known, names, given, rest = {FLAGS[name].name: FLAGS[name] for name in PUBLISHED}, [], dict[str, str](), words[2:]
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
             names.append(word)
-        elif word not in known or word in given or (word not in SWITCHES and not rest):
+        elif word not in known or word in given or (not known[word].switch and not rest):
             return None
         else:
-            given[word] = "" if word in SWITCHES else rest.pop(0)
+            given[word] = "" if known[word].switch else rest.pop(0)
     return (names, given) if len(names) == 2 else None
 
 
-def shown_in_a_command(value: object) -> str:
+def shown_in_a_command(word: str | Path) -> str:
     """Return a word of a command line as it is published: of a local path the last part."""
-    return own_name(value) if isinstance(value, (str, Path)) and Path(value).exists() else str(value)
+    return own_name(word) if Path(word).exists() else str(word)
 
 
 @dataclass(frozen=True)
@@ -207,25 +325,3 @@ class Provenance:
     original: Checkpoint
     judge: Callable[[Report], Report] = lambda report: report
     attack_steps: int = 0
-
-
-def shorter_than_its_own(checkpoint: Checkpoint, layout: Layout, max_length: int) -> str:
-    """Return the line that says that a proof for ``max_length`` positions is for less than the model's own config
-    names; "" where it is not."""
-    own = own_length(checkpoint.folder, layout.config)
-    if own is None or max_length >= own:
-        return ""
-    return (
-        f"the proof is for {counted(max_length, 'position')} at most, and {checkpoint.name} takes {own:,} by its"
-        " config; longer inputs are not covered"
-    )
-
-
-def own_length(folder: Path, config: Mapping[str, object]) -> int | None:
-    """Return the most positions that a config, one inside it or that of a sentence encoder names; None where none
-    does."""
-    configs = (config, *(part for part in config.values() if isinstance(part, Mapping)))
-    named = [part.get(key) for part in configs for key in ("max_position_embeddings", "n_positions")]
-    if (folder / MODULES).is_file():
-        named.append(encoder_config(folder)[1].get("max_seq_length"))
-    return max((n for n in named if isinstance(n, int) and not isinstance(n, bool) and n > 0), default=None)

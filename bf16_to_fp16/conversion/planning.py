@@ -16,10 +16,9 @@ from ..bounds.certificate import bound, check_bounded
 from ..bounds.findings import Certificate
 from ..bounds.side_modules import sites_behind
 from ..bounds.spectral import Spectra
-from ..bounds.tiers import TIERS
-from ..checkpoint.folder import tokenizer_beside
+from ..checkpoint.folder import MODULES, tokenizer_beside
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.side_modules import read_side_modules
+from ..checkpoint.side_modules import encoder_config, read_side_modules
 from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.layout import Layout, TensorSource
@@ -39,8 +38,9 @@ from ..run.batch import Batch, run_batch
 from ..run.lanes import Walk
 from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
+from ..targets import AUTO, TIERS
 from ..wording import counted
-from .options import AUTO, Destination, Options, shorter_than_its_own
+from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128
 """Largest share of bf16's divergence that the drift of an unscaled eps may cause."""
@@ -67,16 +67,10 @@ def open_source(
 ) -> Opened:
     """Open a source (folder or Hub id), classify its tensors, and gather what to run it on."""
     device = Device(options.device, progress)
-    config = None if options.config is None else Path(options.config)
-    checkpoint = open_checkpoint(source, options.subfolder, config=config, endpoint=endpoint)
-    for note in checkpoint.notes:
-        progress.say(note)
+    checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
     place.check(checkpoint.folder)
-    layout = agreed_layout(checkpoint)
-    say_what_is_outside(checkpoint, layout, progress)
+    layout = classified(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
-    if short := shorter_than_its_own(checkpoint, layout, options.max_length):
-        progress.say(short)
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:
@@ -85,9 +79,25 @@ def open_source(
     return Opened(checkpoint, layout, inputs, device)
 
 
-def say_what_is_outside(checkpoint: Checkpoint, layout: Layout, progress: Progress) -> None:
-    """Say which tensors of a checkpoint the class that its config names does not read, so that nothing holds for
-    them."""
+def opened_with_notes(
+    source: str | Path,
+    subfolder: str | None,
+    config: str | Path | None,
+    progress: Progress,
+    endpoint: str | None = None,
+) -> Checkpoint:
+    """Open a source and say what there is to say of how it was read."""
+    path = None if config is None else Path(config)
+    checkpoint = open_checkpoint(source, subfolder, config=path, endpoint=endpoint)
+    for note in checkpoint.notes:
+        progress.say(note)
+    return checkpoint
+
+
+def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
+    """Return what each tensor of a checkpoint is. Say which of them the class that its config names does not read, so
+    that nothing holds for them, and where a proof for ``max_length`` positions is for less than its config names."""
+    layout = agreed_layout(checkpoint)
     if layout.outside:
         first, *others = sorted(layout.outside)
         more = f" and {counted(len(others), 'more tensor')}" if others else ""
@@ -95,6 +105,23 @@ def say_what_is_outside(checkpoint: Checkpoint, layout: Layout, progress: Progre
             f"{checkpoint.name} holds {first}{more}, which {layout.alone} does not read: all that is said is of"
             f" {layout.alone} alone"
         )
+    own = own_length(checkpoint.folder, layout.config)
+    if max_length is not None and own is not None and max_length < own:
+        progress.say(
+            f"the proof is for {counted(max_length, 'position')} at most, and {checkpoint.name} takes {own:,} by its"
+            " config; longer inputs are not covered"
+        )
+    return layout
+
+
+def own_length(folder: Path, config: Mapping[str, object]) -> int | None:
+    """Return the most positions that a config, one inside it or that of a sentence encoder names; None where none
+    does."""
+    configs = (config, *(part for part in config.values() if isinstance(part, Mapping)))
+    named = [part.get(key) for part in configs for key in ("max_position_embeddings", "n_positions")]
+    if (folder / MODULES).is_file():
+        named.append(encoder_config(folder)[1].get("max_seq_length"))
+    return max((n for n in named if isinstance(n, int) and not isinstance(n, bool) and n > 0), default=None)
 
 
 def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
@@ -115,20 +142,14 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
         acceptable = drift_is_acceptable(opened, reference, progress)
 
     def decided(target: str, weaker: Decided | None = None) -> Decided:
-        def found(layout: Layout, planned: Planned) -> Decided:
-            return Decided(layout, planned.plan, target, planned, ranges, reference)
-
-        def worth(layout: Layout, planned: Planned) -> bool:
-            return weaker is None or costs_little(found(layout, planned), weaker)
-
         def note(bounds: Certificate, layout: Layout) -> None:
             failing[target] = {site.name for site in sites_behind(bounds, layout, modules) if not site.holds}
 
         bounds = bound_source(checkpoint, target, options.max_length, progress, opened.spectra, note)
+        grounds = Grounds(ranges, bounds, acceptable, weaker)
         with products_on(device, "certificate"):
-            begin = None if weaker is None else stream_exponents(weaker.layout, weaker.plan)
-            grounds = Grounds(ranges, bounds, acceptable, worth, begin)
-            return found(*best_plan(opened, grounds, replace(options, target=target), progress))
+            layout, planned = best_plan(opened, grounds, replace(options, target=target), progress)
+        return Decided(layout, planned.plan, target, planned, ranges, reference)
 
     if options.target != AUTO:
         return decided(options.target)
@@ -197,16 +218,13 @@ class Grounds:
 
     ranges: what was observed; None plans from the bounds alone, which need no margin. acceptable: runs a plan whose
     drift was predicted to cost too much and says whether it may be taken, since the prediction weighs every norm alike.
-    worth: whether a plan may still be the one that is chosen, where bounds that are made for it can only be larger.
-    begin: the exponents of the residual streams that the first bounds are made for, where they depend on them, None for
-    the least; a plan for a stricter tier that is chosen comes to the weaker one's as a rule, and to no larger one.
+    weaker: of a stricter tier, what was decided for the weaker one, beside which it must cost little.
     """
 
     ranges: Mapping[str, ModuleRange] | None
     bounds: Bounds | None = None
     acceptable: Callable[[Layout, Plan], bool] | None = None
-    worth: Callable[[Layout, Planned], bool] = lambda *_: True
-    begin: Mapping[str, int] | None = None
+    weaker: Decided | None = None
 
 
 def bound_source(
@@ -288,73 +306,99 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Progress) -> tuple[Layout, Planned]:
-    """Plan with the head as it is; where the tied head's limit stands in the way, or in that of a proof that is asked
-    for, and it may be separated, plan with it separated."""
-    checkpoint, layout, ranges, bounds = opened.checkpoint, opened.layout, grounds.ranges, grounds.bounds
-    acceptable = grounds.acceptable
-
-    def plan_at(
-        layout: Layout,
-        possible: Mapping[str, ModuleRange] | None,
-        held: Mapping[str, int] | None = None,
-        advance: Advance | None = None,
-    ) -> Planned:
-        weights = source_weights(checkpoint, layout)
-        if ranges is None:
-            assert possible is not None
-            return make_plan(
-                layout, weights, possible, target=options.target, margin_bits=PROOF_MARGIN_BITS, advance=advance
-            )
-        return make_plan(
-            layout,
-            weights,
-            ranges,
-            target=options.target,
-            margin_bits=options.margin_bits,
-            bounds=possible,
-            held=held,
-            proof_worth=PROOF_FIRST if options.prove else PROOF_WORTH,
-            advance=advance,
-        )
-
-    def plan_for(layout: Layout) -> Planned:
-        exponents = grounds.begin or dict.fromkeys(layout.streams, -RESIDUAL_RANGE)
-        head = ", with a head apart from the embedding" if layout.tied is False and opened.layout.tied else ""
-        again = ""
-        while True:
-            possible = bounds(layout, exponents) if bounds is not None else None
-            with progress.step(f"Planning the exponents for {options.target}{head}{again}") as advance:
-                planned = plan_at(layout, possible, advance=advance)
-            if acceptable is not None and layout.family.eps_key is None:
-                streams = [f for f in planned.fallbacks if f.signal in layout.streams]
-                held = {f.signal: f.exponent for f in streams if f.exponent is not None}
-                if held:
-                    trial = plan_at(layout, possible, held)
-                    # A corrected gain is no longer carried over exactly, so the plain plan goes first.
-                    plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
-                    planned = next((t for t in (plain, trial) if acceptable(layout, t.plan)), planned)
-            chosen = stream_exponents(layout, planned.plan)
-            # LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponent they were made
-            # for or a smaller one. Each round starts from the last one's plan, until that covers itself.
-            covered = all(chosen[stream] <= exponents[stream] for stream in chosen)
-            if bounds is None or not layout.family.centred_norm or covered:
-                return planned
-            if not grounds.worth(layout, planned):
-                return planned
-            exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
-            again = f", with {powers(exponents)} at most"
-
-    def missing(planned: Planned) -> tuple[float, int]:
-        """Limits that do not hold: by how many bits what is run passes them, and where a proof is given up that was
-        asked for."""
-        return sum(v.excess_bits for v in planned.violations), len(planned.fallbacks) if options.prove else 0
-
-    planned = plan_for(layout)
-    if not any(missing(planned)) or not layout.tied or not layout.family.untie:
+    """Plan with the head as it is; where the tied head's limit blocks the plan or a requested proof, and it may be
+    separated, plan with it separated."""
+    layout = opened.layout
+    planned = plan_for(layout, opened, grounds, options, progress)
+    if not any(missing(planned, options)) or not layout.tied or not layout.family.untie:
         return layout, planned
-    apart = resolve(checkpoint, untie=True)
-    other = plan_for(apart)
-    return (apart, other) if missing(other) < missing(planned) else (layout, planned)
+    apart = resolve(opened.checkpoint, untie=True)
+    other = plan_for(apart, opened, grounds, options, progress)
+    return (apart, other) if missing(other, options) < missing(planned, options) else (layout, planned)
+
+
+def missing(planned: Planned, options: Options) -> tuple[float, int]:
+    """Return by how many bits what is run passes its limits, and how many proofs are given up that were asked for."""
+    return sum(v.excess_bits for v in planned.violations), len(planned.fallbacks) if options.prove else 0
+
+
+def plan_for(layout: Layout, opened: Opened, grounds: Grounds, options: Options, progress: Progress) -> Planned:
+    """Return the plan for a layout.
+
+    LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponents that they were made for,
+    or of smaller ones. Each round starts from the last one's plan, until that covers itself or costs too much: bounds
+    that are made for larger exponents can only be larger. A plan for a stricter tier that is chosen comes to the weaker
+    one's exponents as a rule, and to no larger ones.
+    """
+    weaker = grounds.weaker
+    least = dict.fromkeys(layout.streams, -RESIDUAL_RANGE)
+    exponents = least if weaker is None else stream_exponents(weaker.layout, weaker.plan)
+    planned = planned_within(exponents, "", layout, opened, grounds, options, progress)
+    while grounds.bounds is not None and layout.family.centred_norm:
+        chosen = stream_exponents(layout, planned.plan)
+        covered = all(chosen[stream] <= exponents[stream] for stream in chosen)
+        decided = Decided(layout, planned.plan, options.target, planned, grounds.ranges)
+        if covered or (weaker is not None and not costs_little(decided, weaker)):
+            break
+        exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
+        again = f", with {powers(exponents)} at most"
+        planned = planned_within(exponents, again, layout, opened, grounds, options, progress)
+    return planned
+
+
+def planned_within(
+    exponents: Mapping[str, int],
+    again: str,
+    layout: Layout,
+    opened: Opened,
+    grounds: Grounds,
+    options: Options,
+    progress: Progress,
+) -> Planned:
+    """Return the plan under the bounds that are made for ``exponents`` of the streams; again: ends the step's line.
+
+    Where a proof of a stream would drift, and running it shows that the drift is acceptable, the stream is held there.
+    """
+    possible = grounds.bounds(layout, exponents) if grounds.bounds is not None else None
+    head = ", with a head apart from the embedding" if layout.tied is False and opened.layout.tied else ""
+    with progress.step(f"Planning the exponents for {options.target}{head}{again}") as advance:
+        planned = planned_once(layout, opened, grounds, options, possible, advance=advance)
+    held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
+    acceptable = grounds.acceptable
+    if acceptable is None or layout.family.eps_key is not None or not held:
+        return planned
+    trial = planned_once(layout, opened, grounds, options, possible, held)
+    # A corrected gain is no longer carried over exactly, so the plain plan goes first.
+    plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
+    return next((each for each in (plain, trial) if acceptable(layout, each.plan)), planned)
+
+
+def planned_once(
+    layout: Layout,
+    opened: Opened,
+    grounds: Grounds,
+    options: Options,
+    possible: Mapping[str, ModuleRange] | None,
+    held: Mapping[str, int] | None = None,
+    advance: Advance | None = None,
+) -> Planned:
+    """Return the plan for what was observed under the bounds ``possible``, or for these alone; held: as in
+    ``make_plan``."""
+    weights, target = source_weights(opened.checkpoint, layout), options.target
+    if grounds.ranges is None:
+        assert possible is not None
+        return make_plan(layout, weights, possible, target=target, margin_bits=PROOF_MARGIN_BITS, advance=advance)
+    return make_plan(
+        layout,
+        weights,
+        grounds.ranges,
+        target=target,
+        margin_bits=options.margin_bits,
+        bounds=possible,
+        held=held,
+        proof_worth=PROOF_FIRST if options.prove else PROOF_WORTH,
+        advance=advance,
+    )
 
 
 def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:

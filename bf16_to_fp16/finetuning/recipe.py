@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from ..devices import DEVICE_NAMES, is_device_name
 from ..errors import UserError
+from ..targets import AskedTarget
 from ..yaml_files import kind_in_words, parse_yaml, read_yaml
 
 Precision = Literal["fp16", "bf16", "fp32"]
@@ -314,9 +315,7 @@ class Recipe(Section):
     source: NonBlank = Field(description="the checkpoint: a folder or a Hub id (name[@revision])")
     out: NonBlank = Field(description="the folder to write")
     subfolder: NonBlank | None = Field(default=None, description="folder inside the source")
-    target: Literal["auto", "half", "norm-safe", "fp16-accumulate", "train"] = Field(
-        default="half", description="what rescaling aims at, as in convert"
-    )
+    target: AskedTarget = Field(default="half", description="what rescaling aims at, as in convert")
     rescale: bool = Field(default=True, description="rescale exactly before the first step")
     precision: tuple[Precision, ...] = Field(
         default=("bf16", "fp16"), strict=False, description="of the run; [bf16, fp16]: bf16 until fp16 holds it"

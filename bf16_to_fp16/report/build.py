@@ -15,9 +15,7 @@ import torch
 
 from ..auditing.fidelity import Fidelity
 from ..auditing.regimes import RegimeResult, verdict
-from ..bounds.certificate import SQUARING
 from ..bounds.findings import Certificate
-from ..bounds.tiers import TIERS
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
@@ -36,6 +34,7 @@ from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import ROUNDING, Planned
 from ..rescaling.rounding_loss import STEP_NOISE
 from ..rescaling.squares import squares_of
+from ..targets import SQUARING, TIERS
 from . import schema
 from .card import front_matter
 from .evidence import Decided, Measured, Rewritten

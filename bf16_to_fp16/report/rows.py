@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bounds.arithmetic import MAX_LENGTH
-from ..bounds.tiers import TIERS
 from ..families.known import named, roles_of
 from ..families.roles import STACKS, block_of, stack_in
 from ..run.batch import IMAGE
+from ..targets import TIERS
 from ..wording import (
     below_limit,
     counted,

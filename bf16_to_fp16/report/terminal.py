@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..bounds.tiers import TIERS
 from ..checkpoint.folder import MODULES
 from ..families.known import half_call, loading_class, named
 from ..families.types import RESIDUAL
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
+from ..targets import TIERS
 from ..wording import (
     about,
     below_limit,

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 
 from ..bounds.arithmetic import growth
-from ..bounds.certificate import SQUARING
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from ..families.spread import shared, spread_out
@@ -26,11 +25,9 @@ from ..families.types import RESIDUAL, Axis, Kind, ObservationPoint, Sign, carri
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
+from ..targets import MARGIN_BITS, SQUARING
 from .plan import Drift, Plan
 from .rounding_loss import LossTable, channel_energy, loss_table, of_channels, offset_loss_table, signal_noise
-
-MARGIN_BITS = 1.25
-"""How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
 
 PROOF_MARGIN_BITS = 1 / 32
 """What a bound of the unscaled weights keeps to its limit, for rounding them to fp16 afterwards."""

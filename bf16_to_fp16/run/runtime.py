@@ -57,7 +57,8 @@ class Arithmetic:
 class Outcome:
     """A checkpoint's values in a runtime, fp32 on the CPU, the device, and the arithmetic.
 
-    ``values``: [rows, length, channels] logits or last hidden states, or what ``Runtime.expected`` makes of those.
+    ``values``: [rows, length, channels] logits or last hidden states, or what
+    ``known.Runtime.expected`` makes of those.
     """
 
     values: Tensor

@@ -15,7 +15,6 @@ from ..bounds.side_modules import ZERO_VECTOR
 from ..checkpoint.formats import shown
 from ..report.build import is_exact, too_inexact
 from ..report.remedies import (
-    CONVERT_AGAIN,
     IMMOVABLE,
     MAY_BE_ZERO,
     NORMALISE_IN_FP32,
@@ -34,8 +33,7 @@ from ..report.remedies import (
     unsafe_sites,
 )
 from ..report.schema import BoundEntry, CertificateEntry, Report, UnsafeEntry, dump
-from .comparing import compared
-from .problems import Problem
+from .comparing import Problem, compared
 from .views import other_release
 
 NEVER_SET = ("train_mode", "attention", "model_class")
@@ -49,13 +47,13 @@ def check_claims(report: Report) -> list[Problem]:
     problems = compared("claims", data, data | concluded(report, data))
     wrong = [*contradictions(report)]
     wrong += [(key, "is no key that convert writes") for key in (unknown_keys(report) if ours else ())]
-    problems += [Problem("claims", key, reason, CONVERT_AGAIN) for key, reason in wrong]
+    problems += [Problem("claims", key, reason) for key, reason in wrong]
     return problems + (check_sentences(report) if ours else [])
 
 
 def check_sentences(report: Report) -> list[Problem]:
     """Return the reasons and remedies of a report that this release does not write there."""
-    return [Problem("claims", key, reason, CONVERT_AGAIN) for key, reason in wrong_sentences(report)]
+    return [Problem("claims", key, reason) for key, reason in wrong_sentences(report)]
 
 
 def concluded(report: Report, data: Mapping[str, Any]) -> dict[str, Any]:

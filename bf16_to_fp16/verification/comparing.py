@@ -9,46 +9,52 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.formats import shown
 from ..numerics import FP16_MAX
 from ..report.remedies import CONVERT_AGAIN
-from .problems import Problem
 
 MAGNITUDE, FAINT = 1 / 8, 2.0**-6
 """Relative difference of a largest |x|, and the size under which none matters, 22 bits from the limit."""
 
-
 HEADROOM, ROOMY = 0.2, 20.0
 """Bits by which a headroom may differ, and from which on it does not matter."""
-
 
 DISTANCE, NOISE = 2.0, 1e-9
 """Factor of a KL or an error, and the noise of fp32 logits."""
 
-
 SHARE, KEPT_BITS = 0.05, 0.1
 """Difference of a share of tokens, and of the bits that are kept."""
-
 
 EXACT = 1e-9
 """Relative difference of numbers that are computed from the same others."""
 
-
 MAGNITUDES = ("amax", "fp32", "before", "after", "observed")
-
 
 COUNTS = ("nonfinite", "saturated", "nonfinite_logits")
 """Of which only matters whether there are any: how many differs between kernels."""
 
-
 DISTANCES = ("kl_bf16", "kl_fp16", "kl_fp32", "squared_error_fp32", "max_logit_error_bf16", "max_logit_error_fp16",
              "predicted_kl", "predicted_max_logit_error", "measured_kl", "measured_max_logit_error")  # fmt: skip
 
-
 NAMED_BY = ("module", "side", "kind", "signal", "attention")
 """Keys that tell the entries of a list apart that have no name."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that does not hold: which check found it, at which file or site, why, and what to do."""
+
+    check: str
+    name: str
+    reason: str
+    remedy: str = CONVERT_AGAIN
+
+    def __str__(self) -> str:
+        """Return it in one line."""
+        return f"{self.name}: {self.reason}; {self.remedy}"
 
 
 def near(key: str, said: float, found: float) -> bool:
@@ -112,7 +118,7 @@ def by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
 def compared(check: str, said: Any, found: Any, key: str = "") -> list[Problem]:
     """Return a problem of a check for every key under which a report says something else than what was found."""
     return [
-        Problem(check, name, f"the report says {in_words(claim)}, and {in_words(truth)} was found", CONVERT_AGAIN)
+        Problem(check, name, f"the report says {in_words(claim)}, and {in_words(truth)} was found")
         for name, claim, truth in differences(said, found, key)
     ]
 

@@ -18,14 +18,13 @@ from ..checkpoint.single_file import TOKENIZER
 from ..families.configs import looked_up
 from ..families.layout import Layout
 from ..json_text import loads
-from ..report.remedies import CONVERT_AGAIN, REMOVE
+from ..report.remedies import REMOVE
 from ..report.schema import CARD, PAGE, REPORT, FileEntry, Report
 from ..report.stored import Packed
 from ..wording import counted
-from .problems import Problem
+from .comparing import Problem
 
 UNLISTED = "is not in the report, so nothing is known of it"
-
 
 OWN_NAMES = (*SINGLE_OR_SHARDED, "config.json", "generation_config.json", "modules.json", CARD, PAGE, REPORT)
 """Files that stock code and readers know by name."""
@@ -50,20 +49,20 @@ def check_files(folder: Path, report: Report, *, extra: Sequence[str] = (), adva
     """
     listed = {entry.name: entry for entry in report.output.files}
     if not any(map(is_safetensors, listed)) or "config.json" not in listed:
-        return [Problem("files", REPORT, "lists no weights or no config.json", CONVERT_AGAIN)]
+        return [Problem("files", REPORT, "lists no weights or no config.json")]
     owner = {str(entry.sha256): name for name, entry in listed.items()}
     total, done, problems = sum(entry.nbytes or 0 for entry in listed.values()), 0, []
     for name, entry in listed.items():
         path = contained(folder, name)
         if not path.is_file():
-            problems.append(Problem("files", name, "is missing", CONVERT_AGAIN))
+            problems.append(Problem("files", name, "is missing"))
             continue
         digest = sha256_of(path)
         if digest != entry.sha256:
-            problems.append(Problem("files", name, difference(path, name, digest, entry, owner, report), CONVERT_AGAIN))
+            problems.append(Problem("files", name, difference(path, name, digest, entry, owner, report)))
         elif path.stat().st_size != entry.nbytes:
             said = f"has {path.stat().st_size:,} bytes and the report says {entry.nbytes:,}"
-            problems.append(Problem("files", name, said, CONVERT_AGAIN))
+            problems.append(Problem("files", name, said))
         done += entry.nbytes or 0
         if advance is not None:
             advance(done, total)
@@ -127,7 +126,7 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> lis
         first, *others = sorted(layout.dropped)
         more = f" (and {counted(len(others), 'more tensor')})" if others else ""
         reason = f"is no tensor of {layout.stock.names[0]}, of which alone the report speaks{more}"
-        problems.append(Problem("files", first, reason, CONVERT_AGAIN))
+        problems.append(Problem("files", first, reason))
     return problems
 
 
@@ -137,7 +136,7 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
     ``publish --add`` put there."""
     listed = {entry.name: entry.sha256 for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
-    problems = [Problem("files", name, UNLISTED, CONVERT_AGAIN) for name in read if name not in listed]
+    problems = [Problem("files", name, UNLISTED) for name in read if name not in listed]
     variants = {name: variant_name(name) for name in read if name.startswith("model")}
     hashes = {variant: listed.get(name) for name, variant in variants.items()}
     for name in sorted(listed.keys() - {*read, *([] if checkpoint.index is None else [INDEX])}):
@@ -164,13 +163,13 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Pr
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
     problems, recorded = [], recorded_sha256(file)
     if recorded is None:
-        problems.append(Problem("files", file.name, "records no hash of its tensors", CONVERT_AGAIN))
+        problems.append(Problem("files", file.name, "records no hash of its tensors"))
     elif recorded != tensors_sha256(file):
-        problems.append(Problem("files", file.name, "the tensors were changed or damaged since", CONVERT_AGAIN))
+        problems.append(Problem("files", file.name, "the tensors were changed or damaged since"))
     for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
         if info.dtype == "U8" and name.rpartition(".")[2] == TOKENIZER:
             continue
         if name not in ours or info.dtype != "F16":
             reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
-            problems.append(Problem("files", name, reason, CONVERT_AGAIN))
+            problems.append(Problem("files", name, reason))
     return problems

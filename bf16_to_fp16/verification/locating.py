@@ -18,13 +18,11 @@ from ..wording import bytes_in_words
 
 LISTS_OTHER = "lists something that convert does not write; convert the source again"
 
-
 NEEDED = {
     key: f"has no {key}, so convert did not write it; convert the source again"
     for key in ("verdict", "source.sha256", "source.config_changes", "output.files", "plan", "certificate.sites")
 }
 """What a report must have to be checked, and what is said where it is missing."""
-
 
 WRONG = {
     "plan.": "its plan is not one of this program; convert the source again",

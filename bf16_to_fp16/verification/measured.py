@@ -7,10 +7,8 @@ from typing import Any
 
 from ..environment import installed
 from ..numerics import FP16_TINY
-from ..report.remedies import CONVERT_AGAIN
 from ..report.schema import Inputs, RegimeEntry, Report, dump
-from .comparing import FAINT, HEADROOM, MAGNITUDE, ROOMY, compared
-from .problems import Problem
+from .comparing import FAINT, HEADROOM, MAGNITUDE, ROOMY, Problem, compared
 
 STACK = ("torch", "transformers")
 """Packages whose versions decide how operations are named."""
@@ -38,7 +36,7 @@ def check_regimes(report: Report, found: Mapping[str, RegimeEntry], *, same_text
         said, again = report.regimes.get(name), found.get(name)
         if said is None or again is None:
             reason = "was run, and the report has no such regime" if said is None else "is a regime that was not run"
-            problems.append(Problem("audit", f"regimes.{name}", reason, CONVERT_AGAIN))
+            problems.append(Problem("audit", f"regimes.{name}", reason))
         elif same_text:
             problems += same_regime(f"regimes.{name}", said, again, by_name=other_stack(report))
         else:
@@ -61,7 +59,7 @@ def same_regime(key: str, said: RegimeEntry, found: RegimeEntry, *, by_name: boo
     ):
         known = {site.name for site in other.underflow}
         low = [site.name for site in one.underflow if site.amax < FP16_TINY / 2 and site.name not in known]
-        problems += [Problem("audit", f"{key}.underflow.{name}", what, CONVERT_AGAIN) for name in low if not by_name]
+        problems += [Problem("audit", f"{key}.underflow.{name}", what) for name in low if not by_name]
     return problems
 
 
@@ -77,9 +75,9 @@ def no_better(key: str, said: RegimeEntry, found: RegimeEntry) -> list[Problem]:
         more = kept is not None and again is not None and kept > again + HEADROOM and again < ROOMY
         if less or more or (site.broken and not claim.broken):
             reason = f"the report says {claim.amax:.6g}, and {site.amax:.6g} was found on a part of what it ran on"
-            problems.append(Problem("audit", f"{key}.sites.{site.name}", reason, CONVERT_AGAIN))
+            problems.append(Problem("audit", f"{key}.sites.{site.name}", reason))
     least = found.headroom_bits + HEADROOM
     if said.headroom_bits > least and found.headroom_bits < ROOMY:
         reason = f"the report says {said.headroom_bits:.6g}, and {found.headroom_bits:.6g} was found"
-        problems.append(Problem("audit", f"{key}.headroom_bits", reason, CONVERT_AGAIN))
+        problems.append(Problem("audit", f"{key}.headroom_bits", reason))
     return problems

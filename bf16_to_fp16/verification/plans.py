@@ -22,18 +22,16 @@ from ..families.resolve import resolve
 from ..progress import Progress
 from ..report.build import source_of, weight_counts
 from ..report.evidence import Rewritten
-from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION
+from ..report.remedies import RIGHT_REVISION
 from ..report.schema import Source, WeightsEntry, dump
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.plan import Plan, exponents_of
 from ..run.agreement import agreed_layout
-from .comparing import compared
+from .comparing import Problem, compared
 from .files import beside_weights, present_files
-from .problems import Problem
 
 OF_NO_MODEL = ("architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
 """Keys of a config that say nothing of the model itself, but for the class that ``architectures`` names."""
-
 
 OBEYED = ("generation_config.json", MODULES)
 """Files beside the weights on which it depends what a folder computes."""
@@ -43,7 +41,7 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Sourc
     """Return where the recorded plan and the checkpoint contradict each other: family, signals, channels, config."""
 
     def problem(name: str, reason: str) -> Problem:
-        return Problem("plan", name, reason, CONVERT_AGAIN)
+        return Problem("plan", name, reason)
 
     if plan.family != layout.family.name:
         return [problem("plan", f"is for {plan.family}, and the checkpoint is {layout.family.name}")]
@@ -90,7 +88,7 @@ def check_config(layout: Layout, checkpoint: Checkpoint, plan: Plan) -> list[Pro
         wanted, found = without_value(wanted, key), without_value(found, key)
     reason = "is not what the conversion makes of the original's config.json"
     differing += changes(wanted, found)
-    return [Problem("replay", f"config.json, {key}", reason, CONVERT_AGAIN) for key in sorted(differing)]
+    return [Problem("replay", f"config.json, {key}", reason) for key in sorted(differing)]
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ def replay(original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Sou
             if ours.dtype != theirs.dtype or ours.shape != theirs.shape or bytes_of(ours) != bytes_of(theirs):
                 differing.append(name)
     reason = "is not what the plan makes of the original"
-    problems = [Problem("replay", name, reason, CONVERT_AGAIN) for name in differing]
+    problems = [Problem("replay", name, reason) for name in differing]
     weights = weight_counts(layout, written)
     rewritten = Rewritten(replace(written, source_sha256=hashes), [], [])
     if original.folder in VIEWS:
@@ -184,5 +182,5 @@ def check_carried(
                 same = not any(both) or not (name in OBEYED or "/" in name)
             if not same:
                 reason = "is not what the conversion carries over from the original"
-                problems.append(Problem("replay", name, reason, CONVERT_AGAIN))
+                problems.append(Problem("replay", name, reason))
     return problems, unchecked, brought, side

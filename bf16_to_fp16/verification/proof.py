@@ -9,9 +9,9 @@ from ..auditing.regimes import RegimeResult
 from ..bounds.findings import Certificate
 from ..bounds.spectral import CARRIED
 from ..checkpoint.formats import shown
-from ..report.remedies import CONVERT_AGAIN, unsafe_sites
+from ..report.remedies import unsafe_sites
 from ..report.schema import BoundEntry, Report, TierEntry, regimes_of
-from .problems import Problem
+from .comparing import Problem
 
 BOUND_TOLERANCE = 1e-3
 """Relative difference of a recomputed bound that another machine's arithmetic may make."""
@@ -25,25 +25,24 @@ def check_certificate(certificate: Certificate, report: Report) -> list[Problem]
     for site in certificate.sites:
         claim = recorded.pop(site.name, None)
         if claim is None:
-            problems.append(Problem("certificate", site.name, "the report has no bound for it", CONVERT_AGAIN))
+            problems.append(Problem("certificate", site.name, "the report has no bound for it"))
         elif not agree(claim, site.bound, site.partial):
             reason = f"its bound is {site.largest:.6g} and the report says {claim.bound}"
-            problems.append(Problem("certificate", site.name, reason, CONVERT_AGAIN))
+            problems.append(Problem("certificate", site.name, reason))
         elif (claim.kind, claim.limit) != (site.kind, site.limit):
             reason = f"is {site.kind}, up to {site.limit:g}, and the report says {shown(claim.kind)}, {claim.limit:g}"
-            problems.append(Problem("certificate", site.name, reason, CONVERT_AGAIN))
+            problems.append(Problem("certificate", site.name, reason))
     problems += [
-        Problem("certificate", name, "the report bounds it, and the checkpoint has no such site", CONVERT_AGAIN)
-        for name in recorded
+        Problem("certificate", name, "the report bounds it, and the checkpoint has no such site") for name in recorded
     ]
     if report.certificate.train_mode != certificate.arithmetic.train:
         reason = (
             f"the report says that it {'covers' if report.certificate.train_mode else 'leaves out'} training, wrongly"
         )
-        problems.append(Problem("certificate", "certificate", reason, CONVERT_AGAIN))
+        problems.append(Problem("certificate", "certificate", reason))
     if report.certificate.holds != certificate.holds and not problems:
         reason = f"the report says that it {'holds' if not certificate.holds else 'does not hold'}, wrongly"
-        problems.append(Problem("certificate", "certificate", reason, CONVERT_AGAIN))
+        problems.append(Problem("certificate", "certificate", reason))
     return problems + check_proof(certificate, report)
 
 
@@ -53,7 +52,7 @@ def check_proof(certificate: Certificate, report: Report) -> list[Problem]:
         return []
     worst = min(certificate.sites, key=lambda site: site.headroom_bits)
     reason = f"its bound is {worst.largest:.6g}, over its limit, and the report says certified"
-    return [Problem("certificate", worst.name, reason, CONVERT_AGAIN)]
+    return [Problem("certificate", worst.name, reason)]
 
 
 def agree(claim: BoundEntry, bound: float, partial: float) -> bool:
@@ -91,7 +90,7 @@ def check_tiers(
             reason = f"the report says that it stands for {shown(other[0])}, which it does not"
         else:
             continue
-        problems.append(Problem("tiers", name, reason, CONVERT_AGAIN))
+        problems.append(Problem("tiers", name, reason))
     return problems
 
 

@@ -17,23 +17,18 @@ from ..checkpoint.packing import summary_of
 from ..environment import installed
 from ..report.card import FRONT_MATTER, listing_files, render_card
 from ..report.page import render
-from ..report.remedies import CONVERT_AGAIN
 from ..report.schema import CARD, PAGE, Output, Report
-from .problems import Problem
+from .comparing import Problem
 
 PICTURE = re.compile(r"<svg .*?</svg>", re.DOTALL)
-
 
 IDENTITY = re.compile(r'(?<=id=")[^"]*|(?<=#)[\w-]+')
 """Ids in a picture, which matplotlib makes from its coordinates."""
 
-
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
-
 
 PIXELS = 0.5
 """Difference of a coordinate in a picture that another machine's arithmetic may make."""
-
 
 NOT_OURS = "is not what the report gives: a reader would believe something else"
 
@@ -80,9 +75,7 @@ def check_views(folder: Path, report: Report, config: Mapping[str, Any]) -> tupl
     """Return where card and page of a folder are not what its report gives, and what of them cannot be compared, by
     name with the reason."""
     listed = {entry.name for entry in report.output.files}
-    problems = [
-        Problem("views", name, "is not in the report", CONVERT_AGAIN) for name in (CARD, PAGE) if name not in listed
-    ]
+    problems = [Problem("views", name, "is not in the report") for name in (CARD, PAGE) if name not in listed]
     if problems:
         return problems, {}
     if other := other_release(report):
@@ -92,19 +85,19 @@ def check_views(folder: Path, report: Report, config: Mapping[str, Any]) -> tupl
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
         # Someone else's report may hold what no conversion gives.
         reason = f"cannot be made from the report ({type(error).__name__}), which holds what no conversion gives"
-        return [Problem("views", PAGE, reason, CONVERT_AGAIN)], {}
+        return [Problem("views", PAGE, reason)], {}
     unchecked = {}
     if report.output.card_edited:
         unchecked[CARD] = "it was edited before it was published; only its author answers for what it says"
     elif not same_card(card, text_of(folder / CARD)):
-        problems.append(Problem("views", CARD, NOT_OURS, CONVERT_AGAIN))
+        problems.append(Problem("views", CARD, NOT_OURS))
     drawing, theirs = other_drawing(report), text_of(folder / PAGE)
     if PICTURE.sub("", page) != PICTURE.sub("", theirs):
-        problems.append(Problem("views", PAGE, NOT_OURS, CONVERT_AGAIN))
+        problems.append(Problem("views", PAGE, NOT_OURS))
     elif drawing:
         unchecked[PAGE] = drawing
     elif not all(map(same_picture, PICTURE.findall(page), PICTURE.findall(theirs))):
-        problems.append(Problem("views", PAGE, "has a picture that is not the report's", CONVERT_AGAIN))
+        problems.append(Problem("views", PAGE, "has a picture that is not the report's"))
     return problems, unchecked
 
 

@@ -14,12 +14,14 @@ from support.adversary import adverse_inputs, observe
 from support.contract import FREE, broken
 from torch import Tensor
 
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.bounds.factored import Factored, Tall
 from bf16_to_fp16.bounds.spectral import CARRIED, Spectra, gram, largest_eigenvalue, without_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
-from bf16_to_fp16.conversion.measuring import certificate_of
+from bf16_to_fp16.conversion.measuring import bounded
+from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import BoundEntry
@@ -119,7 +121,15 @@ def test_another_model_is_certified_as_if_nothing_had_been_kept(tmp_path: Path) 
     fresh = Spectra(fp16_weights(other, resolve(other)))
     for target in ("half", "fp16-accumulate"):
         found, alone = (
-            certificate_of(other.folder, target, 64, s, Progress(quiet=True))
+            bounded(
+                other,
+                resolve(other),
+                target,
+                Arithmetic(64),
+                Device("cpu"),
+                Progress(quiet=True),
+                spectra=replace(s, fixed=True),
+            )
             for s in (spectra, replace(fresh, found={}))
         )
         assert found[0].sites == alone[0].sites and found[1] == alone[1]

@@ -36,6 +36,7 @@ from bf16_to_fp16.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+AGAIN = "fetch the file again"
 NORM = "encoder.block.0.layer.0.layer_norm.weight"
 VALUE = "encoder.block.0.layer.0.SelfAttention.v.weight"
 
@@ -55,83 +56,80 @@ class Place:
         return self.root / "out"
 
 
-Damage = Callable[[Place], "list[str] | None"]
-"""Spoils something, and returns the command where it is not plain ``convert SOURCE OUT``."""
+Damage = Callable[[Place], object]
+"""Spoils something, and returns the command, a list, where it is not plain ``convert SOURCE OUT``."""
 
-ROWS: dict[str, tuple[Damage, str, str]] = {}
-"""By what is wrong: the damage, what the line must name, and the remedy that it must hold."""
+ROWS: dict[str, tuple[Damage, str, str, tuple[str, ...]]] = {}
+"""By what is wrong: the damage, what the line must name, the remedy that it must hold, and options of ``convert``."""
 
 
-def row(what: str, names: str, remedy: str) -> Callable[[Damage], Damage]:
+def convert(at: Place, *options: str) -> list[str]:
+    return ["convert", str(at.source), str(at.out), *options]
+
+
+def row(what: str, names: str, remedy: str, *options: str) -> Callable[[Damage], Damage]:
     """Add a row to the table."""
 
     def add(damage: Damage) -> Damage:
         assert what not in ROWS
-        ROWS[what] = damage, names, remedy
+        ROWS[what] = damage, names, remedy, options
         return damage
 
     return add
 
 
+def configure(**changes: Any) -> Damage:
+    def damage(at: Place) -> None:
+        config = json.loads((at.source / "config.json").read_text()) | changes
+        (at.source / "config.json").write_text(json.dumps(config))
+
+    return damage
+
+
 # --- safetensors -----------------------------------------------------------------------------------------------------
 
 
-def header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the parsed header of a safetensors file and leave its data."""
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    entries = json.loads(data[8 : 8 + length])
-    change(entries)
-    text = json.dumps(entries).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+def whole(content: bytes) -> Damage:
+    """Replace the file of weights."""
+    return lambda at: (at.source / WEIGHTS).write_bytes(content)
+
+
+def header(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Change the parsed header of the weights and leave their data."""
+
+    def damage(at: Place) -> None:
+        file = at.source / WEIGHTS
+        data = file.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8 : 8 + length])
+        change(entries)
+        text = json.dumps(entries).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return damage
 
 
 def shift(entry: Any, by: int) -> None:
     entry["data_offsets"] = [entry["data_offsets"][0] + by, entry["data_offsets"][1] + by]
 
 
-@row("truncated safetensors", WEIGHTS, "fetch the file again")
-def _(at: Place) -> None:
-    os.truncate(at.source / WEIGHTS, (at.source / WEIGHTS).stat().st_size - 5)
-
-
-@row("empty safetensors", WEIGHTS, "fetch the file again")
-def _(at: Place) -> None:
-    (at.source / WEIGHTS).write_bytes(b"")
-
-
-@row("header longer than the file", WEIGHTS, "fetch the file again")
-def _(at: Place) -> None:
-    (at.source / WEIGHTS).write_bytes(struct.pack("<Q", 4000) + b"{}")
-
-
-@row("header of 2^62 bytes", WEIGHTS, "fetch the file again")
-def _(at: Place) -> None:
-    (at.source / WEIGHTS).write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
-
-
-@row("header of 100 MB", WEIGHTS, "fetch the file again")
-def _(at: Place) -> None:
-    with open(at.source / WEIGHTS, "wb") as file:
-        file.write(struct.pack("<Q", 100_000_000) + b"{}")
-        file.truncate(100_000_008)
-
-
-@row("overlapping offsets", WEIGHTS, "fetch the file again")
-def _(at: Place) -> None:
-    header(at.source / WEIGHTS, lambda e: shift(e[VALUE], -2))
-
-
-@row("out-of-range offsets", WEIGHTS, "fetch the file again")
-def _(at: Place) -> None:
-    header(at.source / WEIGHTS, lambda e: shift(max(_entries(e), key=lambda v: v["data_offsets"]), 1 << 40))
+row("truncated safetensors", WEIGHTS, AGAIN)(
+    lambda at: os.truncate(at.source / WEIGHTS, (at.source / WEIGHTS).stat().st_size - 5)
+)
+row("empty safetensors", WEIGHTS, AGAIN)(whole(b""))
+row("header longer than the file", WEIGHTS, AGAIN)(whole(struct.pack("<Q", 4000) + b"{}"))
+row("header of 2^62 bytes", WEIGHTS, AGAIN)(whole(struct.pack("<Q", 1 << 62) + b"{}"))
+row("overlapping offsets", WEIGHTS, AGAIN)(header(lambda e: shift(e[VALUE], -2)))
+row("out-of-range offsets", WEIGHTS, AGAIN)(
+    header(lambda e: shift(max(_entries(e), key=lambda v: v["data_offsets"]), 1 << 40))
+)
 
 
 def _entries(entries: dict[str, Any]) -> list[Any]:
     return [v for k, v in entries.items() if k != "__metadata__"]
 
 
-@row("duplicate keys", "v.weight", "fetch the file again")
+@row("duplicate keys", "v.weight", AGAIN)
 def _(at: Place) -> None:
     file = at.source / WEIGHTS
     data = file.read_bytes()
@@ -142,19 +140,9 @@ def _(at: Place) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
 
-@row("bad JSON", WEIGHTS, "fetch the file again")
-def _(at: Place) -> None:
-    (at.source / WEIGHTS).write_bytes(struct.pack("<Q", 9) + b"{'a': 1}}")
-
-
-@row("wrong dtype string", VALUE, "fetch the file again")
-def _(at: Place) -> None:
-    header(at.source / WEIGHTS, lambda e: e[VALUE].update(dtype="BF61"))
-
-
-@row("a shape of a million sizes", VALUE, "fetch the file again")
-def _(at: Place) -> None:
-    header(at.source / WEIGHTS, lambda e: e[VALUE].update(shape=[(1 << 48) - 1] * 400_000))
+row("bad JSON", WEIGHTS, AGAIN)(whole(struct.pack("<Q", 9) + b"{'a': 1}}"))
+row("wrong dtype string", VALUE, AGAIN)(header(lambda e: e[VALUE].update(dtype="BF61")))
+row("a shape of a million sizes", VALUE, AGAIN)(header(lambda e: e[VALUE].update(shape=[(1 << 48) - 1] * 400_000)))
 
 
 # --- the index -------------------------------------------------------------------------------------------------------
@@ -178,27 +166,27 @@ def _(at: Place) -> None:
     (at.source / TWO).unlink()
 
 
-@row("a tensor twice in an index", VALUE, "fetch the file again")
+@row("a tensor twice in an index", VALUE, AGAIN)
 def _(at: Place) -> None:
     sharded(at)
     text = (at.source / INDEX).read_text()
     (at.source / INDEX).write_text(text.replace('"weight_map": {', f'"weight_map": {{"{VALUE}": "{ONE}", '))
 
 
-@row("a tensor in two shards", "tensor 'extra' is in", "fetch the file again")
+@row("a tensor in two shards", "tensor 'extra' is in", AGAIN)
 def _(at: Place) -> None:
     sharded(at, lambda placed: placed.update(extra=ONE))
     for shard in (ONE, TWO):
         save_file({**load_file(at.source / shard), "extra": torch.ones(1)}, at.source / shard)
 
 
-@row("an index that leads above the folder", "../x.safetensors", "fetch the file again")
+@row("an index that leads above the folder", "../x.safetensors", AGAIN)
 def _(at: Place) -> None:
     sharded(at, lambda placed: placed.update({VALUE: "../x.safetensors"}))
     shutil.copyfile(at.source / ONE, at.root / "x.safetensors")
 
 
-@row("an index that names an absolute path", "x.safetensors", "fetch the file again")
+@row("an index that names an absolute path", "x.safetensors", AGAIN)
 def _(at: Place) -> None:
     sharded(at, lambda placed: placed.update({VALUE: str(at.root / "x.safetensors")}))
     shutil.copyfile(at.source / ONE, at.root / "x.safetensors")
@@ -211,7 +199,7 @@ def _(at: Place) -> None:
     (at.source / TWO).symlink_to(at.root / "outside")
 
 
-@row("a shard that is a link to itself", TWO, "fetch the file again")
+@row("a shard that is a link to itself", TWO, AGAIN)
 def _(at: Place) -> None:
     sharded(at)
     (at.source / TWO).unlink()
@@ -236,9 +224,9 @@ def pickled(at: Place, content: object, **options: Any) -> None:
     torch.save(content, at.source / "pytorch_model.bin", **options)
 
 
-@row("a pickle that would run code", "pytorch_model.bin", "save it with safetensors where you trust it")
-def _(at: Place) -> None:
-    pickled(at, {"a": torch.ones(1), "b": Bomb(at.root / "code ran")})
+row("a pickle that would run code", "pytorch_model.bin", "save it with safetensors where you trust it")(
+    lambda at: pickled(at, {"a": torch.ones(1), "b": Bomb(at.root / "code ran")})
+)
 
 
 @row("a pickle of code alone", "pytorch_model.bin", "save it with safetensors")
@@ -247,98 +235,83 @@ def _(at: Place) -> None:
     (at.source / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(at.root / "code ran")))
 
 
-@row("a .bin that is a plain object", "pytorch_model.bin", "save it with safetensors")
-def _(at: Place) -> None:
-    pickled(at, ["not", "tensors"])
-
-
-@row("a .bin with settings among its tensors", "'step' is not a tensor", "save it with safetensors")
-def _(at: Place) -> None:
-    pickled(at, {"shared.weight": torch.ones(1), "step": 3})
+row("a .bin that is a plain object", "pytorch_model.bin", "save it with safetensors")(
+    lambda at: pickled(at, ["not", "tensors"])
+)
+row("a .bin with settings among its tensors", "'step' is not a tensor", "save it with safetensors")(
+    lambda at: pickled(at, {"shared.weight": torch.ones(1), "step": 3})
+)
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def weights(at: Place, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(at.source / WEIGHTS)
-    change(tensors)
-    save_file(tensors, at.source / WEIGHTS, metadata={"format": "pt"})
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(at: Place) -> None:
+        tensors = load_file(at.source / WEIGHTS)
+        change(tensors)
+        save_file(tensors, at.source / WEIGHTS, metadata={"format": "pt"})
+
+    return damage
 
 
 def poke(value: float) -> Callable[[dict[str, torch.Tensor]], object]:
     return lambda tensors: tensors[VALUE][1].fill_(value)
 
 
-@row("NaN weights", VALUE, "use another revision of it or repair the tensor")
+row("NaN weights", VALUE, "use another revision of it or repair the tensor")(weights(poke(float("nan"))))
+row("NaN weights and nothing run", VALUE, "use another revision of the checkpoint or repair the tensor", "--no-audit")(
+    weights(poke(float("nan")))
+)
+row("inf weights", VALUE, "use another revision of it or repair the tensor")(weights(poke(float("inf"))))
+row("inf weights and nothing run", VALUE, "use another revision of the checkpoint or repair the tensor", "--no-audit")(
+    weights(poke(float("-inf")))
+)
+row("an all-zero norm", NORM, "fetch it again from the original checkpoint")(
+    weights(lambda tensors: tensors[NORM].zero_())
+)
+
+
+@row(
+    "values that no exponent can carry",
+    "encoder.block.0.layer.0.SelfAttention.relative",
+    "repair the tensor",
+    "--no-audit",
+)
 def _(at: Place) -> None:
-    weights(at, poke(float("nan")))
-
-
-@row("NaN weights and nothing run", VALUE, "use another revision of the checkpoint or repair the tensor")
-def _(at: Place) -> list[str]:
-    weights(at, poke(float("nan")))
-    return ["convert", str(at.source), str(at.out), "--no-audit"]
-
-
-@row("inf weights", VALUE, "use another revision of it or repair the tensor")
-def _(at: Place) -> None:
-    weights(at, poke(float("inf")))
-
-
-@row("inf weights and nothing run", VALUE, "use another revision of the checkpoint or repair the tensor")
-def _(at: Place) -> list[str]:
-    weights(at, poke(float("-inf")))
-    return ["convert", str(at.source), str(at.out), "--no-audit"]
-
-
-@row("an all-zero norm", NORM, "fetch it again from the original checkpoint")
-def _(at: Place) -> None:
-    weights(at, lambda tensors: tensors[NORM].zero_())
-
-
-@row("values that no exponent can carry", "encoder.block.0.layer.0.SelfAttention.relative", "repair the tensor")
-def _(at: Place) -> list[str]:
     name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    weights(at, lambda tensors: tensors[name][0].fill_(1e30))
-    return ["convert", str(at.source), str(at.out), "--no-audit"]
+    weights(lambda tensors: tensors[name][0].fill_(1e30))(at)
 
 
-@row("int8 weights", VALUE, "give the checkpoint it was quantised from")
-def _(at: Place) -> None:
-    weights(at, lambda tensors: tensors.update({VALUE: tensors[VALUE].to(torch.int8)}))
-
-
-@row("fp8 weights", VALUE, "give the checkpoint it was quantised from")
-def _(at: Place) -> None:
-    weights(at, lambda tensors: tensors.update({VALUE: tensors[VALUE].to(torch.float8_e4m3fn)}))
+row("int8 weights", VALUE, "give the checkpoint it was quantised from")(
+    weights(lambda tensors: tensors.update({VALUE: tensors[VALUE].to(torch.int8)}))
+)
+row("fp8 weights", VALUE, "give the checkpoint it was quantised from")(
+    weights(lambda tensors: tensors.update({VALUE: tensors[VALUE].to(torch.float8_e4m3fn)}))
+)
 
 
 @row("a GPTQ checkpoint", "config.json", "give the one it was quantised from")
 def _(at: Place) -> None:
     gptq(at)
-    configure(at, quantization_config={"quant_method": "gptq", "bits": 4})
+    configure(quantization_config={"quant_method": "gptq", "bits": 4})(at)
 
 
-@row("a GPTQ checkpoint whose config does not say so", "v.", "original checkpoint")
-def _(at: Place) -> None:
-    gptq(at)
+row("a GPTQ checkpoint whose config does not say so", "v.", "original checkpoint")(lambda at: gptq(at))
 
 
 def gptq(at: Place) -> None:
     name = VALUE.removesuffix(".weight")
     packed = {"qweight": torch.ones(3, 15, dtype=torch.int32), "scales": torch.ones(1, 15, dtype=torch.float16)}
-    weights(at, lambda t: (t.pop(VALUE), t.update({f"{name}.{k}": v for k, v in packed.items()})))
+    weights(lambda t: (t.pop(VALUE), t.update({f"{name}.{k}": v for k, v in packed.items()})))(at)
 
 
-@row("a bitsandbytes checkpoint", "config.json", "give the one it was quantised from")
-def _(at: Place) -> None:
-    configure(at, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-
-
-@row("bitsandbytes weights whose config does not say so", VALUE, "give the checkpoint it was quantised from")
-def _(at: Place) -> None:
-    weights(at, lambda tensors: tensors.update({VALUE: torch.ones(180, 1, dtype=torch.uint8)}))
+row("a bitsandbytes checkpoint", "config.json", "give the one it was quantised from")(
+    configure(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+)
+row("bitsandbytes weights whose config does not say so", VALUE, "give the checkpoint it was quantised from")(
+    weights(lambda tensors: tensors.update({VALUE: torch.ones(180, 1, dtype=torch.uint8)}))
+)
 
 
 @row("a LoRA adapter", "adapter_config.json", "merge it into its base model with peft's merge_and_unload")
@@ -347,52 +320,33 @@ def _(at: Place) -> None:
     (at.source / WEIGHTS).rename(at.source / "adapter_model.safetensors")
 
 
-@row("LoRA weights among the others", "lora_A", "remove the tensor")
-def _(at: Place) -> None:
-    weights(at, lambda tensors: tensors.update({VALUE.replace("weight", "lora_A.weight"): torch.ones(2, 24)}))
-
-
-@row("missing tensors", VALUE, "take the whole original checkpoint")
-def _(at: Place) -> None:
-    weights(at, lambda tensors: tensors.pop(VALUE))
-
-
-@row("extra tensors", "encoder.block.9.surprise", "remove the tensor")
-def _(at: Place) -> None:
-    weights(at, lambda tensors: tensors.update({"encoder.block.9.surprise": torch.ones(2)}))
+row("LoRA weights among the others", "lora_A", "remove the tensor")(
+    weights(lambda tensors: tensors.update({VALUE.replace("weight", "lora_A.weight"): torch.ones(2, 24)}))
+)
+row("missing tensors", VALUE, "take the whole original checkpoint")(weights(lambda tensors: tensors.pop(VALUE)))
+row("extra tensors", "encoder.block.9.surprise", "remove the tensor")(
+    weights(lambda tensors: tensors.update({"encoder.block.9.surprise": torch.ones(2)}))
+)
 
 
 # --- config ----------------------------------------------------------------------------------------------------------
 
 
-def configure(at: Place, **changes: Any) -> None:
-    config = json.loads((at.source / "config.json").read_text()) | changes
-    (at.source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-
-
-@row("config missing", "no config.json", "give the folder of a checkpoint")
-def _(at: Place) -> None:
-    (at.source / "config.json").unlink()
-
-
-@row("config of bad JSON", "config.json", "fetch the file again")
-def _(at: Place) -> None:
-    (at.source / "config.json").write_text("{")
-
-
-@row("unknown architecture", "config.json", "the known ones are t5, mt5, umt5")
-def _(at: Place) -> None:
-    configure(at, model_type="bert", architectures=["BertModel"])
-
-
-@row("a class that does not fit the family", "BartModel", "those of t5 are T5ForConditionalGeneration")
-def _(at: Place) -> None:
-    configure(at, architectures=["BartModel"])
+row("config missing", "no config.json", "give the folder of a checkpoint")(
+    lambda at: (at.source / "config.json").unlink()
+)
+row("config of bad JSON", "config.json", AGAIN)(lambda at: (at.source / "config.json").write_text("{"))
+row("unknown architecture", "config.json", "the known ones are t5, mt5, umt5")(
+    configure(model_type="bert", architectures=["BertModel"])
+)
+row("a class that does not fit the family", "BartModel", "those of t5 are T5ForConditionalGeneration")(
+    configure(architectures=["BartModel"])
+)
 
 
 @row("remote code", "auto_map", "give a checkpoint of a stock class")
 def _(at: Place) -> None:
-    configure(at, auto_map={"AutoModelForSeq2SeqLM": "code.Model", "AutoConfig": "code.Config"})
+    configure(auto_map={"AutoModelForSeq2SeqLM": "code.Model", "AutoConfig": "code.Config"})(at)
     (at.source / "code.py").write_text(f"open({str(at.root / 'code ran')!r}, 'w')\n")
 
 
@@ -401,52 +355,32 @@ def _(at: Place) -> list[str]:
     settings = {"tokenizer_class": "Code", "auto_map": {"AutoTokenizer": ["code.Code", None]}}
     (at.source / "tokenizer_config.json").write_text(json.dumps(settings))
     (at.source / "code.py").write_text(f"open({str(at.root / 'code ran')!r}, 'w')\n")
-    return with_data(at, "text.txt", b"a line\n")
+    return with_data("text.txt", b"a line\n")(at)
 
 
-@row("sizes that disagree with the tensors", "shape [37, 24]", "use the config.json that belongs to these weights")
-def _(at: Place) -> None:
-    configure(at, d_ff=38)
-
-
-@row("more layers than tensors", "config.json", "use the config.json that belongs to these weights")
-def _(at: Place) -> None:
-    configure(at, num_layers=10**9)
-
-
-@row("fewer layers than tensors", "encoder.block.2", "check the config's layer counts")
-def _(at: Place) -> None:
-    configure(at, num_layers=2)
-
-
-@row("a vocabulary bigger than the embedding", "shared.weight", "use the config.json that belongs to these weights")
-def _(at: Place) -> None:
-    configure(at, vocab_size=98)
-
-
-@row("a size that is text", "config.json", "original checkpoint")
-def _(at: Place) -> None:
-    configure(at, d_model="24")
-
-
-@row("a start token beyond the vocabulary", "decoder_start_token_id is 97", "take it from the original config.json")
-def _(at: Place) -> None:
-    configure(at, decoder_start_token_id=97)
-
-
-@row("an activation that is unknown", "config.json", "mend the file")
-def _(at: Place) -> None:
-    configure(at, feed_forward_proj="gated-gated-gelu")
-
-
-@row("a dropout that is impossible", "cannot be loaded (dropout probability", "check its files")
-def _(at: Place) -> None:
-    configure(at, dropout_rate=-1)
-
-
-@row("settings of generation that are impossible", "source: stock code cannot run it", "generation_config.json")
-def _(at: Place) -> None:
-    (at.source / "generation_config.json").write_text('{"decoder_start_token_id": 0, "output_hidden_states": [null]}')
+row("sizes that disagree with the tensors", "shape [37, 24]", "use the config.json that belongs to these weights")(
+    configure(d_ff=38)
+)
+row("more layers than tensors", "config.json", "use the config.json that belongs to these weights")(
+    configure(num_layers=10**9)
+)
+row("fewer layers than tensors", "encoder.block.2", "check the config's layer counts")(configure(num_layers=2))
+row("a vocabulary bigger than the embedding", "shared.weight", "use the config.json that belongs to these weights")(
+    configure(vocab_size=98)
+)
+row("a size that is text", "config.json", "original checkpoint")(configure(d_model="24"))
+row("a start token beyond the vocabulary", "decoder_start_token_id is 97", "take it from the original config.json")(
+    configure(decoder_start_token_id=97)
+)
+row("an activation that is unknown", "config.json", "mend the file")(configure(feed_forward_proj="gated-gated-gelu"))
+row("a dropout that is impossible", "cannot be loaded (dropout probability", "check its files")(
+    configure(dropout_rate=-1)
+)
+row("settings of generation that are impossible", "source: stock code cannot run it", "generation_config.json")(
+    lambda at: (at.source / "generation_config.json").write_text(
+        '{"decoder_start_token_id": 0, "output_hidden_states": [null]}'
+    )
+)
 
 
 @row("another config by version", "configuration_files", "put the one that is meant in its place")
@@ -456,14 +390,14 @@ def _(at: Place) -> None:
     (at.source / "config.json").write_text(json.dumps({**config, "configuration_files": ["config.4.0.0.json"]}))
 
 
-@row("metadata of another library", "format 'bogus'", "save it again with save_pretrained")
-def _(at: Place) -> None:
-    save_file(load_file(at.source / WEIGHTS), at.source / WEIGHTS, metadata={"format": "bogus"})
-
-
-@row("half a character in a config", "config.json", "fetch the file again")
-def _(at: Place) -> None:
-    (at.source / "config.json").write_text((at.source / "config.json").read_text()[:-2] + ', "x": "\\ud800"}')
+row("metadata of another library", "format 'bogus'", "save it again with save_pretrained")(
+    lambda at: save_file(load_file(at.source / WEIGHTS), at.source / WEIGHTS, metadata={"format": "bogus"})
+)
+row("half a character in a config", "config.json", AGAIN)(
+    lambda at: (at.source / "config.json").write_text(
+        (at.source / "config.json").read_text()[:-2] + ', "x": "\\ud800"}'
+    )
+)
 
 
 # --- where it goes ---------------------------------------------------------------------------------------------------
@@ -475,99 +409,78 @@ def _(at: Place) -> None:
     (at.out / "fp16_report.json").write_text("{}")
 
 
-@row("OUT holds a file of the user's", "holds mine", "choose another output path")
-def _(at: Place) -> list[str]:
+@row("OUT holds a file of the user's", "holds mine", "choose another output path", "--force")
+def _(at: Place) -> None:
     at.out.mkdir()
     (at.out / "mine").write_text("mine")
-    return ["convert", str(at.source), str(at.out), "--force"]
 
 
-@row("OUT is a file", "out exists and is not a folder", "choose another output path")
+row("OUT is a file", "out exists and is not a folder", "choose another output path")(
+    lambda at: at.out.write_text("mine")
+)
+row("OUT is SOURCE", "overlaps the source", "choose an output path outside it")(
+    lambda at: ["convert", str(at.source), str(at.source), "--force"]
+)
+row("OUT is inside SOURCE", "overlaps the source", "choose an output path outside it")(
+    lambda at: ["convert", str(at.source), str(at.source / "deep" / "out")]
+)
+row("OUT is in a read-only place", "/proc is not writable", "choose another output path")(
+    lambda at: ["convert", str(at.source), "/proc/out"]
+)
+row("SOURCE does not exist", "nowhere does not exist", "give the folder of a checkpoint or a Hub id")(
+    lambda at: ["convert", str(at.root / "nowhere"), str(at.out)]
+)
+row("a Hub id and no network", "org/good", "check the name and the network")(
+    lambda at: ["convert", "org/good", str(at.out)]
+)
+
+
+@row("a file beside the weights that leads out", "spiece.model", "put the file itself there", "--no-audit")
 def _(at: Place) -> None:
-    at.out.write_text("mine")
-
-
-@row("OUT is SOURCE", "overlaps the source", "choose an output path outside it")
-def _(at: Place) -> list[str]:
-    return ["convert", str(at.source), str(at.source), "--force"]
-
-
-@row("OUT is inside SOURCE", "overlaps the source", "choose an output path outside it")
-def _(at: Place) -> list[str]:
-    return ["convert", str(at.source), str(at.source / "deep" / "out")]
-
-
-@row("OUT is in a read-only place", "/proc is not writable", "choose another output path")
-def _(at: Place) -> list[str]:
-    return ["convert", str(at.source), "/proc/out"]
-
-
-@row("SOURCE does not exist", "nowhere does not exist", "give the folder of a checkpoint or a Hub id")
-def _(at: Place) -> list[str]:
-    return ["convert", str(at.root / "nowhere"), str(at.out)]
-
-
-@row("a Hub id and no network", "org/good", "check the name and the network")
-def _(at: Place) -> list[str]:
-    return ["convert", "org/good", str(at.out)]
-
-
-@row("a file beside the weights that leads out", "spiece.model", "put the file itself there")
-def _(at: Place) -> list[str]:
     (at.root / "secret").write_text("mine alone")
     (at.source / "spiece.model").symlink_to(at.root / "secret")
-    return ["convert", str(at.source), str(at.out), "--no-audit"]
 
 
-@row("a file beside the weights that leads nowhere", "spiece.model", "restore it from the original checkpoint")
-def _(at: Place) -> list[str]:
-    (at.source / "spiece.model").symlink_to(at.source / "nowhere")
-    return ["convert", str(at.source), str(at.out), "--no-audit"]
+row(
+    "a file beside the weights that leads nowhere",
+    "spiece.model",
+    "restore it from the original checkpoint",
+    "--no-audit",
+)(lambda at: (at.source / "spiece.model").symlink_to(at.source / "nowhere"))
 
 
 @row("a plan that is no plan", "report.json", "that convert wrote")
 def _(at: Place) -> list[str]:
     (at.root / "report.json").write_text('{"plan": {"family": "t5", "residual_exponent": "much"}}')
-    return ["convert", str(at.source), str(at.out), "--plan", str(at.root / "report.json")]
+    return convert(at, "--plan", str(at.root / "report.json"))
 
 
 @row("a plan with exponents beyond reason", "report.json", "that convert wrote")
 def _(at: Place) -> list[str]:
     (at.root / "report.json").write_text('{"plan": {"family": "t5", "residual_exponent": -100000}}')
-    return ["convert", str(at.source), str(at.out), "--plan", str(at.root / "report.json")]
+    return convert(at, "--plan", str(at.root / "report.json"))
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def with_data(at: Place, name: str, content: bytes) -> list[str]:
-    (at.root / name).write_bytes(content)
-    return ["convert", str(at.source), str(at.out), "--data", str(at.root / name)]
+def with_data(name: str, content: bytes) -> Damage:
+    def damage(at: Place) -> list[str]:
+        (at.root / name).write_bytes(content)
+        return convert(at, "--data", str(at.root / name))
+
+    return damage
 
 
-@row("data file missing", "none.txt", "give an existing")
-def _(at: Place) -> list[str]:
-    return ["convert", str(at.source), str(at.out), "--data", str(at.root / "none.txt")]
-
-
-@row("data file empty", "text.txt", "give a file with at least one")
-def _(at: Place) -> list[str]:
-    return with_data(at, "text.txt", b"")
-
-
-@row("data file of the wrong columns", "rows.jsonl", "put text into one named `input` or `text`")
-def _(at: Place) -> list[str]:
-    return with_data(at, "rows.jsonl", b'{"number": 3}\n')
-
-
-@row("data file that is not UTF-8", "text.txt", "convert it to UTF-8")
-def _(at: Place) -> list[str]:
-    return with_data(at, "text.txt", b"caf\xe9\n")
-
-
-@row("data and no tokenizer", "no tokenizer files", "put the original's tokenizer there")
-def _(at: Place) -> list[str]:
-    return with_data(at, "text.txt", b"a line\n")
+row("data file missing", "none.txt", "give an existing")(lambda at: convert(at, "--data", str(at.root / "none.txt")))
+row("data file empty", "text.txt", "give a file with at least one")(with_data("text.txt", b""))
+row("data file of the wrong columns", "rows.jsonl", "put text into one named `input` or `text`")(
+    with_data("rows.jsonl", b'{"number": 3}\n')
+)
+row("data file that is not UTF-8", "text.txt", "convert it to UTF-8")(with_data("text.txt", b"caf\xe9\n"))
+row("data and no tokenizer", "no tokenizer files", "put the original's tokenizer there")(
+    with_data("text.txt", b"a line\n")
+)
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -582,19 +495,15 @@ def recipe(at: Place, *, content: bytes = b"words enough for a line\n" * 4, **ch
     return ["finetune", str(at.root / "recipe.yaml")]
 
 
-@row("a recipe with unknown keys", "recipe.yaml: unknown key schedule.step", "did you mean schedule.steps?")
-def _(at: Place) -> list[str]:
-    return recipe(at, schedule={"step": 3})
-
-
-@row("a recipe with wrong types", "recipe.yaml: schedule.steps is 'many'", "give a whole number")
-def _(at: Place) -> list[str]:
-    return recipe(at, schedule={"steps": "many"})
-
-
-@row("a recipe with negative numbers", "recipe.yaml: data.batch_size is -3", "must be at least 1")
-def _(at: Place) -> list[str]:
-    return recipe(at, data={"batch_size": -3})
+row("a recipe with unknown keys", "recipe.yaml: unknown key schedule.step", "did you mean schedule.steps?")(
+    lambda at: recipe(at, schedule={"step": 3})
+)
+row("a recipe with wrong types", "recipe.yaml: schedule.steps is 'many'", "give a whole number")(
+    lambda at: recipe(at, schedule={"steps": "many"})
+)
+row("a recipe with negative numbers", "recipe.yaml: data.batch_size is -3", "must be at least 1")(
+    lambda at: recipe(at, data={"batch_size": -3})
+)
 
 
 @row("a recipe that is not YAML", "recipe.yaml: not YAML at line 2", "mend that line")
@@ -652,10 +561,11 @@ def assert_one_line(status: int, said: str, names: str, remedy: str) -> None:
 def test_bad_input_is_one_line_that_names_it_and_the_remedy(
     what: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    damage, names, remedy = ROWS[what]
+    damage, names, remedy, options = ROWS[what]
     shutil.copytree(good, tmp_path / "source")
     at = Place(tmp_path)
-    arguments = damage(at) or ["convert", str(at.source), str(at.out)]
+    asked = damage(at)
+    arguments = asked if isinstance(asked, list) else convert(at, *options)
     before = below(tmp_path)
     status = cli.main(arguments)
     captured = capfd.readouterr()

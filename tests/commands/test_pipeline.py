@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from support import pipelines, tiny
 from support.hub_server import WRITER, HubServer
 from support.pipelines import TRANSFORMER, contents
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, convert_pipeline, undo_pipeline
 from bf16_to_fp16.checkpoint.pipeline import used, variant_name, variant_of
@@ -173,9 +174,16 @@ def test_a_component_under_two_names_is_converted_once_and_there_twice(small: Pa
 
 def test_text_is_read_with_the_tokenizer_that_the_pipeline_has_for_the_encoder(small: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a lighthouse in a storm\nthree red cubes\n")
-    inputs = convert_pipeline(small, tmp_path / "out", data=str(tmp_path / "text.txt"))
-    report = inputs.encoders["text_encoder_2"].report
+    other = ByT5Tokenizer(extra_ids=0)  # another encoder's, to which these words are one token each
+    other.add_tokens(["lighthouse", "storm", "three", "cubes"])
+    other.save_pretrained(small / "tokenizer")
+    done = convert_pipeline(small, tmp_path / "out", data=str(tmp_path / "text.txt"))
+    report = done.encoders["text_encoder_2"].report
     assert report["inputs"]["data"]["rows"] == 2 and report["regimes"]["half"]["nonfinite"] == 0
+    (batch,) = [batch for batch in report["inputs"]["batches"] if batch["kind"] == "data"]
+    assert batch["encoder"] == len(b"a lighthouse in a storm") + 1
+    carried = AutoTokenizer.from_pretrained(tmp_path / "out" / "text_encoder_2")
+    assert len(carried("three").input_ids) == len(b"three") + 1
 
 
 # --- the way back ----------------------------------------------------------------------------------------------------

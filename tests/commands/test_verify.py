@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import tiny
-from support.forging import forge
+from support.forging import flip, forge
 
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
 from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.checkpoint.pipeline import name_variants
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.verify import repeat_audit
+from bf16_to_fp16.commands.verify import run_again
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.configs import with_value
 from bf16_to_fp16.families.resolve import resolve
@@ -70,16 +70,25 @@ def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rehash(folder: Path, **changes: Any) -> None:
-    """Make report, card and page agree with the files, as someone would who hides a change; ``changes`` are put into
-    the report."""
-    forge(folder, changes)
+    """Make report, card and page agree with the files, hidden ones aside, as someone would who hides a change;
+    ``changes`` are put into the report."""
+    forge(folder, changes, new=True)
 
 
-def flip(path: Path, at: int = -1) -> None:
-    """Flip one bit of one byte."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+def configure(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Change a folder's config, and return what it was."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return config
+
+
+def reweigh(file: Path, part: str, change: Callable[[torch.Tensor], object]) -> str:
+    """Change in place the first weight of a file whose name ends so, and return its name."""
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith(part))
+    change(weights[name])
+    save_file(weights, file, metadata={"format": "pt"})
+    return name
 
 
 def swap(folder: Path) -> None:
@@ -160,27 +169,21 @@ def test_swapped_shards_are_told_from_damaged_ones(folder: Path) -> None:
 
 
 def test_a_changed_config_is_named_with_the_key_that_the_plan_needs(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    right = config["layer_norm_epsilon"]
-    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-6}))
+    right = configure(folder, layer_norm_epsilon=1e-6)["layer_norm_epsilon"]
     [(check, name, reason)] = problems(folder)
     assert (check, name) == ("files", "config.json")
     assert reason.startswith(f"the config was changed, layer_norm_epsilon is 1e-06 instead of {right} (SHA-256 ")
 
 
 def test_a_hidden_change_of_the_config_contradicts_the_plan(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-6}))
+    configure(folder, layer_norm_epsilon=1e-6)
     rehash(folder)
     found = problems(folder, run_model=False)
     assert ("plan", "config.json") in {(check, name) for check, name, _ in found}
 
 
 def test_a_hidden_change_of_the_weights_contradicts_the_certificate(folder: Path) -> None:
-    weights = load_file(folder / ONE)
-    name = next(name for name in weights if name.endswith("wi_1.weight"))
-    weights[name] *= 2
-    save_file(weights, folder / ONE, metadata={"format": "pt"})
+    name = reweigh(folder / ONE, "wi_1.weight", lambda weight: weight.mul_(2))
     rehash(folder)
     found = problems(folder, run_model=False)
     assert found and {check for check, _, _ in found} == {"certificate", "tiers"}
@@ -188,10 +191,7 @@ def test_a_hidden_change_of_the_weights_contradicts_the_certificate(folder: Path
 
 
 def test_a_hidden_change_that_no_bound_shows_is_found_by_the_replay(folder: Path, source: Path) -> None:
-    weights = load_file(folder / ONE)
-    name = next(name for name in weights if name.endswith("wi_0.weight"))
-    weights[name][0] *= -1
-    save_file(weights, folder / ONE, metadata={"format": "pt"})
+    name = reweigh(folder / ONE, "wi_0.weight", lambda weight: weight[0].neg_())
     rehash(folder)
     found = problems(folder, original=source, run_model=False)
     assert ("replay", name, "is not what the plan makes of the original") in found
@@ -199,8 +199,7 @@ def test_a_hidden_change_that_no_bound_shows_is_found_by_the_replay(folder: Path
 
 def test_a_hidden_key_of_the_config_is_found_by_the_replay(folder: Path, source: Path) -> None:
     """One on which no bound depends, in a report that says it was changed so."""
-    config = json.loads((folder / "config.json").read_text()) | {"initializer_factor": 3.0}
-    (folder / "config.json").write_text(json.dumps(config))
+    configure(folder, initializer_factor=3.0)
     report = json.loads((folder / "fp16_report.json").read_text())
     report["source"]["config_changes"]["initializer_factor"] = {"before": 1.0, "after": 3.0}
     (folder / "fp16_report.json").write_text(json.dumps(report))
@@ -211,11 +210,6 @@ def test_a_hidden_key_of_the_config_is_found_by_the_replay(folder: Path, source:
         ("replay", "config.json, initializer_factor", reason),
         ("replay", changes, "the report says {'before': 1.0, 'after': 3.0}, and nothing was found"),
     ]
-
-
-def relist(folder: Path, **changes: Any) -> None:
-    """Make the report list whatever is in the folder, hidden files aside, and card and page agree with it."""
-    forge(folder, changes, new=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -235,7 +229,7 @@ def test_a_dtype_that_is_not_fp16_is_found_whatever_the_report_says_was_changed(
 
 def test_weights_that_only_another_loader_reads_are_found(folder: Path) -> None:
     name_variants(folder)
-    relist(folder)
+    rehash(folder)
     assert problems(folder, run_model=False) == []  # the very same
     other = ONE.replace("model-", "model.fp16-")
     (folder / other).unlink()  # a link
@@ -245,7 +239,7 @@ def test_weights_that_only_another_loader_reads_are_found(folder: Path) -> None:
     for name in ("pytorch_model.bin", "flax_model.msgpack"):
         (folder / name).write_bytes(b"x")
     shutil.copy(folder / TWO, folder / "adapter.safetensors")
-    relist(folder)
+    rehash(folder)
     reason = f"holds other weights than {ONE}, of which nothing is known"
     wrong = ["adapter.safetensors", "flax_model.msgpack", other, index, "pytorch_model.bin"]
     assert problems(folder, run_model=False) == [("files", name, reason) for name in sorted(wrong)]
@@ -256,7 +250,7 @@ def test_a_shard_that_is_hidden_from_the_report_is_found(folder: Path) -> None:
     (folder / TWO).rename(folder / ".hidden" / TWO)
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace(TWO, f".hidden/{TWO}"))
-    relist(folder)
+    rehash(folder)
     found = problems(folder, run_model=False)
     assert found == [("files", f".hidden/{TWO}", "is not in the report, so nothing is known of it")]
 
@@ -272,11 +266,11 @@ def test_files_beside_the_weights_are_held_against_the_originals_in_the_replay(
     (folder / "SOURCE_README.md").write_text("a card")
     (original / "merges.txt").write_text("left behind")
     (folder / "LICENSE").write_text("put there since")
-    relist(folder)
+    rehash(folder)
     assert problems(folder, original=original, run_model=False) == []
     (folder / "tokenizer.json").write_text('{"ours": 1}')
     (folder / "generation_config.json").write_text('{"repetition_penalty": 50.0}')
-    relist(folder)
+    rehash(folder)
     reason = "is not what the conversion carries over from the original"
     wanted = [("replay", name, reason) for name in ("generation_config.json", "tokenizer.json")]
     assert problems(folder, original=original, run_model=False) == wanted
@@ -288,13 +282,12 @@ def test_a_class_of_which_less_is_claimed_is_found_by_the_replay(tmp_path: Path)
     source = tiny.save(tiny.small("t5"), tmp_path / "source")
     out = tmp_path / "out"
     target = convert(source, out, run_model=False).report["target"]
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"architectures": ["T5WithLMHeadModel"]}))
-    relist(out)
+    configure(out, architectures=["T5WithLMHeadModel"])
+    rehash(out)
     assert problems(out, original=source, run_model=False) == []  # another name of the same
-    (out / "config.json").write_text(json.dumps(config | {"architectures": ["T5EncoderModel"]}))
+    configure(out, architectures=["T5EncoderModel"])
     certified = certify(out, target=target)
-    relist(out, **{key: certified[key] for key in ("certificate", "tiers", "proof")})
+    rehash(out, **{key: certified[key] for key in ("certificate", "tiers", "proof")})
     reason = "is not what the conversion makes of the original's config.json"
     assert ("replay", "config.json, architectures", reason) in problems(out, original=source, run_model=False)
 
@@ -451,10 +444,7 @@ def test_a_bound_is_compared_to_a_thousandth(folder: Path, field: str, by: float
 
 
 def test_a_certificate_that_does_not_hold_must_not_be_called_one(folder: Path) -> None:
-    weights = load_file(folder / ONE)
-    name = next(name for name in weights if name.endswith("wi_0.weight"))
-    weights[name] *= 3000 / weights[name].abs().max()
-    save_file(weights, folder / ONE, metadata={"format": "pt"})
+    reweigh(folder / ONE, "wi_0.weight", lambda weight: weight.mul_(3000 / weight.abs().max()))
     target = json.loads((folder / REPORT).read_text())["target"]
     found = certify(folder, target=target)
     certificate, uncertified = found["certificate"], found["uncertified"]
@@ -486,15 +476,14 @@ def test_a_certificate_that_does_not_hold_must_not_be_called_one(folder: Path) -
 
 
 def test_a_config_is_held_against_what_the_report_says_and_against_the_plan(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    config = configure(folder, dtype="bfloat16")
     rehash(folder)
     reason = "dtype is bfloat16 and the report says float16"
     assert problems(folder, run_model=False) == [("plan", "config.json", reason)]
     report = json.loads((folder / REPORT).read_text())
     right = config["layer_norm_epsilon"]
     report["source"]["config_changes"]["layer_norm_epsilon"]["after"] = 1e-6
-    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-6}))
+    configure(folder, dtype=config["dtype"], layer_norm_epsilon=1e-6)
     rehash(folder, source=report["source"])
     found = [found for found in problems(folder, run_model=False) if found[0] == "plan"]
     assert found == [("plan", "config.json", f"layer_norm_epsilon is 1e-06 and the plan needs {right}")]
@@ -510,7 +499,7 @@ def test_the_audit_is_repeated_with_the_reports_seed_target_and_on_more_data(
     report |= {"inputs": {"seed": 7}, "target": "train"}
     config = load_config(folder)
     wanted = audit_folder(folder, inputs=probe.audit_batches(config, folder, None, seed=7), seed=7, train_mode=True)
-    assert repeat_audit(folder, read(Report, report), Progress(quiet=True), Device("cpu")) == wanted
+    assert run_again(folder, read(Report, report), Progress(quiet=True), Device("cpu")).ran.regimes == wanted
     with pytest.raises(UserError, match=r"none\.txt: no such file"):
         verify(folder, data=str(folder / "none.txt"))
 

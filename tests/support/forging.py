@@ -54,3 +54,10 @@ def relist(folder: Path, report: dict[str, Any], *, new: bool = False) -> None:
     listed = [entry["name"] for entry in report["output"]["files"]]
     names = [*(n for n in listed if n in there), *(n for n in there if new and n not in listed and n[0] != ".")]
     report["output"] = report["output"] | {"files": [there[name] for name in names]}
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Flip one bit of one byte."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)

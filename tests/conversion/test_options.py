@@ -1,0 +1,43 @@
+"""The options of ``convert``: one field each, from which the command line, the published command and the API come."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from bf16_to_fp16 import UserError, cli
+from bf16_to_fp16.conversion.options import FLAGS, PUBLISHED, GivenOptions, Options, parse_size, read_command
+
+GIVEN = (
+    "--target half --no-audit --margin 0.5 --data x.txt --sweep --plan r.json --subfolder encoder --config c.json"
+    " --layout comfy --max-shard-size 7B --seed 3 --max-length 512"
+)
+"""Every option that changes the output, in the order of a published command."""
+
+
+def test_every_field_is_a_keyword_and_every_flag_an_option_of_convert() -> None:
+    assert list(GivenOptions.__annotations__) == [each.name for each in fields(Options)]
+    flags = {option for parameter in cli.app.commands["convert"].params for option in parameter.opts}
+    assert flags >= {flag.name for flag in FLAGS.values()}
+    assert set(FLAGS) - set(PUBLISHED) == {"device"}
+
+
+def test_a_published_command_asks_for_the_very_same_options() -> None:
+    words = shlex.split(GIVEN)
+    with cli.app.commands["convert"].make_context("convert", ["source", "out", *words]) as context:
+        options = Options(**{name: context.params[name] for name in FLAGS})
+    line = options.command("source", Path("out"))
+    assert line == f"bf16-to-fp16 convert source out {GIVEN}"
+    places, given = read_command(line) or ([], {})
+    assert places == ["source", "out"]
+    assert [word for pair in given.items() for word in pair if word] == words
+    assert Options().command("source", Path("out")) == "bf16-to-fp16 convert source out"
+
+
+@pytest.mark.parametrize("text", ["much", "5", "-1GB", "0B", "1e30GB", "GB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="write it like 5GB"):
+        parse_size(text)
