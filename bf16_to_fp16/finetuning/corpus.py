@@ -29,7 +29,7 @@ from ..families.known import spare_padding
 from ..run.batch import IGNORED_LABEL, stack
 from ..run.interface import class_in, decoder_start, is_causal, longest_sequence, predicts_tokens
 from ..run.stock import vocabulary_of
-from ..run.texts import PlainRows, open_texts, plain_errors
+from ..run.texts import open_texts, plain_errors
 from ..run.tokenizer import load_tokenizer, without_end
 from .objectives import (
     BYTE_SENTINEL,
@@ -134,8 +134,6 @@ class _TableRows:
 
     def _sizes(self) -> np.ndarray:
         """Characters of every row, 0 where the text is blank."""
-        if isinstance(self.dataset, PlainRows):
-            return np.array(self.dataset.sizes(), np.int64)
         import pyarrow.compute as compute
 
         sizes = [np.zeros(0, np.int64)]

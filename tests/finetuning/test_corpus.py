@@ -4,9 +4,7 @@ import gzip
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -928,76 +926,3 @@ def test_the_demo_checkpoints_know_the_task_when_it_is_theirs(name: str) -> None
     # They were trained with the last id of the vocabulary as their first sentinel, not with ByT5's.
     assert losses[383] < losses[None] - 0.8
     assert math.isfinite(losses[None])
-
-
-# ---- without the package datasets -----------------------------------------------------------------------------------
-
-WITHOUT = """
-import sys
-sys.modules["datasets"] = None
-import json
-from pathlib import Path
-from types import SimpleNamespace
-
-from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.corpus import open_corpus
-from bf16_to_fp16.finetuning.recipe import Data
-
-folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
-config = SimpleNamespace(
-    vocab_size=384, is_encoder_decoder=True, architectures=["ForConditionalGeneration"], to_dict=dict
-)
-try:
-    corpus = open_corpus(Data.model_validate(given), folder, config, seed=3)
-except UserError as error:
-    sys.exit(f"error: {error}")
-batches = corpus.training_batches()
-made = [next(batches) for _ in range(7)]
-state = batches.state_dict()
-again = corpus.training_batches()
-again.load_state_dict(json.loads(json.dumps(state)))
-made += [next(batches)] + [next(again)] + corpus.held_out()
-assert made[7].examples == made[8].examples
-print(json.dumps([corpus.describe(), [[b.examples, b.input_ids.tolist(), b.labels.tolist()] for b in made]]))
-"""
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kind", ["jsonl", "txt"])
-def test_without_datasets_files_are_read_to_the_same_examples(
-    checkpoints: dict[str, tuple[Path, Any]], warm_python: Path, tmp_path: Path, kind: str, streaming: bool
-) -> None:
-    folder = checkpoints["byt5"][0]
-    path = tmp_path / f"data.{kind}"
-    rows = [*TEXTS[:40], "  ", ""] if kind == "jsonl" else TEXTS[:40]
-    path.write_text("\n".join(json.dumps({"text": t}) if kind == "jsonl" else t for t in rows) + "\n", encoding="utf-8")
-    given = {"path": str(path), "batch_size": 3, "held_out": 0.2, "input_length": 60, "streaming": streaming}
-    given |= {"shuffle_buffer": 9} if streaming else {}
-    found = []
-    for script in (WITHOUT, WITHOUT.replace('sys.modules["datasets"] = None\n', "")):
-        (tmp_path / "read.py").write_text(script)
-        environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(
-            [warm_python, tmp_path / "read.py", folder, json.dumps(given)],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    assert found[0] == found[1] and len(found[0][1]) > 9
-
-
-def test_without_datasets_a_dataset_of_the_hub_is_refused_with_the_package_to_install(
-    checkpoints: dict[str, tuple[Path, Any]], warm_python: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "read.py").write_text(WITHOUT)
-    done = subprocess.run(
-        [warm_python, tmp_path / "read.py", checkpoints["byt5"][0], json.dumps({"path": "org/name"})],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    said = "error: org/name: no such file here, and datasets of the Hub need the package datasets; run `pip install dat"
-    assert said in done.stderr
