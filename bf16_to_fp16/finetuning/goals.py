@@ -176,7 +176,7 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits)
     delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
     missed = quality = lost_quality(recipe, run.evaluations)
-    if recipe.penalty.form in ("amax", "smooth-max", "hinge") and not delivered >= asked - TOLERANCE_BITS:
+    if recipe.penalty.form != "none" and not delivered >= asked - TOLERANCE_BITS:
         reason = f"{bits(delivered)} of {in_bits(asked)} of headroom (penalty.headroom_bits), at {tightest.tightest}"
         missed = [goal("headroom", asked - delivered, reason), *quality]
     unproven = uncertified(report) if recipe.penalty.certify else []

@@ -26,49 +26,25 @@ from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..observe.meter import is_norm
 from ..observe.tap import Tap, paths
 
-FORMS = ("amax", "smooth-max", "hinge", "mean-square", "lp", "none")
-"""What is penalised; docs/finetuning.md has a table of them."""
-
+FORMS = ("smooth-max", "none")
+"""What is penalised: the excess of a smooth maximum over the tokens, or nothing."""
 
 SHARPNESS = 4.0
 """Exponent of the smooth maximum: a token one bit below the largest is pulled 2⁻⁴ as hard."""
 
-
-ORDER = 8.0
-"""Order p of the form "lp"."""
-
-
 MOST_EXCESS_BITS = 16.0
 """Largest excess that one step of dual ascent counts; also what a non-finite value counts."""
-
 
 MOST_SLACK_BITS = 1.0
 """Largest slack by which one step of dual ascent lets a weight decay."""
 
-
-_WITHOUT_TARGET = ("mean-square", "lp")
-
-
-_WITH_PEAK = ("amax", "smooth-max")
-
-
-# What is bounded by what enters it, or by 1.
+# What is bounded by what enters it, or by 1; what losses and norms compute, which stock code does in fp32.
 _BOUNDED = {"softmax", "relu", "silu", "gelu", "sigmoid", "tanh", "dropout", "native_dropout"}
-
-
 _LOSSES = {"cross_entropy", "nll_loss", "_log_softmax", "mse_loss", "kl_div"}
-
-
-# Stock code computes a norm's statistics in fp32, whatever the model's dtype.
 _STATISTICS = {"pow", "mean", "var", "add", "rsqrt", "sqrt"}
-
-
+# FSDP makes the weights that it has gathered into views, between the operations of the model.
 _VIEWS = {"as_strided"}
-
-
 _FUSED = ("sdpa", "flash", "flex", "paged")
-
-
 _CUBING = ("NewGELUActivation", "FastGELUActivation")
 
 
@@ -97,15 +73,13 @@ class ActivationPenalty:
     A call returns an fp32 scalar for the forwards with gradients since the last one; a zero without a graph where
     nothing is over. model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: largest |x|
     wanted, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
-    form: one of ``FORMS``. dual_step: growth of a site's weight per step and bit of excess; weight: a fixed weight of
-    every site instead. accumulation: calls that make one optimizer step; the loop divides the loss by it, and
-    ``look_ahead`` makes them one large batch.
-    process_group: ranks that agree on the largest values, by default the default group. train_mode: hold what enters
-    ``gelu_new`` to 147.8, beyond which its backward overflows.
+    form: ``none`` only observes. dual_step: growth of a site's weight per step and bit of excess; weight: a fixed
+    weight of every site instead. accumulation: calls that make one optimizer step; the loop divides the loss by it, and
+    ``look_ahead`` makes them one large batch. process_group: ranks that agree on the largest values, by default the
+    default group. train_mode: hold what enters ``gelu_new`` to 147.8, beyond which its backward overflows.
 
-    docs/finetuning.md has what is left out by default, the forms, ranks, and values that are not finite. Raises
-    ``UserError`` for unusable arguments, fused attention whose scores cannot be seen, compiled models and
-    reentrant checkpointing.
+    docs/finetuning.md has what is left out by default, ranks, and values that are not finite. Raises ``UserError`` for
+    unusable arguments, fused attention whose scores cannot be seen, compiled models and reentrant checkpointing.
     """
 
     def __init__(
@@ -114,18 +88,16 @@ class ActivationPenalty:
         *,
         targets: Mapping[str, float] | None = None,
         headroom_bits: float = 1.0,
-        form: str = "amax",
-        dual_step: float = 0.1,
+        form: str = "smooth-max",
+        dual_step: float = 0.05,
         weight: float | None = None,
         accumulation: int = 1,
         process_group: Any = None,
-        train_mode: bool = True,
+        train_mode: bool = False,
     ) -> None:
         # So many parameters because two lines are to adopt the penalty: a record of them would be a third.
         if form not in FORMS:
             raise UserError(f"form {form!r} is none of {', '.join(FORMS)}")
-        if form in _WITHOUT_TARGET and weight is None:
-            raise UserError(f"form {form!r} has no target for dual ascent to reach; give a fixed weight")
         if not 0 <= headroom_bits < math.inf:
             raise UserError(f"headroom_bits is {headroom_bits}; give a number of bits from 0")
         if not 0 < dual_step < math.inf:
@@ -216,7 +188,7 @@ class ActivationPenalty:
             self._largest[site] = max(largest, self._largest.get(site, 0.0))
         if together is not None:
             total = self._shared_total(together, self.accumulation)
-        elif self.form in _WITH_PEAK and self._world > 1:
+        elif self._world > 1:
             total = self._shared_total(self._shares(ranks)[0], 1)
         else:
             total = self._total()
@@ -272,8 +244,7 @@ class ActivationPenalty:
             self._forget()
         if len(self._ahead) == self.accumulation:
             ahead, self._ahead = self._ahead, []
-            if self.form in _WITH_PEAK:
-                self._ahead_shares = self._shares(self._gather(ahead))
+            self._ahead_shares = self._shares(self._gather(ahead))
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit.
@@ -324,10 +295,7 @@ class ActivationPenalty:
         module = self._modules.get(path)
         if operation == "cubed":
             return GELU_CUBE_BACKWARD_LIMIT if self.train_mode else None
-        if operation in _BOUNDED | _LOSSES or isinstance(module, nn.Dropout):
-            return None
-        # FSDP makes the weights that it has gathered into views, between the operations of the model.
-        if operation in _VIEWS:
+        if operation in _BOUNDED | _LOSSES | _VIEWS or isinstance(module, nn.Dropout):
             return None
         # Scaled down, masked, or mixed with weights that sum to 1: no larger than the scores or the values were.
         attention = type(module).__name__.endswith("Attention")
@@ -349,27 +317,24 @@ class ActivationPenalty:
         low, high = torch.aminmax(x)
         if self._waits(x):
             self._waiting.append(_Waiting(site, low, high))
-            return self.form in _WITHOUT_TARGET or self._may_pull(site)
-        amax = _amax(float(low), float(high))
-        over = self._note(site, amax)
-        return not math.isnan(amax) and (self.form in _WITHOUT_TARGET or (over and self._weight(site) > 0))
+            return self._may_pull(site)
+        return self._note(site, _amax(float(low), float(high))) and self._weight(site) > 0
 
     def _note(self, site: str, amax: float) -> bool:
         """Note a largest value; whether it pulls."""
-        if math.isnan(amax):
+        unknown = math.isnan(amax)
+        if unknown:
             self.skipped += not self._looking_ahead
             amax = math.inf
-        before = self._reached.get(site, -1.0)
-        self._reached[site] = max(before, amax)
-        # A site that runs several times before a call pulls at its largest.
-        return amax > max(self._floor(site), before if self.form == "amax" else -1.0)
+        self._reached[site] = max(self._reached.get(site, -1.0), amax)
+        return not unknown and amax > self._floor(site)
 
     def _floor(self, site: str) -> float:
         """The largest value that pulls at nothing."""
         if self._ahead_shares and site not in self._ahead_shares[self._calls]:
             return math.inf
-        # Under a smooth maximum a token pulls as well where another run, call or rank passes the target.
-        return self._target[site] / 2**MOST_SLACK_BITS if self.form == "smooth-max" else self._target[site]
+        # A token pulls as well where another run, call or rank passes the target.
+        return self._target[site] / 2**MOST_SLACK_BITS
 
     def _may_pull(self, site: str) -> bool:
         """Whether a term must be made before its device has said how large it is."""
@@ -388,42 +353,22 @@ class ActivationPenalty:
     def _take(self, site: str, x: Tensor) -> None:
         if not x.requires_grad and not self._looking_ahead:
             return
-        if self.form == "amax" and not self._waits(x):
-            self._keep(site, _log2_largest(x, self._reached[site]))
-            return
-        # Everything here is fp32, and nothing a product that autocast would lower.
         term = self._term(site, x)
         if self._waits(x):
             self._waiting[-1].term = term
         else:
-            self._keep(site, term)
-
-    def _keep(self, site: str, term: Tensor) -> None:
-        self._terms[site] = [term] if self.form == "amax" else [*self._terms.get(site, ()), term]
+            self._terms.setdefault(site, []).append(term)
 
     def _term(self, site: str, x: Tensor) -> Tensor:
-        if self.form in _WITH_PEAK:
-            return _log2_peak(x, self._floor(site) if self.form == "smooth-max" else None)
-        wide = x.float()
-        if self.form == "mean-square":
-            return wide.square().mean()
-        magnitude = wide.abs()
-        if self.form == "hinge":
-            return (magnitude - self._target[site]).relu().square().sum()
-        largest = magnitude.detach().amax().clamp(min=torch.finfo(torch.float32).tiny)
-        return (magnitude / largest).pow(ORDER).sum().pow(1 / ORDER) * largest
+        return _log2_peak(x, self._floor(site))
 
     # -- after the forward --------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         """Read what devices measured, at once, and keep the terms that are over."""
-        if not self._waiting:
-            return
-        waiting = self._waiting
-        for entry, amax in zip(waiting, _read_amax(waiting), strict=True):
-            wanted = self._note(entry.site, amax) or self.form in _WITHOUT_TARGET
-            if entry.term is not None and wanted and not math.isnan(amax):
-                self._keep(entry.site, entry.term)
+        for entry, amax in zip(self._waiting, _read_amax(self._waiting), strict=True):
+            if self._note(entry.site, amax) and entry.term is not None:
+                self._terms.setdefault(entry.site, []).append(entry.term)
 
     def _joined(self, site: str) -> Tensor:
         """log2 of the peak of all runs of a site since the last call."""
@@ -434,23 +379,15 @@ class ActivationPenalty:
         return (torch.stack(terms) * unit).logsumexp(0) / unit
 
     def _total(self) -> Tensor:
-        """The penalty of one process, or of a form whose parts only add up."""
-        peak = self.form in _WITH_PEAK
-        over = [site for site in self._terms if not peak or self._reached[site] > self._target[site]]
-        terms = [(site, term) for site in over for term in ([self._joined(site)] if peak else self._terms[site])]
-        if not terms:
+        """The penalty of one process without a look ahead."""
+        over = [site for site in self._terms if self._reached[site] > self._target[site]]
+        if not over:
             return torch.zeros((), device=_device(self.model))
-        device = terms[0][1].device
-        values = torch.stack([term.to(device) for _, term in terms])
-        if self.form in _WITHOUT_TARGET:
-            assert self.weight is not None
-            return self.weight * values.mean()
-        # Of a sum each call and each rank has a part, which the mean over them divides.
-        parts = 1 if peak else self._world * self.accumulation
-        weights = [self._weight(site) * parts for site, _ in terms]
-        targets = [math.log2(self._target[site]) if peak else 0.0 for site, _ in terms]
-        constant = torch.tensor([weights, targets]).to(device, non_blocking=True)
-        return ((values - constant[1]) * constant[0]).sum()
+        terms = [self._joined(site) for site in over]
+        device = terms[0].device
+        constants = [[math.log2(self._target[site]) for site in over], [self._weight(site) for site in over]]
+        targets, weights = torch.tensor(constants).to(device, non_blocking=True)
+        return ((torch.stack([term.to(device) for term in terms]) - targets) * weights).sum()
 
     def _shared_total(self, shares: Mapping[str, _Share], calls: int) -> Tensor:
         """The penalty of all ranks and of ``calls`` calls, the same in each, with this part's share of its gradient
@@ -492,7 +429,7 @@ class ActivationPenalty:
     def _held(self, *, read: bool) -> dict[str, _Held]:
         """What this call has on this rank; ``read``: with its peaks, read from their device at once."""
         bits: dict[str, float] = {}
-        if read and self._terms and self.form in _WITH_PEAK:
+        if read and self._terms:
             peaks = [self._joined(site).detach() for site in self._terms]
             together = torch.stack([peak.to(peaks[0].device) for peak in peaks])
             bits = dict(zip(self._terms, together.tolist(), strict=True))
@@ -544,7 +481,7 @@ class ActivationPenalty:
                 continue
             # The order of their rows in one large batch.
             held = [rank[call].get(site, _NOTHING) for call in range(len(found)) for rank in ranks]
-            peak = _parts_of_peak(held, smooth=self.form == "smooth-max")
+            peak = _parts_of_peak(held)
             if peak is not None:
                 bits, parts = peak
                 for shares, part in zip(found, parts[mine :: len(ranks)], strict=True):
@@ -582,15 +519,12 @@ def _largest_of(ranks: list[list[dict[str, _Held]]]) -> dict[str, float]:
     return largest
 
 
-def _parts_of_peak(held: list[_Held], *, smooth: bool) -> tuple[float, list[float]] | None:
+def _parts_of_peak(held: list[_Held]) -> tuple[float, list[float]] | None:
     """Return log2 of the peak over all that is held, and the share of each in its gradient; None where the largest
     value has no term, being NaN or far inside in the step before."""
     largest = max(each.largest for each in held)
-    first = next((i for i, each in enumerate(held) if each.largest == largest and each.bits != _ABSENT), None)
-    if first is None:
+    if not any(each.largest == largest and each.bits != _ABSENT for each in held):
         return None
-    if not smooth:
-        return held[first].bits, [float(i == first) for i in range(len(held))]
     # The log-sum-exp over all tokens is that over the parts' own.
     peak = max(each.bits for each in held)
     parts = [0.0 if each.bits == _ABSENT else 2.0 ** (SHARPNESS * (each.bits - peak)) for each in held]
@@ -630,69 +564,38 @@ def _read_amax(waiting: list[_Waiting]) -> list[float]:
 
 
 class _Peak(torch.autograd.Function):
-    """A scalar with a given derivative at a few elements of x, and none elsewhere; keeps nothing of x.
-
-    index and slope: int64 and fp32 tensors [k], or on a CPU an int and a float.
-    """
+    """A scalar with a given derivative (``slope``, fp32 [k]) at a few elements of x (``index``, int64 [k]), and none
+    elsewhere; keeps nothing of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, index: Tensor | int, slope: Tensor | float) -> Tensor:
-        ctx.tensors = isinstance(index, Tensor)
-        if ctx.tensors:
-            ctx.save_for_backward(index, slope)
-        else:
-            ctx.index, ctx.slope = index, slope
+    def forward(ctx: Any, x: Tensor, value: Tensor, index: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(index, slope)
         ctx.shape, ctx.dtype, ctx.device = x.shape, x.dtype, x.device
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        index, slope = ctx.saved_tensors
         pulled = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
-        if ctx.tensors:
-            index, slope = ctx.saved_tensors
-            pulled.view(-1)[index] = (gradient * slope).to(ctx.dtype)
-        else:
-            pulled.view(-1)[ctx.index] = float(gradient) * ctx.slope
+        pulled.view(-1)[index] = (gradient * slope).to(ctx.dtype)
         return pulled, None, None, None
 
 
-def _log2_largest(x: Tensor, amax: float) -> Tensor:
-    """log2 of the largest |x| of a CPU tensor, which is ``amax``."""
-    flat = x.detach().reshape(-1)
-    start = 0
-    # argmax reads 10 to 30 times slower than aminmax: halves are compared first.
-    while len(flat) > _BISECT_TO:
-        half = len(flat) // 2
-        low, high = torch.aminmax(flat[:half])
-        found = _amax(float(low), float(high)) == amax
-        start, flat = (start, flat[:half]) if found else (start + half, flat[half:])
-    index = int(flat.float().abs().argmax())
-    size = min(amax, torch.finfo(x.dtype).max)
-    slope = math.copysign(1 / (size * math.log(2)), float(flat[index]))
-    value: Tensor = _Peak.apply(x, torch.tensor(math.log2(size)), start + index, slope)
-    return value
+def _log2_peak(x: Tensor, floor: float) -> Tensor:
+    """log2 of the smooth maximum of the tokens' largest |x|, [..., channels] to an fp32 scalar.
 
-
-_BISECT_TO = 8192
-
-
-def _log2_peak(x: Tensor, floor: float | None) -> Tensor:
-    """log2 of the largest |x|, or of the smooth maximum of the tokens' largest, [..., channels] to a scalar.
-
-    floor: a token that reaches no more has no part in a smooth maximum, however x is cut; None: no smooth maximum.
-    Nothing is read back from the device.
+    floor: a token that reaches no more has no part in it, however x is cut. Nothing is read back from the device, and
+    nothing here is a product that autocast would lower.
     """
-    channels = x.shape[-1] if floor is not None and x.dim() > 1 else x.numel()
+    channels = x.shape[-1] if x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)
     index = _where_largest(rows) + torch.arange(len(rows), device=x.device) * channels
     largest = rows.reshape(-1)[index].float()
     size = largest.abs().nan_to_num(nan=0.0).clamp(torch.finfo(torch.float32).tiny, torch.finfo(x.dtype).max)
     bits = size.log2()
     peak = bits.amax()
-    shares = torch.exp2(SHARPNESS * (bits - peak))
-    if floor is not None:
-        shares = shares * ((size > floor) | (bits == peak))
+    shares = torch.exp2(SHARPNESS * (bits - peak)) * ((size > floor) | (bits == peak))
     total = shares.sum()
     slope = shares / total * largest.sign().nan_to_num(nan=0.0) / (size * math.log(2))
     value: Tensor = _Peak.apply(x, peak + total.log2() / SHARPNESS, index, slope)
@@ -711,8 +614,8 @@ def _where_largest(rows: Tensor) -> Tensor:
         return rows.abs().max(-1).indices
     integer, positive = _BITS[rows.dtype]
     column = torch.arange(size, dtype=torch.int32, device=rows.device)
-    # A processor's caches hold so much at a time.
-    step = max(1, _AT_A_TIME // max(size, 1)) if rows.device.type == "cpu" else max(count, 1)
+    # What a processor's caches hold at a time.
+    step = max(1, (1 << 18) // max(size, 1)) if rows.device.type == "cpu" else max(count, 1)
     found = []
     for part in rows.split(step):
         bits = part.contiguous().view(integer) & positive
@@ -722,9 +625,6 @@ def _where_largest(rows: Tensor) -> Tensor:
             places = bits.int().mul_(1 << 16).add_(column)
         found.append(places.amax(-1).bitwise_and_(0xFFFF))
     return torch.cat(found).long()
-
-
-_AT_A_TIME = 1 << 18
 
 
 _BITS = {

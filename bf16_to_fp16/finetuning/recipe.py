@@ -184,10 +184,10 @@ CERTIFIABLE = ("half", "auto")
 
 
 class Penalty(Section):
-    """The activation-magnitude penalty: which form, and the headroom that it asks for, in bits below each limit."""
+    """The activation-magnitude penalty, and the headroom that it asks for, in bits below each limit."""
 
-    form: Literal["amax", "smooth-max", "mean-square", "lp", "hinge", "none"] = Field(
-        default="smooth-max", description="excess of the largest value, of a smooth maximum, or a published form"
+    form: Literal["smooth-max", "none"] = Field(
+        default="smooth-max", description="excess of a smooth maximum of the tokens' largest values; none: no penalty"
     )
     headroom_bits: float = Field(default=1.0, ge=0, lt=24, description="bits that every site keeps below its limit")
     train_mode: bool = Field(default=False, description="targets that hold with dropout and in the backward pass")
@@ -210,12 +210,6 @@ class Penalty(Section):
         """Return the headroom in bits that training aims at: half a bit more, since audits meet inputs that it does
         not."""
         return self.headroom_bits + 0.5
-
-    @model_validator(mode="after")
-    def _agree(self) -> Penalty:
-        if self.form in ("mean-square", "lp") and self.weight is None:
-            raise ValueError(f"form {self.form} has no target to rise to; give a weight")
-        return self
 
 
 class Distillation(Section):

@@ -107,7 +107,7 @@ class Watch:
                 f"{len(p.skipped)} steps had no finite gradient{self._worst()}; look at their examples in log.jsonl,"
                 " or raise stability.nonfinite_stop"
             )
-        if self.penalty is None or self.recipe.penalty.form not in ("amax", "smooth-max"):
+        if self.penalty is None:
             return
         excess = max((o.excess_bits for o in self.penalty.observations().values()), default=0.0)
         if excess <= 0 or excess < p.least_excess - 0.01:

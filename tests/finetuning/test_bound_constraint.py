@@ -290,10 +290,10 @@ def test_a_lid_that_comes_down_is_no_spike_and_one_at_rest_may_have_one(folder: 
 
 
 def test_it_begins_when_the_penalty_holds_or_after_a_quarter_of_the_steps(folder: Path, tmp_path: Path) -> None:
-    made = trainer(recipe(folder, form="amax"), folder, tmp_path / "run")
+    made = trainer(recipe(folder, form="smooth-max"), folder, tmp_path / "run")
     made.train()
     assert made.constraint is not None and made.constraint.first == 3  # activations are past their targets until then
-    easy = trainer(recipe(folder, form="amax"), folder, tmp_path / "easy", model=tiny_model())
+    easy = trainer(recipe(folder, form="smooth-max"), folder, tmp_path / "easy", model=tiny_model())
     easy.train()
     assert easy.constraint is not None and easy.constraint.first == 1 and easy.constraint.start == 0
 
@@ -305,7 +305,7 @@ def test_accumulated_passes_and_steps_that_are_skipped_are_held_as_well(folder: 
 
 
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(folder: Path, tmp_path: Path) -> None:
-    wanted = recipe(folder, form="amax", headroom_bits=2.0)
+    wanted = recipe(folder, form="smooth-max", headroom_bits=2.0)
     whole = trainer(wanted, folder, tmp_path / "whole")
     outcome = whole.train()
     with pytest.raises(Killed):

@@ -48,7 +48,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "precision": "fp32",
         "schedule": {"steps": STEPS, "learning_rate": 0.003, "warmup": 2},
         # Past its targets from the first step, so that the penalty pulls.
-        "penalty": {"form": "amax", "headroom_bits": 14.0, "certify": False},
+        "penalty": {"headroom_bits": 14.0, "certify": False},
         "evaluation": {"every": 100, "generate": False, "attack_steps": 0},
         # What comes before and after the training has one process, and its own tests.
         "rescale": False,

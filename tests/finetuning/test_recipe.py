@@ -98,10 +98,10 @@ def test_a_byte_order_mark_and_an_empty_section_are_no_matter(tmp_path: Path) ->
 
 
 def test_overrides_are_yaml_and_make_the_sections_that_lack(tmp_path: Path) -> None:
-    path = write(tmp_path, FIVE_LINES + "penalty: {form: hinge}\n")
+    path = write(tmp_path, FIVE_LINES + "penalty: {form: none}\n")
     overrides = ("penalty.headroom_bits=3", "logging.wandb.mode=offline", "precision=fp32", "out=a=b", "rescale=false")
     recipe = read_recipe(path, overrides)
-    assert (recipe.penalty.form, recipe.penalty.headroom_bits) == ("hinge", 3.0)
+    assert (recipe.penalty.form, recipe.penalty.headroom_bits) == ("none", 3.0)
     assert (recipe.logging.wandb.mode, recipe.precision, recipe.out) == ("offline", ("fp32",), "a=b")
     assert recipe.rescale is False
 
@@ -166,6 +166,7 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
         ("data=texts.jsonl", "data is 'texts.jsonl', text; give a section"),
         ("schedule=[1]", "schedule is [1], a list; give a section"),
         ("target=full", "target is 'full'; use one of auto, half, norm-safe, fp16-accumulate, train"),
+        ("penalty.form=amax", "penalty.form is 'amax'; use one of smooth-max, none"),
         ("optimizer.rounding=stochastik", "(nearest: stochastic)"),
         ("precision=[fp16, bf16]", "precision is [fp16, bf16]; use one of [fp16], [bf16, fp16], [fp32]"),
         ("precision=int8", "precision is 'int8'; use one of fp16, bf16, fp32"),
@@ -265,13 +266,6 @@ def test_sections_can_be_made_in_python() -> None:
     recipe = Recipe(source="a", out="b", data=Data(path="c"), precision=("bf16", "fp16"))
     tree: dict[str, Any] = {"source": "a", "out": "b", "data": {"path": "c"}, "precision": ["bf16", "fp16"]}
     assert parse_recipe(tree) == recipe
-
-
-def test_a_form_without_a_target_needs_a_weight() -> None:
-    tree = {"source": "s", "out": "o", "data": {"path": "p"}, "penalty": {"form": "lp"}}
-    with pytest.raises(UserError, match="form lp has no target to rise to; give a weight"):
-        parse_recipe(tree)
-    assert parse_recipe(tree | {"penalty": {"form": "lp", "weight": 0.1}}).penalty.weight == 0.1
 
 
 def test_the_list_of_keys_has_every_key_with_its_default() -> None:

@@ -189,7 +189,7 @@ def test_the_cube_of_a_gate_has_a_gradient_under_fp16_as_on_cuda() -> None:
     assert x.grad is not None and torch.allclose(x.grad, torch.tensor([1.0, 1.083]), atol=2e-3)
 
 
-@pytest.mark.parametrize("penalty", ["none", "amax"])
+@pytest.mark.parametrize("penalty", ["none", "smooth-max"])
 def test_the_first_loss_scale_is_found_without_losing_a_step(folder: Path, tmp_path: Path, penalty: str) -> None:
     found = []
     for name, scale in (("high", 2.0**36), ("right", 1024.0)):
@@ -530,7 +530,7 @@ def test_offload_and_deepspeeds_are_kept_apart(folder: Path, tmp_path: Path) -> 
 
 
 def test_the_penalty_is_the_recipes_and_looks_at_new_random_ids_every_other_step(folder: Path, tmp_path: Path) -> None:
-    settings = {"form": "amax", "headroom_bits": 20.0, "dual_step": 0.25, "train_mode": True}
+    settings = {"form": "smooth-max", "headroom_bits": 20.0, "dual_step": 0.25, "train_mode": True}
     recipe = recipe_for(folder, tmp_path / "out", precision="fp32", schedule={"steps": 3}, penalty=settings)
     trainer = trainer_of(recipe, folder, tmp_path / "run")
     ran: list[torch.Tensor] = []
@@ -584,7 +584,7 @@ def test_the_loss_scale_rises_and_states_go_as_the_recipe_says(folder: Path, tmp
     assert trainer.mixed_precision.scale == 256.0
 
 
-@pytest.mark.parametrize("form", ["none", "amax", "smooth-max"])
+@pytest.mark.parametrize("form", ["none", "smooth-max"])
 def test_accumulated_passes_make_the_step_of_one_large_batch(folder: Path, tmp_path: Path, form: str) -> None:
     """With a penalty as well, and what the probe's rows reach; rows of one length, since padding has values too."""
     rows = [{"input": f"{i:03d} quick brown foxes", "target": f"{7 * i % 120:03d} jumps"} for i in range(120)]
@@ -631,7 +631,7 @@ def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(f
         folder,
         tmp_path / "out",
         schedule={"steps": 7},
-        penalty={"form": "amax", "headroom_bits": 20.0, "search_every": 2},
+        penalty={"form": "smooth-max", "headroom_bits": 20.0, "search_every": 2},
     )
     trainer = trainer_of(recipe, folder, tmp_path / "run")
     ran: list[list[list[int]]] = []
@@ -662,7 +662,7 @@ def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(f
     ("penalty", "optimizer"),
     [
         ("none", {}),
-        ("amax", {}),
+        ("smooth-max", {}),
         ("none", {"weights": "bf16", "rounding": "stochastic", "moments": "4bit", "name": "adam"}),
         ("none", {"weights": "bf16", "rounding": "kahan", "moments": "8bit", "relative": True}),
         ("none", {"moments": "fp8", "offload": True}),
@@ -758,7 +758,7 @@ def test_a_bad_batch_is_skipped_counted_and_named(folder: Path, tmp_path: Path) 
 
 
 def test_so_many_bad_batches_stop_a_run(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(folder, tmp_path / "out", stability={"nonfinite_stop": 2}, penalty={"form": "amax"})
+    recipe = recipe_for(folder, tmp_path / "out", stability={"nonfinite_stop": 2}, penalty={"form": "smooth-max"})
     trainer = trainer_of(recipe, folder, tmp_path / "run")
     trainer.stock.encoder.final_layer_norm.weight.register_hook(
         lambda gradient: gradient * (math.nan if trainer.position.step in (1, 4) else 1.0)
@@ -835,7 +835,7 @@ def test_what_the_penalty_costs_is_no_spike(folder: Path, tmp_path: Path) -> Non
         model = tiny_model()
         recipe = spiky(folder, tmp_path / "out", skip_batches=4)
         recipe = recipe.model_copy(
-            update={"penalty": Penalty(form="amax", headroom_bits=bits, dual_step=1e-6, probe=False)}
+            update={"penalty": Penalty(form="smooth-max", headroom_bits=bits, dual_step=1e-6, probe=False)}
         )
         outcome = trainer_of(recipe, folder, tmp_path / name, model=model, damage=spiking(model, {22})).train()
         rewinds.append(len(outcome.rewinds))
@@ -860,7 +860,7 @@ def test_a_spike_is_laid_to_the_penalty_for_some_steps_only(
     """The same spike, so many steps after the last one with a site past its target."""
     model = tiny_model()
     recipe = spiky(folder, tmp_path / "out", skip_batches=4)
-    recipe = recipe.model_copy(update={"penalty": Penalty(form="amax", headroom_bits=0.0, probe=False)})
+    recipe = recipe.model_copy(update={"penalty": Penalty(form="smooth-max", headroom_bits=0.0, probe=False)})
     trainer = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=spiking(model, {22}))
 
     observing(trainer, monkeypatch, lambda step: 1.0 if step == 23 - steps else -1.0)
@@ -904,7 +904,7 @@ def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(folder: Path, t
         folder,
         tmp_path / "out",
         schedule={"steps": 60},
-        penalty={"form": "amax"},
+        penalty={"form": "smooth-max"},
         stability={"overflow_stop": 5},
         distillation={"weight": 0.0},
     )
@@ -925,7 +925,7 @@ def test_a_penalty_that_does_not_come_down_stops_the_run_with_the_site(folder: P
         folder,
         tmp_path / "out",
         schedule={"steps": 60, "learning_rate": 1e-12},
-        penalty={"form": "amax", "headroom_bits": 20.0},
+        penalty={"form": "smooth-max", "headroom_bits": 20.0},
         stability={"stuck_stop": 6},
         precision="fp32",
     )
@@ -938,7 +938,7 @@ def test_a_penalty_that_comes_down_slowly_is_not_stuck_and_noise_is_no_progress(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fall: float, stuck: int | None
 ) -> None:
     recipe = recipe_for(
-        folder, tmp_path / "out", schedule={"steps": 12}, penalty={"form": "amax"}, stability={"stuck_stop": 6}
+        folder, tmp_path / "out", schedule={"steps": 12}, penalty={"form": "smooth-max"}, stability={"stuck_stop": 6}
     )
     trainer = trainer_of(recipe, folder, tmp_path / "run")
     observing(trainer, monkeypatch, lambda step: 2.0 - fall * step)
@@ -955,7 +955,7 @@ def test_bf16_turns_to_fp16_when_the_activations_fit(folder: Path, tmp_path: Pat
     trainer_of(recipe, folder, tmp_path / "run").train()
     assert [row["precision"] for row in rows_of(tmp_path / "run") if "precision" in row] == ["bf16"] * 3 + ["fp16"] * 3
     # Past the target and under the limit is where it may well begin.
-    held = {"form": "amax", "headroom_bits": 14.0, "probe": False}
+    held = {"form": "smooth-max", "headroom_bits": 14.0, "probe": False}
     recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 24}, penalty=held)
     trainer_of(recipe, folder, tmp_path / "fits").train()
     kinds = [row["precision"] for row in rows_of(tmp_path / "fits") if "precision" in row]
@@ -965,7 +965,7 @@ def test_bf16_turns_to_fp16_when_the_activations_fit(folder: Path, tmp_path: Pat
 def test_training_aims_half_a_bit_below_and_headroom_and_fp16_go_by_the_limit(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = {"form": "amax", "headroom_bits": 14.0}
+    held = {"form": "smooth-max", "headroom_bits": 14.0}
     recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 3}, penalty=held)
     trainer = trainer_of(recipe, folder, tmp_path / "run")
     trainer.train()
@@ -1049,7 +1049,7 @@ def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cu
             folder,
             tmp_path / "out",
             gradient_checkpointing=on,
-            penalty={"form": "amax", "headroom_bits": 8.0},
+            penalty={"form": "smooth-max", "headroom_bits": 8.0},
             stability={"loss_scale": 16.0},
         )
         model = tiny_model()
