@@ -1,22 +1,20 @@
 """A penalty that keeps every activation of a model in training under a target, for anyone's own loop.
 
-Rescaling moves values about; what no rescaling changes (attention scores, what enters a GELU, the logits of a tied
-head) only training can bring down. Penalising the mean square of all activations, as Jamba did, pulls at a million
-small values to reach one large one, and its coefficient has to be found. Here the penalty is a constraint per site:
-its largest |x| under a target, the excess counted in bits (log2), so that 2¹⁷ and 2⁸ over a target weigh alike per
-doubling, and its weight raised by dual ascent until the constraint holds (Platt and Barr 1987), so that there is no
-coefficient to tune. A site inside its target costs one ``aminmax`` and no graph node.
+What no rescaling changes (attention scores, what enters a GELU, the logits of a tied head) only training can bring
+down. Here that is a constraint per site: a smooth maximum of |x| under a target, the excess counted in bits (log2), so
+that 2¹⁷ and 2⁸ over a target weigh alike per doubling, and its weight raised by dual ascent until the constraint holds
+(Platt and Barr 1987), so that there is no coefficient to tune. A site inside its target costs one ``aminmax``.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -52,8 +50,8 @@ _CUBING = ("NewGELUActivation", "FastGELUActivation")
 class Observation:
     """What one site reached in the last optimizer step, over its micro-batches and ranks.
 
-    ``amax``: largest |x|, inf where a value was inf or NaN. ``excess_bits``: log2(amax / target), negative inside.
-    ``weight``: the site's weight in the next step.
+    ``amax``: largest |x|, inf where a value was inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: in the
+    next step.
     """
 
     amax: float
@@ -134,8 +132,9 @@ class ActivationPenalty:
         self._looking_ahead = False
         self._reached: dict[str, float] = {}
         self._terms: dict[str, list[Tensor]] = {}
-        self._ahead: list[dict[str, _Held]] = []
-        self._ahead_shares: list[dict[str, _Share]] = []
+        self._ahead: list[_Reached] = []
+        # log2 of the peaks that pull in a step that was looked ahead, of all its calls and ranks.
+        self._peaks: dict[str, float] | None = None
         self._world = 1
         self._waiting: list[_Waiting] = []
         # A device whose values cannot be read without waiting for it; a test sets it on the CPU.
@@ -182,14 +181,14 @@ class ActivationPenalty:
                 " before the first forward with gradients"
             )
         self._read()
-        together = self._ahead_shares[self._calls] if self._ahead_shares else None
-        ranks = self._gather([self._held(read=together is None and self._world > 1)])
-        for site, largest in _largest_of(ranks).items():
+        read = self._peaks is None and self._world > 1
+        together = self._gather(self._reached, self._bits() if read else {})
+        for site, largest in together.largest.items():
             self._largest[site] = max(largest, self._largest.get(site, 0.0))
-        if together is not None:
-            total = self._shared_total(together, self.accumulation)
+        if self._peaks is not None:
+            total = self._shared_total(self._peaks, self.accumulation)
         elif self._world > 1:
-            total = self._shared_total(self._shares(ranks)[0], 1)
+            total = self._shared_total(self._pulling(together), 1)
         else:
             total = self._total()
         self._forget()
@@ -199,14 +198,12 @@ class ActivationPenalty:
         return total
 
     def observations(self) -> dict[str, Observation]:
-        """Return what every site reached in the last complete optimizer step."""
+        """Return what every site reached in the last complete step."""
         return dict(self._last)
 
     def worst(self) -> tuple[str, Observation]:
-        """Return the site nearest its target, or furthest over it, and what it reached.
-
-        Raises ``UserError`` before the first complete step.
-        """
+        """Return the site nearest its target, or furthest over it, and what it reached; raise ``UserError`` before the
+        first complete step."""
         if not self._last:
             raise UserError("the penalty has seen no complete optimizer step yet")
         return max(self._last.items(), key=lambda item: item[1].excess_bits)
@@ -216,7 +213,7 @@ class ActivationPenalty:
         self._forget()
         self._largest.clear()
         self._calls = 0
-        self._ahead, self._ahead_shares = [], []
+        self._ahead, self._peaks = [], None
 
     @property
     def pulls(self) -> bool:
@@ -227,31 +224,28 @@ class ActivationPenalty:
     def look_ahead(self) -> Iterator[None]:
         """Note, without gradients, what the forwards inside reach: those of one call of the step that follows.
 
-        Once for each call of a step, in their order and before the first of them; every rank must. The step's peak is
-        then known to all of its calls, which pull as one large batch would. Raises ``UserError`` for one call too many,
-        and where the step has begun.
+        Once for each call of a step, in their order and before the first of them, on every rank; the calls then pull as
+        one large batch would. Raises ``UserError`` for one call too many, and where the step has begun.
         """
-        if not self._attached or self._calls or self._ahead_shares or self._seen:
+        if not self._attached or self._calls or self._peaks is not None or self._seen:
             raise UserError(f"look_ahead() comes {self.accumulation} times before a step's first call, attached")
         self._looking_ahead = self._tap.without_gradients = True
         try:
             with torch.no_grad():
                 yield
             self._read()
-            self._ahead.append(self._held(read=True))
+            self._ahead.append(_Reached(dict(self._reached), self._bits()))
         finally:
             self._looking_ahead = self._tap.without_gradients = False
             self._forget()
         if len(self._ahead) == self.accumulation:
-            ahead, self._ahead = self._ahead, []
-            self._ahead_shares = self._shares(self._gather(ahead))
+            ahead, self._ahead = _merged(self._ahead), []
+            self._peaks = self._pulling(self._gather(ahead.largest, ahead.bits))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit.
-
-        Raises ``UserError`` in a step that was looked ahead: what its calls share is not kept.
-        """
-        if self._ahead or self._ahead_shares:
+        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit; raise ``UserError`` in a
+        step that was looked ahead, since what its calls share is not kept."""
+        if self._ahead or self._peaks is not None:
             raise UserError("a step that was looked ahead is under way; take the state between two steps")
         return {
             "order": list(self._order),
@@ -271,7 +265,7 @@ class ActivationPenalty:
         self._weights = dict(state["weights"])
         self._largest = dict(state["largest"])
         self._calls = int(state["calls"])
-        self._ahead, self._ahead_shares = [], []
+        self._ahead, self._peaks = [], None
         self.skipped = int(state["skipped"])
         self._last = {site: Observation(**seen) for site, seen in state["observations"].items()}
         self._agreed = False
@@ -331,7 +325,7 @@ class ActivationPenalty:
 
     def _floor(self, site: str) -> float:
         """The largest value that pulls at nothing."""
-        if self._ahead_shares and site not in self._ahead_shares[self._calls]:
+        if self._peaks is not None and site not in self._peaks:
             return math.inf
         # A token pulls as well where another run, call or rank passes the target.
         return self._target[site] / 2**MOST_SLACK_BITS
@@ -340,7 +334,7 @@ class ActivationPenalty:
         """Whether a term must be made before its device has said how large it is."""
         if self._weight(site) <= 0:
             return False
-        if self._looking_ahead or self._ahead_shares:
+        if self._looking_ahead or self._peaks is not None:
             return self._floor(site) < math.inf
         last = self._last.get(site)
         return last is None or last.excess_bits > -MOST_SLACK_BITS
@@ -389,16 +383,17 @@ class ActivationPenalty:
         targets, weights = torch.tensor(constants).to(device, non_blocking=True)
         return ((torch.stack([term.to(device) for term in terms]) - targets) * weights).sum()
 
-    def _shared_total(self, shares: Mapping[str, _Share], calls: int) -> Tensor:
+    def _shared_total(self, peaks: Mapping[str, float], calls: int) -> Tensor:
         """The penalty of all ranks and of ``calls`` calls, the same in each, with this part's share of its gradient
         times their number."""
         total = torch.zeros((), device=_device(self.model))
-        for site, share in shares.items():
+        for site, peak in peaks.items():
             weight = self._weight(site)
-            total = total + weight * (share.bits - math.log2(self._target[site]))
-            if share.mine and site in self._terms:
+            total = total + weight * (peak - math.log2(self._target[site]))
+            if site in self._terms:
                 term = self._joined(site)
-                total = total + (term - term.detach()).to(total.device) * (weight * share.mine * calls * self._world)
+                share = torch.exp2(SHARPNESS * (term.detach() - peak)) * (weight * calls * self._world)
+                total = total + ((term - term.detach()) * share).to(total.device)
         return total
 
     def _forget(self) -> None:
@@ -424,36 +419,31 @@ class ActivationPenalty:
             self._last[site] = Observation(amax, target, excess, self._weight(site))
         self._largest.clear()
         self._calls = 0
-        self._ahead_shares = []
+        self._peaks = None
 
-    def _held(self, *, read: bool) -> dict[str, _Held]:
-        """What this call has on this rank; ``read``: with its peaks, read from their device at once."""
-        bits: dict[str, float] = {}
-        if read and self._terms:
-            peaks = [self._joined(site).detach() for site in self._terms]
-            together = torch.stack([peak.to(peaks[0].device) for peak in peaks])
-            bits = dict(zip(self._terms, together.tolist(), strict=True))
-        return {site: _Held(largest, bits.get(site, _ABSENT)) for site, largest in self._reached.items()}
+    def _bits(self) -> dict[str, float]:
+        """log2 of the peak of every site with a term, read from its device at once."""
+        peaks = [self._joined(site).detach() for site in self._terms]
+        together = torch.stack([peak.to(peaks[0].device) for peak in peaks]).tolist() if peaks else []
+        return dict(zip(self._terms, together, strict=True))
 
-    def _gather(self, calls: list[dict[str, _Held]]) -> list[list[dict[str, _Held]]]:
-        """Of every rank what ``calls`` are here; all ranks then know the same sites, in the same order."""
+    def _gather(self, largest: Mapping[str, float], bits: Mapping[str, float]) -> _Reached:
+        """What all ranks reached; they then know the same sites, in the same order."""
         known = set(self._order)
-        new = list(dict.fromkeys(site for call in calls for site in call if site not in known))
+        new = [site for site in largest if site not in known]
         if self._world == 1:
             self._order += new
-            return [calls]
+            return _Reached(largest, bits)
         distributed, group = torch.distributed, self.process_group
         device = torch.device("cpu") if "gloo" in distributed.get_backend(group) else _device(self.model)
 
         def exchange(sites: list[str]) -> list[list[float]]:
-            """Of every rank: whether it has new sites, and for each call and site its largest value and its peak."""
-            held = [call.get(site, _NOTHING) for call in calls for site in sites]
-            row = [float(bool(new)), *(number for each in held for number in (each.largest, each.bits))]
+            """Of every rank: whether it has new sites, and of each site its largest value and its peak."""
+            row = [float(bool(new)), *(each.get(site, -math.inf) for site in sites for each in (largest, bits))]
             packed = torch.tensor(row, dtype=torch.float64, device=device)
             rows = [torch.empty_like(packed) for _ in range(self._world)]
             distributed.all_gather(rows, packed, group=group)
-            found: list[list[float]] = torch.stack(rows).tolist()
-            return found
+            return [row.tolist() for row in rows]
 
         rows = exchange(self._order if self._agreed else [])
         if any(row[0] for row in rows) or not self._agreed:
@@ -463,72 +453,42 @@ class ActivationPenalty:
             self._order = list(dict.fromkeys(site for each in names for site in each))
             self._agreed = True
             rows = exchange(self._order)
-        keys = [(call, site) for call in range(len(calls)) for site in self._order]
-        ranks: list[list[dict[str, _Held]]] = [[{} for _ in calls] for _ in rows]
-        for rank, row in zip(ranks, rows, strict=True):
-            for (call, site), largest, bits in zip(keys, row[1::2], row[2::2], strict=True):
-                if largest != _ABSENT:
-                    rank[call][site] = _Held(largest, bits)
-        return ranks
+        halves = ([dict(zip(self._order, row[start::2], strict=True)) for start in (1, 2)] for row in rows)
+        return _merged([_Reached(*half) for half in halves])
 
-    def _shares(self, ranks: list[list[dict[str, _Held]]]) -> list[dict[str, _Share]]:
-        """For each call, what this rank has of the peaks that pull."""
-        mine = torch.distributed.get_rank(self.process_group) if self._world > 1 else 0
-        found: list[dict[str, _Share]] = [{} for _ in ranks[0]]
-        for site, largest in _largest_of(ranks).items():
-            wanted = site in self._target or self._is_wanted(site)
-            if not wanted or largest <= self._target[site] or self._weight(site) <= 0:
-                continue
-            # The order of their rows in one large batch.
-            held = [rank[call].get(site, _NOTHING) for call in range(len(found)) for rank in ranks]
-            peak = _parts_of_peak(held)
-            if peak is not None:
-                bits, parts = peak
-                for shares, part in zip(found, parts[mine :: len(ranks)], strict=True):
-                    shares[site] = _Share(bits, part)
-        return found
-
-
-_ABSENT = -1e300
+    def _pulling(self, together: _Reached) -> dict[str, float]:
+        """log2 of the peaks of the sites that pull."""
+        return {
+            site: peak
+            for site, peak in together.bits.items()
+            if (site in self._target or self._is_wanted(site))
+            and together.largest[site] > self._target[site]
+            and self._weight(site) > 0
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What one call of one rank has of a site: its largest value, and log2 of the peak of its terms."""
+class _Reached:
+    """What some calls or ranks have of sites: their largest values, and log2 of the peaks of their terms."""
 
-    largest: float
-    bits: float
-
-
-_NOTHING = _Held(_ABSENT, _ABSENT)
+    largest: Mapping[str, float]
+    bits: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """log2 of the peak over all ranks and calls, and the share of its gradient that one call of one rank has."""
-
-    bits: float
-    mine: float
-
-
-def _largest_of(ranks: list[list[dict[str, _Held]]]) -> dict[str, float]:
+def _merged(parts: Sequence[_Reached]) -> _Reached:
+    """What they have together; -inf stands for what a part does not have."""
     largest: dict[str, float] = {}
-    for call in itertools.chain(*ranks):
-        for site, held in call.items():
-            largest[site] = max(held.largest, largest.get(site, held.largest))
-    return largest
-
-
-def _parts_of_peak(held: list[_Held]) -> tuple[float, list[float]] | None:
-    """Return log2 of the peak over all that is held, and the share of each in its gradient; None where the largest
-    value has no term, being NaN or far inside in the step before."""
-    largest = max(each.largest for each in held)
-    if not any(each.largest == largest and each.bits != _ABSENT for each in held):
-        return None
-    # The log-sum-exp over all tokens is that over the parts' own.
-    peak = max(each.bits for each in held)
-    parts = [0.0 if each.bits == _ABSENT else 2.0 ** (SHARPNESS * (each.bits - peak)) for each in held]
-    return peak + math.log2(sum(parts)) / SHARPNESS, [part / sum(parts) for part in parts]
+    bits: dict[str, float] = {}
+    for part in parts:
+        for site, value in part.largest.items():
+            if value > -math.inf:
+                largest[site] = max(value, largest.get(site, value))
+        for site, peak in part.bits.items():
+            if peak > -math.inf:
+                # The log-sum-exp over all tokens is that over the parts' own.
+                before = bits.get(site, -math.inf)
+                bits[site] = float(np.logaddexp2(SHARPNESS * before, SHARPNESS * peak)) / SHARPNESS
+    return _Reached(largest, bits)
 
 
 @dataclass(slots=True)
@@ -547,20 +507,13 @@ def _amax(low: float, high: float) -> float:
 
 def _read_amax(waiting: list[_Waiting]) -> list[float]:
     """Read all extremes with one copy per device."""
-    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, entry in enumerate(waiting):
-        places.setdefault((entry.low.device, entry.low.dtype), []).append(i)
-    devices: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    for (device, _), members in places.items():
-        indices, parts = devices.setdefault(device, ([], []))
-        indices += members
-        lows, highs = ([getattr(waiting[i], side) for i in members] for side in ("low", "high"))
-        parts.append(torch.stack([torch.stack(lows), torch.stack(highs)]).float())
-    found = [0.0] * len(waiting)
-    for indices, parts in devices.values():
-        for i, low, high in zip(indices, *torch.cat(parts, 1).tolist(), strict=True):
-            found[i] = _amax(low, high)
-    return found
+    largest = [0.0] * len(waiting)
+    for device in {entry.low.device for entry in waiting}:
+        places = [i for i, entry in enumerate(waiting) if entry.low.device == device]
+        sides = [torch.stack([getattr(waiting[i], side) for i in places]).float() for side in ("low", "high")]
+        for i, low, high in zip(places, *torch.stack(sides).tolist(), strict=True):
+            largest[i] = _amax(low, high)
+    return largest
 
 
 class _Peak(torch.autograd.Function):
@@ -606,8 +559,7 @@ def _where_largest(rows: Tensor) -> Tensor:
     """Where the largest |x| of each row is; of a NaN if there is one: int64 [rows].
 
     Without their sign the bits of floats sort as integers do, NaNs last. Beside 16 of them there is room for the
-    column; 32 are compared with the row's largest, and the column of what equals it is kept. A maximum then has the
-    place, up to three times sooner than a search for it.
+    column; of 32 the columns that equal the row's largest are kept. That is up to three times faster than ``argmax``.
     """
     count, size = rows.shape
     if rows.dtype not in _BITS or size > 1 << 16:

@@ -47,6 +47,11 @@ class Processes:
         return config
 
     @property
+    def parts(self) -> int | None:
+        """In how many parts a state is written; None where it is written whole."""
+        return self.world if self.sharded else None
+
+    @property
     def offloads(self) -> bool:
         """Whether the engine keeps the optimizer in the machine's memory and takes its steps there."""
         if not self.engine:

@@ -27,12 +27,9 @@ from ..system import rename_folder, sync_folder
 
 STATE, TENSORS = "state.pt", "model.safetensors"
 
-
 GOES_ON = "free some space; the same command then goes on with the run"
 
-
 _MODULES = tuple(module for module, _, _ in BLOCKED.values())
-
 
 _NAME = re.compile(r"step-(\d{8})\Z")
 
