@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -27,9 +27,6 @@ from .shared import (
     verbose,
     write_result,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> None:

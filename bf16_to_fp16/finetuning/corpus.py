@@ -323,7 +323,7 @@ class Corpus:
             return "pairs"
         if self.causal:
             return "next-token"
-        by_tokenizer: dict[Objective, tuple[bool, str]] = {
+        by_tokenizer: dict[Any, tuple[bool, str]] = {
             "gap-sentences": (self.conventions.mask is not None, "no <mask_1> for a sentence; use span-corruption"),
             "denoising": (self.conventions.span_mask is not None, "no mask for any span; let the objective be auto"),
             "span-corruption": (
@@ -331,12 +331,12 @@ class Corpus:
                 "no sentinels for span corruption; give data.first_sentinel, or targets",
             ),
         }
-        if asked == "auto":
-            asked = next((name for name, (there, _) in by_tokenizer.items() if there), "span-corruption")
-        there, lacking = by_tokenizer[asked]
+        made_by = (name for name, (there, _) in by_tokenizer.items() if there)
+        chosen: Objective = next(made_by, "span-corruption") if asked == "auto" else asked
+        there, lacking = by_tokenizer[chosen]
         if not there:
             raise UserError(f"{self.folder}: the tokenizer has {lacking}")
-        return asked
+        return chosen
 
     def tokens(self, text: str) -> list[int]:
         """Return the ids of plain text, without the end and without special tokens that the text happens to spell."""

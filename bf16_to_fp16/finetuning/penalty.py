@@ -94,19 +94,18 @@ class ActivationPenalty:
         train_mode: bool = False,
     ) -> None:
         # So many parameters because two lines are to adopt the penalty: a record of them would be a third.
-        if form not in FORMS:
-            raise UserError(f"form {form!r} is none of {', '.join(FORMS)}")
-        if not 0 <= headroom_bits < math.inf:
-            raise UserError(f"headroom_bits is {headroom_bits}; give a number of bits from 0")
-        if not 0 < dual_step < math.inf:
-            raise UserError(f"dual_step is {dual_step}; give a number above 0")
-        if weight is not None and not 0 <= weight < math.inf:
-            raise UserError(f"weight is {weight}; give a number from 0")
-        if accumulation < 1:
-            raise UserError(f"accumulation is {accumulation}; give the calls per optimizer step, 1 or more")
+        usable = {
+            f"form {form!r} is none of {', '.join(FORMS)}": form in FORMS,
+            f"headroom_bits is {headroom_bits}; give a number of bits from 0": 0 <= headroom_bits < math.inf,
+            f"dual_step is {dual_step}; give a number above 0": 0 < dual_step < math.inf,
+            f"weight is {weight}; give a number from 0": weight is None or 0 <= weight < math.inf,
+            f"accumulation is {accumulation}; give the calls per optimizer step, 1 or more": accumulation >= 1,
+        }
         for site, target in (targets or {}).items():
-            if not 0 < target < math.inf:
-                raise UserError(f"the target of {site} is {target}; give a finite number above 0")
+            usable[f"the target of {site} is {target}; give a finite number above 0"] = 0 < target < math.inf
+        for wrong, is_right in usable.items():
+            if not is_right:
+                raise UserError(wrong)
         self.model = model
         self.targets = None if targets is None else dict(targets)
         self.headroom_bits = headroom_bits
@@ -273,14 +272,14 @@ class ActivationPenalty:
     # -- in the forward -----------------------------------------------------------------------------------------------
 
     def _is_wanted(self, site: str) -> bool:
-        limit = self._limit(site) if self.targets is None else None
-        target = self.targets.get(site) if self.targets is not None else None
-        if limit is not None:
-            target = limit * 2.0**-self.headroom_bits
-        if target is None:
-            return False
-        self._target[site] = target
-        return True
+        if self.targets is not None:
+            target = self.targets.get(site)
+        else:
+            limit = self._limit(site)
+            target = None if limit is None else limit * 2.0**-self.headroom_bits
+        if target is not None:
+            self._target[site] = target
+        return target is not None
 
     def _limit(self, site: str) -> float | None:
         """fp16's limit of a site of the audit, or None where it needs no watching."""
@@ -289,19 +288,18 @@ class ActivationPenalty:
         module = self._modules.get(path)
         if operation == "cubed":
             return GELU_CUBE_BACKWARD_LIMIT if self.train_mode else None
-        if operation in _BOUNDED | _LOSSES | _VIEWS or isinstance(module, nn.Dropout):
-            return None
-        # Scaled down, masked, or mixed with weights that sum to 1: no larger than the scores or the values were.
         attention = type(module).__name__.endswith("Attention")
-        if attention and (operation in ("mul", "context") or site.startswith(f"{path}:add#")):
-            return None
-        # The cube is harmless in the forward, and the rest of that activation is smaller than what enters it.
-        if type(module).__name__ in _CUBING:
-            return None
-        # The first product of an RMS norm is the normalised input.
-        if module is not None and is_norm(module) and (operation in _STATISTICS or site == f"{path}:mul"):
-            return None
-        return FP16_MAX
+        bounded = (
+            operation in _BOUNDED | _LOSSES | _VIEWS
+            or isinstance(module, nn.Dropout)
+            # Scaled down, masked, or mixed with weights that sum to 1: no larger than the scores or the values were.
+            or (attention and (operation in ("mul", "context") or site.startswith(f"{path}:add#")))
+            # The cube is harmless in the forward, and the rest of that activation is smaller than what enters it.
+            or type(module).__name__ in _CUBING
+            # The first product of an RMS norm is the normalised input.
+            or (module is not None and is_norm(module) and (operation in _STATISTICS or site == f"{path}:mul"))
+        )
+        return None if bounded else FP16_MAX
 
     def _glance(self, site: str, x: Tensor) -> bool:
         """Note what a site holds; whether a term must be made of it."""

@@ -446,7 +446,7 @@ def _problem(error: Any) -> str:
         # A message about one field begins with a verb; one about a section names its own fields.
         message = str(context["error"])
         return f"{key} {message}" if message.startswith("is ") else f"{key}: {message}" if place else message
-    field = _field(place) if place else None
+    field: Any = _field(place) if place else None
     if kind == "missing" and len(place) < len(error["loc"]):
         return f"{key} has too few entries; give {field.description}, like {field.default}"
     if kind == "missing":

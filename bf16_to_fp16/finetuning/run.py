@@ -55,7 +55,7 @@ from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import PRECISION_DTYPES, MixedPrecision
 from .objectives import BYTE_SENTINEL
-from .processes import in_parts, precisions_of, weights_in_parts
+from .processes import in_parts, launched_with, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe
 from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
@@ -334,7 +334,7 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
     on_cpu = place.type == "cpu"
     if place.type == "cuda" and place.index is not None:
         torch.cuda.set_device(place)  # which is then the one that "cuda" means
-    engine = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true")
+    engine = launched_with("DEEPSPEED")
     wanted = int(os.environ.get("WORLD_SIZE", "1"))
     # Given to a single process it would look for a group that nobody made.
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timedelta(hours=2))
