@@ -378,25 +378,20 @@ def test_convert_finetunes_what_is_safe_and_not_certified_where_the_recipe_asks_
     assert len(called) == finetuned
 
 
-def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do(
+def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do_and_where_it_was_not_asked_for_attacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
-    assert main(["finetune", str(written(tmp_path, "evaluation: {attack_steps: 0}"))]) == 1
+    path = written(tmp_path, "evaluation: {attack_steps: 0}")
+    assert main(["finetune", str(path)]) == 1
     report = report_of(tmp_path)
     assert report["verdict"] == "unsafe" and report["proof"] == "observed"
     missed = next(entry for entry in report["unsafe"] if entry["signal"] == "certificate")
     assert "over the limit, most by" in missed["reason"] and missed["remedy"] == report["finetune"]["next"]
     assert "bf16-to-fp16 finetune" in missed["remedy"] and "next: " in "".join(capsys.readouterr())
-
-
-def test_a_certificate_that_was_not_asked_for_is_not_missed_and_what_lacks_it_is_attacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
-    path = written(tmp_path, "evaluation: {attack_steps: 1}")
-    path.write_text(path.read_text().replace("certify: true, ", ""))
-    main(["finetune", str(path)])
+    # The run that has ended is the same where the recipe leaves the certificate open.
+    path.write_text(path.read_text().replace("certify: true, ", "").replace("attack_steps: 0", "attack_steps: 1"))
+    main(["finetune", str(path), "--force"])
     report = report_of(tmp_path)
     assert report["finetune"]["settled"]["penalty.certify"] is True and report["proof"] == "observed"
     assert "certificate" not in {entry["signal"] for entry in report["unsafe"]}
