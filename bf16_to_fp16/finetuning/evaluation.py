@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..run.batch import stack
 from .corpus import Corpus, TrainingBatch
-from .distillation import Teacher, arguments, counted_positions, kl_divergence, task_loss
+from .distillation import Teacher, arguments, counted_positions, task_loss
 from .mixed_precision import MixedPrecision
 from .processes import Processes
 from .recipe import Evaluation
@@ -54,9 +54,7 @@ class Evaluator:
         task = kl = torch.zeros((), device=device)
         if batch.labels is not None:
             task = task_loss(out.logits, batch.labels.to(device))
-            if self.teacher is not None:
-                kl = kl_divergence(out.logits[mask], self.teacher.outputs(batch), 1.0)
-        elif self.teacher is not None:
+        if self.teacher is not None:
             kl = self.teacher.divergence(out, batch)
         return torch.stack([task.double(), kl.double(), mask.sum().double()]).cpu()
 

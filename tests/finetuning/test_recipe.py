@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.processes import in_parts
@@ -70,16 +70,7 @@ def test_a_recipe_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("1e-5", 1e-5),
-        ("1E-5", 1e-5),
-        ("2e1", 20.0),
-        ("1.5e-3", 1.5e-3),
-        (".5", 0.5),
-        ("2", 2.0),
-        ("1_0", 10.0),
-        ("010", 10.0),
-    ],
+    [("1e-5", 1e-5), ("1.5E-3", 1.5e-3), ("2e1", 20.0), (".5", 0.5), ("2", 2.0), ("1_0", 10.0), ("010", 10.0)],
 )
 def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
     recipe = read_recipe(write(tmp_path, FIVE_LINES + f"schedule: {{learning_rate: {text}}}\n"))
@@ -131,15 +122,7 @@ def test_a_misspelt_key_that_is_needed_is_unknown_rather_than_missing(tmp_path: 
 
 
 def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
-    def keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-        found = []
-        for name, field in model.model_fields.items():
-            found.append((*above, name))
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                found += keys(field.annotation, (*above, name))
-        return found
-
-    known = keys(Recipe)
+    known = [tuple(key.split(".")) for key, *_ in keys()]
     assert len(known) > 70
     for key in known:
         if len(key[-1]) > 4:
@@ -264,8 +247,7 @@ def test_a_short_run_has_a_short_default_warmup() -> None:
 
 def test_sections_can_be_made_in_python() -> None:
     recipe = Recipe(source="a", out="b", data=Data(path="c"), precision=("bf16", "fp16"))
-    tree: dict[str, Any] = {"source": "a", "out": "b", "data": {"path": "c"}, "precision": ["bf16", "fp16"]}
-    assert parse_recipe(tree) == recipe
+    assert parse_recipe({"source": "a", "out": "b", "data": {"path": "c"}, "precision": ["bf16", "fp16"]}) == recipe
 
 
 def test_the_list_of_keys_has_every_key_with_its_default() -> None:
