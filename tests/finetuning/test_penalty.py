@@ -187,19 +187,17 @@ def test_only_given_targets_are_watched_and_an_unknown_one_is_named() -> None:
 class Two(nn.Module):
     """Two linears, the values of which a test sets."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(3, 5, bias=False, dtype=dtype)
-        self.second = nn.Linear(5, 4, bias=False, dtype=dtype)
+        self.first, self.second = nn.Linear(3, 5, bias=False), nn.Linear(5, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
 
 
-def two(dtype: torch.dtype = torch.float32) -> tuple[Two, Tensor]:
+def two() -> tuple[Two, Tensor]:
     torch.manual_seed(0)
-    model = Two(dtype)
-    return model, torch.randn(2, 6, 3).to(dtype)
+    return Two(), torch.randn(2, 6, 3)
 
 
 def excess(x: Tensor, target: float) -> Tensor:
@@ -261,6 +259,37 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x
+
+
+class One:
+    """A site whose values are all of one size, attached to a penalty of target and weight 1."""
+
+    SITE = "model:mul"
+
+    def __init__(self, **options: Any) -> None:
+        self.model = Scaled(torch.ones(2, requires_grad=True))
+        given: dict[str, Any] = {"targets": {self.SITE: 1.0}, "weight": 1.0, **options}
+        self.penalty = ActivationPenalty(self.model, **given).attach()
+
+    def ahead(self, *sizes: float) -> None:
+        for size in sizes:
+            with self.penalty.look_ahead():
+                self.model(torch.tensor(size))
+
+    def call(self, *sizes: float) -> list[float]:
+        """The totals of a call for each size."""
+        return [total.item() for total in self.called(*sizes)]
+
+    def called(self, *sizes: float) -> list[Tensor]:
+        totals = []
+        for size in sizes:
+            self.model(torch.tensor(size))
+            totals.append(self.penalty())
+        return totals
+
+    @property
+    def seen(self) -> Any:
+        return self.penalty.observations()[self.SITE]
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -356,27 +385,19 @@ def test_a_site_that_runs_twice_pulls_as_one_that_runs_on_all_rows() -> None:
 
 
 def test_dual_ascent_adds_the_excess_decays_inside_and_stays_above_zero() -> None:
-    model = Scaled(torch.ones(2, requires_grad=True))
-    penalty = ActivationPenalty(model, targets={"model:mul": 4.0}, dual_step=0.25)
-    seen = []
-    with penalty:
-        for amax in (16.0, 8.0, 2.0, 0.5, 0.5, 0.5, 16.0, math.inf):
-            model(torch.tensor(amax))
-            total = penalty()
-            seen.append((float(total), penalty.observations()["model:mul"].weight))
-    weights = [0.5, 0.75, 0.5, 0.25, 0.0, 0.0, 0.5, 0.5 + 0.25 * 16]  # an inf counts as 16 bits
-    assert [weight for _, weight in seen] == weights
+    one = One(targets={One.SITE: 4.0}, weight=None, dual_step=0.25)
+    totals, weights = [], []
+    for amax in (16.0, 8.0, 2.0, 0.5, 0.5, 0.5, 16.0, math.inf):
+        totals += one.call(amax)
+        weights.append(one.seen.weight)
+    assert weights == [0.5, 0.75, 0.5, 0.25, 0.0, 0.0, 0.5, 0.5 + 0.25 * 16]  # an inf counts as 16 bits
     # A step's penalty has the weight that the step before left: first none.
-    assert [total for total, _ in seen[:7]] == [0.0, 0.5 * 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert totals[:7] == [0.0, 0.5 * 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_a_fixed_weight_stays() -> None:
-    model = Scaled(torch.ones(2, requires_grad=True))
-    with ActivationPenalty(model, targets={"model:mul": 4.0}, weight=2.0) as penalty:
-        for _ in range(3):
-            model(torch.tensor(16.0))
-            assert float(penalty()) == 4.0
-    assert penalty.observations()["model:mul"].weight == 2.0
+    one = One(targets={One.SITE: 4.0}, weight=2.0)
+    assert one.call(16.0, 16.0, 16.0) == [4.0] * 3 and one.seen.weight == 2.0
 
 
 def test_the_worst_site_is_the_one_nearest_its_target() -> None:
@@ -393,12 +414,12 @@ def test_the_worst_site_is_the_one_nearest_its_target() -> None:
     assert seen.excess_bits == pytest.approx(math.log2(seen.amax / 1e-3))
 
 
-def resumed(stop: int | None, accumulation: int = 2) -> tuple[list[float], dict[str, Any]]:
+def resumed(stop: int | None) -> tuple[list[float], dict[str, Any]]:
     model, x = two()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 
     def made() -> ActivationPenalty:
-        return ActivationPenalty(model, targets={"first": 0.3, "second": 0.2}, accumulation=accumulation).attach()
+        return ActivationPenalty(model, targets={"first": 0.3, "second": 0.2}, accumulation=2).attach()
 
     penalty = made()
     totals = []
@@ -474,44 +495,28 @@ def test_micro_batches_are_one_large_batch(scales: tuple[float, ...], waits: boo
 
 
 def test_without_a_look_ahead_a_step_is_the_mean_of_its_calls_in_any_order() -> None:
-    model = Scaled(torch.ones(2, requires_grad=True))
-    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=3) as penalty:
-        totals = []
-        for amax in (4.0, 2.0, 8.0, 0.5):
-            model(torch.tensor(amax))
-            totals.append(float(penalty()))
-    assert totals == [2.0, 1.0, 3.0, 0.0]  # the last opens the next step
-    assert penalty.observations()["model:mul"].amax == 8.0
+    one = One(accumulation=3)
+    assert one.call(4.0, 2.0, 8.0, 0.5) == [2.0, 1.0, 3.0, 0.0]  # the last opens the next step
+    assert one.seen.amax == 8.0
 
 
 def test_a_look_ahead_keeps_no_graph_counts_nothing_and_comes_before_all_calls() -> None:
-    model = Scaled(torch.ones(2, requires_grad=True))
-    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
-        assert penalty.pulls
-        with penalty.look_ahead():
-            assert not model(torch.tensor(math.nan)).requires_grad
-        assert penalty.skipped == 0 and penalty.observations() == {}
-        model(torch.tensor(4.0))
-        with pytest.raises(UserError, match=r"1 of the 2 calls"):
-            penalty()
-        penalty.drop_step()
-        totals = []
-        for amax in (0.4, 16.0):
-            with penalty.look_ahead():
-                model(torch.tensor(amax))
-        with pytest.raises(UserError, match="2 times before"), penalty.look_ahead():
-            model(torch.tensor(4.0))
-        for amax in (0.4, 16.0):
-            model(torch.tensor(amax))
-            totals.append(penalty())
-        # Each says the step's penalty, and a call far inside has no part in its gradient.
-        assert [float(total) for total in totals] == [4.0, 4.0]
-        assert not totals[0].requires_grad and totals[1].requires_grad
-        # The next step is one without.
-        model(torch.tensor(4.0))
-        assert float(penalty()) == 2.0
-    free = ActivationPenalty(model, targets={"model:mul": 1.0})
-    assert not free.pulls
+    one = One(accumulation=2)
+    assert one.penalty.pulls and not One(weight=None).penalty.pulls
+    with one.penalty.look_ahead():
+        assert not one.model(torch.tensor(math.nan)).requires_grad
+    assert one.penalty.skipped == 0 and one.penalty.observations() == {}
+    with pytest.raises(UserError, match=r"1 of the 2 calls"):
+        one.call(4.0)
+    one.penalty.drop_step()
+    one.ahead(0.4, 16.0)
+    with pytest.raises(UserError, match="2 times before"):
+        one.ahead(4.0)
+    totals = one.called(0.4, 16.0)
+    # Each says the step's penalty, and a call far inside has no part in its gradient.
+    assert [total.item() for total in totals] == [4.0, 4.0]
+    assert not totals[0].requires_grad and totals[1].requires_grad
+    assert one.call(4.0) == [2.0]  # the next step is one without
 
 
 @pytest.mark.parametrize(("low", "counts"), [(0.45, False), (0.55, True)])
@@ -560,58 +565,34 @@ def test_a_look_ahead_gives_sites_the_names_that_they_have_with_gradients() -> N
     assert not totals[0].requires_grad and totals[1].requires_grad
 
 
-def test_no_state_is_taken_in_the_middle_of_a_step_that_was_looked_ahead() -> None:
-    model = Scaled(torch.ones(2, requires_grad=True))
-    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
-        for amax in (4.0, 16.0):
-            with penalty.look_ahead():
-                model(torch.tensor(amax))
-            with pytest.raises(UserError, match="between two steps"):
-                penalty.state_dict()
-        for amax in (4.0, 16.0):
-            model(torch.tensor(amax))
-            penalty()
-        assert penalty.state_dict()["calls"] == 0
-
-
-def test_a_loaded_state_forgets_what_was_looked_ahead() -> None:
-    model = Scaled(torch.ones(2, requires_grad=True))
-    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
-        before = penalty.state_dict()
-        for amax in (4.0, 16.0):
-            with penalty.look_ahead():
-                model(torch.tensor(amax))
-        penalty.load_state_dict(before)
-        model(torch.tensor(4.0))
-        assert float(penalty()) == 2.0
+def test_no_state_is_taken_in_the_middle_of_a_step_that_was_looked_ahead_and_a_loaded_one_forgets_it() -> None:
+    one = One(accumulation=2)
+    before = one.penalty.state_dict()
+    for amax in (4.0, 16.0):
+        one.ahead(amax)
+        with pytest.raises(UserError, match="between two steps"):
+            one.penalty.state_dict()
+    one.penalty.load_state_dict(before)
+    assert one.call(4.0, 16.0) == [2.0, 4.0] and one.penalty.state_dict()["calls"] == 0
 
 
 def test_on_a_device_that_waits_a_look_ahead_finds_what_was_far_inside_in_the_step_before() -> None:
-    model = Scaled(torch.ones(2, requires_grad=True))
-    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
-        penalty._waits = lambda x: True
-        for step in ((0.1, 0.1), (4.0, 16.0)):
-            for amax in step:
-                with penalty.look_ahead():
-                    model(torch.tensor(amax))
-            totals = []
-            for amax in step:
-                model(torch.tensor(amax))
-                totals.append(penalty())
-    assert [float(total) for total in totals] == pytest.approx([4.0, 4.0], abs=0.01) and totals[1].requires_grad
+    one = One(accumulation=2)
+    waiting(one.penalty, True)
+    one.ahead(0.1, 0.1)
+    one.call(0.1, 0.1)
+    one.ahead(4.0, 16.0)
+    totals = one.called(4.0, 16.0)
+    assert [total.item() for total in totals] == pytest.approx([4.0, 4.0], abs=0.01) and totals[1].requires_grad
 
 
 def test_a_dropped_step_leaves_no_trace() -> None:
-    model = Scaled(torch.ones(2, requires_grad=True))
-    with ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0, accumulation=2) as penalty:
-        model(torch.tensor(64.0))
-        penalty()
-        penalty.drop_step()
-        assert penalty.observations() == {}
-        for amax in (4.0, 2.0):
-            model(torch.tensor(amax))
-            penalty()
-    assert penalty.observations()["model:mul"].amax == 4.0
+    one = One(accumulation=2)
+    one.call(64.0)
+    one.penalty.drop_step()
+    assert one.penalty.observations() == {}
+    one.call(4.0, 2.0)
+    assert one.seen.amax == 4.0
 
 
 # -- how it is run ----------------------------------------------------------------------------------------------------
@@ -682,15 +663,9 @@ def test_a_device_is_not_waited_for_in_the_forward_and_the_result_is_the_same() 
 
 
 def test_where_a_device_waits_a_site_far_inside_is_pulled_from_the_next_step_on() -> None:
-    model = Scaled(torch.ones(2, requires_grad=True))
-    penalty = ActivationPenalty(model, targets={"model:mul": 4.0}, weight=1.0)
-    waiting(penalty, True)
-    with penalty:
-        totals = []
-        for amax in (16.0, 1.0, 16.0, 16.0, 3.0, 16.0):
-            model(torch.tensor(amax))
-            totals.append(float(penalty()))
-    assert totals == [2.0, 0.0, 0.0, 2.0, 0.0, 2.0]
+    one = One(targets={One.SITE: 4.0})
+    waiting(one.penalty, True)
+    assert one.call(16.0, 1.0, 16.0, 16.0, 3.0, 16.0) == [2.0, 0.0, 0.0, 2.0, 0.0, 2.0]
 
 
 def test_fp16_amp_on_a_cpu_with_fast_products_scaler_and_penalty() -> None:
@@ -749,11 +724,7 @@ def test_what_hides_the_sites_is_refused_in_a_line() -> None:
 )
 def test_unusable_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        ActivationPenalty(nn.Linear(1, 1), **options)
-
-
-def test_it_is_public() -> None:
-    assert bf16_to_fp16.ActivationPenalty is ActivationPenalty
+        bf16_to_fp16.ActivationPenalty(nn.Linear(1, 1), **options)
 
 
 # -- two processes ----------------------------------------------------------------------------------------------------
