@@ -129,7 +129,7 @@ def measured(
     # Largest values of a random model are below 1000 and above this.
     everywhere = dict.fromkeys(sites, 1e-3)
     some = {site: 1e-3 if i % 10 == 0 else 32752.0 for i, site in enumerate(sorted(sites))}
-    penalties = {
+    penalties: dict[str, ActivationPenalty] = {
         "all inside": ActivationPenalty(model, weight=1.0),
         "a tenth over": ActivationPenalty(model, targets=some, weight=1e-3),
         "all over": ActivationPenalty(model, targets=everywhere, weight=1e-3),

@@ -70,7 +70,8 @@ def test_another_form_of_the_penalty_is_its_formula(form: str) -> None:
     }[form]
     wanted = 3.0 * sum(each(v, target) for v, target in zip(values, targets.values(), strict=True))
     assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
-    for mine, other in zip(*(torch.autograd.grad(t, model.parameters()) for t in (total, wanted)), strict=True):
+    parameters = list(model.parameters())
+    for mine, other in zip(*(torch.autograd.grad(t, parameters) for t in (total, wanted)), strict=True):
         assert torch.allclose(mine, other, rtol=1e-4, atol=1e-6)
 
 

@@ -115,6 +115,8 @@ class ActivationPenalty:
         self.accumulation = accumulation
         self.process_group = process_group
         self.train_mode = train_mode
+        self.watches = True
+        """Whether forwards are looked at; not those that only keep ranks in step."""
         self.skipped = 0
         """Outputs with a NaN so far, on this rank."""
         self._tap = Tap(model, self._take, only=self._is_wanted, glance=self._glance)
@@ -304,7 +306,7 @@ class ActivationPenalty:
     def _glance(self, site: str, x: Tensor) -> bool:
         """Note what a site holds; whether a term must be made of it."""
         self._seen = True
-        if not x.numel():
+        if not (self.watches and x.numel()):
             return False
         low, high = torch.aminmax(x)
         if self._waits(x):

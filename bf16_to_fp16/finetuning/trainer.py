@@ -412,10 +412,12 @@ class Trainer:
         count = len(whole.input_ids)
         if index * world >= count and not self.processes.sharded:
             return None
-        # A wrapped model's forwards are for all processes: one for which no row is left repeats the last.
-        first = min(index * world + self.processes.rank, count - 1)
-        part = whole.rows(slice(first, None, self.passes * world))
+        first = index * world + self.processes.rank
+        part = whole.rows(slice(min(first, count - 1), None, self.passes * world))
+        # A wrapped model's forwards are for all processes: one for which no row is left repeats the last, unseen.
+        self.penalty.watches = first < count
         out = self.model(**probe_arguments(self.stock, part, self.device))
+        self.penalty.watches = True
         # Of nothing, so that an infinity has no part in it.
         return values_of(out)[..., :0].sum() if self.processes.sharded else None
 

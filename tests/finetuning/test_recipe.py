@@ -127,7 +127,7 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
     for key in known:
         if len(key[-1]) > 4:
             assert nearest_key((*key[:-1], key[-1][:-1])) == ".".join(key)
-    assert nearest_key(("zzzzzzzz",)) in {".".join(key) for key in known}
+    assert nearest_key(("zzzzzzzz",)).partition(".")[0] in Recipe.model_fields
 
 
 @pytest.mark.parametrize(

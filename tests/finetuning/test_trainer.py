@@ -220,7 +220,7 @@ def test_a_relative_learning_rate_goes_with_each_tensor(
         trainer.train()
         moved.append((trainer.weights()["encoder.block.0.layer.0.SelfAttention.v.weight"] - before) / factor)
         losses.append(losses_of(tmp_path / arm))
-    assert torch.allclose(*moved, rtol=1e-2, atol=1e-6) and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert torch.allclose(moved[0], moved[1], rtol=1e-2, atol=1e-6) and losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_divergence_is_the_sum_of_kl_times_the_squared_temperature() -> None:
