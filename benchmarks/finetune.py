@@ -45,7 +45,9 @@ from typing import Any
 
 import synthetic
 import torch
+from penalty_forms import ComparedPenalty
 
+from bf16_to_fp16 import ActivationPenalty
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.errors import UserError
@@ -68,7 +70,7 @@ STAYS = 10
 STARTS = {"rescaled": True, "bf16": False}
 CALLED = {"rescaled": "rescaled", "bf16": "as trained"}
 FORMS = {"smooth-max": "penalty", "mean-square": "mean square", "hinge": "hinge", "lp": "L8 norm"}
-IDLE = {"form": "amax", "weight": 0.0}
+IDLE = {"weight": 0.0}
 
 FIRST_COEFFICIENT = {"mean-square": {"rescaled": -3, "bf16": -5}, "lp": {"rescaled": -4, "bf16": -6}}
 """Powers of ten at which the search for a coefficient begins; rescaling makes the values smaller."""
@@ -94,6 +96,7 @@ def data_of(demo: str) -> dict[str, Any]:
 def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[str, Any], seed: int) -> Any:
     """Return the recipe of one run."""
     short = {"input_length": 64, "target_length": 32, "batch_size": 4, "seed": seed}
+    given = {key: value for key, value in penalty.items() if key != "compared"}
     return parse_recipe(
         {
             "source": str(ROOT / "bf16_to_fp16" / "demo_data" / DEMOS[demo]),
@@ -105,13 +108,33 @@ def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[
             "data": data_of(demo) | short,
             "schedule": {"steps": steps, "warmup": min(10, steps)},
             # The penalty by itself: no bounds are held, and no inputs searched for.
-            "penalty": {"certify": False, "search_every": None, **penalty},
+            "penalty": {"certify": False, "search_every": None, **given},
             "evaluation": {"every": steps, "examples": 64, "generate": False},
             "checkpointing": {"every": steps, "keep": 1},
             "logging": {"every": 1},
             "stability": {"stuck_stop": 100_000, "nonfinite_stop": 1000, "overflow_stop": 1000, "spike_z": 1e9},
         }
     )
+
+
+class Comparing(Trainer):
+    """Trains under another form of the penalty, or under the package's."""
+
+    def __init__(self, compared: str | None, *given: Any, **options: Any) -> None:
+        self.compared = compared
+        super().__init__(*given, **options)
+
+    def _penalty(self) -> ActivationPenalty:
+        wanted = self.recipe.penalty
+        if self.compared is None:
+            return super()._penalty()
+        return ComparedPenalty(
+            self.compared,
+            self.stock,
+            headroom_bits=wanted.trained_bits,
+            dual_step=wanted.dual_step,
+            weight=wanted.weight,
+        )
 
 
 @dataclass(frozen=True)
@@ -149,7 +172,8 @@ class Bench:
         student = load(place, torch.float32, attention="eager")
         student.set_input_embeddings(student.get_input_embeddings())
         log = RunLog(run / "log.jsonl", Wandb(), run, "", {})
-        Trainer(recipe, student, teacher, corpus, run, accelerator, log=log).train()
+        trainer = Comparing(penalty.get("compared"), recipe, student, teacher, corpus, run, accelerator, log=log)
+        trainer.train()
         log.close()
         rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         evaluations = [row["evaluation"] for row in rows if "evaluation" in row]
@@ -222,7 +246,7 @@ def coefficient_of(bench: Bench, form: str, start: str, seed: int, plain: dict[s
     """Search for the power of ten that suits a form, print what each is worth, and return the best."""
 
     def run(power: int) -> dict[str, Any]:
-        return bench.run(start, {"form": form, "weight": 10.0**power}, seed)
+        return bench.run(start, {"compared": form, "weight": 10.0**power}, seed)
 
     best, tried = interior(FIRST_COEFFICIENT[form][start], lambda power: worth(run(power), plain))
     print(f"\n{bench.demo}, {FORMS[form]}, {CALLED[start]}\n\n" + HEADER.format("coefficient"))
@@ -240,11 +264,12 @@ def compare(bench: Bench, seeds: Sequence[int], forms: Sequence[str]) -> dict[tu
     runs = {(start, "no penalty"): [bench.run(start, IDLE, seed) for seed in seeds] for start in STARTS}
     for form in forms:
         for start in STARTS:
-            penalty: dict[str, Any] = {"form": form, "headroom_bits": max(LEVELS) + 0.25}
+            compared = {} if form == "smooth-max" else {"compared": form}
+            penalty: dict[str, Any] = {**compared, "headroom_bits": max(LEVELS) + 0.25}
             name = FORMS[form]
             if form in FIRST_COEFFICIENT:
                 power = coefficient_of(bench, form, start, seeds[0], runs[start, "no penalty"][0])
-                penalty, name = {"form": form, "weight": 10.0**power}, f"{name}, 1e{power}"
+                penalty, name = {"compared": form, "weight": 10.0**power}, f"{name}, 1e{power}"
             runs[start, name] = [bench.run(start, penalty, seed) for seed in seeds]
     original = spread([r["before"]["held_out_loss"] for r in runs["bf16", "no penalty"]], ".3f")
     print(f"\n{bench.demo} demo, {bench.steps} steps, {len(seeds)} seeds, held-out loss of the original {original}\n")

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from penalty_forms import ComparedPenalty
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -25,6 +26,7 @@ SIZES = {
     "tiny": {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_heads": 8, "vocab_size": 4096},
     "small": {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 8, "vocab_size": 8192},
 }
+OURS = ("all inside", "a tenth over", "all over")
 State = tuple[AbstractContextManager[object], Callable[[], Tensor | float]]
 
 
@@ -127,13 +129,11 @@ def measured(
     # Largest values of a random model are below 1000 and above this.
     everywhere = dict.fromkeys(sites, 1e-3)
     some = {site: 1e-3 if i % 10 == 0 else 32752.0 for i, site in enumerate(sorted(sites))}
-    penalties = {
-        "amax, all inside": ActivationPenalty(model, weight=1.0),
-        "amax, a tenth over": ActivationPenalty(model, targets=some, weight=1e-3),
-        "amax, all over": ActivationPenalty(model, targets=everywhere, weight=1e-3),
-        "smooth-max, a tenth over": ActivationPenalty(model, targets=some, form="smooth-max", weight=1e-3),
-        "smooth-max, all over": ActivationPenalty(model, targets=everywhere, form="smooth-max", weight=1e-3),
-        "mean-square": ActivationPenalty(model, form="mean-square", weight=1e-3),
+    penalties: dict[str, ActivationPenalty] = {
+        "all inside": ActivationPenalty(model, weight=1.0),
+        "a tenth over": ActivationPenalty(model, targets=some, weight=1e-3),
+        "all over": ActivationPenalty(model, targets=everywhere, weight=1e-3),
+        "mean-square": ComparedPenalty("mean-square", model, weight=1e-3),
     }
     states: dict[str, Callable[[], State]] = {
         "plain": lambda: (nullcontext(), lambda: 0.0),

@@ -22,6 +22,7 @@ import finetune
 import long_run
 import mutate_bounds
 import peers
+import penalty_forms
 import rates
 import rounding
 
@@ -51,6 +52,27 @@ def test_a_coefficient_that_costs_the_loss_is_worth_less_than_one_that_does_not_
     worth = [finetune.worth(found, plain) for found in (fast, slow, short, costly)]
     assert worth == sorted(worth, reverse=True) and len(set(worth)) == 4
     assert finetune.worth(broken, plain) == finetune.worth(costly, plain)
+
+
+@pytest.mark.parametrize("form", penalty_forms.FORMS)
+def test_another_form_of_the_penalty_is_its_formula(form: str) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 4)), torch.randn(6, 3)
+    values, targets = [model[0](x), model(x)], {"0": 0.1, "1": 0.2}
+    with penalty_forms.ComparedPenalty(form, model, targets=targets, weight=3.0) as penalty:
+        model(x)
+        total = penalty()
+    each = {
+        "amax": lambda v, target: (v.abs().amax() / target).log2(),
+        "hinge": lambda v, target: (v.abs() - target).relu().square().sum(),
+        "mean-square": lambda v, target: v.square().mean() / 2,
+        "lp": lambda v, target: v.flatten().norm(8) / 2,
+    }[form]
+    wanted = 3.0 * sum(each(v, target) for v, target in zip(values, targets.values(), strict=True))
+    assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
+    parameters = list(model.parameters())
+    for mine, other in zip(*(torch.autograd.grad(t, parameters) for t in (total, wanted)), strict=True):
+        assert torch.allclose(mine, other, rtol=1e-4, atol=1e-6)
 
 
 def test_spoiled_batches_are_a_function_of_the_data_wherever_a_run_begins(tmp_path: Path) -> None:

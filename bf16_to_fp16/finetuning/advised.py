@@ -1,8 +1,8 @@
 """The pair of learning rate and batch that moves weights of 16 bits, put into a recipe.
 
-As ``advise --updates`` has it for a checkpoint: an update of Adam has about the size of the learning rate, and a weight
-that is rounded to nearest moves where that reaches half its gap. Where too few do, the learning rate is raised until
-enough do, and the batch with it, linearly (Goyal et al., arXiv:1706.02677), by accumulating more passes.
+An update of Adam has about the size of the learning rate, and a weight that is rounded to nearest moves where that
+reaches half its gap. Where too few do, the learning rate is raised until enough do, and the batch with it, linearly
+(Goyal et al., arXiv:1706.02677), by accumulating more passes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from .recipe import Recipe
 def with_advised_pair(recipe: Recipe, parameters: Iterable[Tensor], progress: Progress) -> Recipe:
     """Return ``recipe`` with learning rate and accumulation raised until half the weights move, and say what was done.
 
-    parameters: at the start, in fp32. Returned as it is where as many move already. Raises UserError where none of them
-    is finite in the format.
+    parameters: at the start, in fp32. Raises UserError where none of them is finite in the format.
     """
     given, rate, format_ = recipe.optimizer, recipe.schedule.learning_rate, FORMATS[recipe.optimizer.weights]
     total = Layer("all")

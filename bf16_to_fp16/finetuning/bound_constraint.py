@@ -1,17 +1,13 @@
 """The certificate as a constraint of the training, so that it ends where no input can overflow the model.
 
-The activation-magnitude penalty (``penalty``) brings down what was seen; the certificate bounds what any input can
-reach, from the weights alone, and its bounds have a gradient in them. For the sites that no rescaling moves (scores,
-gate rows, logits) they are held under a lid. When the penalty holds, the lid is at the largest bound; over half of the
-remaining steps it comes down to fp16's limit, by as many bits in each, and stays there for what is left, in which the
-loss mends what that cost. After every step of the optimizer what is over the lid is projected onto it: one Newton step
-along the gradient of its bound, in which each weight tensor moves by its share of what it has to say. What writes a
-channel of the residual stream is only made smaller, every tensor's row as a whole: on real inputs its products cancel,
-by a factor of hundreds where a channel stands out, and a row whose weights moved each by its own share no longer would.
+The certificate bounds what any input can reach, from the weights alone, and its bounds have a gradient in them. For the
+sites that no rescaling moves (scores, gate rows, logits) they are held under a lid, which comes down from the largest
+bound to fp16's limit. After every step of the optimizer what is over it is projected onto it: one Newton step along the
+gradient of its bound, in which each weight tensor moves by its share. What writes a channel of the residual stream is
+only made smaller, each row as a whole: on real inputs its products cancel by factors of hundreds, and must go on to.
 
-Why not a term of the loss? For the reason for which AdamW decouples weight decay (Loshchilov and Hutter 2019): a step
-of Adam is no longer than the learning rate, however steep the loss, and a row that is a hundred times larger than its
-matrix's others then takes a hundred times the steps. benchmarks/RESULTS.md has what such a term came to.
+As a term of the loss a row a hundred times larger than the others would take a hundred times the steps, since a step of
+Adam is no longer than the learning rate (as for decoupled weight decay, Loshchilov and Hutter 2019).
 """
 
 from __future__ import annotations
@@ -37,23 +33,17 @@ from .penalty import Observation
 MARGIN_BITS = 0.125
 """Bits under the limit at which the lid comes to rest: the bounds used here are a few percent off the certificate's."""
 
-
 COMES_DOWN = 0.5
 """Share of the remaining steps in which the lid comes down."""
-
 
 PASSES = 6
 """Newton steps after one of the optimizer's at most; as a rule two are enough."""
 
-
 SCALINGS = 3
-"""What follows where that was not enough, as for a head whose singular values are all alike: its weights as a whole are
-made smaller."""
-
+"""Steps that follow where that was not enough: the weights as a whole are made smaller."""
 
 TOLERANCE_BITS = 2.0**-8
 """What may remain over the lid."""
-
 
 MOST_MOVED = 0.5
 """Share of its length by which one Newton step may change a row or a head of a weight at most."""
@@ -62,12 +52,10 @@ MOST_MOVED = 0.5
 class BoundConstraint:
     """Holds the bounds of ``model``, a stock model in training that this process has whole, under a lid.
 
-    layout: of the model's tensors. Call ``begin`` once and then ``hold`` after every optimizer step; processes that
-    have the same weights then still have the same.
+    Call ``begin`` once and then ``hold`` after every optimizer step; equal weights of processes stay equal.
     """
 
     def __init__(self, layout: Layout, model: nn.Module) -> None:
-        """Look at the model; nothing is computed yet."""
         self.layout, self.target = layout, FP16_MAX * 2.0**-MARGIN_BITS
         self.first: int | None = None
         """Step at which it began, None before."""
@@ -115,14 +103,13 @@ class BoundConstraint:
         }
 
     def excess(self, *, again: bool = False) -> dict[str, Tensor]:
-        """Return by how many bits every bound of every site passes the target, negative inside; again: of weights that
-        have only been projected since."""
+        """Return by how many bits every bound passes the target; again: of weights only projected since."""
         measured = self.bounds.measure(again=again)
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
-        """Bring a site's bounds down by about so many bits each, 0 for those that stay: along their gradient, the
-        stream's by making each tensor's rows smaller by its share, or with ``scaled`` all weights alike."""
+        """Bring a site's bounds down by about so many bits each, 0 for those that stay; with ``scaled`` by making all
+        weights smaller alike."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(name, view) for name, view in self._owners[site] if self._named[name].requires_grad]
         if not owners:  # what is frozen stays, and the certificate will say so
@@ -131,10 +118,10 @@ class BoundConstraint:
             total = self.bounds.at({site: index})[site].log2().sum()
             gradients = torch.autograd.grad(total, [self._named[name] for name, _ in owners], allow_unused=True)
         moves, slope = [], torch.zeros_like(bits)
-        for (name, view), found in zip(owners, gradients, strict=True):
-            if found is None:
+        for (name, view), whole in zip(owners, gradients, strict=True):
+            if whole is None:
                 continue
-            weight, gradient = view(self._named[name].detach()), view(found.contiguous()).float()
+            weight, gradient = view(self._named[name].detach()), view(whole.contiguous()).float()
             # Lengths are of what stock code computes with: a gain of 1 may be stored as 0.
             used = effective(self.layout.tensors[name], weight).float()
             # In units of each tensor's length this is the least change.
@@ -150,20 +137,19 @@ class BoundConstraint:
             weight.sub_((torch.minimum(step, most)[:, None] * way).to(weight.dtype))
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the excess with only the largest among sites that come down together, head by head, channel by
-        channel, or row by row."""
+        """Return the excess with only the largest among sites that come down together, bound by bound."""
         groups: dict[str, list[str]] = {}
         for site in over:
             groups.setdefault(self._groups.get(site, site), []).append(site)
-        found = {}
+        kept = {}
         for sites in groups.values():
             most = torch.stack([over[site] for site in sites]).amax(0)
             taken = torch.zeros_like(most, dtype=torch.bool)
             for site in sites:
                 mine = (over[site] == most) & ~taken
                 taken |= mine
-                found[site] = torch.where(mine, over[site], 0.0)
-        return found
+                kept[site] = torch.where(mine, over[site], 0.0)
+        return kept
 
     def observations(self) -> dict[str, Observation]:
         """Return the largest bound of every site after the last ``hold``, as ``amax``."""
@@ -198,13 +184,13 @@ class BoundConstraint:
 def groups_of(layout: Layout) -> dict[str, str]:
     """Return by site what it comes down with: an attention's sites, a stack's stream, each of a head's linears."""
     head = layout.head
-    found = {} if head is None else {"model:add": head.at} | {w.at: w.at for w in head.linears}
+    groups = {} if head is None else {"model:add": head.at} | {linear.at: linear.at for linear in head.linears}
     for stack in layout.stacks():
-        for w in stack.sublayers:
-            found |= dict.fromkeys((*outputs_of(w), w.add), stack.ends.at)
-            if isinstance(w, Attention):
-                found |= dict.fromkeys((f"{w.at}:scores", w.joining, f"{w.at}:masked"), w.at)
-    return found
+        for part in stack.sublayers:
+            groups |= dict.fromkeys((*outputs_of(part), part.add), stack.ends.at)
+            if isinstance(part, Attention):
+                groups |= dict.fromkeys((f"{part.at}:scores", part.joining, f"{part.at}:masked"), part.at)
+    return groups
 
 
 def norms(rows: Tensor) -> Tensor:

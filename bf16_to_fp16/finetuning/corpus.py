@@ -1,12 +1,8 @@
-"""From text to training batches, so that a model can be repaired with whatever text there is.
-
-Pairs of input and target are used as they are; plain text gets the objective that the model was pretrained with
-(``objectives``), made on the fly.
+"""From text to training batches: pairs of input and target as they are, plain text by an objective (``objectives``).
 
 Everything random is a function of (seed, epoch, row), and the order of an epoch of the seed and the number of examples
 in one step. So a batch does not depend on how many processes share a step, and training goes on bit for bit from two
-numbers. A step is cut from one endless sequence of epochs; one that straddles two epochs takes from both, so that
-every example is seen once in each and none is dropped or repeated to fill a batch.
+numbers. A step is cut from one endless sequence of epochs: every example is seen once in each.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +25,7 @@ from ..families.known import spare_padding
 from ..run.batch import IGNORED_LABEL, stack
 from ..run.interface import class_in, decoder_start, is_causal, longest_sequence, predicts_tokens
 from ..run.stock import vocabulary_of
-from ..run.texts import PlainRows, open_texts, plain_errors
+from ..run.texts import open_texts, plain_errors
 from ..run.tokenizer import load_tokenizer, without_end
 from .objectives import (
     BYTE_SENTINEL,
@@ -52,10 +48,8 @@ from .recipe import Data
 _GROUP = 64
 """Steps of examples that are sorted by length together: long enough to group, short enough to stay shuffled."""
 
-
 _CHARACTERS = 8
 """Characters of a long text that are tokenised for each token that is wanted."""
-
 
 _TRAINING, _HELD_OUT, _SPLIT, _ORDER = range(4)
 """What random numbers are for, so that no two uses share any."""
@@ -66,11 +60,9 @@ class TrainingBatch:
     """One forward pass of one process: int64 ids and 0/1 mask of shape [rows, length], labels with −100 as padding.
 
     ``labels``: what each position of the logits should predict, of which a decoder's inputs are made; None for a model
-    that predicts no tokens. ``causal``: whether each position predicts the next of ``input_ids``. ``examples``: (epoch,
-    row in the data) of every example, for the log of a bad batch. It is empty for a batch whose labels are all −100,
-    which only keeps processes in step.
-    ``targets``: the texts that generation should give, where the data have them. ``row_wise``: whether the model gives
-    one output for a row.
+    that predicts no tokens. ``causal``: each position predicts the next of ``input_ids``. ``examples``: (epoch, row in
+    the data) of every example; empty for a batch whose labels are all −100, which only keeps processes in step.
+    ``targets``: the texts that generation should give, where the data have them. ``row_wise``: one output for a row.
     """
 
     input_ids: Tensor
@@ -82,8 +74,8 @@ class TrainingBatch:
     causal: bool = False
 
     def inputs(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return the arguments of a stock model, on ``device``; it compares what a position of a causal model gives
-        with the label of the next."""
+        """Return the arguments of a stock model, which compares what a causal model gives with the label of the next
+        position."""
         labels = self.labels.roll(1, dims=1) if self.labels is not None and self.causal else self.labels
         tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": labels}
         return {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
@@ -107,16 +99,6 @@ class _Block:
     read: Callable[[Sequence[int]], list[Row]]
 
 
-class _Source(Protocol):
-    columns: tuple[str, str | None]
-
-    def blocks(self, start: Mapping[str, Any] | None) -> Iterator[_Block]: ...
-
-    def held_out(self, count: int | None) -> tuple[list[int], list[Row]]: ...
-
-    def describe(self) -> dict[str, Any]: ...
-
-
 class _TableRows:
     """Rows that are all at hand, in an Arrow table on the disk or in memory."""
 
@@ -127,15 +109,15 @@ class _TableRows:
         rows = np.flatnonzero(self.sizes)
         if not len(rows):
             raise UserError(f"{data.path}: no examples in it; give data with at least one line of text")
-        count = len(rows) if whole else _held_out_count(len(rows), data.held_out)
+        # At least one where any are wanted, and never all.
+        share = min(max(1, round(len(rows) * data.held_out)), len(rows) - 1) if data.held_out else 0
+        count = len(rows) if whole else share
         mixed = np.random.default_rng([seed, _SPLIT]).permutation(rows)
         self.kept_out = mixed[:count].tolist()
         self.training = np.sort(mixed[count:])
 
     def _sizes(self) -> np.ndarray:
         """Characters of every row, 0 where the text is blank."""
-        if isinstance(self.dataset, PlainRows):
-            return np.array(self.dataset.sizes(), np.int64)
         import pyarrow.compute as compute
 
         sizes = [np.zeros(0, np.int64)]
@@ -147,7 +129,7 @@ class _TableRows:
         return np.concatenate(sizes)
 
     def blocks(self, start: Mapping[str, Any] | None) -> Iterator[_Block]:
-        for epoch in itertools.count(0 if start is None else int(start["epoch"])):
+        for epoch in itertools.count(int((start or {"epoch": 0})["epoch"])):
             yield _Block(epoch, {"epoch": epoch}, self.training, self.sizes[self.training], self.read)
 
     def read(self, rows: Sequence[int]) -> list[Row]:
@@ -183,10 +165,10 @@ class _StreamedRows:
         text, target = self.columns
         with plain_errors(self.data.path):
             for number, row in enumerate(dataset, first):
-                found = row.get(text)
-                if found is not None and not isinstance(found, str):
+                value = row.get(text)
+                if value is not None and not isinstance(value, str):
                     raise UserError(f"{self.data.path}: row {number} of column {text!r} is not text; make it a string")
-                yield number, (found or "", row.get(target) if target is not None else None)
+                yield number, (value or "", row.get(target) if target is not None else None)
 
     def _kept_out(self, row: int) -> bool:
         digest = hashlib.blake2b(f"{self.seed}:{row}".encode(), digest_size=8).digest()
@@ -225,8 +207,8 @@ class _StreamedRows:
             return [], []
         dataset, _ = _open(self.data, streaming=True)
         kept = ((number, row) for number, row in self._rows(dataset, 0) if row[0].strip() and self._kept_out(number))
-        found = list(itertools.islice(kept, count))
-        return [number for number, _ in found], [row for _, row in found]
+        rows = list(itertools.islice(kept, count))
+        return [number for number, _ in rows], [row for _, row in rows]
 
     def describe(self) -> dict[str, Any]:
         return {"streaming": True, "shuffle_buffer": self.data.shuffle_buffer}
@@ -234,11 +216,6 @@ class _StreamedRows:
 
 def _chosen(texts: Mapping[int, Row]) -> Callable[[Sequence[int]], list[Row]]:
     return lambda rows: [texts[row] for row in rows]
-
-
-def _held_out_count(count: int, share: float) -> int:
-    """How many of ``count`` are held out: at least one where any are wanted, and never all."""
-    return min(max(1, round(count * share)), count - 1) if share else 0
 
 
 def _open(data: Data, *, streaming: bool) -> tuple[Any, tuple[str, str | None]]:
@@ -252,14 +229,16 @@ def _open(data: Data, *, streaming: bool) -> tuple[Any, tuple[str, str | None]]:
     )
 
 
+_Source = _TableRows | _StreamedRows
+
+
 def epoch_order(
     sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator, *, group: bool
 ) -> np.ndarray:
     """Return a permutation of the examples, int64, in which those of one step are of like size where ``group`` is set.
 
-    sizes: any measure of length; position: how many examples the steps before have taken, which tells where the next
-    step begins. What lies before that and after the last whole step stays mixed, since it shares a step with another
-    epoch.
+    sizes: any measure of length; position: how many examples the steps before have taken. What shares a step with
+    another epoch stays mixed.
     """
     order = rng.permutation(len(sizes))
     if not group:
@@ -277,10 +256,9 @@ def epoch_order(
 
 
 class Corpus:
-    """Data, tokenizer and objective together: everything from a row to a batch.
+    """Data, tokenizer and objective together: everything from a row to a batch; made by ``open_corpus``.
 
-    Made by ``open_corpus``. ``objective`` is what examples are made of, ``window`` the most tokens that are taken from
-    one text, ``input_length`` and ``target_length`` the most ids of each side.
+    ``window``: most tokens that are taken from one text; ``input_length``, ``target_length``: most ids of each side.
     """
 
     def __init__(self, data: Data, folder: Path, config: Any, *, seed: int) -> None:
@@ -291,7 +269,7 @@ class Corpus:
         self.conventions = conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
         own = data if data.held_out_path is None else data.model_copy(update={"held_out": 0.0})
         self.source: _Source = _StreamedRows(own, seed) if data.streaming else _TableRows(own, seed)
-        self.held_out_source: _Source = self.source
+        self.held_out_source = self.source
         if data.held_out_path is not None:
             self.held_out_source = _TableRows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
         spare = spare_padding(config.to_dict())
@@ -345,23 +323,20 @@ class Corpus:
             return "pairs"
         if self.causal:
             return "next-token"
-        if asked == "auto":
-            asked = "denoising" if self.conventions.span_mask is not None else "span-corruption"
-            asked = "gap-sentences" if self.conventions.mask is not None else asked
-        if asked == "gap-sentences":
-            if self.conventions.mask is None:
-                raise UserError(f"{self.folder}: the tokenizer has no <mask_1> for a sentence; use span-corruption")
-            return "gap-sentences"
-        if asked == "denoising":
-            if self.conventions.span_mask is None:
-                raise UserError(f"{self.folder}: the tokenizer has no mask for any span; let the objective be auto")
-            return "denoising"
-        if not self.conventions.sentinels:
-            raise UserError(
-                f"{self.folder}: the tokenizer has no sentinels for span corruption;"
-                " give data.first_sentinel, or targets"
-            )
-        return "span-corruption"
+        by_tokenizer: dict[Any, tuple[bool, str]] = {
+            "gap-sentences": (self.conventions.mask is not None, "no <mask_1> for a sentence; use span-corruption"),
+            "denoising": (self.conventions.span_mask is not None, "no mask for any span; let the objective be auto"),
+            "span-corruption": (
+                bool(self.conventions.sentinels),
+                "no sentinels for span corruption; give data.first_sentinel, or targets",
+            ),
+        }
+        made_by = (name for name, (there, _) in by_tokenizer.items() if there)
+        chosen: Objective = next(made_by, "span-corruption") if asked == "auto" else asked
+        there, lacking = by_tokenizer[chosen]
+        if not there:
+            raise UserError(f"{self.folder}: the tokenizer has {lacking}")
+        return chosen
 
     def tokens(self, text: str) -> list[int]:
         """Return the ids of plain text, without the end and without special tokens that the text happens to spell."""
@@ -377,10 +352,8 @@ class Corpus:
         return ids
 
     def example(self, row: int, content: Row, epoch: int, *, held_out: bool = False) -> tuple[list[int], list[int]]:
-        """Return the (input, target) ids of a row in an epoch; the target is empty where no tokens are predicted.
-
-        That of a causal model follows the input.
-        """
+        """Return the (input, target) ids of a row in an epoch: empty targets where no tokens are predicted; a causal
+        model's follow the input."""
         text, target = content
         if self.objective == "pairs":
             if target is None:
@@ -428,12 +401,10 @@ class Corpus:
             pieces.append(ids[max(0, first - place) : max(0, first + self.window - place)])
             place += len(ids)
         mask = self.conventions.span_mask
-        if mask is None:
-            raise ValueError("denoising needs a mask")
-        made = denoising(pieces, density=self.density, mean_span=self.mean_span, mask=mask, rng=rng)
-        frames = (self.conventions.before, self.conventions.after), self.target_frame
-        source, target = ([*before, *ids, *after] for ids, (before, after) in zip(made, frames, strict=True))
-        return source, target
+        assert mask is not None
+        source, target = denoising(pieces, density=self.density, mean_span=self.mean_span, mask=mask, rng=rng)
+        before, after = self.target_frame
+        return [*self.conventions.before, *source, *self.conventions.after], [*before, *target, *after]
 
     def _gaps(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
         limit = min(self.window, self.target_length - 1)
@@ -454,16 +425,9 @@ class Corpus:
             ids = sentences[0][1]
             sentences = [("", ids[: len(ids) // 2]), ("", ids[len(ids) // 2 :])]
         mask = self.conventions.mask
-        if mask is None:
-            raise ValueError("gap sentences need a mask")
-        return gap_sentences(
-            sentences,
-            ratio=self.data.gap_ratio,
-            mask=mask,
-            end=self.conventions.end,
-            target_length=self.target_length,
-            rng=rng,
-        )
+        assert mask is not None
+        ratio, end = self.data.gap_ratio, self.conventions.end
+        return gap_sentences(sentences, ratio=ratio, mask=mask, end=end, target_length=self.target_length, rng=rng)
 
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         """Return the batch of (epoch, row, content) of at least one example."""
@@ -487,10 +451,10 @@ class Corpus:
 
     def check_processes(self, count: int) -> None:
         """Raise UserError for more processes than there are examples, of which some would only repeat the others'."""
-        found = len(next(self.source.blocks(None)).sizes)
-        if found < count:
+        examples = len(next(self.source.blocks(None)).sizes)
+        if examples < count:
             raise UserError(
-                f"{self.data.path}: {found} examples to train on are too few for {count} processes;"
+                f"{self.data.path}: {examples} examples to train on are too few for {count} processes;"
                 " give more data or launch fewer processes"
             )
 
@@ -500,21 +464,20 @@ class Corpus:
         examples: at most so many in all. Every process gets equally many batches; one for which none is left gets a
         batch without examples, whose labels are all −100.
         """
-        rows, contents = self.held_out_source.held_out(examples)
-        found = [(0, row, content) for row, content in zip(rows, contents, strict=True)]
+        numbers, contents = self.held_out_source.held_out(examples)
+        rows = [(0, row, content) for row, content in zip(numbers, contents, strict=True)]
         if self.data.group_by_length:
-            found.sort(key=lambda item: -len(item[2][0]))
+            rows.sort(key=lambda item: -len(item[2][0]))
         size = self.data.batch_size * world
-        made = []
-        for first in range(0, len(found), size):
-            part = found[first : first + size][rank::world]
-            if part:
-                made.append(self.batch(part, held_out=True))
-                continue
-            filler = self.batch(found[first : first + 1], held_out=True)
-            labels = None if filler.labels is None else torch.full_like(filler.labels, IGNORED_LABEL)
-            made.append(replace(filler, labels=labels, examples=(), targets=None, row_wise=False))
-        return made
+        batches = []
+        for first in range(0, len(rows), size):
+            part = rows[first : first + size][rank::world]
+            batch = self.batch(part or rows[first : first + 1], held_out=True)
+            if not part:
+                labels = None if batch.labels is None else torch.full_like(batch.labels, IGNORED_LABEL)
+                batch = replace(batch, labels=labels, examples=(), targets=None, row_wise=False)
+            batches.append(batch)
+        return batches
 
     def describe(self) -> dict[str, Any]:
         """Return the data and the objective as JSON types, for a report and to tell whether a checkpoint fits."""
@@ -538,8 +501,8 @@ class Corpus:
 
 
 def in_one_row(source: Sequence[int], target: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the ids of an input and of the target behind it, and what each of them should predict: the target from the
-    input's last token on, and nothing before and behind it."""
+    """Return the ids of an input and of the target behind it, and what each of them should predict: the target, from
+    the input's last token on."""
     nothing = [IGNORED_LABEL]
     return [*source, *target], [*nothing * (len(source) - 1), *target, *nothing]
 
@@ -552,11 +515,10 @@ def _first(length: int, most: int, rng: np.random.Generator) -> int:
 
 
 def open_corpus(data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> Corpus:
-    """Return the corpus of a recipe's ``data`` for a checkpoint.
+    """Return the corpus of a recipe's ``data`` for a checkpoint: ``folder`` for its tokenizer, and its config.
 
-    folder: of the checkpoint, for its tokenizer; config: its transformers configuration; seed: of the split into
-    training and held-out rows, the order and the noise. Raises UserError for data or a tokenizer that cannot be used,
-    and for an objective that they do not allow.
+    seed: of the split into training and held-out rows, the order and the noise. Raises UserError for data, a tokenizer
+    or an objective that cannot be used.
     """
     return Corpus(data, Path(folder), config, seed=seed)
 
@@ -564,8 +526,8 @@ def open_corpus(data: Data, folder: str | Path, config: Any, *, seed: int = 0) -
 class TrainingBatches(Iterator[TrainingBatch]):
     """The endless training batches of one process; made by ``Corpus.training_batches``.
 
-    A step takes ``step_examples`` = batch size × accumulation × processes examples. They are the same, in the same
-    order, however that product is made up; each process then takes its share of each forward pass.
+    A step takes ``step_examples`` = batch size × accumulation × processes examples, the same ones however that product
+    is made up; each process then takes its share of each forward pass.
     """
 
     def __init__(self, corpus: Corpus, rank: int = 0, world: int = 1) -> None:
@@ -593,11 +555,6 @@ class TrainingBatches(Iterator[TrainingBatch]):
             group=self.corpus.data.group_by_length,
         )
         self._offset = offset
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the newest example, from 0."""
-        return self._block.epoch
 
     def _take(self) -> None:
         """Choose the examples of the next step."""

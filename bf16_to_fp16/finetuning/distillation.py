@@ -1,9 +1,8 @@
 """Keeping the original's function: how far the student's outputs are from the frozen teacher's.
 
-For models that choose among tokens or labels it is KL(teacher ‖ student) of the distributions (Hinton et al.,
-arXiv:1503.02531), times the squared temperature, so that its gradient does not shrink with it; for others the squared
-error of what they give, such as hidden states, relative to its squared length. Both are sums over the positions that
-count, so that a step has the same gradient however it is cut into passes and processes.
+For models that choose among tokens or labels it is KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), times the
+squared temperature, so that its gradient does not shrink with it; for others the squared error of what they give,
+relative to its squared length. Both are sums over the positions that count, however a step is cut.
 """
 
 from __future__ import annotations
@@ -43,10 +42,8 @@ def kl_divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tenso
 
 
 def kl_divergence_from_top(student: Tensor, teacher: TopK, temperature: float) -> Tensor:
-    """Return Σ over positions of the KL·T² of the distributions over the teacher's top k and all else as one outcome.
-
-    It is at most the KL of the whole distributions (data-processing inequality), and 0 where they agree.
-    """
+    """Return Σ over positions of the KL·T² of the teacher's top k and all else as one outcome: at most the KL of the
+    whole distributions (data-processing inequality), and 0 where they agree."""
     q = (student.float() / temperature).log_softmax(-1)
     chosen = q.gather(-1, teacher.ids)
     p = teacher.log_probabilities
@@ -107,10 +104,9 @@ def arguments(model: Any, batch: TrainingBatch, device: torch.device) -> dict[st
 
 
 class Teacher:
-    """The frozen original. ``outputs`` gives its logits or hidden states of the positions that count.
+    """The frozen original; ``temperature``: at which ``top`` is taken.
 
-    temperature: at which ``top`` is taken. in_parts: each process of the default group holds its share of every
-    weight, and gathers a block when it runs; all of them must then call equally often.
+    in_parts: each process of the default group holds its share of every weight; all must then call equally often.
     """
 
     def __init__(self, model: Any, device: torch.device, *, temperature: float, in_parts: bool = False) -> None:
@@ -122,14 +118,13 @@ class Teacher:
 
     @torch.no_grad()
     def outputs(self, batch: TrainingBatch) -> Tensor:
-        """Return fp32 [positions, vocabulary or channels]."""
+        """Return its logits or hidden states of the positions that count, fp32 [positions, vocabulary or channels]."""
         with torch.autocast(self.device.type, enabled=False):
             out = self.model(**arguments(self.model, batch, self.device))
         return counted_values(out, batch).float()
 
     def divergence(self, out: Any, batch: TrainingBatch) -> Tensor:
-        """Return how far a student's output is from this one's, summed over the positions that count: the KL where it
-        chooses among labels, else the relative squared error."""
+        """Return how far a student's output is from this one's, summed over the positions that count."""
         student, teacher = counted_values(out, batch), self.outputs(batch)
         return kl_divergence(student, teacher, 1.0) if self.chooses else hidden_error(student, teacher)
 
@@ -141,10 +136,8 @@ class Teacher:
 
 
 def deal_out(model: Any, device: torch.device) -> Any:
-    """Return ``model`` with each process of the default group holding its share of every weight, by FSDP2.
-
-    It moves one block at a time to ``device``: no process needs room there for more than its share and a block.
-    """
+    """Return ``model`` with each process of the default group holding its share of every weight, by FSDP2, which moves
+    one block at a time to ``device``."""
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     lists: list[str] = []
     for path, module in list(model.named_modules()):
@@ -158,13 +151,9 @@ def deal_out(model: Any, device: torch.device) -> Any:
 
 
 class TopStore:
-    """Top-k logits on disk, one file for each step of data of one process, so that no teacher stays in memory.
-
-    Position ``(step, pass)`` counts steps of the training batches, which a rewound run passes over but never renumbers.
-    """
+    """Top-k logits on disk, one file for each step of data of one process, so that no teacher stays in memory."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Use ``folder``, which is made where it is missing."""
         self.folder, self.rank = folder, rank
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -187,10 +176,7 @@ class TopStore:
             path.with_suffix(".partial").replace(path)
 
     def read(self, step: int, index: int, device: torch.device) -> TopK:
-        """Return one pass of one step.
-
-        Raises UserError where it was not computed.
-        """
+        """Return one pass of one step; raise UserError where it was not computed."""
         if not self.has(step):
             raise UserError(f"{self.folder}: step {step} of the teacher's logits is missing; remove the folder")
         with safe_open(str(self._path(step)), framework="pt") as file:

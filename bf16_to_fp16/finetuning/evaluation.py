@@ -10,17 +10,14 @@ from torch import Tensor
 
 from ..run.batch import stack
 from .corpus import Corpus, TrainingBatch
-from .distillation import Teacher, arguments, counted_positions, kl_divergence, task_loss
+from .distillation import Teacher, arguments, counted_positions, task_loss
 from .mixed_precision import MixedPrecision
 from .processes import Processes
 from .recipe import Evaluation
 
 
 class Evaluator:
-    """Measures ``model``, which is ``stock`` as ``processes`` run it, on a corpus's held-out data.
-
-    teacher: None where nothing is distilled.
-    """
+    """Measures ``model``, which is ``stock`` as ``processes`` run it, on a corpus's held-out data."""
 
     def __init__(
         self,
@@ -31,13 +28,11 @@ class Evaluator:
         teacher: Teacher | None,
         processes: Processes,
     ) -> None:
-        """Keep what is measured; nothing is computed yet."""
         self.settings, self.corpus, self.teacher, self.processes = settings, corpus, teacher, processes
         self.stock, self.model = stock, model
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
-        """Return the mean losses over the positions of ``held`` in a run's precision, and the scores of generated texts
-        where they are wanted and the data have targets."""
+        """Return the mean losses over the positions of ``held``, and the scores of generated texts where wanted."""
         sums = torch.zeros(3, dtype=torch.float64)
         with torch.no_grad(), mixed_precision.whole_step():
             for batch in held:
@@ -59,9 +54,7 @@ class Evaluator:
         task = kl = torch.zeros((), device=device)
         if batch.labels is not None:
             task = task_loss(out.logits, batch.labels.to(device))
-            if self.teacher is not None:
-                kl = kl_divergence(out.logits[mask], self.teacher.outputs(batch), 1.0)
-        elif self.teacher is not None:
+        if self.teacher is not None:
             kl = self.teacher.divergence(out, batch)
         return torch.stack([task.double(), kl.double(), mask.sum().double()]).cpu()
 
@@ -92,8 +85,7 @@ class Evaluator:
 
 
 def prompts(batch: TrainingBatch, padding: int) -> tuple[Tensor, Tensor]:
-    """Return the ids and 0/1 mask of a causal model's inputs without their targets, filled up with ``padding`` on the
-    left, where what is generated does not follow."""
+    """Return the ids and 0/1 mask of a causal model's inputs without their targets, padded on the left."""
     firsts = counted_positions(batch).int().argmax(1).tolist()
     rows = [ids[: first + 1].flip(0) for ids, first in zip(batch.input_ids, firsts, strict=True)]
     ids, mask = stack(rows, padding)
@@ -101,8 +93,7 @@ def prompts(batch: TrainingBatch, padding: int) -> tuple[Tensor, Tensor]:
 
 
 def scores(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Return ROUGE-1, -2, -L (F1, in 0 to 1) and BLEU (0 to 100) of (generated, wanted) texts; none where the packages
-    are not installed."""
+    """Return ROUGE-1, -2, -L (F1, in 0 to 1) and BLEU (0 to 100) of (generated, wanted) pairs; {} without packages."""
     try:
         import sacrebleu
         from rouge_score import rouge_scorer

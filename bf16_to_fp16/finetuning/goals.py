@@ -1,9 +1,8 @@
 """What a recipe asks of a finetune, whether it was delivered, and how to go on where it was not.
 
-A result that overflows nowhere may still keep less headroom than was asked for, or little of the original. Either makes
-the verdict unsafe, and people are told that it is safe, but short of what was asked. Whether more steps will help is
-read from the run: headroom that still grew from its second quarter to its last will grow on; otherwise it has reached a
-plateau, and another run has to ask differently.
+A result that overflows nowhere may keep less headroom than was asked for, or little of the original: safe, but short of
+what was asked. Headroom that still grew from the run's second quarter to its last will grow on with more steps;
+otherwise it has reached a plateau, and another run has to ask differently.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ from .recipe import CERTIFIABLE, Recipe
 PLATEAU_BITS = 0.05
 """Bits that half a run must bring for more steps to be worth their time."""
 
-
 LEAST_POINTS = 8
 """Of a curve from which a plateau can be told."""
-
 
 TOLERANCE_BITS = 0.005
 """What headroom may lack: less than its two digits show."""
@@ -61,11 +58,8 @@ class Command:
 
 
 def steps_more(headroom: Sequence[float], steps: int, missing: float) -> int | None:
-    """Return how many further steps are likely to bring the ``missing`` bits, at least a quarter and at most four times
-    of those taken; None where the headroom has stopped growing.
-
-    headroom: of the run in bits, at equal distances; as many steps again where it says too little.
-    """
+    """Return how many further steps are likely to bring the ``missing`` bits, a quarter to four times of those taken;
+    None where the headroom, in bits at equal distances, has stopped growing."""
     if len(headroom) < LEAST_POINTS:
         return steps
     quarter = len(headroom) // 4
@@ -87,8 +81,7 @@ def how_to_go_on(
     *,
     attacked: bool = False,
 ) -> str:
-    """Return the remedy of a finetune that did not deliver: the command that goes on with the run, or for a plateau the
-    one that begins another.
+    """Return the remedy of a finetune that did not deliver: the command that goes on with the run or begins another.
 
     delivered: least headroom of the output in bits. quality: what it lost of the original. unproven: the certificate
     that it lacks. attacked: the attack broke it.
@@ -130,17 +123,14 @@ def goal(what: str, missing: float, reason: str) -> UnsafeEntry:
 
 
 def lost_quality(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> list[UnsafeEntry]:
-    """Return what the last evaluation shows to be lost beyond what ``quality`` allows, without a remedy yet.
-
-    Nothing is judged that was not measured: the divergence without a teacher, either without held-out data.
-    """
-    wanted, found = recipe.quality, []
+    """Return what the last evaluation shows to be lost beyond what ``quality`` allows, as far as it was measured."""
     if not evaluations:
         return []
+    wanted, lost = recipe.quality, []
     first, last = evaluations[0], evaluations[-1]
 
     def missed(signal: str, reason: str, over: float) -> None:
-        found.append(goal(signal, math.log2(over) if 0 < over < math.inf else FP16_RANGE_BITS, reason))
+        lost.append(goal(signal, math.log2(over) if 0 < over < math.inf else FP16_RANGE_BITS, reason))
 
     kl = last.get("held_out_divergence")
     if kl is not None and wanted.max_kl is not None and not kl <= wanted.max_kl:
@@ -154,12 +144,11 @@ def lost_quality(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> li
         allowed = f"at most {100 * most:g}% (quality.max_loss_rise)"
         reason = f"held-out loss {before:.4g} to {after:.4g}, {rise:.1%} more, {allowed}"
         missed("held-out loss", reason, (1 + rise) / (1 + most))
-    return found
+    return lost
 
 
 def uncertified(report: Report) -> list[UnsafeEntry]:
-    """Return the bound that is furthest over its limit, where a certificate was asked for and does not hold, without a
-    remedy yet."""
+    """Return the bound that is furthest over its limit where no certificate holds, without a remedy yet."""
     if report.proven or not report.uncertified:
         return []
     worst = max(report.uncertified, key=lambda site: site.excess_bits)
@@ -169,14 +158,13 @@ def uncertified(report: Report) -> list[UnsafeEntry]:
 
 
 def judged(report: Report, recipe: Recipe, command: Command) -> Report:
-    """Return the report of a finetune with what was asked for and not delivered among what is unsafe, and with how to
-    go on as every remedy."""
+    """Return the report of a finetune with what was not delivered among what is unsafe, and how to go on as remedy."""
     run = report.finetune
     assert run is not None and report.regimes  # convert audits what was finetuned
     tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits)
     delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
     missed = quality = lost_quality(recipe, run.evaluations)
-    if recipe.penalty.form in ("amax", "smooth-max", "hinge") and not delivered >= asked - TOLERANCE_BITS:
+    if recipe.penalty.form != "none" and not delivered >= asked - TOLERANCE_BITS:
         reason = f"{bits(delivered)} of {in_bits(asked)} of headroom (penalty.headroom_bits), at {tightest.tightest}"
         missed = [goal("headroom", asked - delivered, reason), *quality]
     unproven = uncertified(report) if recipe.penalty.certify else []

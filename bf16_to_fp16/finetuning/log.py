@@ -25,7 +25,6 @@ class RunLog:
     """Writes lines of ``{"step": …, …}``. ``path`` None writes no file; ``wandb`` says whether and how to report."""
 
     def __init__(self, path: Path | None, wandb: Wandb, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
-        """Open the log; nothing of it is taken back yet."""
         self.path = path
         self._file: Any = None
         self._run: Any = None
@@ -99,16 +98,13 @@ class RunLog:
 CURVES = ("task_loss", "distillation", "penalty", "learning_rate", "loss_scale", "bound_bits")
 """Values of a step that a report keeps, besides the step itself and the least headroom."""
 
-
 MOST_POINTS = 400
 """Of the curves in a report; of a longer run every n-th line is kept, and the last."""
 
 
 def curves(path: Path) -> dict[str, list[float | None]]:
-    """Return the curves that a log holds: for each name one value a kept line, None where the line has none.
-
-    Names: ``step``, those of ``CURVES``, and ``headroom_bits``, the least of all layers in bits. Empty without a log.
-    """
+    """Return the curves of a log (``step``, ``CURVES`` and ``headroom_bits``, the least of all layers): a value a
+    kept line, None where it has none; {} without a log."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
@@ -121,8 +117,8 @@ def curves(path: Path) -> dict[str, list[float | None]]:
     rows = rows[::-stride][::-1]
     if not rows:
         return {}
-    found: dict[str, list[float | None]] = {name: [row.get(name) for row in rows] for name in ("step", *CURVES)}
-    return found | {"headroom_bits": [min((row.get("headroom") or {}).values(), default=None) for row in rows]}
+    values: dict[str, list[float | None]] = {name: [row.get(name) for row in rows] for name in ("step", *CURVES)}
+    return values | {"headroom_bits": [min((row.get("headroom") or {}).values(), default=None) for row in rows]}
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:

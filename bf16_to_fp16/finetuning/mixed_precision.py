@@ -1,17 +1,13 @@
 """Mixed precision that is what it says: autocast and a loss scale that reacts, on a GPU and on a CPU.
 
-Libraries take ``fp16`` on a CPU and quietly train in fp32: no autocast, no scaler. Here both are explicit; on a CPU
-the 16-bit products, whose native kernels are up to fifty times slower in a backward's layouts, are computed in fp32
-from the same operands and rounded once. Where DeepSpeed runs the step it has its own of both.
-
-The loss scale is not torch's GradScaler for three reasons: that one looks at the gradients that its own process holds,
-so that processes with parts of a model can disagree; it refuses gradients in fp16; and it falls to 0.0 without a word.
-Here the norm of the whole gradient decides, which every process knows.
+Libraries take ``fp16`` on a CPU and quietly train in fp32. Here 16-bit products, whose native kernels are up to fifty
+times slower there, are computed in fp32 from the same operands and rounded once. torch's GradScaler looks at the
+gradients of its own process, refuses fp16 gradients and falls to 0.0 without a word; here the norm of the whole
+gradient, which every process knows, decides. DeepSpeed has its own of both.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -32,9 +28,8 @@ class LossScale:
     """A factor on the loss that keeps gradients above fp16's subnormals: it halves at an overflow and doubles after
     ``window`` steps without one (Micikevicius et al., arXiv:1710.03740).
 
-    ``overflows``: how many came one after the other; ``calm``: steps since the last one or the last doubling.
-    ``settled``: a step has been taken. Until then the scale is looked for: the loop computes an overflowed step again
-    under the lower scale, and one that passed lowers it by ``SPARE`` more, since another batch's gradient is larger.
+    ``overflows``: in a row; ``calm``: steps since the last one or doubling. ``settled``: a step has been taken. Until
+    then one that passed after overflows lowers the scale by ``SPARE`` more: another batch's gradient is larger.
     """
 
     scale: float
@@ -74,14 +69,9 @@ _POWER_FUNCTIONS = {torch.pow, Tensor.pow, Tensor.__pow__, torch.square, Tensor.
 
 
 class MixedPrecision:
-    """The precision of a run: ``fp16`` (autocast and loss scale), ``bf16`` (autocast) or ``fp32``.
-
-    loss_scale: the first one; window: steps without overflow after which it doubles. Weights and gradients are those of
-    the optimizer; only what the forward and backward compute is narrow.
-    """
+    """The precision of a run: ``fp16`` (autocast and loss scale), ``bf16`` (autocast) or ``fp32``."""
 
     def __init__(self, precision: str, device: torch.device, *, loss_scale: float, window: int) -> None:
-        """Set up; nothing is changed globally."""
         self.precision, self.device = precision, device
         self.dtype = PRECISION_DTYPES[precision]
         self.loss_scale = LossScale(loss_scale, window) if precision == "fp16" else None
@@ -92,12 +82,8 @@ class MixedPrecision:
     def whole_step(self) -> Iterator[None]:
         """Cover forward and backward: on a CPU with the fast products, and with powers of fp16 tensors in fp32."""
         on_cpu = self.device.type == "cpu"
-        fast: AbstractContextManager[Any] = nullcontext()
-        powers: AbstractContextManager[Any] = nullcontext()
-        if on_cpu and self.dtype != torch.float32:
-            fast = FastProducts()
-        if on_cpu and self.dtype == torch.float16:
-            powers = WidePowers()
+        fast = FastProducts() if on_cpu and self.dtype != torch.float32 else nullcontext()
+        powers = WidePowers() if on_cpu and self.dtype == torch.float16 else nullcontext()
         with fast, powers:
             yield
 
@@ -114,22 +100,18 @@ class MixedPrecision:
         self, parameters: Iterable[nn.Parameter], clip_norm: float, units: Sequence[float] | None = None
     ) -> float:
         """Divide the gradients by the loss scale, clip them to ``clip_norm``, move the scale, and return the norm that
-        the unscaled gradient had.
+        the unscaled gradient had; where that is an overflow, infinite or NaN, they are left as they are.
 
-        units: one for each parameter, by which its gradient counts in what is clipped: with the size of each tensor a
-        rescaled model is clipped as it would have been before. An infinite or NaN norm is an overflow: the gradients
-        are then worth nothing and are left as they are.
+        units: of each parameter, in which its gradient counts in what is clipped; with the tensors' sizes a rescaled
+        model is clipped as it would have been before.
         """
-        pairs = [
-            (p.grad, unit)
-            for p, unit in zip(parameters, itertools.repeat(1.0) if units is None else units, strict=False)
-            if p.grad is not None
-        ]
-        gradients = [gradient for gradient, _ in pairs]
+        parameters = list(parameters)
+        pairs = [(p.grad, u) for p, u in zip(parameters, units or [1.0] * len(parameters), strict=True)]
+        gradients = [gradient for gradient, _ in pairs if gradient is not None]
         norms = each_norm(gradients).cpu()
         norm = float(torch.linalg.vector_norm(norms)) / self.scale
         finite = norm < float("inf")  # False for NaN
-        counted = norms * torch.tensor([unit for _, unit in pairs])
+        counted = norms * torch.tensor([unit for gradient, unit in pairs if gradient is not None])
         self.counted_norm = float(torch.linalg.vector_norm(counted)) / self.scale
         if finite:
             factor = min(1.0, clip_norm / max(self.counted_norm, 1e-30)) / self.scale
@@ -140,7 +122,7 @@ class MixedPrecision:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the precision and the loss scale's state."""
+        """Return the precision and the loss scale."""
         return {"precision": self.precision, "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,8 +132,8 @@ class MixedPrecision:
 
 
 def recomputation(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of ``torch.utils.checkpoint`` under which a forward that runs again inside the backward,
-    where no function mode from outside is active, is computed as in ``whole_step``."""
+    """Return the arguments of ``torch.utils.checkpoint`` with which a forward inside the backward, where no function
+    mode from outside is active, is computed as in ``whole_step``."""
     given: dict[str, Any] = {"use_reentrant": False}
     return given | ({"context_fn": lambda: (WidePowers(), WidePowers())} if device.type == "cpu" else {})
 

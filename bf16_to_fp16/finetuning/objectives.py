@@ -1,10 +1,9 @@
 """What the families were pretrained on, made from plain text: span corruption, gap sentences, denoising, next tokens.
 
-Span corruption (Raffel et al. 2020, §3.1.4): 15% of the tokens, in spans of 3, become sentinels, and the target lists
-them. Gap sentences (Zhang et al. 2020, PEGASUS): the sentences that share most words with the rest are masked, and the
-target is those sentences. Denoising (Liu et al. 2020, mBART): the sentences change places, 35% of the tokens, in spans
-of 3.5 on average, become one mask for each span, and the target is the text as it was. The next token of a causal
-language model: the target is the text behind its first token.
+Span corruption (Raffel et al. 2020, §3.1.4): spans of tokens become sentinels, and the target lists them. Gap sentences
+(Zhang et al. 2020, PEGASUS): the sentences that share most words with the rest are masked, and are the target.
+Denoising (Liu et al. 2020, mBART): the sentences change places, spans become one mask each, and the target is the text
+as it was. The next token of a causal language model: the target is the text behind its first token.
 """
 
 from __future__ import annotations
@@ -23,33 +22,22 @@ from ..errors import UserError
 Objective = Literal["pairs", "span-corruption", "gap-sentences", "denoising", "next-token", "text"]
 """What an example is made of; ``text`` has an input alone, for an encoder."""
 
-
 SENTINELS = 100
 """Most sentinels of one example: what T5 was pretrained with."""
 
-
 BYTE_SENTINEL = 258
-"""First sentinel of ByT5 (Xue et al. 2022), which counts down through the last byte ids: no UTF-8 text has bytes
-from 248 to 255."""
+"""First sentinel of ByT5 (Xue et al. 2022), which counts down through byte ids: no UTF-8 text has bytes from 248."""
 
-
-SUBWORD_SPAN, BYTE_SPAN = 3.0, 20.0
-"""Mean length of a span where tokens are subwords (T5) and where they are bytes (ByT5)."""
-
-
-DENSITY = 0.15
-"""Share of the tokens that are noise (T5)."""
-
+DENSITY, SUBWORD_SPAN, BYTE_SPAN = 0.15, 3.0, 20.0
+"""Share of the tokens that are noise (T5), and mean length of a span of subwords (T5) and of bytes (ByT5)."""
 
 DENOISING_DENSITY, DENOISING_SPAN = 0.35, 3.5
-"""The same, and the mean length of a span, where a text is denoised as a whole (mBART)."""
+"""The same where a text is denoised as a whole (mBART)."""
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return (noise tokens, spans) of a text of ``length`` tokens: the nearest to the density and the mean length.
-
-    At least one token is noise and one is kept, and a kept token separates spans; a single token is noise.
-    """
+    """Return (noise tokens, spans) of ``length`` tokens, nearest to the density and the mean length: at least one token
+    is noise, one is kept and one separates spans; a single token is noise."""
     if length < 2:
         return length, length
     noise = min(max(round(length * density), 1), length - 1)
@@ -62,18 +50,17 @@ def noise_spans(length: int, density: float, mean_span: float, rng: np.random.Ge
     if noise == length:
         return [(0, length)] if length else []
     lengths = _parts(noise, spans, rng)
-    found, place = [], 0
+    places, place = [], 0
     for kept, taken in zip(_parts(length - noise, spans, rng), lengths, strict=True):
-        found.append((place + kept, place + kept + taken))
+        places.append((place + kept, place + kept + taken))
         place += kept + taken
-    return found
+    return places
 
 
 def span_corruption(
     tokens: Sequence[int], spans: Sequence[tuple[int, int]], sentinels: Sequence[int], end: int
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids: each span becomes a sentinel, and the target lists sentinels and spans; both end
-    with ``end``."""
+    """Return (input, target) ids: each span becomes a sentinel, and the target lists sentinels and spans."""
     source: list[int] = []
     target: list[int] = []
     place = 0
@@ -87,8 +74,7 @@ def span_corruption(
 def denoising(
     sentences: Sequence[Sequence[int]], *, density: float, mean_span: float, mask: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids: the sentences in random order with a ``mask`` for each span of noise, and as they
-    were."""
+    """Return (input, target) ids: the sentences in random order with a ``mask`` for each span, and as they were."""
     shuffled = [token for k in rng.permutation(len(sentences)) for token in sentences[k]]
     source: list[int] = []
     place = 0
@@ -106,10 +92,7 @@ def window_length(input_length: int, target_length: int, density: float, mean_sp
         return length - noise + spans < input_length and noise + spans < target_length and spans <= sentinels
 
     # Every term grows with the length, so the first that does not fit ends the search.
-    longest = 1
-    while fits(longest + 1):
-        longest += 1
-    return longest
+    return next(length for length in itertools.count(1) if not fits(length + 1))
 
 
 def _parts(total: int, parts: int, rng: np.random.Generator) -> list[int]:
@@ -119,7 +102,7 @@ def _parts(total: int, parts: int, rng: np.random.Generator) -> list[int]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of a text, each with the space after it, so that joined they are the text again.
+    """Return the sentences of a text, each with the space after it.
 
     A sentence ends after ``.``, ``!`` or ``?`` (and closing marks) before a space and anything but a small letter,
     after their East Asian forms, and at a line's end. Abbreviations can be taken for ends.
@@ -132,15 +115,10 @@ _SENTENCE_END = re.compile(r"""[.!?]+["'”’»)\]]*\s+(?![a-zß-öø-ÿ\s])|[�
 
 
 def principal_sentences(sentences: Sequence[str], rng: np.random.Generator | None = None) -> list[int]:
-    """Return the indices of the sentences, the one that stands best for the rest first.
-
-    The score is ROUGE-1 F1 between a sentence's words and all the others' (PEGASUS's "Ind-Orig"); with ``rng`` it is
-    multiplied by 0.8 to 1.2 at random, as for PEGASUS large. Equal scores keep the text's order.
-    """
+    """Return the indices of the sentences by ROUGE-1 F1 between one's words and all the others' (PEGASUS's "Ind-Orig"),
+    the largest first; with ``rng`` times 0.8 to 1.2 at random, as for PEGASUS large. Equal ones keep their order."""
     words = [Counter(re.findall(r"\w+", sentence.lower())) for sentence in sentences]
-    total: Counter[str] = Counter()
-    for counts in words:
-        total.update(counts)
+    total = sum(words, Counter[str]())
     everything = max(1, total.total())
     # With `shared` words in common, precision shared/size and recall shared/(everything − size) give this F1.
     shared = [sum(min(count, total[word] - count) for word, count in counts.items()) for counts in words]
@@ -160,8 +138,8 @@ def gap_sentences(
 ) -> tuple[list[int], list[int]]:
     """Return (input, target) ids: the principal ``ratio`` of the sentences become ``mask``, and the target lists them.
 
-    sentences: text and ids of each. At least one sentence is masked and, of two or more, at least one is kept; a
-    sentence that no longer fits into the target of ``target_length`` ids, ``end`` included, is passed over.
+    sentences: text and ids of each. At least one is masked and, of two or more, at least one is kept; one that no
+    longer fits into the target of ``target_length`` ids, ``end`` included, is passed over.
     """
     wanted = max(1, min(round(len(sentences) * ratio), len(sentences) - 1))
     room = target_length - 1
@@ -181,12 +159,9 @@ def gap_sentences(
 
 @dataclass(frozen=True)
 class Conventions:
-    """The ids that objectives need: ``sentinels`` in the order of their use (none for Pegasus), ``mask`` of a sentence
-    (None but for Pegasus), ``pad``, ``end`` and whether tokens are bytes.
-
-    ``span_mask``: of any span, None for a tokenizer with a mask of sentences or sentinels. ``before``, ``after``: what
-    the tokenizer puts around a text, mBART's language among it.
-    """
+    """The ids that objectives need: ``sentinels`` in the order of their use, ``mask`` of a sentence (None but for
+    Pegasus), ``span_mask`` of any span (None where there are sentinels or a mask of sentences), ``pad``, ``end``, and
+    what the tokenizer puts around a text, mBART's language among it; ``bytes``: whether tokens are bytes."""
 
     sentinels: tuple[int, ...]
     mask: int | None
@@ -202,8 +177,7 @@ def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = No
     """Return what ``tokenizer`` offers for denoising a model of ``vocabulary`` ids.
 
     T5 and UMT5 name their sentinels ``<extra_id_0>`` and on, mT5 ``▁<extra_id_0>``; ByT5 has such names, but was
-    trained with the last byte ids. ``first_sentinel`` overrides all that: sentinels then count down from it. Raises
-    UserError where it is not an id of the model.
+    trained with the last byte ids. From ``first_sentinel`` they count down; UserError where it is no id of the model.
     """
     known: dict[str, int] = tokenizer.get_vocab()
     of_bytes = type(tokenizer).__name__.startswith("ByT5")
@@ -212,20 +186,19 @@ def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = No
             raise UserError(
                 f"data.first_sentinel is {first_sentinel}, past the vocabulary of {vocabulary}; give an id below that"
             )
-        found = [first_sentinel - k for k in range(min(SENTINELS, first_sentinel + 1))]
+        ids = [first_sentinel - k for k in range(min(SENTINELS, first_sentinel + 1))]
     elif of_bytes:
-        found = [BYTE_SENTINEL - k for k in range(SENTINELS)]
+        ids = [BYTE_SENTINEL - k for k in range(SENTINELS)]
     else:
         # A tokenizer of mT5 may have had T5's names added on top, with ids that the model never saw.
         prefix = "▁<extra_id_" if "▁<extra_id_0>" in known else "<extra_id_"
         names = itertools.takewhile(known.__contains__, (f"{prefix}{k}>" for k in itertools.count()))
-        found = [known[name] for name in names]
+        ids = [known[name] for name in names]
     mask = known.get(str(getattr(tokenizer, "mask_token_sent", None) or "<mask_1>"))
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, which targets need; use the original's tokenizer")
-    pad = tokenizer.pad_token_id
-    sentinels = tuple(sentinel for sentinel in found[:SENTINELS] if 0 <= sentinel < vocabulary)
-    pad, end = 0 if pad is None else int(pad), int(tokenizer.eos_token_id)
+    sentinels = tuple(sentinel for sentinel in ids[:SENTINELS] if 0 <= sentinel < vocabulary)
+    pad, end = int(tokenizer.pad_token_id or 0), int(tokenizer.eos_token_id)
     before, after = around(tokenizer)
     span_mask = None if sentinels or mask is not None else tokenizer.mask_token_id
     span_mask = span_mask if span_mask is None or span_mask < vocabulary else None

@@ -1,22 +1,20 @@
 """A penalty that keeps every activation of a model in training under a target, for anyone's own loop.
 
-Rescaling moves values about; what no rescaling changes (attention scores, what enters a GELU, the logits of a tied
-head) only training can bring down. Penalising the mean square of all activations, as Jamba did, pulls at a million
-small values to reach one large one, and its coefficient has to be found. Here the penalty is a constraint per site:
-its largest |x| under a target, the excess counted in bits (log2), so that 2¹⁷ and 2⁸ over a target weigh alike per
-doubling, and its weight raised by dual ascent until the constraint holds (Platt and Barr 1987), so that there is no
-coefficient to tune. A site inside its target costs one ``aminmax`` and no graph node.
+What no rescaling changes (attention scores, what enters a GELU, the logits of a tied head) only training can bring
+down. Here that is a constraint per site: a smooth maximum of |x| under a target, the excess counted in bits (log2), so
+that 2¹⁷ and 2⁸ over a target weigh alike per doubling, and its weight raised by dual ascent until the constraint holds
+(Platt and Barr 1987), so that there is no coefficient to tune. A site inside its target costs one ``aminmax``.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -26,49 +24,25 @@ from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..observe.meter import is_norm
 from ..observe.tap import Tap, paths
 
-FORMS = ("amax", "smooth-max", "hinge", "mean-square", "lp", "none")
-"""What is penalised; docs/finetuning.md has a table of them."""
-
+FORMS = ("smooth-max", "none")
+"""What is penalised: the excess of a smooth maximum over the tokens, or nothing."""
 
 SHARPNESS = 4.0
 """Exponent of the smooth maximum: a token one bit below the largest is pulled 2⁻⁴ as hard."""
 
-
-ORDER = 8.0
-"""Order p of the form "lp"."""
-
-
 MOST_EXCESS_BITS = 16.0
 """Largest excess that one step of dual ascent counts; also what a non-finite value counts."""
-
 
 MOST_SLACK_BITS = 1.0
 """Largest slack by which one step of dual ascent lets a weight decay."""
 
-
-_WITHOUT_TARGET = ("mean-square", "lp")
-
-
-_WITH_PEAK = ("amax", "smooth-max")
-
-
-# What is bounded by what enters it, or by 1.
+# What is bounded by what enters it, or by 1; what losses and norms compute, which stock code does in fp32.
 _BOUNDED = {"softmax", "relu", "silu", "gelu", "sigmoid", "tanh", "dropout", "native_dropout"}
-
-
 _LOSSES = {"cross_entropy", "nll_loss", "_log_softmax", "mse_loss", "kl_div"}
-
-
-# Stock code computes a norm's statistics in fp32, whatever the model's dtype.
 _STATISTICS = {"pow", "mean", "var", "add", "rsqrt", "sqrt"}
-
-
+# FSDP makes the weights that it has gathered into views, between the operations of the model.
 _VIEWS = {"as_strided"}
-
-
 _FUSED = ("sdpa", "flash", "flex", "paged")
-
-
 _CUBING = ("NewGELUActivation", "FastGELUActivation")
 
 
@@ -76,8 +50,8 @@ _CUBING = ("NewGELUActivation", "FastGELUActivation")
 class Observation:
     """What one site reached in the last optimizer step, over its micro-batches and ranks.
 
-    ``amax``: largest |x|, inf where a value was inf or NaN. ``excess_bits``: log2(amax / target), negative inside.
-    ``weight``: the site's weight in the next step.
+    ``amax``: largest |x|, inf where a value was inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: in the
+    next step.
     """
 
     amax: float
@@ -97,15 +71,13 @@ class ActivationPenalty:
     A call returns an fp32 scalar for the forwards with gradients since the last one; a zero without a graph where
     nothing is over. model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: largest |x|
     wanted, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
-    form: one of ``FORMS``. dual_step: growth of a site's weight per step and bit of excess; weight: a fixed weight of
-    every site instead. accumulation: calls that make one optimizer step; the loop divides the loss by it, and
-    ``look_ahead`` makes them one large batch.
-    process_group: ranks that agree on the largest values, by default the default group. train_mode: hold what enters
-    ``gelu_new`` to 147.8, beyond which its backward overflows.
+    form: ``none`` only observes. dual_step: growth of a site's weight per step and bit of excess; weight: a fixed
+    weight of every site instead. accumulation: calls that make one optimizer step; the loop divides the loss by it, and
+    ``look_ahead`` makes them one large batch. process_group: ranks that agree on the largest values, by default the
+    default group. train_mode: hold what enters ``gelu_new`` to 147.8, beyond which its backward overflows.
 
-    docs/finetuning.md has what is left out by default, the forms, ranks, and values that are not finite. Raises
-    ``UserError`` for unusable arguments, fused attention whose scores cannot be seen, compiled models and
-    reentrant checkpointing.
+    docs/finetuning.md has what is left out by default, ranks, and values that are not finite. Raises ``UserError`` for
+    unusable arguments, fused attention whose scores cannot be seen, compiled models and reentrant checkpointing.
     """
 
     def __init__(
@@ -114,29 +86,26 @@ class ActivationPenalty:
         *,
         targets: Mapping[str, float] | None = None,
         headroom_bits: float = 1.0,
-        form: str = "amax",
-        dual_step: float = 0.1,
+        form: str = "smooth-max",
+        dual_step: float = 0.05,
         weight: float | None = None,
         accumulation: int = 1,
         process_group: Any = None,
-        train_mode: bool = True,
+        train_mode: bool = False,
     ) -> None:
         # So many parameters because two lines are to adopt the penalty: a record of them would be a third.
-        if form not in FORMS:
-            raise UserError(f"form {form!r} is none of {', '.join(FORMS)}")
-        if form in _WITHOUT_TARGET and weight is None:
-            raise UserError(f"form {form!r} has no target for dual ascent to reach; give a fixed weight")
-        if not 0 <= headroom_bits < math.inf:
-            raise UserError(f"headroom_bits is {headroom_bits}; give a number of bits from 0")
-        if not 0 < dual_step < math.inf:
-            raise UserError(f"dual_step is {dual_step}; give a number above 0")
-        if weight is not None and not 0 <= weight < math.inf:
-            raise UserError(f"weight is {weight}; give a number from 0")
-        if accumulation < 1:
-            raise UserError(f"accumulation is {accumulation}; give the calls per optimizer step, 1 or more")
+        usable = {
+            f"form {form!r} is none of {', '.join(FORMS)}": form in FORMS,
+            f"headroom_bits is {headroom_bits}; give a number of bits from 0": 0 <= headroom_bits < math.inf,
+            f"dual_step is {dual_step}; give a number above 0": 0 < dual_step < math.inf,
+            f"weight is {weight}; give a number from 0": weight is None or 0 <= weight < math.inf,
+            f"accumulation is {accumulation}; give the calls per optimizer step, 1 or more": accumulation >= 1,
+        }
         for site, target in (targets or {}).items():
-            if not 0 < target < math.inf:
-                raise UserError(f"the target of {site} is {target}; give a finite number above 0")
+            usable[f"the target of {site} is {target}; give a finite number above 0"] = 0 < target < math.inf
+        for wrong, is_right in usable.items():
+            if not is_right:
+                raise UserError(wrong)
         self.model = model
         self.targets = None if targets is None else dict(targets)
         self.headroom_bits = headroom_bits
@@ -146,6 +115,8 @@ class ActivationPenalty:
         self.accumulation = accumulation
         self.process_group = process_group
         self.train_mode = train_mode
+        self.watches = True
+        """Whether forwards are looked at; not those that only keep ranks in step."""
         self.skipped = 0
         """Outputs with a NaN so far, on this rank."""
         self._tap = Tap(model, self._take, only=self._is_wanted, glance=self._glance)
@@ -162,8 +133,9 @@ class ActivationPenalty:
         self._looking_ahead = False
         self._reached: dict[str, float] = {}
         self._terms: dict[str, list[Tensor]] = {}
-        self._ahead: list[dict[str, _Held]] = []
-        self._ahead_shares: list[dict[str, _Share]] = []
+        self._ahead: list[_Reached] = []
+        # log2 of the peaks that pull in a step that was looked ahead, of all its calls and ranks.
+        self._peaks: dict[str, float] | None = None
         self._world = 1
         self._waiting: list[_Waiting] = []
         # A device whose values cannot be read without waiting for it; a test sets it on the CPU.
@@ -210,14 +182,14 @@ class ActivationPenalty:
                 " before the first forward with gradients"
             )
         self._read()
-        together = self._ahead_shares[self._calls] if self._ahead_shares else None
-        ranks = self._gather([self._held(read=together is None and self._world > 1)])
-        for site, largest in _largest_of(ranks).items():
+        read = self._peaks is None and self._world > 1
+        together = self._gather(self._reached, self._bits() if read else {})
+        for site, largest in together.largest.items():
             self._largest[site] = max(largest, self._largest.get(site, 0.0))
-        if together is not None:
-            total = self._shared_total(together, self.accumulation)
-        elif self.form in _WITH_PEAK and self._world > 1:
-            total = self._shared_total(self._shares(ranks)[0], 1)
+        if self._peaks is not None:
+            total = self._shared_total(self._peaks, self.accumulation)
+        elif self._world > 1:
+            total = self._shared_total(self._pulling(together), 1)
         else:
             total = self._total()
         self._forget()
@@ -227,14 +199,12 @@ class ActivationPenalty:
         return total
 
     def observations(self) -> dict[str, Observation]:
-        """Return what every site reached in the last complete optimizer step."""
+        """Return what every site reached in the last complete step."""
         return dict(self._last)
 
     def worst(self) -> tuple[str, Observation]:
-        """Return the site nearest its target, or furthest over it, and what it reached.
-
-        Raises ``UserError`` before the first complete step.
-        """
+        """Return the site nearest its target, or furthest over it, and what it reached; raise ``UserError`` before the
+        first complete step."""
         if not self._last:
             raise UserError("the penalty has seen no complete optimizer step yet")
         return max(self._last.items(), key=lambda item: item[1].excess_bits)
@@ -244,7 +214,7 @@ class ActivationPenalty:
         self._forget()
         self._largest.clear()
         self._calls = 0
-        self._ahead, self._ahead_shares = [], []
+        self._ahead, self._peaks = [], None
 
     @property
     def pulls(self) -> bool:
@@ -255,32 +225,28 @@ class ActivationPenalty:
     def look_ahead(self) -> Iterator[None]:
         """Note, without gradients, what the forwards inside reach: those of one call of the step that follows.
 
-        Once for each call of a step, in their order and before the first of them; every rank must. The step's peak is
-        then known to all of its calls, which pull as one large batch would. Raises ``UserError`` for one call too many,
-        and where the step has begun.
+        Once for each call of a step, in their order and before the first of them, on every rank; the calls then pull as
+        one large batch would. Raises ``UserError`` for one call too many, and where the step has begun.
         """
-        if not self._attached or self._calls or self._ahead_shares or self._seen:
+        if not self._attached or self._calls or self._peaks is not None or self._seen:
             raise UserError(f"look_ahead() comes {self.accumulation} times before a step's first call, attached")
         self._looking_ahead = self._tap.without_gradients = True
         try:
             with torch.no_grad():
                 yield
             self._read()
-            self._ahead.append(self._held(read=True))
+            self._ahead.append(_Reached(dict(self._reached), self._bits()))
         finally:
             self._looking_ahead = self._tap.without_gradients = False
             self._forget()
         if len(self._ahead) == self.accumulation:
-            ahead, self._ahead = self._ahead, []
-            if self.form in _WITH_PEAK:
-                self._ahead_shares = self._shares(self._gather(ahead))
+            ahead, self._ahead = _merged(self._ahead), []
+            self._peaks = self._pulling(self._gather(ahead.largest, ahead.bits))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit.
-
-        Raises ``UserError`` in a step that was looked ahead: what its calls share is not kept.
-        """
-        if self._ahead or self._ahead_shares:
+        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit; raise ``UserError`` in a
+        step that was looked ahead, since what its calls share is not kept."""
+        if self._ahead or self._peaks is not None:
             raise UserError("a step that was looked ahead is under way; take the state between two steps")
         return {
             "order": list(self._order),
@@ -300,7 +266,7 @@ class ActivationPenalty:
         self._weights = dict(state["weights"])
         self._largest = dict(state["largest"])
         self._calls = int(state["calls"])
-        self._ahead, self._ahead_shares = [], []
+        self._ahead, self._peaks = [], None
         self.skipped = int(state["skipped"])
         self._last = {site: Observation(**seen) for site, seen in state["observations"].items()}
         self._agreed = False
@@ -308,14 +274,14 @@ class ActivationPenalty:
     # -- in the forward -----------------------------------------------------------------------------------------------
 
     def _is_wanted(self, site: str) -> bool:
-        limit = self._limit(site) if self.targets is None else None
-        target = self.targets.get(site) if self.targets is not None else None
-        if limit is not None:
-            target = limit * 2.0**-self.headroom_bits
-        if target is None:
-            return False
-        self._target[site] = target
-        return True
+        if self.targets is not None:
+            target = self.targets.get(site)
+        else:
+            limit = self._limit(site)
+            target = None if limit is None else limit * 2.0**-self.headroom_bits
+        if target is not None:
+            self._target[site] = target
+        return target is not None
 
     def _limit(self, site: str) -> float | None:
         """fp16's limit of a site of the audit, or None where it needs no watching."""
@@ -324,58 +290,51 @@ class ActivationPenalty:
         module = self._modules.get(path)
         if operation == "cubed":
             return GELU_CUBE_BACKWARD_LIMIT if self.train_mode else None
-        if operation in _BOUNDED | _LOSSES or isinstance(module, nn.Dropout):
-            return None
-        # FSDP makes the weights that it has gathered into views, between the operations of the model.
-        if operation in _VIEWS:
-            return None
-        # Scaled down, masked, or mixed with weights that sum to 1: no larger than the scores or the values were.
         attention = type(module).__name__.endswith("Attention")
-        if attention and (operation in ("mul", "context") or site.startswith(f"{path}:add#")):
-            return None
-        # The cube is harmless in the forward, and the rest of that activation is smaller than what enters it.
-        if type(module).__name__ in _CUBING:
-            return None
-        # The first product of an RMS norm is the normalised input.
-        if module is not None and is_norm(module) and (operation in _STATISTICS or site == f"{path}:mul"):
-            return None
-        return FP16_MAX
+        bounded = (
+            operation in _BOUNDED | _LOSSES | _VIEWS
+            or isinstance(module, nn.Dropout)
+            # Scaled down, masked, or mixed with weights that sum to 1: no larger than the scores or the values were.
+            or (attention and (operation in ("mul", "context") or site.startswith(f"{path}:add#")))
+            # The cube is harmless in the forward, and the rest of that activation is smaller than what enters it.
+            or type(module).__name__ in _CUBING
+            # The first product of an RMS norm is the normalised input.
+            or (module is not None and is_norm(module) and (operation in _STATISTICS or site == f"{path}:mul"))
+        )
+        return None if bounded else FP16_MAX
 
     def _glance(self, site: str, x: Tensor) -> bool:
         """Note what a site holds; whether a term must be made of it."""
         self._seen = True
-        if not x.numel():
+        if not (self.watches and x.numel()):
             return False
         low, high = torch.aminmax(x)
         if self._waits(x):
             self._waiting.append(_Waiting(site, low, high))
-            return self.form in _WITHOUT_TARGET or self._may_pull(site)
-        amax = _amax(float(low), float(high))
-        over = self._note(site, amax)
-        return not math.isnan(amax) and (self.form in _WITHOUT_TARGET or (over and self._weight(site) > 0))
+            return self._may_pull(site)
+        return self._note(site, _amax(float(low), float(high))) and self._weight(site) > 0
 
     def _note(self, site: str, amax: float) -> bool:
         """Note a largest value; whether it pulls."""
-        if math.isnan(amax):
+        unknown = math.isnan(amax)
+        if unknown:
             self.skipped += not self._looking_ahead
             amax = math.inf
-        before = self._reached.get(site, -1.0)
-        self._reached[site] = max(before, amax)
-        # A site that runs several times before a call pulls at its largest.
-        return amax > max(self._floor(site), before if self.form == "amax" else -1.0)
+        self._reached[site] = max(self._reached.get(site, -1.0), amax)
+        return not unknown and amax > self._floor(site)
 
     def _floor(self, site: str) -> float:
         """The largest value that pulls at nothing."""
-        if self._ahead_shares and site not in self._ahead_shares[self._calls]:
+        if self._peaks is not None and site not in self._peaks:
             return math.inf
-        # Under a smooth maximum a token pulls as well where another run, call or rank passes the target.
-        return self._target[site] / 2**MOST_SLACK_BITS if self.form == "smooth-max" else self._target[site]
+        # A token pulls as well where another run, call or rank passes the target.
+        return self._target[site] / 2**MOST_SLACK_BITS
 
     def _may_pull(self, site: str) -> bool:
         """Whether a term must be made before its device has said how large it is."""
         if self._weight(site) <= 0:
             return False
-        if self._looking_ahead or self._ahead_shares:
+        if self._looking_ahead or self._peaks is not None:
             return self._floor(site) < math.inf
         last = self._last.get(site)
         return last is None or last.excess_bits > -MOST_SLACK_BITS
@@ -388,42 +347,22 @@ class ActivationPenalty:
     def _take(self, site: str, x: Tensor) -> None:
         if not x.requires_grad and not self._looking_ahead:
             return
-        if self.form == "amax" and not self._waits(x):
-            self._keep(site, _log2_largest(x, self._reached[site]))
-            return
-        # Everything here is fp32, and nothing a product that autocast would lower.
         term = self._term(site, x)
         if self._waits(x):
             self._waiting[-1].term = term
         else:
-            self._keep(site, term)
-
-    def _keep(self, site: str, term: Tensor) -> None:
-        self._terms[site] = [term] if self.form == "amax" else [*self._terms.get(site, ()), term]
+            self._terms.setdefault(site, []).append(term)
 
     def _term(self, site: str, x: Tensor) -> Tensor:
-        if self.form in _WITH_PEAK:
-            return _log2_peak(x, self._floor(site) if self.form == "smooth-max" else None)
-        wide = x.float()
-        if self.form == "mean-square":
-            return wide.square().mean()
-        magnitude = wide.abs()
-        if self.form == "hinge":
-            return (magnitude - self._target[site]).relu().square().sum()
-        largest = magnitude.detach().amax().clamp(min=torch.finfo(torch.float32).tiny)
-        return (magnitude / largest).pow(ORDER).sum().pow(1 / ORDER) * largest
+        return _log2_peak(x, self._floor(site))
 
     # -- after the forward --------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         """Read what devices measured, at once, and keep the terms that are over."""
-        if not self._waiting:
-            return
-        waiting = self._waiting
-        for entry, amax in zip(waiting, _read_amax(waiting), strict=True):
-            wanted = self._note(entry.site, amax) or self.form in _WITHOUT_TARGET
-            if entry.term is not None and wanted and not math.isnan(amax):
-                self._keep(entry.site, entry.term)
+        for entry, amax in zip(self._waiting, _read_amax(self._waiting), strict=True):
+            if self._note(entry.site, amax) and entry.term is not None:
+                self._terms.setdefault(entry.site, []).append(entry.term)
 
     def _joined(self, site: str) -> Tensor:
         """log2 of the peak of all runs of a site since the last call."""
@@ -434,34 +373,27 @@ class ActivationPenalty:
         return (torch.stack(terms) * unit).logsumexp(0) / unit
 
     def _total(self) -> Tensor:
-        """The penalty of one process, or of a form whose parts only add up."""
-        peak = self.form in _WITH_PEAK
-        over = [site for site in self._terms if not peak or self._reached[site] > self._target[site]]
-        terms = [(site, term) for site in over for term in ([self._joined(site)] if peak else self._terms[site])]
-        if not terms:
+        """The penalty of one process without a look ahead."""
+        over = [site for site in self._terms if self._reached[site] > self._target[site]]
+        if not over:
             return torch.zeros((), device=_device(self.model))
-        device = terms[0][1].device
-        values = torch.stack([term.to(device) for _, term in terms])
-        if self.form in _WITHOUT_TARGET:
-            assert self.weight is not None
-            return self.weight * values.mean()
-        # Of a sum each call and each rank has a part, which the mean over them divides.
-        parts = 1 if peak else self._world * self.accumulation
-        weights = [self._weight(site) * parts for site, _ in terms]
-        targets = [math.log2(self._target[site]) if peak else 0.0 for site, _ in terms]
-        constant = torch.tensor([weights, targets]).to(device, non_blocking=True)
-        return ((values - constant[1]) * constant[0]).sum()
+        terms = [self._joined(site) for site in over]
+        device = terms[0].device
+        constants = [[math.log2(self._target[site]) for site in over], [self._weight(site) for site in over]]
+        targets, weights = torch.tensor(constants).to(device, non_blocking=True)
+        return ((torch.stack([term.to(device) for term in terms]) - targets) * weights).sum()
 
-    def _shared_total(self, shares: Mapping[str, _Share], calls: int) -> Tensor:
+    def _shared_total(self, peaks: Mapping[str, float], calls: int) -> Tensor:
         """The penalty of all ranks and of ``calls`` calls, the same in each, with this part's share of its gradient
         times their number."""
         total = torch.zeros((), device=_device(self.model))
-        for site, share in shares.items():
+        for site, peak in peaks.items():
             weight = self._weight(site)
-            total = total + weight * (share.bits - math.log2(self._target[site]))
-            if share.mine and site in self._terms:
+            total = total + weight * (peak - math.log2(self._target[site]))
+            if site in self._terms:
                 term = self._joined(site)
-                total = total + (term - term.detach()).to(total.device) * (weight * share.mine * calls * self._world)
+                share = torch.exp2(SHARPNESS * (term.detach() - peak)) * (weight * calls * self._world)
+                total = total + ((term - term.detach()) * share).to(total.device)
         return total
 
     def _forget(self) -> None:
@@ -487,36 +419,31 @@ class ActivationPenalty:
             self._last[site] = Observation(amax, target, excess, self._weight(site))
         self._largest.clear()
         self._calls = 0
-        self._ahead_shares = []
+        self._peaks = None
 
-    def _held(self, *, read: bool) -> dict[str, _Held]:
-        """What this call has on this rank; ``read``: with its peaks, read from their device at once."""
-        bits: dict[str, float] = {}
-        if read and self._terms and self.form in _WITH_PEAK:
-            peaks = [self._joined(site).detach() for site in self._terms]
-            together = torch.stack([peak.to(peaks[0].device) for peak in peaks])
-            bits = dict(zip(self._terms, together.tolist(), strict=True))
-        return {site: _Held(largest, bits.get(site, _ABSENT)) for site, largest in self._reached.items()}
+    def _bits(self) -> dict[str, float]:
+        """log2 of the peak of every site with a term, read from its device at once."""
+        peaks = [self._joined(site).detach() for site in self._terms]
+        together = torch.stack([peak.to(peaks[0].device) for peak in peaks]).tolist() if peaks else []
+        return dict(zip(self._terms, together, strict=True))
 
-    def _gather(self, calls: list[dict[str, _Held]]) -> list[list[dict[str, _Held]]]:
-        """Of every rank what ``calls`` are here; all ranks then know the same sites, in the same order."""
+    def _gather(self, largest: Mapping[str, float], bits: Mapping[str, float]) -> _Reached:
+        """What all ranks reached; they then know the same sites, in the same order."""
         known = set(self._order)
-        new = list(dict.fromkeys(site for call in calls for site in call if site not in known))
+        new = [site for site in largest if site not in known]
         if self._world == 1:
             self._order += new
-            return [calls]
+            return _Reached(largest, bits)
         distributed, group = torch.distributed, self.process_group
         device = torch.device("cpu") if "gloo" in distributed.get_backend(group) else _device(self.model)
 
         def exchange(sites: list[str]) -> list[list[float]]:
-            """Of every rank: whether it has new sites, and for each call and site its largest value and its peak."""
-            held = [call.get(site, _NOTHING) for call in calls for site in sites]
-            row = [float(bool(new)), *(number for each in held for number in (each.largest, each.bits))]
+            """Of every rank: whether it has new sites, and of each site its largest value and its peak."""
+            row = [float(bool(new)), *(each.get(site, -math.inf) for site in sites for each in (largest, bits))]
             packed = torch.tensor(row, dtype=torch.float64, device=device)
             rows = [torch.empty_like(packed) for _ in range(self._world)]
             distributed.all_gather(rows, packed, group=group)
-            found: list[list[float]] = torch.stack(rows).tolist()
-            return found
+            return [row.tolist() for row in rows]
 
         rows = exchange(self._order if self._agreed else [])
         if any(row[0] for row in rows) or not self._agreed:
@@ -526,75 +453,42 @@ class ActivationPenalty:
             self._order = list(dict.fromkeys(site for each in names for site in each))
             self._agreed = True
             rows = exchange(self._order)
-        keys = [(call, site) for call in range(len(calls)) for site in self._order]
-        ranks: list[list[dict[str, _Held]]] = [[{} for _ in calls] for _ in rows]
-        for rank, row in zip(ranks, rows, strict=True):
-            for (call, site), largest, bits in zip(keys, row[1::2], row[2::2], strict=True):
-                if largest != _ABSENT:
-                    rank[call][site] = _Held(largest, bits)
-        return ranks
+        halves = ([dict(zip(self._order, row[start::2], strict=True)) for start in (1, 2)] for row in rows)
+        return _merged([_Reached(*half) for half in halves])
 
-    def _shares(self, ranks: list[list[dict[str, _Held]]]) -> list[dict[str, _Share]]:
-        """For each call, what this rank has of the peaks that pull."""
-        mine = torch.distributed.get_rank(self.process_group) if self._world > 1 else 0
-        found: list[dict[str, _Share]] = [{} for _ in ranks[0]]
-        for site, largest in _largest_of(ranks).items():
-            wanted = site in self._target or self._is_wanted(site)
-            if not wanted or largest <= self._target[site] or self._weight(site) <= 0:
-                continue
-            # The order of their rows in one large batch.
-            held = [rank[call].get(site, _NOTHING) for call in range(len(found)) for rank in ranks]
-            peak = _parts_of_peak(held, smooth=self.form == "smooth-max")
-            if peak is not None:
-                bits, parts = peak
-                for shares, part in zip(found, parts[mine :: len(ranks)], strict=True):
-                    shares[site] = _Share(bits, part)
-        return found
-
-
-_ABSENT = -1e300
+    def _pulling(self, together: _Reached) -> dict[str, float]:
+        """log2 of the peaks of the sites that pull."""
+        return {
+            site: peak
+            for site, peak in together.bits.items()
+            if (site in self._target or self._is_wanted(site))
+            and together.largest[site] > self._target[site]
+            and self._weight(site) > 0
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What one call of one rank has of a site: its largest value, and log2 of the peak of its terms."""
+class _Reached:
+    """What some calls or ranks have of sites: their largest values, and log2 of the peaks of their terms."""
 
-    largest: float
-    bits: float
-
-
-_NOTHING = _Held(_ABSENT, _ABSENT)
+    largest: Mapping[str, float]
+    bits: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """log2 of the peak over all ranks and calls, and the share of its gradient that one call of one rank has."""
-
-    bits: float
-    mine: float
-
-
-def _largest_of(ranks: list[list[dict[str, _Held]]]) -> dict[str, float]:
+def _merged(parts: Sequence[_Reached]) -> _Reached:
+    """What they have together; -inf stands for what a part does not have."""
     largest: dict[str, float] = {}
-    for call in itertools.chain(*ranks):
-        for site, held in call.items():
-            largest[site] = max(held.largest, largest.get(site, held.largest))
-    return largest
-
-
-def _parts_of_peak(held: list[_Held], *, smooth: bool) -> tuple[float, list[float]] | None:
-    """Return log2 of the peak over all that is held, and the share of each in its gradient; None where the largest
-    value has no term, being NaN or far inside in the step before."""
-    largest = max(each.largest for each in held)
-    first = next((i for i, each in enumerate(held) if each.largest == largest and each.bits != _ABSENT), None)
-    if first is None:
-        return None
-    if not smooth:
-        return held[first].bits, [float(i == first) for i in range(len(held))]
-    # The log-sum-exp over all tokens is that over the parts' own.
-    peak = max(each.bits for each in held)
-    parts = [0.0 if each.bits == _ABSENT else 2.0 ** (SHARPNESS * (each.bits - peak)) for each in held]
-    return peak + math.log2(sum(parts)) / SHARPNESS, [part / sum(parts) for part in parts]
+    bits: dict[str, float] = {}
+    for part in parts:
+        for site, value in part.largest.items():
+            if value > -math.inf:
+                largest[site] = max(value, largest.get(site, value))
+        for site, peak in part.bits.items():
+            if peak > -math.inf:
+                # The log-sum-exp over all tokens is that over the parts' own.
+                before = bits.get(site, -math.inf)
+                bits[site] = float(np.logaddexp2(SHARPNESS * before, SHARPNESS * peak)) / SHARPNESS
+    return _Reached(largest, bits)
 
 
 @dataclass(slots=True)
@@ -613,86 +507,48 @@ def _amax(low: float, high: float) -> float:
 
 def _read_amax(waiting: list[_Waiting]) -> list[float]:
     """Read all extremes with one copy per device."""
-    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, entry in enumerate(waiting):
-        places.setdefault((entry.low.device, entry.low.dtype), []).append(i)
-    devices: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    for (device, _), members in places.items():
-        indices, parts = devices.setdefault(device, ([], []))
-        indices += members
-        lows, highs = ([getattr(waiting[i], side) for i in members] for side in ("low", "high"))
-        parts.append(torch.stack([torch.stack(lows), torch.stack(highs)]).float())
-    found = [0.0] * len(waiting)
-    for indices, parts in devices.values():
-        for i, low, high in zip(indices, *torch.cat(parts, 1).tolist(), strict=True):
-            found[i] = _amax(low, high)
-    return found
+    largest = [0.0] * len(waiting)
+    for device in {entry.low.device for entry in waiting}:
+        places = [i for i, entry in enumerate(waiting) if entry.low.device == device]
+        sides = [torch.stack([getattr(waiting[i], side) for i in places]).float() for side in ("low", "high")]
+        for i, low, high in zip(places, *torch.stack(sides).tolist(), strict=True):
+            largest[i] = _amax(low, high)
+    return largest
 
 
 class _Peak(torch.autograd.Function):
-    """A scalar with a given derivative at a few elements of x, and none elsewhere; keeps nothing of x.
-
-    index and slope: int64 and fp32 tensors [k], or on a CPU an int and a float.
-    """
+    """A scalar with a given derivative (``slope``, fp32 [k]) at a few elements of x (``index``, int64 [k]), and none
+    elsewhere; keeps nothing of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, index: Tensor | int, slope: Tensor | float) -> Tensor:
-        ctx.tensors = isinstance(index, Tensor)
-        if ctx.tensors:
-            ctx.save_for_backward(index, slope)
-        else:
-            ctx.index, ctx.slope = index, slope
+    def forward(ctx: Any, x: Tensor, value: Tensor, index: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(index, slope)
         ctx.shape, ctx.dtype, ctx.device = x.shape, x.dtype, x.device
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        index, slope = ctx.saved_tensors
         pulled = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
-        if ctx.tensors:
-            index, slope = ctx.saved_tensors
-            pulled.view(-1)[index] = (gradient * slope).to(ctx.dtype)
-        else:
-            pulled.view(-1)[ctx.index] = float(gradient) * ctx.slope
+        pulled.view(-1)[index] = (gradient * slope).to(ctx.dtype)
         return pulled, None, None, None
 
 
-def _log2_largest(x: Tensor, amax: float) -> Tensor:
-    """log2 of the largest |x| of a CPU tensor, which is ``amax``."""
-    flat = x.detach().reshape(-1)
-    start = 0
-    # argmax reads 10 to 30 times slower than aminmax: halves are compared first.
-    while len(flat) > _BISECT_TO:
-        half = len(flat) // 2
-        low, high = torch.aminmax(flat[:half])
-        found = _amax(float(low), float(high)) == amax
-        start, flat = (start, flat[:half]) if found else (start + half, flat[half:])
-    index = int(flat.float().abs().argmax())
-    size = min(amax, torch.finfo(x.dtype).max)
-    slope = math.copysign(1 / (size * math.log(2)), float(flat[index]))
-    value: Tensor = _Peak.apply(x, torch.tensor(math.log2(size)), start + index, slope)
-    return value
+def _log2_peak(x: Tensor, floor: float) -> Tensor:
+    """log2 of the smooth maximum of the tokens' largest |x|, [..., channels] to an fp32 scalar.
 
-
-_BISECT_TO = 8192
-
-
-def _log2_peak(x: Tensor, floor: float | None) -> Tensor:
-    """log2 of the largest |x|, or of the smooth maximum of the tokens' largest, [..., channels] to a scalar.
-
-    floor: a token that reaches no more has no part in a smooth maximum, however x is cut; None: no smooth maximum.
-    Nothing is read back from the device.
+    floor: a token that reaches no more has no part in it, however x is cut. Nothing is read back from the device, and
+    nothing here is a product that autocast would lower.
     """
-    channels = x.shape[-1] if floor is not None and x.dim() > 1 else x.numel()
+    channels = x.shape[-1] if x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)
     index = _where_largest(rows) + torch.arange(len(rows), device=x.device) * channels
     largest = rows.reshape(-1)[index].float()
     size = largest.abs().nan_to_num(nan=0.0).clamp(torch.finfo(torch.float32).tiny, torch.finfo(x.dtype).max)
     bits = size.log2()
     peak = bits.amax()
-    shares = torch.exp2(SHARPNESS * (bits - peak))
-    if floor is not None:
-        shares = shares * ((size > floor) | (bits == peak))
+    shares = torch.exp2(SHARPNESS * (bits - peak)) * ((size > floor) | (bits == peak))
     total = shares.sum()
     slope = shares / total * largest.sign().nan_to_num(nan=0.0) / (size * math.log(2))
     value: Tensor = _Peak.apply(x, peak + total.log2() / SHARPNESS, index, slope)
@@ -703,16 +559,15 @@ def _where_largest(rows: Tensor) -> Tensor:
     """Where the largest |x| of each row is; of a NaN if there is one: int64 [rows].
 
     Without their sign the bits of floats sort as integers do, NaNs last. Beside 16 of them there is room for the
-    column; 32 are compared with the row's largest, and the column of what equals it is kept. A maximum then has the
-    place, up to three times sooner than a search for it.
+    column; of 32 the columns that equal the row's largest are kept. That is up to three times faster than ``argmax``.
     """
     count, size = rows.shape
     if rows.dtype not in _BITS or size > 1 << 16:
         return rows.abs().max(-1).indices
     integer, positive = _BITS[rows.dtype]
     column = torch.arange(size, dtype=torch.int32, device=rows.device)
-    # A processor's caches hold so much at a time.
-    step = max(1, _AT_A_TIME // max(size, 1)) if rows.device.type == "cpu" else max(count, 1)
+    # What a processor's caches hold at a time.
+    step = max(1, (1 << 18) // max(size, 1)) if rows.device.type == "cpu" else max(count, 1)
     found = []
     for part in rows.split(step):
         bits = part.contiguous().view(integer) & positive
@@ -722,9 +577,6 @@ def _where_largest(rows: Tensor) -> Tensor:
             places = bits.int().mul_(1 << 16).add_(column)
         found.append(places.amax(-1).bitwise_and_(0xFFFF))
     return torch.cat(found).long()
-
-
-_AT_A_TIME = 1 << 18
 
 
 _BITS = {

@@ -1,7 +1,7 @@
 """One process or many: what several processes, FSDP and DeepSpeed make different about a step and a state.
 
-Processes hold the whole model each, or parts of it (FSDP, DeepSpeed's ZeRO). DeepSpeed has an engine of its own: it
-takes the optimizer's step inside the last backward of a step, and says only afterwards whether it did.
+DeepSpeed's engine takes the optimizer's step inside the last backward of a step, and says only afterwards whether it
+did.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from .recipe import Recipe
 class Processes:
     """The processes of a run, of which this one is ``rank`` of ``world``; ``main`` is the first.
 
-    accelerator: an ``accelerate.Accelerator``. ``engine``: DeepSpeed takes the steps. ``sharded``: each process has
-    parts of the model, with ``engine`` or without.
+    ``engine``: DeepSpeed takes the steps. ``sharded``: each process has parts of the model, with ``engine`` or without.
     """
 
     def __init__(self, accelerator: Any) -> None:
-        """Look at the processes that a launcher started."""
         kind = str(accelerator.distributed_type.value)
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device
@@ -47,6 +45,11 @@ class Processes:
         return config
 
     @property
+    def parts(self) -> int | None:
+        """In how many parts a state is written; None where it is written whole."""
+        return self.world if self.sharded else None
+
+    @property
     def offloads(self) -> bool:
         """Whether the engine keeps the optimizer in the machine's memory and takes its steps there."""
         if not self.engine:
@@ -55,10 +58,7 @@ class Processes:
         return zero.get("offload_optimizer", {}).get("device", "none") != "none"
 
     def prepare(self, model: Any, optimizer: Any, recipe: Recipe) -> tuple[Any, Any]:
-        """Return model and optimizer as the processes run them.
-
-        Raises UserError for an optimizer of whole weights where each process has parts of them.
-        """
+        """Return model and optimizer as the processes run them; raise UserError for an optimizer that they cannot."""
         if self.sharded and recipe.optimizer.offload:
             raise UserError(
                 "optimizer.offload is for whole weights; leave it out, and launch with"
@@ -71,10 +71,18 @@ class Processes:
                 ' "zero_force_ds_cpu_optimizer": false in its JSON, or weights and moments to fp32'
             )
         if self.engine:
-            configure_engine(self.accelerator, recipe)
-        with whole_embeddings(model):
-            model, optimizer = self.accelerator.prepare(model, optimizer)
-        return model, optimizer
+            config, zero = self._config, self._config.get("zero_optimization", {})
+            config["train_micro_batch_size_per_gpu"] = recipe.data.batch_size
+            config["gradient_accumulation_steps"] = recipe.data.gradient_accumulation
+            config["gradient_clipping"] = recipe.optimizer.clip_norm
+            if zero.get("stage") == 3:
+                zero["stage3_gather_16bit_weights_on_model_save"] = True
+        # accelerate would give the embedding an FSDP group of its own, which torch refuses where encoder, decoder and
+        # head share its weight.
+        model.get_input_embeddings = model.get_output_embeddings = lambda: None
+        prepared, optimizer = self.accelerator.prepare(model, optimizer)
+        del model.get_input_embeddings, model.get_output_embeddings
+        return prepared, optimizer
 
     def wait(self) -> None:
         """Wait until every process is here."""
@@ -113,11 +121,8 @@ class Processes:
                 yield
 
     def tell_scale(self, scale: float) -> None:
-        """Make the engine, where there is one, use our loss scale.
-
-        Under torch_autocast it has a GradScaler that its norm and its clipping know nothing of, so that every gradient
-        is clipped as if it were as large as the scale, and that an overflow never reaches, so that it never falls.
-        """
+        """Make the engine, where there is one, use our loss scale: of its own GradScaler under torch_autocast its norm
+        and its clipping know nothing, and an overflow never reaches it."""
         if self.engine:
             self._engine.optimizer.torch_autocast_gradscaler = None
             self._engine.optimizer.override_loss_scale(scale)
@@ -142,10 +147,7 @@ class Processes:
             self._skipped = int(self._engine.skipped_steps)
 
     def whole_weights(self, model: Any, stock: Any) -> dict[str, Tensor]:
-        """Return the whole model's parameters on the CPU, to the first process; every one must call it.
-
-        stock: the model before it was prepared.
-        """
+        """Return the parameters of ``model``, once ``stock``, on the CPU, to the first process; all must call it."""
         # Under ZeRO-3 and FSDP the others get nothing.
         gathered = self.accelerator.get_state_dict(model) or {}
         whole = {name: t.detach().cpu() for name, t in gathered.items()}
@@ -160,21 +162,14 @@ class Processes:
         return whole
 
 
-@contextmanager
-def whole_embeddings(student: Any) -> Iterator[None]:
-    """Keep accelerate from giving the embedding an FSDP group of its own, which torch refuses where encoder, decoder
-    and head share its weight; without one all of them are in the root's."""
-    student.get_input_embeddings = student.get_output_embeddings = lambda: None
-    try:
-        yield
-    finally:
-        del student.get_input_embeddings, student.get_output_embeddings
+def launched_with(engine: str) -> bool:
+    """Return whether the launcher asks accelerate for DEEPSPEED or FSDP."""
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() in ("1", "true")
 
 
 def in_parts() -> bool:
     """Return whether the launcher has DeepSpeed or FSDP give each process a part of the weights."""
-    asked = (os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() for name in ("DEEPSPEED", "FSDP"))
-    return any(value in ("1", "true") for value in asked)
+    return launched_with("DEEPSPEED") or launched_with("FSDP")
 
 
 def weights_in_parts(accelerator: Any) -> bool:
@@ -185,40 +180,24 @@ def weights_in_parts(accelerator: Any) -> bool:
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
-    """Return the precisions of the run, in order: the recipe's, or where it leaves them out those of DeepSpeed's
-    configuration.
-
-    Raises UserError where the two disagree.
-    """
+    """Return the run's precisions: the recipe's, or else DeepSpeed's; raise UserError where they differ."""
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return recipe.precision
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     cast = config.get("torch_autocast", {})
     has = {
-        "fp16": bool(config.get("fp16", {}).get("enabled") is True)
-        or (bool(cast.get("enabled")) and cast.get("dtype") == "float16"),
-        "bf16": bool(config.get("bf16", {}).get("enabled") is True)
-        or (bool(cast.get("enabled")) and cast.get("dtype") == "bfloat16"),
+        name: config.get(name, {}).get("enabled") is True or (cast.get("enabled") and cast.get("dtype") == dtype)
+        for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16"))
     }
-    found = next((name for name, there in has.items() if there), "fp32")
+    configured = next((name for name, there in has.items() if there), "fp32")
     if "precision" not in recipe.model_fields_set:
-        return (found,)
+        return (configured,)
     if len(recipe.precision) > 1:
         raise UserError("precision [bf16, fp16] cannot change inside a DeepSpeed run; make it two recipes")
     wanted = recipe.precision[0]
-    if found != wanted:
+    if configured != wanted:
         raise UserError(
-            f"the recipe's precision is {wanted} and DeepSpeed's configuration is for {found};"
-            f" set precision: {found}, or change fp16, bf16 or torch_autocast in its JSON"
+            f"the recipe's precision is {wanted} and DeepSpeed's configuration is for {configured};"
+            f" set precision: {configured}, or change fp16, bf16 or torch_autocast in its JSON"
         )
-    return (found,)
-
-
-def configure_engine(accelerator: Any, recipe: Recipe) -> None:
-    """Complete DeepSpeed's configuration from the recipe."""
-    config = accelerator.state.deepspeed_plugin.deepspeed_config
-    config["train_micro_batch_size_per_gpu"] = recipe.data.batch_size
-    config["gradient_accumulation_steps"] = recipe.data.gradient_accumulation
-    config["gradient_clipping"] = recipe.optimizer.clip_norm
-    if config.get("zero_optimization", {}).get("stage") == 3:
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return (configured,)

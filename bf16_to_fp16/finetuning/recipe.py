@@ -1,15 +1,8 @@
 """The recipe of a finetune: everything that decides a run, in one YAML file that is checked before anything loads.
 
-Four lines are enough, because every other key has a default that is meant to be kept::
-
-    source: google/flan-t5-base
-    out: flan-t5-base-fp16
-    data:
-      path: texts.jsonl
-
-A recipe is frozen data. Keys that nobody reads are refused, with the nearest key that exists; numbers are read as
-YAML 1.2 reads them (``1e-4`` is a number, ``off`` is a word), since YAML 1.1's rules surprise people. Relative paths
-start at the folder in which the command runs, as they do on the command line.
+Source, output and data are enough: every other key has a default that is meant to be kept.
+A recipe is frozen data. Keys that nobody reads are refused, with the nearest key that exists. Relative paths start at
+the folder in which the command runs, as they do on the command line.
 """
 
 from __future__ import annotations
@@ -29,21 +22,17 @@ from ..yaml_files import kind_in_words, parse_yaml, read_yaml
 
 Precision = Literal["fp16", "bf16", "fp32"]
 
-
 CURRICULA: tuple[tuple[Precision, ...], ...] = (("fp16",), ("bf16", "fp16"), ("fp32",))
 """The precisions that a run may have, one after the other."""
 
-
 Positive = Annotated[int, Field(ge=1)]
-
-
 NonNegative = Annotated[int, Field(ge=0)]
-
-
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-
-
 NonBlank = Annotated[str, Field(min_length=1, pattern=r"\S")]
+
+
+def _key(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default=default, description=description, **limits)
 
 
 class Section(BaseModel):
@@ -62,38 +51,31 @@ class Data(Section):
     """Where examples come from and how they are cut into batches; lengths in tokens, ``batch_size`` per process."""
 
     path: NonBlank = Field(description="a .jsonl, .csv, .parquet or .txt (.gz too), or the id of a dataset on the Hub")
-    subset: NonBlank | None = Field(default=None, description="name of the Hub dataset's configuration")
-    split: NonBlank = Field(default="train", description="split of the Hub dataset")
-    input_column: NonBlank | None = Field(
-        default=None, description="column of the texts; else `input`, `text` or the first text"
+    subset: NonBlank | None = _key(None, "name of the Hub dataset's configuration")
+    split: NonBlank = _key("train", "split of the Hub dataset")
+    input_column: NonBlank | None = _key(None, "column of the texts; else `input`, `text` or the first text")
+    target_column: NonBlank | None = _key(None, "column of the targets; else `target`, where there is one")
+    streaming: bool = _key(False, "read while training instead of first")
+    shuffle_buffer: Positive = _key(4096, "examples shuffled together where data stream")
+    objective: Literal["auto", "span-corruption", "gap-sentences", "denoising", "next-token", "none"] = _key(
+        "auto", "what plain text is turned into; auto: targets where there are any, else the model's own"
     )
-    target_column: NonBlank | None = Field(
-        default=None, description="column of the targets; else `target`, where there is one"
+    noise_density: float | None = _key(
+        None, "share of the tokens taken out in spans; default 0.15, denoising 0.35", gt=0, lt=1
     )
-    streaming: bool = Field(default=False, description="read while training instead of first")
-    shuffle_buffer: Positive = Field(default=4096, description="examples shuffled together where data stream")
-    objective: Literal["auto", "span-corruption", "gap-sentences", "denoising", "next-token", "none"] = Field(
-        default="auto",
-        description="what plain text is turned into; auto: targets where there are any, else the model's own",
+    mean_span_length: float | None = _key(None, "tokens; default 3, denoising 3.5, and 20 where tokens are bytes", ge=1)
+    first_sentinel: NonNegative | None = _key(
+        None, "id of the first sentinel, from which the others count down; default: the tokenizer's"
     )
-    noise_density: float | None = Field(
-        default=None, gt=0, lt=1, description="share of the tokens taken out in spans; default 0.15, denoising 0.35"
-    )
-    mean_span_length: float | None = Field(
-        default=None, ge=1, description="tokens; default 3, denoising 3.5, and 20 where tokens are bytes"
-    )
-    first_sentinel: NonNegative | None = Field(
-        default=None, description="id of the first sentinel, from which the others count down; default: the tokenizer's"
-    )
-    gap_ratio: float = Field(default=0.3, gt=0, lt=1, description="share of the sentences that gap sentences take out")
-    input_length: int = Field(default=512, ge=4, description="most tokens of an input")
-    target_length: int = Field(default=128, ge=4, description="most tokens of a target")
-    held_out: float = Field(default=0.02, ge=0, lt=1, description="share of the examples kept for evaluation")
-    held_out_path: NonBlank | None = Field(default=None, description="data for evaluation, instead of a share")
-    batch_size: Positive = Field(default=8, description="examples of one process in one forward pass")
-    gradient_accumulation: Positive = Field(default=1, description="forward passes of one step")
-    group_by_length: bool = Field(default=True, description="examples of like length go into one batch")
-    seed: Seed | None = Field(default=None, description="seed of order and noise; default: the recipe's seed")
+    gap_ratio: float = _key(0.3, "share of the sentences that gap sentences take out", gt=0, lt=1)
+    input_length: int = _key(512, "most tokens of an input", ge=4)
+    target_length: int = _key(128, "most tokens of a target", ge=4)
+    held_out: float = _key(0.02, "share of the examples kept for evaluation", ge=0, lt=1)
+    held_out_path: NonBlank | None = _key(None, "data for evaluation, instead of a share")
+    batch_size: Positive = _key(8, "examples of one process in one forward pass")
+    gradient_accumulation: Positive = _key(1, "forward passes of one step")
+    group_by_length: bool = _key(True, "examples of like length go into one batch")
+    seed: Seed | None = _key(None, "seed of order and noise; default: the recipe's seed")
 
     @model_validator(mode="after")
     def _agree(self) -> Data:
@@ -109,30 +91,24 @@ class Data(Section):
 class Optimizer(Section):
     """Adam or AdamW (Loshchilov and Hutter 2019), and in which format weights and moments live between steps."""
 
-    name: Literal["adamw", "adam"] = Field(
-        default="adamw", description="adamw: decoupled decay; adam: decay as L2 in the gradient, as torch.optim.Adam"
+    name: Literal["adamw", "adam"] = _key(
+        "adamw", "adamw: decoupled decay; adam: decay as L2 in the gradient, as torch.optim.Adam"
     )
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
-    epsilon: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
-    relative: bool = Field(
-        default=True, description="everything in units of each tensor's median magnitude, which rescaling changes"
+    betas: tuple[float, float] = _key((0.9, 0.999), "decay of the two moments", strict=False)
+    epsilon: float = _key(1e-8, "added to the root of the second moment", gt=0)
+    relative: bool = _key(True, "everything in units of each tensor's median magnitude, which rescaling changes")
+    weight_decay: float = _key(
+        0.0, "decay of matrices, per unit of learning rate; adam: times the weight, in its gradient", ge=0
     )
-    weight_decay: float = Field(
-        default=0.0,
-        ge=0,
-        description="decay of matrices, per unit of learning rate; adam: times the weight, in its gradient",
+    clip_norm: float = _key(1.0, "largest norm of the whole gradient, relative as above", gt=0)
+    weights: Precision = _key("fp32", "dtype of the weights that the optimizer changes")
+    rounding: Literal["nearest", "stochastic", "kahan"] = _key(
+        "nearest", "how an update is stored in weights of bf16 or fp16"
     )
-    clip_norm: float = Field(default=1.0, gt=0, description="largest norm of the whole gradient, relative as above")
-    weights: Precision = Field(default="fp32", description="dtype of the weights that the optimizer changes")
-    rounding: Literal["nearest", "stochastic", "kahan"] = Field(
-        default="nearest", description="how an update is stored in weights of bf16 or fp16"
+    moments: Literal["fp32", "bf16", "8bit", "fp8", "4bit"] = _key(
+        "fp32", "how the moments are stored; the last three need torchao"
     )
-    moments: Literal["fp32", "bf16", "8bit", "fp8", "4bit"] = Field(
-        default="fp32", description="how the moments are stored; the last three need torchao"
-    )
-    offload: bool = Field(
-        default=False, description="keep the moments in the machine's memory, not the GPU's, and step there"
-    )
+    offload: bool = _key(False, "keep the moments in the machine's memory, not the GPU's, and step there")
 
     @field_validator("betas")
     @classmethod
@@ -151,18 +127,15 @@ class Optimizer(Section):
 class Schedule(Section):
     """How many steps, and the learning rate at each: a linear rise, then a decay."""
 
-    steps: Positive = Field(default=1000, description="optimizer steps of the whole run")
-    learning_rate: float = Field(
-        default=4e-3, gt=0, description="its highest value; about 1e-4 where optimizer.relative is false"
+    steps: Positive = _key(1000, "optimizer steps of the whole run")
+    learning_rate: float = _key(4e-3, "its highest value; about 1e-4 where optimizer.relative is false", gt=0)
+    advised: bool = _key(
+        False, "raise rate and gradient_accumulation together until half the 16-bit weights move at all"
     )
-    advised: bool = Field(
-        default=False,
-        description="raise rate and gradient_accumulation together until half the 16-bit weights move at all",
-    )
-    warmup: NonNegative = Field(default=50, description="steps of the linear rise")
-    decay: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="shape after the rise")
-    bf16_steps: Positive | None = Field(
-        default=None, description="steps before [bf16, fp16] turns to fp16; default: until the activations fit"
+    warmup: NonNegative = _key(50, "steps of the linear rise")
+    decay: Literal["constant", "linear", "cosine"] = _key("cosine", "shape after the rise")
+    bf16_steps: Positive | None = _key(
+        None, "steps before [bf16, fp16] turns to fp16; default: until the activations fit"
     )
 
     @model_validator(mode="after")
@@ -185,80 +158,61 @@ CERTIFIABLE = ("half", "auto")
 
 
 class Penalty(Section):
-    """The activation-magnitude penalty: which form, and the headroom that it asks for, in bits below each limit."""
+    """The activation-magnitude penalty, and the headroom that it asks for, in bits below each limit."""
 
-    form: Literal["amax", "smooth-max", "mean-square", "lp", "hinge", "none"] = Field(
-        default="smooth-max", description="excess of the largest value, of a smooth maximum, or a published form"
+    form: Literal["smooth-max", "none"] = _key(
+        "smooth-max", "excess of a smooth maximum of the tokens' largest values; none: no penalty"
     )
-    headroom_bits: float = Field(default=1.0, ge=0, lt=24, description="bits that every site keeps below its limit")
-    train_mode: bool = Field(default=False, description="targets that hold with dropout and in the backward pass")
-    probe: bool = Field(
-        default=True,
-        description="also hold what random, long, short and repeated ids reach, which the audit runs as well",
+    headroom_bits: float = _key(1.0, "bits that every site keeps below its limit", ge=0, lt=24)
+    train_mode: bool = _key(False, "targets that hold with dropout and in the backward pass")
+    probe: bool = _key(True, "also hold what random, long, short and repeated ids reach, which the audit runs as well")
+    search_every: Positive | None = _key(
+        50, "steps between searches for the hardest inputs, where no bounds are held; null: none"
     )
-    search_every: Positive | None = Field(
-        default=50, description="steps between searches for the hardest inputs, where no bounds are held; null: none"
+    certify: bool | None = _key(
+        None, "hold the bounds too, so that no input can overflow it; true: else unsafe; null: where possible"
     )
-    certify: bool | None = Field(
-        default=None,
-        description="hold the bounds too, so that no input can overflow it; true: else unsafe; null: where possible",
-    )
-    dual_step: float = Field(default=0.05, gt=0, description="step of the dual ascent on each site's weight")
-    weight: float | None = Field(default=None, ge=0, description="a fixed weight instead of the dual ascent")
+    dual_step: float = _key(0.05, "step of the dual ascent on each site's weight", gt=0)
+    weight: float | None = _key(None, "a fixed weight instead of the dual ascent", ge=0)
 
     @property
     def trained_bits(self) -> float:
-        """Return the headroom in bits that training aims at: half a bit more, since audits meet inputs that it does
-        not."""
+        """Return the headroom that training aims at: half a bit more, since audits meet inputs that it does not."""
         return self.headroom_bits + 0.5
-
-    @model_validator(mode="after")
-    def _agree(self) -> Penalty:
-        if self.form in ("mean-square", "lp") and self.weight is None:
-            raise ValueError(f"form {self.form} has no target to rise to; give a weight")
-        return self
 
 
 class Distillation(Section):
     """Keeping the original's function: the KL divergence of the logits to those of the frozen source."""
 
-    weight: float = Field(
-        default=0.5, ge=0, le=1, description="share of the KL in the loss; the task's loss has the rest"
+    weight: float = _key(0.5, "share of the KL in the loss; the task's loss has the rest", ge=0, le=1)
+    temperature: float = _key(1.0, "divides both sides' logits", gt=0)
+    teacher: Literal["source", "fp32", "bf16"] = _key(
+        "source", "precision in which the original runs; source: the dtype it is stored in"
     )
-    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
-    teacher: Literal["source", "fp32", "bf16"] = Field(
-        default="source", description="precision in which the original runs; source: the dtype it is stored in"
-    )
-    top_k: Positive | None = Field(
-        default=None, description="logits per token computed beforehand, so that no teacher stays"
-    )
+    top_k: Positive | None = _key(None, "logits per token computed beforehand, so that no teacher stays")
 
 
 class Quality(Section):
     """What the result must keep of the original on the held-out examples; less makes the verdict unsafe."""
 
-    max_kl: float | None = Field(
-        default=0.2,
-        gt=0,
-        description="most KL to the original, nats per target token (an encoder: squared error); null: not judged",
+    max_kl: float | None = _key(
+        0.2, "most KL to the original, nats per target token (an encoder: squared error); null: not judged", gt=0
     )
-    max_loss_rise: float | None = Field(
-        default=0.05,
-        ge=0,
-        description="most rise of the held-out loss, as a share of what it was at first; null: not judged",
+    max_loss_rise: float | None = _key(
+        0.05, "most rise of the held-out loss, as a share of what it was at first; null: not judged", ge=0
     )
 
 
 class Evaluation(Section):
     """What is measured on the held-out examples during the run, how often, and how the result is attacked."""
 
-    every: Positive = Field(default=100, description="steps between evaluations")
-    examples: Positive = Field(default=256, description="most held-out examples of one evaluation")
-    generate: bool = Field(default=True, description="ROUGE and BLEU of generated texts where the data have targets")
-    max_new_tokens: Positive = Field(default=64, description="length of a generated text")
-    beams: Positive = Field(default=1, description="beams of the search")
-    attack_steps: NonNegative = Field(
-        default=64, description="gradient steps of the last search for inputs that break what is not proven; 0: none"
+    every: Positive = _key(100, "steps between evaluations")
+    examples: Positive = _key(256, "most held-out examples of one evaluation")
+    generate: bool = _key(True, "ROUGE and BLEU of generated texts where the data have targets")
+    max_new_tokens: Positive = _key(64, "length of a generated text")
+    beams: Positive = _key(1, "beams of the search")
+    attack_steps: NonNegative = _key(
+        64, "gradient steps of the last search for inputs that break what is not proven; 0: none"
     )
 
 
@@ -268,45 +222,37 @@ class Wandb(Section):
     mode: Literal["off", "offline", "online"] = "off"
     project: NonBlank = "bf16-to-fp16"
     entity: NonBlank | None = None
-    name: NonBlank | None = Field(default=None, description="name of the run; default: the output's")
+    name: NonBlank | None = _key(None, "name of the run; default: the output's")
 
 
 class Logging(Section):
     """Where losses, headroom per layer, loss scale and skipped steps are written."""
 
-    every: Positive = Field(default=10, description="steps between lines")
-    local: bool = Field(default=True, description="JSONL beside the checkpoints")
+    every: Positive = _key(10, "steps between lines")
+    local: bool = _key(True, "JSONL beside the checkpoints")
     wandb: Wandb = Wandb()
 
 
 class Checkpointing(Section):
     """Whole states of a run, from which it continues bit for bit."""
 
-    every: Positive = Field(default=100, description="steps between checkpoints")
-    keep: Positive = Field(default=3, description="newest checkpoints that stay; rewinding needs more than one")
-    folder: NonBlank | None = Field(default=None, description="where they go; default: beside the output")
+    every: Positive = _key(100, "steps between checkpoints")
+    keep: Positive = _key(3, "newest checkpoints that stay; rewinding needs more than one")
+    folder: NonBlank | None = _key(None, "where they go; default: beside the output")
 
 
 class Stability(Section):
     """What happens when a run misbehaves, and when it gives up."""
 
-    spike_z: float = Field(default=6.0, gt=0, description="robust z-score of the loss from which it counts as a spike")
-    window: int = Field(default=64, ge=16, description="losses that the z-score is measured against")
-    rewinds: NonNegative = Field(
-        default=3, description="times that a spike sends the run back to an earlier checkpoint"
-    )
-    skip_batches: NonNegative = Field(default=20, description="steps of data left out around a spike after rewinding")
-    nonfinite_stop: Positive = Field(default=100, description="skipped steps in the whole run after which it stops")
-    overflow_stop: Positive = Field(
-        default=20, description="overflows in a row after which the loss scale has collapsed"
-    )
-    stuck_stop: Positive = Field(
-        default=1000, description="steps without progress after which the penalty will not come down"
-    )
-    loss_scale: float = Field(default=65536.0, gt=0, description="first loss scale of fp16")
-    loss_scale_window: Positive = Field(
-        default=2000, description="steps without overflow after which the scale doubles"
-    )
+    spike_z: float = _key(6.0, "robust z-score of the loss from which it counts as a spike", gt=0)
+    window: int = _key(64, "losses that the z-score is measured against", ge=16)
+    rewinds: NonNegative = _key(3, "times that a spike sends the run back to an earlier checkpoint")
+    skip_batches: NonNegative = _key(20, "steps of data left out around a spike after rewinding")
+    nonfinite_stop: Positive = _key(100, "skipped steps in the whole run after which it stops")
+    overflow_stop: Positive = _key(20, "overflows in a row after which the loss scale has collapsed")
+    stuck_stop: Positive = _key(1000, "steps without progress after which the penalty will not come down")
+    loss_scale: float = _key(65536.0, "first loss scale of fp16", gt=0)
+    loss_scale_window: Positive = _key(2000, "steps without overflow after which the scale doubles")
 
 
 class Recipe(Section):
@@ -314,19 +260,19 @@ class Recipe(Section):
 
     source: NonBlank = Field(description="the checkpoint: a folder or a Hub id (name[@revision])")
     out: NonBlank = Field(description="the folder to write")
-    subfolder: NonBlank | None = Field(default=None, description="folder inside the source")
-    target: AskedTarget = Field(default="half", description="what rescaling aims at, as in convert")
-    rescale: bool = Field(default=True, description="rescale exactly before the first step")
-    precision: tuple[Precision, ...] = Field(
-        default=("bf16", "fp16"), strict=False, description="of the run; [bf16, fp16]: bf16 until fp16 holds it"
+    subfolder: NonBlank | None = _key(None, "folder inside the source")
+    target: AskedTarget = _key("half", "what rescaling aims at, as in convert")
+    rescale: bool = _key(True, "rescale exactly before the first step")
+    precision: tuple[Precision, ...] = _key(
+        ("bf16", "fp16"), "of the run; [bf16, fp16]: bf16 until fp16 holds it", strict=False
     )
-    attention: Literal["eager", "scaled", "sdpa"] = Field(
-        default="eager", description="attention of the run; scaled: √scale in q, k; sdpa: fused, hides its scores"
+    attention: Literal["eager", "scaled", "sdpa"] = _key(
+        "eager", "attention of the run; scaled: √scale in q, k; sdpa: fused, hides its scores"
     )
-    gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
-    compile: bool = Field(default=False, description="torch.compile the model")
-    device: str = Field(default="auto", description="auto (CUDA where there is one), cpu, cuda, cuda:N or mps")
-    seed: Seed = Field(default=0, description="seed of dropout, stochastic rounding and, by default, data")
+    gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass")
+    compile: bool = _key(False, "torch.compile the model")
+    device: str = _key("auto", "auto (CUDA where there is one), cpu, cuda, cuda:N or mps")
+    seed: Seed = _key(0, "seed of dropout, stochastic rounding and, by default, data")
     data: Data = Field(description="the section that says what to train on")
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
@@ -367,10 +313,8 @@ class Recipe(Section):
             raise ValueError("schedule.bf16_steps is for precision [bf16, fp16]; set that, or leave it out")
         if self.schedule.advised and (self.optimizer.weights == "fp32" or self.optimizer.rounding != "nearest"):
             lossless = "weights fp32" if self.optimizer.weights == "fp32" else f"rounding {self.optimizer.rounding}"
-            raise ValueError(
-                "schedule.advised is for weights of bf16 or fp16 that are rounded to nearest, and with optimizer."
-                f"{lossless} no update is lost; leave it out"
-            )
+            what = "schedule.advised is for weights of bf16 or fp16 that are rounded to nearest"
+            raise ValueError(f"{what}, and with optimizer.{lossless} no update is lost; leave it out")
         return self
 
     @property
@@ -412,11 +356,10 @@ class Recipe(Section):
 
 
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` put in its place.
+    """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` (the value is YAML).
 
-    The value of an override is read as YAML; sections that the file lacks are made. Raises UserError, one line with
-    the file and the key, for a file that cannot be read, is not UTF-8, YAML or a recipe, for an override that is not
-    ``key=value``, and for a path that begins at the recipe instead of at the folder in which the command runs.
+    Raises UserError, one line with the file and the key, for what cannot be read or is no recipe, for an override that
+    is not ``key=value``, and for a path that begins at the recipe instead of at the folder in which the command runs.
     """
     path = Path(path)
     tree = read_yaml(path, "recipe")
@@ -472,48 +415,12 @@ def _override(tree: dict[Any, Any], override: str, name: str) -> None:
 
 # ---- what pydantic found, in one line --------------------------------------------------------------------------------
 
-
-def _problem(error: Any) -> str:
-    """Return what is wrong with which key and how to mend it."""
-    place = [part for part in error["loc"] if isinstance(part, str)]
-    entry = len(place) < len(error["loc"])
-    key, kind, value, context = ".".join(place) or "recipe", error["type"], error["input"], error.get("ctx", {})
-    if kind == "extra_forbidden":
-        return f"unknown key {key}; did you mean {nearest_key(place)}?"
-    if kind == "missing" and entry:
-        return f"{key} has too few entries; give {_field(place).description}, like {_field(place).default}"
-    if kind == "missing":
-        return f"{key} is missing; add it: {_field(place).description}"
-    if kind == "value_error":
-        # A message about one field begins with a verb; one about a section names its own fields.
-        message = str(context["error"])
-        return f"{key} {message}" if message.startswith("is ") else f"{key}: {message}" if place else message
-    if kind == "literal_error":
-        wanted = f"one of {', '.join(_choices(place))}"
-        close = difflib.get_close_matches(str(value), _choices(place), 1)
-        return f"{key} is {_shown(value)}; use {wanted}" + (f" (nearest: {close[0]})" if close else "")
-    if kind in _BOUNDS:
-        words, name = _BOUNDS[kind]
-        return f"{key} is {_shown(value)}; it must be {words} {context[name]:g}"
-    if kind in ("string_too_short", "string_pattern_mismatch"):
-        return f"{key} is empty; give {_field(place).description or 'a text'}"
-    if kind in _WANTED and value is None:
-        return f"{key} is empty; give {_WANTED[kind]}"
-    if kind in _WANTED:
-        open_too = type(None) in get_args(_field(place).annotation)
-        wanted = _WANTED[kind].replace(" or ", ", ") + " or null" if open_too else _WANTED[kind]
-        return f"{key} is {_shown(value)}, {kind_in_words(value)}; give {wanted}"
-    return f"{key}: {error['msg']}"
-
-
 _BOUNDS = {
-    "greater_than": ("greater than", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("less than", "lt"),
-    "less_than_equal": ("at most", "le"),
+    "greater_than": "greater than",
+    "greater_than_equal": "at least",
+    "less_than": "less than",
+    "less_than_equal": "at most",
 }
-
-
 _WANTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -525,10 +432,40 @@ _WANTED = {
     "tuple_type": "a list, like [a, b]",
     "too_short": "a list with more entries",
     "too_long": "a list with fewer entries",
-    "model_type": "a section: keys on indented lines under it",
-    "model_attributes_type": "a section: keys on indented lines under it",
-    "dict_type": "a section: keys on indented lines under it",
-}
+} | dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a section: keys on indented lines under it")
+
+
+def _problem(error: Any) -> str:
+    """Return what is wrong with which key and how to mend it."""
+    place = [part for part in error["loc"] if isinstance(part, str)]
+    key, kind, value, context = ".".join(place) or "recipe", error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key {key}; did you mean {nearest_key(place)}?"
+    if kind == "value_error":
+        # A message about one field begins with a verb; one about a section names its own fields.
+        message = str(context["error"])
+        return f"{key} {message}" if message.startswith("is ") else f"{key}: {message}" if place else message
+    field: Any = _field(place) if place else None
+    if kind == "missing" and len(place) < len(error["loc"]):
+        return f"{key} has too few entries; give {field.description}, like {field.default}"
+    if kind == "missing":
+        return f"{key} is missing; add it: {field.description}"
+    if kind == "literal_error":
+        close = difflib.get_close_matches(str(value), _choices(place), 1)
+        nearest = f" (nearest: {close[0]})" if close else ""
+        return f"{key} is {_shown(value)}; use one of {', '.join(_choices(place))}{nearest}"
+    if kind in _BOUNDS:
+        (bound,) = context.values()
+        return f"{key} is {_shown(value)}; it must be {_BOUNDS[kind]} {bound:g}"
+    if kind in ("string_too_short", "string_pattern_mismatch"):
+        return f"{key} is empty; give {field.description or 'a text'}"
+    if kind not in _WANTED:
+        return f"{key}: {error['msg']}"
+    if value is None:
+        return f"{key} is empty; give {_WANTED[kind]}"
+    open_too = field is not None and type(None) in get_args(field.annotation)
+    wanted = _WANTED[kind].replace(" or ", ", ") + " or null" if open_too else _WANTED[kind]
+    return f"{key} is {_shown(value)}, {kind_in_words(value)}; give {wanted}"
 
 
 _SYNONYMS = {"lr": "learning_rate", "epochs": "steps", "model": "source", "output": "out", "dtype": "precision"}
@@ -564,13 +501,9 @@ def keys() -> Iterator[tuple[str, str, str]]:
         field = _field(place)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             continue
-        default = "(needed)" if field.is_required() else json.dumps(_as_json(field.default), ensure_ascii=False)
+        default = "(needed)" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
         choices = f" ({', '.join(_choices(place))})" if _choices(place) else ""
         yield ".".join(place), default, (field.description or "") + choices
-
-
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _field(place: Sequence[str]) -> Any:

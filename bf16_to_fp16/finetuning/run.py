@@ -1,9 +1,8 @@
 """From a recipe to an fp16-safe checkpoint, for what rescaling cannot reach.
 
-Rescale exactly, train the fp32 result under the precision it will meet with a penalty on what still passes its limits
-and the original as teacher, then convert what was trained: rescale again, certify, audit, and write the same folder as
-``convert`` does. The rescaled start is a checkpoint on the disk like any other, so that stock code loads it, head
-separated and eps scaled, and a continued run begins from the same bits.
+Rescale exactly, train the fp32 result under the precision it will meet with a penalty and the original as teacher, then
+convert what was trained as ``convert`` does. The rescaled start is a checkpoint on the disk like any other, so that a
+continued run begins from the same bits.
 """
 
 from __future__ import annotations
@@ -56,17 +55,15 @@ from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import PRECISION_DTYPES, MixedPrecision
 from .objectives import BYTE_SENTINEL
-from .processes import in_parts, precisions_of, weights_in_parts
+from .processes import in_parts, launched_with, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe
 from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
 
-
 OF_A_RUN = {START_FOLDER, "log.jsonl", "teacher", "wandb"}
 """What the folder of a run may hold before its first state."""
-
 
 START_BATCHES = 4
 """Batches that the start must hold before the first step."""
@@ -84,10 +81,9 @@ def finetune(
     """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
     first.
 
-    recipe: a Recipe, a mapping, or the path of a YAML file, in which ``overrides`` (``schedule.steps=200``) are put in
-    place. force: replace an existing output. Continues a run that its folder holds, and one that has ended where the
-    recipe now has more steps. Raises UserError for a recipe, a source or data that cannot be used, for a start that is
-    not finite in the recipe's precision, and for a run that cannot succeed.
+    recipe: a Recipe, a mapping, or a YAML file's path, for which ``overrides`` (``schedule.steps=200``) are. force:
+    replace an existing output. Continues a run that its folder holds, and one that has ended where the recipe now has
+    more steps. Raises UserError for what cannot be used, and for a run that cannot succeed.
     """
     command = Command()
     if isinstance(recipe, (str, Path)):
@@ -135,8 +131,8 @@ def options_of(recipe: Recipe, **others: Any) -> Options:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its folder, what it did, on which data, how many processes and which devices, the trained
-    fp32 weights (None on every process but the first), and the recipe as it ran."""
+    """A run that has ended: what it did, on which data and devices, the trained fp32 weights (None on every process but
+    the first), and the recipe as it ran."""
 
     folder: Path
     outcome: Outcome
@@ -148,10 +144,9 @@ class Run:
 
 
 def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | None) -> Run:
-    """Train on the recipe's device; where that runs out of memory, go on from the run's last state on the CPU.
+    """Train on the recipe's device; where that runs out of memory, go on from the last state on the CPU.
 
-    Several processes cannot, of which one alone would wait for the others: they end with a UserError. Raises UserError
-    as ``finetune`` does.
+    Several processes, of which one alone would wait for the others, end with a UserError instead.
     """
     first = int(os.environ.get("RANK", "0")) == 0
     device = Device(recipe.device, progress if first else None)
@@ -179,7 +174,7 @@ def train(
 ) -> Run:
     """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
 
-    place: the device, by default the recipe's. Raises UserError as ``finetune`` does.
+    place: the device, by default the recipe's.
     """
     layout = agreed_layout(checkpoint)
     if "fp16" in recipe.precision and spare_padding(layout.config) == math.inf:
@@ -207,7 +202,9 @@ def train(
     if main and not (start / "config.json").is_file():
         write_start(checkpoint, recipe, start, progress)
     accelerator.wait_for_everyone()
-    student = load(start, torch.float32, attention=attention_of(recipe))
+    if recipe.attention == SCALED:
+        register()
+    student = load(start, torch.float32, attention=recipe.attention)
     # Where stock code ties nothing the embedding is stored under several names; it is trained as the one that it was.
     student.set_input_embeddings(student.get_input_embeddings())
     if recipe.schedule.advised:
@@ -217,16 +214,11 @@ def train(
     fits = False
     if not RunFolder(folder, 1).steps():
         fits = check_start(student, recipe, corpus, accelerator, progress)
-    trainer = Trainer(
-        recipe,
-        student,
-        teacher,
-        corpus,
-        folder,
-        accelerator,
-        progress=progress,
-        log=open_log(recipe, folder) if main else None,
-    )
+    log = None
+    if main:
+        path = folder / "log.jsonl" if recipe.logging.local else None
+        log = RunLog(path, recipe.logging.wandb, folder, Path(recipe.out).name, recipe.describe())
+    trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, log=log)
     if not trainer.states.steps():
         untrained = trainer.weights()
         if main:
@@ -238,8 +230,7 @@ def train(
     # All are done with each other: a process that ends with its group's threads running may be aborted.
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    trained = weights if main else None
-    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), trained, recipe)
+    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), weights if main else None, recipe)
 
 
 @quiet()
@@ -253,10 +244,9 @@ def convert_or_finetune(
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert ``source`` as ``convert_by`` does; where rescaling alone leaves it unsafe, or without a certificate that
-    the recipe asks for, finetune it by ``recipe`` instead, and return what became of it.
+    the recipe asks for, finetune it instead.
 
-    recipe: a YAML file, whose source, out, subfolder and target are those given here. Only a safe result of either, or
-    the finetune's, appears at the place.
+    recipe: a YAML file, whose source, out, subfolder and target are those given here.
     """
     out, force, progress = place.out, place.force, progress or Progress(quiet=True)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -276,13 +266,12 @@ def convert_or_finetune(
         insists = bool(read_as.penalty.certify)
         asked = replace(options, target=read_as.planned_target, prove=insists)
         result = convert_by(asked, source, Destination(work), endpoint=endpoint, progress=progress)
-        proven = result.report["proof"] == "certified"
-        if result.safe and (proven or not insists):
+        if result.safe and (not insists or result.report["proof"] == "certified"):
             put_in_place(work, out.absolute(), force=force)
             return replace(result, out=out)
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
-    left = "uncertified" if result.safe else "unsafe"
-    progress.say(f"Rescaling alone leaves it {left}{f' ({worst})' if worst else ''}: finetuning")
+    left = ("uncertified" if result.safe else "unsafe") + (f" ({worst})" if worst else "")
+    progress.say(f"Rescaling alone leaves it {left}: finetuning")
     finetuned = finetune(recipe, overrides=overrides, force=force, progress=progress, endpoint=endpoint)
     assert finetuned is not None  # the only process is the first one
     return finetuned
@@ -318,8 +307,7 @@ def run_folder(recipe: Recipe) -> Path:
 
 
 def check_run_folder(folder: Path, recipe: Recipe) -> None:
-    """Raise UserError where ``folder`` holds something else than a run of this recipe, or overlaps its source or its
-    output, before anything is loaded."""
+    """Raise UserError where ``folder`` holds something else than a run of this recipe, or overlaps source or output."""
     for other, what in ((recipe.out, "output"), (recipe.source, "source")):
         path = Path(other).expanduser()
         if (what == "output" or path.exists()) and overlap(folder, path):
@@ -346,7 +334,7 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
     on_cpu = place.type == "cpu"
     if place.type == "cuda" and place.index is not None:
         torch.cuda.set_device(place)  # which is then the one that "cuda" means
-    engine = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true")
+    engine = launched_with("DEEPSPEED")
     wanted = int(os.environ.get("WORLD_SIZE", "1"))
     # Given to a single process it would look for a group that nobody made.
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timedelta(hours=2))
@@ -385,18 +373,8 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
     return accelerator
 
 
-def attention_of(recipe: Recipe) -> str:
-    """Return the name under which transformers knows the recipe's attention, after making it known."""
-    if recipe.attention == SCALED:
-        register()
-    return recipe.attention
-
-
 def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Teacher | None:
-    """Return the frozen original in its own precision, or in the one asked for; None where nothing is distilled.
-
-    Where processes have parts of the student's weights they have parts of the teacher's.
-    """
+    """Return the frozen original in its own precision, or in the one asked for; None where nothing is distilled."""
     device = accelerator.device
     if recipe.distillation.weight == 0 and class_of(checkpoint.config).is_language_model:
         return None
@@ -415,8 +393,8 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
 def with_known_sentinels(corpus: Corpus, teacher: Teacher, progress: Progress) -> Corpus:
     """Return a corpus whose sentinels the original knows, where tokens are bytes and the recipe names none.
 
-    Such a tokenizer does not say which ids a model was pretrained with: those of ByT5 count down from 258, others from
-    the last id. Of the two, those from which the original predicts a few batches better.
+    A tokenizer of bytes does not say them: ByT5's count down from 258, others' from the last id. Of the two, those from
+    which the original predicts a few batches better.
     """
     data = corpus.data
     if data.first_sentinel is not None or corpus.objective != "span-corruption" or not corpus.conventions.bytes:
@@ -468,14 +446,13 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
     activation finite.
 
     Raises UserError unless the first of the run's precisions holds them, since a penalty on an infinity has no
-    gradient, or fp16 where nothing would make them fit; RuntimeError where the model's linears do not really compute in
-    it.
+    gradient, or fp16 where nothing would make them fit.
     """
     precisions, device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     if recipe.penalty.form != "none" and recipe.penalty.probe:
-        made = probe_batches(student.config, None, None, seed=recipe.seed)
-        given += [probe_arguments(student, batch, device) for batch in made if not batch.generate]
+        probe = probe_batches(student.config, None, None, seed=recipe.seed)
+        given += [probe_arguments(student, batch, device) for batch in probe if not batch.generate]
     student.to(device).eval()
     first = precisions[0]
     if len(precisions) > 1:
@@ -502,7 +479,8 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
 def overflowing(
     student: Any, given: Sequence[Any], precision: str, device: torch.device, progress: Progress
 ) -> str | None:
-    """Return the first site that is not finite in a precision, or None."""
+    """Return the first site that is not finite in a precision, or None; raise RuntimeError where the model's linears do
+    not really compute in it."""
     mixed_precision = MixedPrecision(precision, device, loss_scale=1.0, window=1)
     with (
         progress.step(f"Checking that the start is finite in {precision}") as advance,
@@ -521,20 +499,10 @@ def overflowing(
     return broken[0].name if broken else None
 
 
-def open_log(recipe: Recipe, folder: Path) -> RunLog:
-    """Return the run's log."""
-    path = folder / "log.jsonl" if recipe.logging.local else None
-    return RunLog(path, recipe.logging.wandb, folder, Path(recipe.out).name, recipe.describe())
-
-
 def rehearse(
     recipe: Recipe, folder: Path, weights: Mapping[str, torch.Tensor], corpus: Corpus, progress: Progress
 ) -> None:
-    """Take untrained weights through what follows the training, so that nothing is learnt that cannot be written:
-    write, open, rescale, certify, and run the result on a batch in fp16.
-
-    Raises UserError as ``convert`` does.
-    """
+    """Take untrained weights through what follows the training, so that nothing is learnt that cannot be written."""
     with (
         progress.step("Trying the conversion on the untrained weights"),
         written_trained(folder, weights) as trained,
@@ -577,29 +545,37 @@ def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterat
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:
     """Return what the report says of the run: the original, the recipe as it was written and what was settled on where
     that left it open (``taken``), the data and what happened."""
-    settings, final = recipe.describe(), taken.describe()
+    written, final = recipe.describe(), taken.describe()
+    sections = [name for name, part in final.items() if isinstance(part, dict)]
     settled = {
         f"{section}.{key}": value
-        for section, part in final.items()
-        if isinstance(part, dict)
-        for key, value in part.items()
-        if settings[section][key] != value
+        for section in sections
+        for key, value in final[section].items()
+        if written[section][key] != value
     }
     # A report is published; of local paths only the last part says anything to others.
-    for section, key in ((settings, "source"), (settings, "out"), (settings["data"], "path")):
-        if Path(str(section[key])).exists() or key == "out":
-            section[key] = Path(str(section[key])).name
-    settings["checkpointing"]["folder"] = None
-    shown = {key: Path(str(value)).name if key == "path" else value for key, value in run.data.items()}
+    out, source, path = Path(recipe.out).name, local_name(recipe.source), local_name(recipe.data.path)
+    settings = written | {
+        "source": source,
+        "out": out,
+        "data": written["data"] | {"path": path},
+        "checkpointing": written["checkpointing"] | {"folder": None},
+    }
+    data = {key: Path(str(value)).name if key == "path" else value for key, value in run.data.items()}
     return Lineage(
         source=Source.of(checkpoint).model_copy(update={"other_sha256": other_sha256(checkpoint)}),
         finetune=FinetuneEntry(
             recipe=settings,
             settled=settled,
-            data=shown,
+            data=data,
             processes=run.processes,
             devices=list(run.devices),
             **run.outcome.to_json(),
             curves=curves(run.folder / "log.jsonl"),
         ),
     )
+
+
+def local_name(place: str) -> str:
+    """Return the last part of a path that exists here, and any other name as it is."""
+    return Path(place).name if Path(place).exists() else place

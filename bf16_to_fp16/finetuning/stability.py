@@ -1,8 +1,7 @@
 """What a run does when something goes wrong: it goes back past a spike of the loss, and ends where it cannot succeed.
 
-A spike sends the run back to an earlier state past the batches around it (Chowdhery et al., PaLM, arXiv:2204.02311,
-section 5.1). A loss that diverges, a loss scale that collapses or a penalty that does not come down ends it with the
-name of the site that is furthest past its target.
+A spike sends the run back to an earlier state past the batches around it (PaLM, arXiv:2204.02311, section 5.1). A loss
+that diverges, a loss scale that collapses or a penalty that does not come down ends it, with the worst site's name.
 """
 
 from __future__ import annotations
@@ -44,25 +43,17 @@ class RunPosition:
 
 
 class Watch:
-    """Looks at the steps of a run, and says where it must go back and when it must end.
-
-    All that it remembers is in ``detector`` and in a run's ``RunPosition``. progress: told of a spike that it has to
-    let pass.
-    """
+    """Says where a run must go back and when it must end; its memory is ``detector`` and ``RunPosition``."""
 
     def __init__(
         self, recipe: Recipe, penalty: ActivationPenalty | None, states: RunFolder, progress: Progress
     ) -> None:
-        """Begin with a detector that has seen nothing."""
         self.recipe, self.penalty, self.states, self.progress = recipe, penalty, states, progress
         self.detector = Detector(z=recipe.stability.spike_z, window=recipe.stability.window)
 
     def spike(self, p: RunPosition, seen: Mapping[str, Any]) -> tuple[int, int] | None:
-        """Feed the detector; where a spike begins that can be undone, return the step of the state to go back to and
-        the spike's first step.
-
-        Raises UserError where the loss diverges and the run has gone back as often as it may.
-        """
+        """Return the step of the state to go back to and the spike's first step, where one begins that can be undone;
+        raise UserError where the loss diverges and the run has gone back as often as it may."""
         if not seen["taken"]:
             return None
         may_go_back = len(p.rewinds) < self.recipe.stability.rewinds
@@ -107,7 +98,7 @@ class Watch:
                 f"{len(p.skipped)} steps had no finite gradient{self._worst()}; look at their examples in log.jsonl,"
                 " or raise stability.nonfinite_stop"
             )
-        if self.penalty is None or self.recipe.penalty.form not in ("amax", "smooth-max"):
+        if self.penalty is None:
             return
         excess = max((o.excess_bits for o in self.penalty.observations().values()), default=0.0)
         if excess <= 0 or excess < p.least_excess - 0.01:

@@ -1,8 +1,7 @@
 """Whole states of a run on the disk: each appears complete under its name or not at all.
 
 A run is a folder: ``start`` (the rescaled checkpoint that it began with), ``log.jsonl``, and ``step-00000100`` for each
-state. A state is written beside its place, flushed and renamed, so that a process that is killed at any moment leaves
-the one before it whole. Tensors are read back without running anything that a file says (``weights_only``).
+state, which is written beside its place, flushed and renamed. Nothing that a file says is run (``weights_only``).
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ from ..system import rename_folder, sync_folder
 
 STATE, TENSORS = "state.pt", "model.safetensors"
 
-
 GOES_ON = "free some space; the same command then goes on with the run"
 
-
 _MODULES = tuple(module for module, _, _ in BLOCKED.values())
-
 
 _NAME = re.compile(r"step-(\d{8})\Z")
 
@@ -41,15 +37,14 @@ class RunFolder:
     """The states under ``path``; ``keep`` of them stay."""
 
     def __init__(self, path: Path, keep: int) -> None:
-        """Look at ``path``, which may not exist yet."""
         self.path, self.keep = path, keep
 
     def steps(self) -> list[int]:
         """Return the steps of the whole states, in order."""
         if not self.path.is_dir():
             return []
-        found = (_NAME.match(entry.name) for entry in self.path.iterdir() if (entry / STATE).is_file())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_NAME.match(entry.name) for entry in self.path.iterdir() if (entry / STATE).is_file())
+        return sorted(int(match[1]) for match in matches if match)
 
     def of(self, step: int) -> Path:
         """Return the folder of a step's state."""
@@ -61,8 +56,7 @@ class RunFolder:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[None]:
-        """Cover the writing of a state; where the disk is full or fails, remove what there is of it and raise
-        UserError: the states before it stay."""
+        """Cover the writing of a state; raise UserError where the disk fails: the states before it stay."""
         try:
             with on_a_disk(self.of(step)):
                 yield

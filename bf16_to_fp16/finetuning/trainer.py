@@ -1,19 +1,15 @@
 """The loop of a finetune: one process or many, and nothing about a run that is not in its state.
 
-A step takes its batches in an order of which a state has the place; dropout's randomness is a function of (seed, step,
-process); the learning rate is a function of the step. So a run that is killed and continued from its last whole state
-ends with the same bits as one that never stopped, and a run on two processes takes the steps of one.
-
-Losses are sums over the positions of the whole step divided by their number, whatever process holds them. A step whose
-gradient is not finite is passed over; what else goes wrong is for ``stability``, and what FSDP and DeepSpeed do
-otherwise for ``processes``.
+A state has the place in the data's order; dropout is a function of (seed, step, process) and the learning rate one of
+the step. So a run that is killed and continued ends with the same bits as one that never stopped, and a run on two
+processes takes the steps of one: losses are sums over all positions of a step divided by their number.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -61,27 +57,25 @@ from .states import RunFolder, read_state, read_tensors, write_state, write_tens
 FITTING_STEPS = 20
 """Steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16."""
 
-
 SEARCH_STEPS = 32
 """Gradient steps of a search for hard inputs."""
-
 
 SEARCHED_SITES, SEARCHED_ROWS = 6, 8
 """Sites furthest past their targets that a search goes after, and rows for each of them."""
 
-
 SEARCHED_LENGTHS = (16, 4, 1, 8, 2)
 """Positions of one search after the other."""
-
 
 HARD_INPUTS = 48
 """Inputs found that are kept."""
 
+CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
+"""Parts of a recipe that may change when a run continues: they have no part in its bits."""
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run did: optimizer steps taken, input and target tokens seen, steps skipped, rewinds, and evaluations in
-    order (step, losses, headroom)."""
+    """What a run did: steps taken, input and target tokens seen, steps skipped, rewinds, and evaluations in order."""
 
     steps: int
     tokens: int
@@ -105,11 +99,11 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 
 
 def freeze_unreached(student: Any) -> None:
-    """Take from training what no text of a stock model goes through: the model inside it that reads something else, and
-    its way into the stream. Processes that share gradients would wait for theirs."""
+    """Take from training what no text goes through, for which processes that share gradients would wait: the model
+    inside a stock model that reads something else, and its way into the stream."""
     family = of_model_type(student.config.model_type)
-    w = None if family is None else family.projector
-    for path in (w.tower, w.at) if w is not None else ():
+    projector = None if family is None else family.projector
+    for path in (projector.tower, projector.at) if projector is not None else ():
         student.get_submodule(path).requires_grad_(False)
 
 
@@ -133,16 +127,14 @@ class Trainer:
         progress: Progress | None = None,
         log: RunLog | None = None,
     ) -> None:
-        """Prepare model, optimizer and penalties; nothing is computed yet.
-
-        Raises UserError where bounds are to be held and a process has parts of the model only.
-        """
+        """Prepare model, optimizer and penalties; raise UserError where bounds cannot be held."""
         self.recipe, self.teacher, self.corpus = recipe, teacher, corpus
         self.progress, self.log = progress or Progress(quiet=True), log
         self.processes = Processes(accelerator)
         self.device = self.processes.device
         self.precisions = precisions_of(recipe, accelerator)
         self.stock = student
+        self.passes = recipe.data.gradient_accumulation
         student.train()
         if recipe.gradient_checkpointing:
             student.config.use_cache = False
@@ -166,11 +158,6 @@ class Trainer:
         self.evaluator = Evaluator(recipe.evaluation, corpus, student, self.model, teacher, self.processes)
 
     # ---- setting up ----------------------------------------------------------------------------------------------
-
-    @property
-    def passes(self) -> int:
-        """Forward passes of one step."""
-        return self.recipe.data.gradient_accumulation
 
     def _penalty(self) -> ActivationPenalty:
         wanted = self.recipe.penalty
@@ -201,16 +188,13 @@ class Trainer:
         return BoundConstraint(self.layout, self.stock)
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
-        stability = self.recipe.stability
-        mixed_precision = MixedPrecision(
-            "fp32" if self.processes.engine else self.precisions[phase],
-            self.device,
-            loss_scale=stability.loss_scale,
-            window=stability.loss_scale_window,
-        )
-        if self.processes.engine and self.precisions[phase] == "fp16":
-            # The engine autocasts, and multiplies the loss by what it is told.
-            mixed_precision.loss_scale = LossScale(stability.loss_scale, stability.loss_scale_window)
+        settings, precision = self.recipe.stability, self.precisions[phase]
+        scale, window = settings.loss_scale, settings.loss_scale_window
+        if not self.processes.engine:
+            return MixedPrecision(precision, self.device, loss_scale=scale, window=window)
+        # The engine autocasts, and multiplies the loss by what it is told.
+        mixed_precision = MixedPrecision("fp32", self.device, loss_scale=scale, window=window)
+        mixed_precision.loss_scale = LossScale(scale, window) if precision == "fp16" else None
         return mixed_precision
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -225,7 +209,7 @@ class Trainer:
         schedule, p = self.recipe.schedule, self.position
         if self.tops is not None:
             self._fill_tops()
-        with self.progress.step(f"Finetuning to step {schedule.steps}") as advance, self._observing():
+        with self.progress.step(f"Finetuning to step {schedule.steps}") as advance, self.penalty or nullcontext():
             if p.step == 0 and not p.evaluations:
                 self._evaluate()
                 self._save()
@@ -249,21 +233,22 @@ class Trainer:
         return Outcome(p.step, p.tokens, tuple(p.skipped), tuple(p.rewinds), tuple(p.evaluations))
 
     @contextmanager
-    def _observing(self) -> Iterator[None]:
-        if self.penalty is None:
+    def _unobserved(self) -> Iterator[None]:
+        """Let the penalty look away."""
+        if self.penalty is not None:
+            self.penalty.detach()
+        try:
             yield
-            return
-        with self.penalty:
-            yield
+        finally:
+            if self.penalty is not None:
+                self.penalty.attach()
 
     def _step(self) -> dict[str, Any]:
         """Take one optimizer step and return what was seen."""
         p, recipe = self.position, self.recipe
         data_step = self.training_batches.steps
         batches = [next(self.training_batches) for _ in range(self.passes)]
-        positions = float(
-            self.processes.sum(torch.tensor(float(sum(int(counted_positions(b).sum()) for b in batches))))
-        )
+        positions = self._total(sum(int(counted_positions(b).sum()) for b in batches))
         rate = learning_rate(recipe.schedule, p.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("scale", 1.0)
@@ -273,11 +258,10 @@ class Trainer:
         taken = norm < math.inf
         p.step += 1
         self._hold_bounds()
-        read = sum(int(b.attention_mask.sum()) for b in batches)
-        p.tokens += int(self.processes.sum(torch.tensor(float(read)))) + int(positions)
+        p.tokens += int(self._total(sum(int(b.attention_mask.sum()) for b in batches))) + int(positions)
         positions = max(1.0, positions)
         task_sum, kl_sum, penalty_sum = (float(x) for x in sums)
-        shown = {
+        shown: dict[str, Any] = {
             "loss": self._mixed(task_sum, kl_sum) / positions,
             "task_loss": task_sum / positions,
             "distillation": kl_sum / positions,
@@ -285,15 +269,11 @@ class Trainer:
             "penalty": penalty_sum / self.processes.world,
             "learning_rate": rate,
             "gradient_norm": norm,
-            **(
-                {"relative_gradient_norm": self.mixed_precision.counted_norm}
-                if recipe.optimizer.relative and not self.processes.engine
-                else {}
-            ),
-            "loss_scale": self._loss_scale(),
-            "precision": self.precisions[p.phase],
-            "tokens": p.tokens,
         }
+        if recipe.optimizer.relative and not self.processes.engine:
+            shown["relative_gradient_norm"] = self.mixed_precision.counted_norm
+        shown["loss_scale"] = None if self.mixed_precision.loss_scale is None else self.mixed_precision.scale
+        shown |= {"precision": self.precisions[p.phase], "tokens": p.tokens}
         if not taken:
             # Rows of data, not text: enough to find the batch again.
             rows = [list(example) for batch in batches for example in batch.examples]
@@ -310,9 +290,12 @@ class Trainer:
             self.log.write(p.step, shown | extra)
         return shown | {"taken": taken}
 
+    def _total(self, count: int) -> float:
+        return float(self.processes.sum(torch.tensor(float(count))))
+
     def _hold_bounds(self) -> None:
-        """Hold the bounds under their lid after a step, from when every activation is inside its target, at the latest
-        from a quarter of the steps on."""
+        """Hold the bounds under their lid from when every activation is inside its target, at the latest from a quarter
+        of the steps on."""
         p, steps = self.position, self.recipe.schedule.steps
         if self.constraint is None:
             return
@@ -327,11 +310,8 @@ class Trainer:
             p.pulled = p.step
 
     def _search_scale(self, batches: Sequence[TrainingBatch], data_step: int, positions: float) -> tuple[float, Tensor]:
-        """Compute a step and finish it, and return its gradient's norm and its sums.
-
-        Until a first step was taken in fp16 the step is computed again while a lower loss scale may help, so that
-        finding the scale costs no data; what is not finite before the backward is the same under every scale.
-        """
+        """Take a step as ``_attempt`` does; until a first one was taken in fp16 compute it again while a lower loss
+        scale may help, so that finding the scale costs no data."""
         scale = self.mixed_precision.loss_scale
         before = None if scale is None or scale.settled else (scale.scale, scale.overflows)
         penalty = None if self.penalty is None else self.penalty.state_dict()
@@ -341,8 +321,8 @@ class Trainer:
                 return norm, sums
             seen = [] if self.penalty is None else self.penalty.observations().values()
             forward_is_finite = bool(sums.isfinite().all()) and all(o.amax < math.inf for o in seen)
+            # What is not finite before the backward is the same under every scale: a skipped step like any other.
             if scale.scale < 1 or not forward_is_finite:
-                # No scale helps: a skipped step like any other.
                 scale.scale, scale.overflows = before[0] / 2, before[1] + 1
                 return norm, sums
             if self.penalty is not None and penalty is not None:
@@ -379,12 +359,8 @@ class Trainer:
                     if self.penalty is not None:
                         self.penalty.drop_step()
                     break
-                scaled = (
-                    total
-                    if self.processes.engine or self.mixed_precision.scale == 1
-                    else total * self.mixed_precision.scale
-                )
-                self.processes.accelerator.backward(scaled)
+                scale = 1.0 if self.processes.engine else self.mixed_precision.scale
+                self.processes.accelerator.backward(total if scale == 1 else total * scale)
         norm = self._finish_step(finite)
         return norm, self.processes.sum(sums)
 
@@ -413,11 +389,8 @@ class Trainer:
         return loss, task.detach().double(), kl.detach().double()
 
     def _look_ahead(self, batches: Sequence[TrainingBatch]) -> bool:
-        """Let the penalty see all passes of a step before the first of them pulls; whether there was need to.
-
-        Its gradient is then that of one large batch. Parts of a model are left without: gathering them once more would
-        cost as much again as the forward.
-        """
+        """Let the penalty see all passes of a step before the first of them pulls, so that its gradient is that of one
+        large batch; whether there was need to. Gathering parts of a model once more would cost as much as a forward."""
         if self.penalty is None or self.passes == 1 or self.processes.sharded or not self.penalty.pulls:
             return False
         for index, batch in enumerate(batches):
@@ -430,32 +403,28 @@ class Trainer:
         """Run a pass's share of a batch of the built-in probe, for the penalty alone: the audit will run what no text
         contains.
 
-        A step's batch is a function of the step, and its rows are dealt out to passes and processes. Random ids are
-        new each time, and other ones than the audit's: what is held fixed would be learnt by heart. Where processes
-        have parts of a model, returns a zero whose backward goes through this forward as well: all must gather the same
-        weights, and the penalty pulls in some of them only.
+        A step's batch is a function of the step, dealt out to passes and processes, and padded as fp16 asks for. Where
+        processes have parts of a model, returns a zero whose backward goes through this forward as well: all must
+        gather the same weights, and the penalty pulls in some of them only.
         """
         if self.penalty is None or not self.recipe.penalty.probe:
             return None
-        whole = self._beyond_the_data()
-        world = self.processes.world
+        whole, world = spared(self.stock.config, self._drawn()), self.processes.world
         count = len(whole.input_ids)
         if index * world >= count and not self.processes.sharded:
             return None
-        # A wrapped model's forwards are for all processes: one for which no row is left repeats the last.
-        first = min(index * world + self.processes.rank, count - 1)
-        part = whole.rows(slice(first, None, self.passes * world))
+        first = index * world + self.processes.rank
+        part = whole.rows(slice(min(first, count - 1), None, self.passes * world))
+        # A wrapped model's forwards are for all processes: one for which no row is left repeats the last, unseen.
+        self.penalty.watches = first < count
         out = self.model(**probe_arguments(self.stock, part, self.device))
-        if not self.processes.sharded:
-            return None
-        anchor: Tensor = _Anchor.apply(values_of(out))
-        return anchor
-
-    def _beyond_the_data(self) -> Batch:
-        """The step's batch of the built-in probe, or of the inputs that a search found, padded as fp16 asks for."""
-        return spared(self.stock.config, self._drawn())
+        self.penalty.watches = True
+        # Of nothing, so that an infinity has no part in it.
+        return values_of(out)[..., :0].sum() if self.processes.sharded else None
 
     def _drawn(self) -> Batch:
+        """The step's batch of the probe, or of what a search found. Random ids are other ones than the audit's and new
+        each time: what is held fixed would be learnt by heart."""
         config, step, hard = self.stock.config, self.position.step, self.position.hard
         seed = self.recipe.seed + 1 + step
         if hard and step % 2:
@@ -463,15 +432,15 @@ class Trainer:
         if (place := step // 2 if hard else step) % 2 == 0:
             # Of random ids there are most, and in short rows nothing is averaged.
             return random_rows(config, seed=seed, left=place % 4 == 2)
-        made = [b for b in probe_batches(config, None, None, seed=seed) if not b.generate]
-        return made[place // 2 % len(made)]
+        drawn = [b for b in probe_batches(config, None, None, seed=seed) if not b.generate]
+        return drawn[place // 2 % len(drawn)]
 
     def _search_hard_inputs(self) -> None:
         """Every so many steps, look for the inputs that bring the sites furthest past their targets, and keep them for
-        the penalty's batches: what a few random rows never meet.
+        the penalty's batches.
 
-        The search is the audit's, over the weights in fp32. Every process finds the same. Where each has a part of the
-        weights only, there is nothing to search; where the bounds are held, nothing to find.
+        The search is the audit's, over the weights in fp32; every process finds the same. Parts of the weights cannot
+        be searched, and where the bounds are held there is nothing to find.
         """
         p, every = self.position, self.recipe.penalty.search_every
         if self.penalty is None or not self.recipe.penalty.probe or every is None:
@@ -482,19 +451,11 @@ class Trainer:
             return
         worst = sorted(seen, key=lambda site: -seen[site].excess_bits)
         turn = p.step // every
-        self.penalty.detach()
-        try:
-            found = worst_ids(
-                self.stock,
-                self.layout,
-                worst[:SEARCHED_SITES] * SEARCHED_ROWS,
-                steps=SEARCH_STEPS,
-                seed=self.recipe.seed + turn,
-                length=SEARCHED_LENGTHS[turn % len(SEARCHED_LENGTHS)],
-            )
-        finally:
-            self.penalty.attach()
-        p.hard = [*found, *p.hard][:HARD_INPUTS]
+        sites, length = worst[:SEARCHED_SITES] * SEARCHED_ROWS, SEARCHED_LENGTHS[turn % len(SEARCHED_LENGTHS)]
+        with self._unobserved():
+            seed = self.recipe.seed + turn
+            hard = worst_ids(self.stock, self.layout, sites, steps=SEARCH_STEPS, seed=seed, length=length)
+        p.hard = [*hard, *p.hard][:HARD_INPUTS]
         if self.log is not None:
             # A part of the step that follows: a run that goes on from this one searches again.
             self.log.write(p.step + 1, {"hard_inputs": len(p.hard)})
@@ -504,8 +465,7 @@ class Trainer:
         return (task * (1 - share) if share < 1 else 0.0) + (kl * share if share > 0 else 0.0)
 
     def _finish_step(self, finite: bool) -> float:
-        """Step the optimizer where the gradient allows, and return its norm, infinite or NaN where the step was
-        skipped."""
+        """Step the optimizer where the gradient allows, and return its norm as ``_attempt`` does."""
         if self.processes.engine:
             norm = math.inf
             if finite:
@@ -515,16 +475,13 @@ class Trainer:
             if self.mixed_precision.loss_scale is not None:
                 self.mixed_precision.loss_scale.update(overflowed=not norm < math.inf)
             return norm
-        owned = [(p, g.get("scale", 1.0)) for g in self.optimizer.param_groups for p in g["params"]]
-        norm = self.mixed_precision.finish(
-            [p for p, _ in owned], self.recipe.optimizer.clip_norm, [unit for _, unit in owned]
-        )
+        groups = self.optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"]]
+        units = [group.get("scale", 1.0) for group in groups for _ in group["params"]]
+        norm = self.mixed_precision.finish(parameters, self.recipe.optimizer.clip_norm, units)
         if norm < math.inf:
             self.optimizer.step()
         return norm
-
-    def _loss_scale(self) -> float | None:
-        return None if self.mixed_precision.loss_scale is None else self.mixed_precision.scale
 
     # ---- what may go wrong ---------------------------------------------------------------------------------------
 
@@ -579,25 +536,23 @@ class Trainer:
         if not held:
             return
         self.model.eval()
-        if self.penalty is not None:
-            self.penalty.detach()
-        try:
-            found: dict[str, Any] = {"step": p.step, **self.evaluator.measure(held, self.mixed_precision)}
-        finally:
-            self.model.train()
-            if self.penalty is not None:
-                self.penalty.attach()
+        with self._unobserved():
+            measured: dict[str, Any] = {"step": p.step, **self.evaluator.measure(held, self.mixed_precision)}
+        self.model.train()
         if self.constraint is not None:
             over = self.constraint.over()
-            found["bounds_over"] = len(over)
-            found["bound_excess_bits"] = max((-site.headroom_bits for site in over), default=0.0)
+            measured["bounds_over"] = len(over)
+            measured["bound_excess_bits"] = max((-site.headroom_bits for site in over), default=0.0)
         if self.penalty is not None and self.penalty.observations():
             name, seen = self.penalty.worst()
-            found["worst_site"], found["worst_headroom_bits"] = name, recipe.penalty.trained_bits - seen.excess_bits
-        p.evaluations.append(found)
+            measured["worst_site"], measured["worst_headroom_bits"] = (
+                name,
+                recipe.penalty.trained_bits - seen.excess_bits,
+            )
+        p.evaluations.append(measured)
         if self.log is not None:
-            self.log.write(p.step, {"evaluation": found})
-        shown = ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in found.items() if isinstance(v, float))
+            self.log.write(p.step, {"evaluation": measured})
+        shown = ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in measured.items() if isinstance(v, float))
         self.progress.say(f"Step {p.step}: {shown or 'no figures'}")
 
     # ---- states --------------------------------------------------------------------------------------------------
@@ -617,7 +572,7 @@ class Trainer:
 
     def _check_parts(self, state: Mapping[str, Any], folder: Path) -> None:
         """Raise UserError for a state of which other processes than these have the parts."""
-        parts, here = state["parts"], self._parts
+        parts, here = state["parts"], self.processes.parts
         if parts != here:
             said = {n: "whole" if n is None else f"in {counted(n, 'part')} (ZeRO or FSDP)" for n in (parts, here)}
             raise UserError(
@@ -625,22 +580,16 @@ class Trainer:
                 " processes by the configuration that it was written under, or give another checkpointing.folder"
             )
 
-    @property
-    def _parts(self) -> int | None:
-        """In how many parts a state is written; None where it is written whole."""
-        return self.processes.world if self.processes.sharded else None
-
     def _save(self) -> None:
         """Write a whole state, together."""
         with self.states.writing(self.position.step):
             self._write(self.position.step)
 
     def _write(self, step: int) -> None:
-        main = self.processes.main
+        main, work = self.processes.main, self.states.partial(step)
         if main:
             self.states.begin(step)
         self.processes.wait()
-        work = self.states.partial(step)
         state: dict[str, Any] = {
             "progress": vars(self.position),
             "stream": self.training_batches.state_dict(),
@@ -649,7 +598,7 @@ class Trainer:
             "constraint": None if self.constraint is None else self.constraint.state_dict(),
             "detector": self.watch.detector.state_dict(),
             "recipe": self.recipe.asked.describe(),
-            "parts": self._parts,
+            "parts": self.processes.parts,
         }
         if self.processes.sharded:
             state["untouched"] = not self.processes.engine and not self.optimizer.state
@@ -667,8 +616,7 @@ class Trainer:
         self.processes.wait()
 
     def _forget_if(self, untouched: bool) -> None:
-        """Empty an optimizer that has not stepped: torch fills it for a sharded state by a step of its own, which the
-        bias correction would count."""
+        """Empty an optimizer that has not stepped: for a sharded state torch takes a step of its own."""
         if untouched:
             self.optimizer.state.clear()
 
@@ -715,32 +663,12 @@ class Trainer:
                 advance(step + 1, steps)
 
 
-class _Anchor(torch.autograd.Function):
-    """A zero whose gradient is a tensor of zeros, whatever the values are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape, ctx.dtype, ctx.device = x.shape, x.dtype, x.device
-        return torch.zeros((), device=x.device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
-
-
 def probe_arguments(model: Any, batch: Batch, device: torch.device) -> dict[str, Any]:
     """Return what to call a stock model with for a batch of the probe."""
-    given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-    if batch.decoder_input_ids is not None:
-        given["decoder_input_ids"] = batch.decoder_input_ids
-        given["decoder_attention_mask"] = batch.decoder_attention_mask
-    if batch.decoder_input_ids is not None or is_causal(model.config):
-        given["use_cache"] = False
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
-
-
-CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
-"""Parts of a recipe that may change when a run continues: they have no part in its bits."""
+    names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+    given = {name: x.to(device) for name in names if (x := getattr(batch, name)) is not None}
+    uncached = batch.decoder_input_ids is not None or is_causal(model.config)
+    return given | ({"use_cache": False} if uncached else {})
 
 
 def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:

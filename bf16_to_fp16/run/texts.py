@@ -7,8 +7,7 @@ answer.
 
 ``datasets`` has readers of JSON, CSV and text of its own. They are not used, because they change what they read: a text
 2020-01-01 becomes a time, the cell NA nothing, a list on a line a row of text; what is broken they name by the place in
-a block of the file, if at all. Without them a file is probed without the second that importing ``datasets`` takes, and
-where ``datasets`` is not installed the rows of files are held in memory instead (``PlainRows``).
+a block of the file, if at all. Without them a file is probed without the second that importing ``datasets`` takes.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +228,7 @@ def _ending(path: Path) -> str:
 
 def hub_rows(name: str) -> Iterator[dict[str, Any]]:
     """Yield the first 4096 rows of the first split of a dataset of the Hub; raise UserError where it cannot be read."""
-    datasets = the_datasets_library(name)
+    import datasets
 
     try:
         with asking_the_hub(name):
@@ -255,7 +253,7 @@ def asking_the_hub(name: str) -> Iterator[None]:
     ``datasets`` alone would try again for half a minute first. Raises UserError where the Hub is out of reach and the
     cache has no such dataset.
     """
-    datasets = the_datasets_library(name)
+    import datasets
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -282,55 +280,7 @@ def asking_the_hub(name: str) -> Iterator[None]:
     yield
 
 
-def the_datasets_library(name: str) -> Any:
-    """Return the package ``datasets``; raise UserError where it is not installed, for data that need it."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{name}: no such file here, and datasets of the Hub need the package datasets;"
-            " run `pip install datasets`, or give a local file"
-        ) from error
-    return datasets
-
-
 # ---- tables and streams ----------------------------------------------------------------------------------------------
-
-
-class PlainRows:
-    """Texts of local files where ``datasets`` is not installed: what a table and a stream of it are asked for.
-
-    rows: {"text", "target"}, all of them in memory.
-    """
-
-    def __init__(self, rows: Sequence[Mapping[str, str | None]]) -> None:
-        self.rows, self.first = rows, 0
-
-    def __getitem__(self, chosen: Sequence[int]) -> dict[str, list[str | None]]:
-        """Return the chosen rows by column."""
-        return {name: [self.rows[row][name] for row in chosen] for name in ("text", "target")}
-
-    def __iter__(self) -> Iterator[Mapping[str, str | None]]:
-        """Yield the rows from the place of a loaded state on."""
-        while self.first < len(self.rows):
-            self.first += 1
-            yield self.rows[self.first - 1]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many rows have been yielded."""
-        return {"rows": self.first}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state was taken; raise UserError for one that ``datasets`` took."""
-        if "rows" not in state:
-            raise UserError("this run streamed its data with the package datasets; run `pip install datasets`")
-        self.first = int(state["rows"])
-
-    def sizes(self) -> list[int]:
-        """Return the characters of every row, 0 where the text is blank."""
-        return [
-            len(row["text"] or "") + len(row["target"] or "") if (row["text"] or "").strip() else 0 for row in self.rows
-        ]
 
 
 def open_texts(
@@ -346,8 +296,7 @@ def open_texts(
 
     path: what ``local_files`` takes, else the id of a dataset on the Hub, of which ``subset`` and ``split`` are taken.
     streaming: rows are read as they are needed instead of first, into an Arrow table in the cache of ``datasets``.
-    Where that is not installed, ``PlainRows`` of local files. Raises UserError for what cannot be read; rows that are
-    read later raise within ``plain_errors``.
+    Raises UserError for what cannot be read; rows that are read later raise within ``plain_errors``.
     """
     named = (input_column, target_column)
     files = local_files(path)
@@ -359,9 +308,8 @@ def open_texts(
             "columns": (None, None) if _ending(files[0]) == ".txt" else named,
             "stamps": tuple((file.stat().st_size, file.stat().st_mtime_ns) for file in files),
         }
-        if find_spec("datasets") is None:
-            return _plain_rows(**wanted)
-    datasets = the_datasets_library(path)
+    import datasets
+
     with plain_errors(path), _quiet(datasets):
         if files is not None and _ending(files[0]) != ".parquet":
             features = datasets.Features({"text": datasets.Value("string"), "target": datasets.Value("string")})
@@ -390,15 +338,6 @@ def _local_rows(
     for name in files:
         for text, target in text_pairs(path, file_rows(Path(name)), *columns):
             yield {"text": text, "target": target}
-
-
-def _plain_rows(path: str, **wanted: Any) -> tuple[PlainRows, tuple[str, str | None]]:
-    """All rows of local files, and which columns they have."""
-    with plain_errors(path):
-        rows = list(_local_rows(path, **wanted))
-    if not rows:
-        raise UserError(f"{path}: no examples in it; give data with at least one line of text")
-    return PlainRows(rows), ("text", "target" if rows[0]["target"] is not None else None)
 
 
 def _columns_of(path: str, dataset: Any, input_column: str | None, target_column: str | None) -> tuple[str, str | None]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from support.learner import recipe_tree, saved
+from support.learner import recipe_tree, rows_of, saved
 
 from bf16_to_fp16.advise.updates import advise_updates
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -102,8 +102,7 @@ def test_a_run_takes_the_pair_and_goes_on_with_it(tmp_path: Path, capsys: pytest
     assert ran["recipe"]["schedule"]["learning_rate"] == 1e-3
     rate, passes = (ran["settled"][key] for key in ("schedule.learning_rate", "data.gradient_accumulation"))
     assert passes == math.ceil(rate / 1e-3) > 1
-    rows = [json.loads(line) for line in (tmp_path / "out.run" / "log.jsonl").read_text().splitlines()]
-    assert [row["learning_rate"] for row in rows if "loss" in row] == [rate, rate]
+    assert [row["learning_rate"] for row in rows_of(tmp_path / "out.run", "loss")] == [rate, rate]
     # The pair written out is the same run, and a killed one goes on from its state.
     plain = {**tree, "out": str(tmp_path / "plain"), "data": {**tree["data"], "gradient_accumulation": passes}}
     plain["schedule"] = {**tree["schedule"], "learning_rate": rate, "advised": False}

@@ -11,19 +11,27 @@ import pytest
 import torch
 from support import tiny
 from support.contract import layout_of
-from support.learner import recipe_tree, saved, tiny_model
+from support.learner import (
+    Damage,
+    Killed,
+    changed,
+    kept,
+    killed_at,
+    recipe_tree,
+    rows_of,
+    saved,
+    tiny_model,
+    trainer_of,
+)
 
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.convert import Conversion, convert_by
 from bf16_to_fp16.conversion.options import Destination, Options
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.bound_constraint import MARGIN_BITS, TOLERANCE_BITS, BoundConstraint
-from bf16_to_fp16.finetuning.corpus import open_corpus
-from bf16_to_fp16.finetuning.distillation import Teacher
-from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.processes import Processes
-from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
-from bf16_to_fp16.finetuning.run import convert_or_finetune, make_accelerator, options_of
+from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe, read_recipe
+from bf16_to_fp16.finetuning.run import convert_or_finetune, options_of
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.numerics import FP16_MAX
@@ -53,7 +61,10 @@ def worst(constraint: BoundConstraint) -> float:
 
 
 def test_bounds_over_the_lid_come_down_to_it_and_the_certificate_then_holds_them() -> None:
-    model = hard_model()
+    """And processes that have the same weights keep the same."""
+    model, other = hard_model(), hard_model()
+    twin = BoundConstraint(layout_of(other), other)
+    twin.begin(0)
     constraint = BoundConstraint(layout_of(model), model)
     assert {SCORES, GATE, HEAD} <= {site.name for site in constraint.over()}
     constraint.begin(0)
@@ -61,11 +72,13 @@ def test_bounds_over_the_lid_come_down_to_it_and_the_certificate_then_holds_them
     assert start == constraint.start > 2
     for step in range(1, 21):
         constraint.hold(step, 20)
+        twin.hold(step, 20)
         # Down by as many bits in each of ten steps, then it stays.
         assert worst(constraint) == pytest.approx(start * max(0.0, 1 - step / 10), abs=2 * TOLERANCE_BITS)
     assert constraint.over() == []
     held = constraint.observations()
     assert held[GATE].amax == pytest.approx(FP16_MAX * 2.0**-MARGIN_BITS, rel=0.01)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_a_head_of_queries_comes_down_without_the_keys_that_it_shares() -> None:
@@ -87,18 +100,6 @@ def test_a_head_of_queries_comes_down_without_the_keys_that_it_shares() -> None:
     kept = torch.cat([torch.arange(10), torch.arange(20, 40)])
     moved, was = after["q_proj.weight"], before["q_proj.weight"]
     assert torch.equal(moved[kept], was[kept]) and not torch.equal(moved[10:20], was[10:20])
-
-
-def test_processes_that_have_the_same_weights_keep_the_same() -> None:
-    held = []
-    for model in (hard_model(), hard_model()):
-        constraint = BoundConstraint(layout_of(model), model)
-        constraint.begin(0)
-        for step in range(1, 4):
-            constraint.hold(step, 4)
-        held.append(model)
-    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in held), strict=True))
-    assert not all(torch.equal(*pair) for pair in zip(held[0].parameters(), hard_model().parameters(), strict=True))
 
 
 def test_what_is_under_the_lid_keeps_every_bit() -> None:
@@ -224,51 +225,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("source"), 120)
 
 
-class Killed(BaseException):
-    """Stands for the end of the process, which no handler sees."""
-
-
 def recipe(folder: Path, precision: str = "fp32", data: dict[str, Any] | None = None, **penalty: Any) -> Recipe:
     """Ten steps on the tiny model's text."""
-    tree = recipe_tree(folder, folder / "out")
-    return parse_recipe(
-        tree
-        | {
-            "device": "cpu",
-            "data": tree["data"] | (data or {}),
-            "schedule": {"steps": 10, "warmup": 2},
-            "precision": precision,
-            "penalty": {"form": "none", "certify": True} | penalty,
-            "checkpointing": {"every": 4},
-            "evaluation": {"every": 100, "generate": False},
-        }
-    )
+    changes = {
+        "device": "cpu",
+        "data": data or {},
+        "schedule": {"steps": 10},
+        "precision": precision,
+        "penalty": {"form": "none", "certify": True} | penalty,
+        "checkpointing": {"every": 4},
+        "evaluation": {"every": 100, "generate": False},
+    }
+    return parse_recipe(changed(recipe_tree(folder, folder / "out"), changes))
 
 
-def trainer(recipe: Recipe, folder: Path, run: Path, model: Any = None, killed_at: int | None = None) -> Trainer:
-    """A trainer of the hard model, or another one, distilled from the hard model; it dies at a step of data."""
-    run.mkdir(exist_ok=True)
-    student = model or hard_model()
-    corpus = open_corpus(recipe.data, folder, student.config, seed=recipe.data_seed)
-    accelerator = make_accelerator(recipe)
-    teacher = Teacher(hard_model(), accelerator.device, temperature=recipe.distillation.temperature)
-    log = RunLog(run / "log.jsonl", recipe.logging.wandb, run, "run", {})
-    made = Trainer(recipe, student, teacher, corpus, run, accelerator, log=log)
-    if killed_at is not None:
-        advance = type(made.training_batches).__next__
-
-        class Mortal(type(made.training_batches)):  # type: ignore[misc]
-            def __next__(self) -> Any:
-                if self.steps == killed_at:
-                    raise Killed
-                return advance(self)
-
-        made.training_batches.__class__ = Mortal
-    return made
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+def trainer(recipe: Recipe, folder: Path, run: Path, model: Any = None, damage: Damage = kept) -> Trainer:
+    """A trainer of the hard model, or another one, distilled from the hard model."""
+    return trainer_of(recipe, folder, run, model or hard_model(), hard_model(), damage)
 
 
 def test_a_run_ends_with_bounds_that_hold_and_logs_them(folder: Path, tmp_path: Path) -> None:
@@ -276,24 +249,18 @@ def test_a_run_ends_with_bounds_that_hold_and_logs_them(folder: Path, tmp_path: 
     first, last = made.train().evaluations
     assert first["bounds_over"] > 3 and first["bound_excess_bits"] > 2
     assert last["bounds_over"] == last["bound_excess_bits"] == 0
-    logged = [row["bound_bits"] for row in rows_of(tmp_path / "run") if "bound_bits" in row]
+    logged = [row["bound_bits"] for row in rows_of(tmp_path / "run", "bound_bits")]
     assert len(logged) == 10 and logged == pytest.approx(sorted(logged), abs=2 * TOLERANCE_BITS)
     assert logged[-1] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
-
-
-def test_a_lid_that_comes_down_is_no_spike_and_one_at_rest_may_have_one(folder: Path, tmp_path: Path) -> None:
-    made = trainer(recipe(folder), folder, tmp_path / "run")
-    made.train()
-    assert made.constraint is not None and made.constraint.first == 1
-    # Down over half of the nine steps that remain, so that its last move is in step 5.
-    assert made.position.pulled == 5
+    # A lid that comes down makes no spike: over half of the nine steps that remain, so that its last move is in step 5.
+    assert made.constraint is not None and made.constraint.first == 1 and made.position.pulled == 5
 
 
 def test_it_begins_when_the_penalty_holds_or_after_a_quarter_of_the_steps(folder: Path, tmp_path: Path) -> None:
-    made = trainer(recipe(folder, form="amax"), folder, tmp_path / "run")
+    made = trainer(recipe(folder, form="smooth-max"), folder, tmp_path / "run")
     made.train()
     assert made.constraint is not None and made.constraint.first == 3  # activations are past their targets until then
-    easy = trainer(recipe(folder, form="amax"), folder, tmp_path / "easy", model=tiny_model())
+    easy = trainer(recipe(folder, form="smooth-max"), folder, tmp_path / "easy", model=tiny_model())
     easy.train()
     assert easy.constraint is not None and easy.constraint.first == 1 and easy.constraint.start == 0
 
@@ -305,11 +272,11 @@ def test_accumulated_passes_and_steps_that_are_skipped_are_held_as_well(folder: 
 
 
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(folder: Path, tmp_path: Path) -> None:
-    wanted = recipe(folder, form="amax", headroom_bits=2.0)
+    wanted = recipe(folder, form="smooth-max", headroom_bits=2.0)
     whole = trainer(wanted, folder, tmp_path / "whole")
     outcome = whole.train()
     with pytest.raises(Killed):
-        trainer(wanted, folder, tmp_path / "cut", killed_at=6).train()
+        trainer(wanted, folder, tmp_path / "cut", damage=killed_at(6)).train()
     assert RunFolder(tmp_path / "cut", 3).steps() == [0, 4]
     again = trainer(wanted, folder, tmp_path / "cut", model=hard_model(seed=9))
     assert again.train() == outcome
@@ -356,10 +323,6 @@ def report_of(folder: Path) -> dict[str, Any]:
     return report
 
 
-def test_plans_of_a_certified_finetune_hold_every_signal_for_every_input(folder: Path) -> None:
-    assert options_of(recipe(folder)).prove and not options_of(recipe(folder, certify=False)).prove
-
-
 def test_a_proof_that_a_tied_head_stands_in_the_way_of_takes_a_head_apart(tmp_path: Path) -> None:
     """The last norm takes back what the stream is scaled by; two neurons that undo each other only bounds see."""
     model = tiny.pegasus().eval()
@@ -396,6 +359,7 @@ def test_convert_finetunes_what_is_safe_and_not_certified_where_the_recipe_asks_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certify: bool, proof: str, finetuned: int
 ) -> None:
     path, called = written(tmp_path), []
+    assert options_of(read_recipe(path, [f"penalty.certify={str(certify).lower()}"])).prove is certify
 
     def converted(options: Options, source: Path, place: Destination, **_: Any) -> Conversion:
         assert options.prove == certify and options.target == ("half" if certify else "auto")
@@ -414,25 +378,20 @@ def test_convert_finetunes_what_is_safe_and_not_certified_where_the_recipe_asks_
     assert len(called) == finetuned
 
 
-def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do(
+def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do_and_where_it_was_not_asked_for_attacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
-    assert main(["finetune", str(written(tmp_path, "evaluation: {attack_steps: 0}"))]) == 1
+    path = written(tmp_path, "evaluation: {attack_steps: 0}")
+    assert main(["finetune", str(path)]) == 1
     report = report_of(tmp_path)
     assert report["verdict"] == "unsafe" and report["proof"] == "observed"
     missed = next(entry for entry in report["unsafe"] if entry["signal"] == "certificate")
     assert "over the limit, most by" in missed["reason"] and missed["remedy"] == report["finetune"]["next"]
     assert "bf16-to-fp16 finetune" in missed["remedy"] and "next: " in "".join(capsys.readouterr())
-
-
-def test_a_certificate_that_was_not_asked_for_is_not_missed_and_what_lacks_it_is_attacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
-    path = written(tmp_path, "evaluation: {attack_steps: 1}")
-    path.write_text(path.read_text().replace("certify: true, ", ""))
-    main(["finetune", str(path)])
+    # The run that has ended is the same where the recipe leaves the certificate open.
+    path.write_text(path.read_text().replace("certify: true, ", "").replace("attack_steps: 0", "attack_steps: 1"))
+    main(["finetune", str(path), "--force"])
     report = report_of(tmp_path)
     assert report["finetune"]["settled"]["penalty.certify"] is True and report["proof"] == "observed"
     assert "certificate" not in {entry["signal"] for entry in report["unsafe"]}

@@ -4,9 +4,7 @@ import gzip
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -691,39 +689,38 @@ def test_pairs_are_read_from_every_kind_of_file(opened: Open, tmp_path: Path, ki
         assert bool((batch.labels[k] != PAD).all())
 
 
+NAMED = {"text": "not me", "document": "d", "summary": "s", "target": "t", "number": 1}
+
+
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
-def test_columns_may_have_any_name(opened: Open, tmp_path: Path, kind: str, streaming: bool) -> None:
-    rows = [{"text": "not me", "document": f"d {k}", "summary": f"s {k}", "target": "nor me"} for k in range(3)]
-    path = written(tmp_path, kind, rows)
-    named = {"path": path, "batch_size": 3, "streaming": streaming}
-    pairs = opened("t5", **named, input_column="document", target_column="summary", objective="none")
-    batch = next(pairs.training_batches())
-    assert sorted(batch.targets or ()) == ["s 0", "s 1", "s 2"]
-    assert pairs.tokenizer.decode(batch.input_ids[0], skip_special_tokens=True).startswith("d ")
-    plain = opened("t5", **named, input_column="document", objective="span-corruption")
-    assert plain.objective == "span-corruption" and next(plain.training_batches()).targets is None
-    half = opened("t5", **named, target_column="summary")
-    assert half.tokenizer.decode(next(half.training_batches()).input_ids[0], skip_special_tokens=True) == "not me"
-
-
-def test_a_named_target_is_not_taken_for_the_input(opened: Open, tmp_path: Path) -> None:
-    for kind in (".jsonl", ".parquet"):
-        path = written(tmp_path, kind, [{"answer": "a", "question": "q", "other": "o"}])
-        batch = next(opened("byt5", path=path, target_column="answer").training_batches())
-        assert batch.input_ids[0].tolist() == [ord("q") + 3, END]
-        assert batch.targets is not None and batch.targets[0] == "a"
-
-
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
-def test_named_columns_mean_the_same_in_every_kind_of_file(opened: Open, tmp_path: Path, kind: str) -> None:
-    path = written(tmp_path, kind, [{"target": "t", "answer": "a", "number": 1}])
-    with pytest.raises(UserError, match="column 'number' holds something that is not text"):
-        opened("byt5", path=path, input_column="number")
-    # A target that is named as the input is not its own answer.
-    assert opened("byt5", path=path, input_column="target").objective == "span-corruption"
-    batch = next(opened("byt5", path=path, target_column="answer").training_batches())
-    assert batch.input_ids[0].tolist() == [ord("t") + 3, END] and set(batch.targets or ()) == {"a"}
+@pytest.mark.parametrize(
+    ("row", "columns", "text", "target"),
+    [
+        (NAMED, {"input_column": "document", "target_column": "summary", "objective": "none"}, "d", "s"),
+        (NAMED, {"target_column": "summary"}, "not me", "s"),
+        (NAMED, {"input_column": "document", "objective": "span-corruption"}, "d", None),
+        # A target that is named as the input is not its own answer, nor is a named target the input.
+        (NAMED, {"input_column": "target", "objective": "auto"}, "t", None),
+        ({"answer": "a", "question": "q", "other": "o"}, {"target_column": "answer"}, "q", "a"),
+        ({"target": "t", "answer": "a"}, {"target_column": "answer"}, "t", "a"),
+    ],
+)
+def test_columns_may_have_any_name(
+    opened: Open,
+    tmp_path: Path,
+    kind: str,
+    streaming: bool,
+    row: dict[str, Any],
+    columns: dict[str, str],
+    text: str,
+    target: str | None,
+) -> None:
+    corpus = opened("byt5", path=written(tmp_path, kind, [row]), streaming=streaming, **columns)
+    assert corpus.objective == ("span-corruption" if target is None else "pairs")
+    assert next(corpus.source.blocks(None)).read([0])[0][0] == text
+    targets = next(corpus.training_batches()).targets
+    assert targets is None if target is None else set(targets or ()) == {target}
 
 
 def test_long_pairs_are_cut_with_their_end(opened: Open, tmp_path: Path) -> None:
@@ -735,18 +732,11 @@ def test_long_pairs_are_cut_with_their_end(opened: Open, tmp_path: Path) -> None
     assert batch.input_ids[0, -1] == batch.labels[0, -1] == END
 
 
-def test_a_csv_cell_is_text_whatever_it_looks_like(opened: Open, tmp_path: Path) -> None:
-    path = tmp_path / "cells.csv"
-    cells = ["NA", "null", "12", "1e5", "2020-01-01", "true", '"a,b"']
-    path.write_text("text\n" + "\n".join(cells) + "\n", encoding="utf-8")
-    corpus = opened(path=path)
-    rows = corpus.source.blocks(None)
-    assert [text for text, _ in next(rows).read(range(7))] == [*cells[:-1], "a,b"]
-
-
-def test_json_that_looks_like_a_date_stays_text(opened: Open, tmp_path: Path) -> None:
-    path = written(tmp_path, ".jsonl", [{"text": f"2020-01-0{k}"} for k in range(1, 4)])
-    assert next(opened(path=path).source.blocks(None)).read([0]) == [("2020-01-01", None)]
+@pytest.mark.parametrize("kind", [".csv", ".jsonl"])
+def test_a_cell_is_text_whatever_it_looks_like(opened: Open, tmp_path: Path, kind: str) -> None:
+    cells = ["NA", "null", "12", "1e5", "2020-01-01", "true", "a b"]
+    corpus = opened(path=written(tmp_path, kind, [{"text": cell} for cell in cells]))
+    assert [text for text, _ in next(corpus.source.blocks(None)).read(range(7))] == cells
 
 
 def test_blank_rows_are_left_out_and_counted(opened: Open, tmp_path: Path) -> None:
@@ -834,20 +824,21 @@ def test_bad_data_is_one_line_of_what_to_do(
     assert wanted in message
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
 @pytest.mark.parametrize(
-    ("columns", "wanted"),
+    ("kind", "side", "column"),
     [
-        ({"input_column": "body"}, "column 'body'"),
-        ({"target_column": "answer"}, "column 'answer'"),
+        *itertools.product((".jsonl", ".csv", ".parquet"), ("input", "target"), ("body",)),
+        (".jsonl", "input", "note"),
+        (".parquet", "input", "note"),
     ],
 )
-def test_a_column_that_is_not_there_is_named(
-    opened: Open, tmp_path: Path, kind: str, columns: dict[str, str], wanted: str
+def test_a_column_that_is_not_there_or_no_text_is_named(
+    opened: Open, tmp_path: Path, kind: str, side: str, column: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
-        opened(path=written(tmp_path, kind, ROWS), **columns)
-    assert wanted in str(caught.value) and "input, target, note" in str(caught.value)
+    with pytest.raises(UserError, match=f"column '{column}'") as caught:
+        opened(path=written(tmp_path, kind, ROWS), **{f"{side}_column": column})
+    wanted = "holds something that is not text" if column == "note" else "input, target, note"
+    assert wanted in str(caught.value)
 
 
 def test_a_row_without_a_target_is_named(opened: Open, tmp_path: Path) -> None:
@@ -928,76 +919,3 @@ def test_the_demo_checkpoints_know_the_task_when_it_is_theirs(name: str) -> None
     # They were trained with the last id of the vocabulary as their first sentinel, not with ByT5's.
     assert losses[383] < losses[None] - 0.8
     assert math.isfinite(losses[None])
-
-
-# ---- without the package datasets -----------------------------------------------------------------------------------
-
-WITHOUT = """
-import sys
-sys.modules["datasets"] = None
-import json
-from pathlib import Path
-from types import SimpleNamespace
-
-from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.corpus import open_corpus
-from bf16_to_fp16.finetuning.recipe import Data
-
-folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
-config = SimpleNamespace(
-    vocab_size=384, is_encoder_decoder=True, architectures=["ForConditionalGeneration"], to_dict=dict
-)
-try:
-    corpus = open_corpus(Data.model_validate(given), folder, config, seed=3)
-except UserError as error:
-    sys.exit(f"error: {error}")
-batches = corpus.training_batches()
-made = [next(batches) for _ in range(7)]
-state = batches.state_dict()
-again = corpus.training_batches()
-again.load_state_dict(json.loads(json.dumps(state)))
-made += [next(batches)] + [next(again)] + corpus.held_out()
-assert made[7].examples == made[8].examples
-print(json.dumps([corpus.describe(), [[b.examples, b.input_ids.tolist(), b.labels.tolist()] for b in made]]))
-"""
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kind", ["jsonl", "txt"])
-def test_without_datasets_files_are_read_to_the_same_examples(
-    checkpoints: dict[str, tuple[Path, Any]], warm_python: Path, tmp_path: Path, kind: str, streaming: bool
-) -> None:
-    folder = checkpoints["byt5"][0]
-    path = tmp_path / f"data.{kind}"
-    rows = [*TEXTS[:40], "  ", ""] if kind == "jsonl" else TEXTS[:40]
-    path.write_text("\n".join(json.dumps({"text": t}) if kind == "jsonl" else t for t in rows) + "\n", encoding="utf-8")
-    given = {"path": str(path), "batch_size": 3, "held_out": 0.2, "input_length": 60, "streaming": streaming}
-    given |= {"shuffle_buffer": 9} if streaming else {}
-    found = []
-    for script in (WITHOUT, WITHOUT.replace('sys.modules["datasets"] = None\n', "")):
-        (tmp_path / "read.py").write_text(script)
-        environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(
-            [warm_python, tmp_path / "read.py", folder, json.dumps(given)],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    assert found[0] == found[1] and len(found[0][1]) > 9
-
-
-def test_without_datasets_a_dataset_of_the_hub_is_refused_with_the_package_to_install(
-    checkpoints: dict[str, tuple[Path, Any]], warm_python: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "read.py").write_text(WITHOUT)
-    done = subprocess.run(
-        [warm_python, tmp_path / "read.py", checkpoints["byt5"][0], json.dumps({"path": "org/name"})],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    said = "error: org/name: no such file here, and datasets of the Hub need the package datasets; run `pip install dat"
-    assert said in done.stderr

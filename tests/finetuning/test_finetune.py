@@ -12,7 +12,7 @@ import transformers
 import yaml
 from support import tiny
 from support.devices import STAND_IN
-from support.learner import recipe_tree, saved, tiny_model
+from support.learner import changed, recipe_tree, rows_of, saved, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -38,9 +38,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(origin: Path, folder: Path, **changes: Any) -> Path:
     """A recipe's file in ``folder``, whose output is ``folder/out``."""
-    tree = recipe_tree(origin, folder / "out") | {"device": "cpu", "evaluation": {"every": 100}}
-    for key, value in changes.items():
-        tree[key] = {**tree[key], **value} if isinstance(value, dict) and key in tree else value
+    tree = changed(recipe_tree(origin, folder / "out") | {"device": "cpu", "evaluation": {"every": 100}}, changes)
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -63,12 +61,8 @@ def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path
     assert report["verdict"] == "safe"
     run = report["finetune"]
     assert "next" not in run or run["next"] == ""
-    assert (
-        run["steps"] == 6
-        and run["processes"] == 1
-        and run["devices"] == ["cpu"]
-        and [e["step"] for e in run["evaluations"]] == [0, 6]
-    )
+    assert (run["steps"], run["processes"], run["devices"]) == (6, 1, ["cpu"])
+    assert [e["step"] for e in run["evaluations"]] == [0, 6]
     assert run["recipe"]["source"] == source.name and run["data"]["objective"] == "span-corruption"
     assert str(tmp_path) not in json.dumps(run) and run["fidelity"]["kl_fp16"] > report["fidelity"]["kl_fp16"]
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", dtype=torch.float16)
@@ -178,9 +172,9 @@ def test_a_run_whose_device_is_full_goes_on_on_the_cpu_from_its_last_state(
     recipe = read_recipe(written(source, tmp_path, checkpointing={"every": 1}), ("rescale=false",))
     with FullOnce():
         run = train_on_device(recipe, open_checkpoint(source), None)
-    rows = [json.loads(line) for line in (tmp_path / "out.run" / "log.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "out.run", "precision")
     assert list(run.devices) == [str(STAND_IN), "cpu"] and run.outcome.steps == 6
-    assert [row["step"] for row in rows if "precision" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
 
 
 DEMO_DATA = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
@@ -223,8 +217,7 @@ def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not
     outcome = trainer.train()
     for handle in handles:
         handle.remove()
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "loss" in row]
+    rows = rows_of(tmp_path, "loss")
     assert outcome.steps == len(rows) == 12 and outcome.skipped == ()
     assert computed == {torch.float16} and {row["precision"] for row in rows} == {"fp16"}
     # Really a scale, which the first step found without being lost, and really training.
@@ -244,8 +237,7 @@ def test_a_start_that_fits_fp16_begins_there_and_another_in_bf16(tmp_path: Path,
     """precision [bf16, fp16] is the default; the probe, of longer texts than the data, is looked at as well."""
     assert "precision" not in yaml.safe_load(written(source, tmp_path).read_text())
     train(read_recipe(written(source, tmp_path)), open_checkpoint(source))
-    rows = [json.loads(line) for line in (tmp_path / "out.run" / "log.jsonl").read_text().splitlines()]
-    assert [row["precision"] for row in rows if "precision" in row] == ["fp16"] * 6
+    assert [row["precision"] for row in rows_of(tmp_path / "out.run", "precision")] == ["fp16"] * 6
     large = tiny_model()
     with torch.no_grad():
         large.encoder.block[0].layer[0].SelfAttention.q.weight.mul_(3e6)
@@ -254,8 +246,7 @@ def test_a_start_that_fits_fp16_begins_there_and_another_in_bf16(tmp_path: Path,
     (tmp_path / "second").mkdir()
     recipe = written(source, tmp_path / "second", source=str(tmp_path / "large"))
     train(read_recipe(recipe), open_checkpoint(tmp_path / "large"))
-    rows = [json.loads(line) for line in (tmp_path / "second" / "out.run" / "log.jsonl").read_text().splitlines()]
-    assert [row["precision"] for row in rows if "precision" in row] == ["bf16"] * 6
+    assert [row["precision"] for row in rows_of(tmp_path / "second" / "out.run", "precision")] == ["bf16"] * 6
     alone = ["penalty.form=none", f"checkpointing.folder={tmp_path / 'third'}"]
     # Of bounds that are held it would not be true that nothing brings it down.
     for others, why in ((), "nothing brings it down"), (("penalty.certify=true",), "nothing says when it is"):

@@ -151,15 +151,8 @@ def test_quality_is_judged_by_the_last_evaluation_as_far_as_it_was_measured(
 
 def test_a_published_command_names_no_folder_of_this_machine() -> None:
     given = Command("/folder/of/mine/r.yaml", ('out="/folder/of/mine/b"', "data.path=texts/a.txt"))
-    words = [
-        "bf16-to-fp16",
-        "finetune",
-        "/folder/of/mine/r.yaml",
-        "--set",
-        'out="/folder/of/mine/b"',
-        "--set",
-        "data.path=texts/a.txt",
-    ]
+    words = ["bf16-to-fp16", "finetune", "/folder/of/mine/r.yaml", "--set", given.overrides[0]]
+    words += ["--set", given.overrides[1]]
     assert shlex.split(given.line()) == words
     assert given.published().line() == "bf16-to-fp16 finetune r.yaml --set out=b --set data.path=texts/a.txt"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.processes import in_parts
@@ -70,16 +70,7 @@ def test_a_recipe_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("1e-5", 1e-5),
-        ("1E-5", 1e-5),
-        ("2e1", 20.0),
-        ("1.5e-3", 1.5e-3),
-        (".5", 0.5),
-        ("2", 2.0),
-        ("1_0", 10.0),
-        ("010", 10.0),
-    ],
+    [("1e-5", 1e-5), ("1.5E-3", 1.5e-3), ("2e1", 20.0), (".5", 0.5), ("2", 2.0), ("1_0", 10.0), ("010", 10.0)],
 )
 def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
     recipe = read_recipe(write(tmp_path, FIVE_LINES + f"schedule: {{learning_rate: {text}}}\n"))
@@ -98,10 +89,10 @@ def test_a_byte_order_mark_and_an_empty_section_are_no_matter(tmp_path: Path) ->
 
 
 def test_overrides_are_yaml_and_make_the_sections_that_lack(tmp_path: Path) -> None:
-    path = write(tmp_path, FIVE_LINES + "penalty: {form: hinge}\n")
+    path = write(tmp_path, FIVE_LINES + "penalty: {form: none}\n")
     overrides = ("penalty.headroom_bits=3", "logging.wandb.mode=offline", "precision=fp32", "out=a=b", "rescale=false")
     recipe = read_recipe(path, overrides)
-    assert (recipe.penalty.form, recipe.penalty.headroom_bits) == ("hinge", 3.0)
+    assert (recipe.penalty.form, recipe.penalty.headroom_bits) == ("none", 3.0)
     assert (recipe.logging.wandb.mode, recipe.precision, recipe.out) == ("offline", ("fp32",), "a=b")
     assert recipe.rescale is False
 
@@ -131,20 +122,12 @@ def test_a_misspelt_key_that_is_needed_is_unknown_rather_than_missing(tmp_path: 
 
 
 def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
-    def keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-        found = []
-        for name, field in model.model_fields.items():
-            found.append((*above, name))
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                found += keys(field.annotation, (*above, name))
-        return found
-
-    known = keys(Recipe)
+    known = [tuple(key.split(".")) for key, *_ in keys()]
     assert len(known) > 70
     for key in known:
         if len(key[-1]) > 4:
             assert nearest_key((*key[:-1], key[-1][:-1])) == ".".join(key)
-    assert nearest_key(("zzzzzzzz",)) in {".".join(key) for key in known}
+    assert nearest_key(("zzzzzzzz",)).partition(".")[0] in Recipe.model_fields
 
 
 @pytest.mark.parametrize(
@@ -166,6 +149,7 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
         ("data=texts.jsonl", "data is 'texts.jsonl', text; give a section"),
         ("schedule=[1]", "schedule is [1], a list; give a section"),
         ("target=full", "target is 'full'; use one of auto, half, norm-safe, fp16-accumulate, train"),
+        ("penalty.form=amax", "penalty.form is 'amax'; use one of smooth-max, none"),
         ("optimizer.rounding=stochastik", "(nearest: stochastic)"),
         ("precision=[fp16, bf16]", "precision is [fp16, bf16]; use one of [fp16], [bf16, fp16], [fp32]"),
         ("precision=int8", "precision is 'int8'; use one of fp16, bf16, fp32"),
@@ -263,15 +247,7 @@ def test_a_short_run_has_a_short_default_warmup() -> None:
 
 def test_sections_can_be_made_in_python() -> None:
     recipe = Recipe(source="a", out="b", data=Data(path="c"), precision=("bf16", "fp16"))
-    tree: dict[str, Any] = {"source": "a", "out": "b", "data": {"path": "c"}, "precision": ["bf16", "fp16"]}
-    assert parse_recipe(tree) == recipe
-
-
-def test_a_form_without_a_target_needs_a_weight() -> None:
-    tree = {"source": "s", "out": "o", "data": {"path": "p"}, "penalty": {"form": "lp"}}
-    with pytest.raises(UserError, match="form lp has no target to rise to; give a weight"):
-        parse_recipe(tree)
-    assert parse_recipe(tree | {"penalty": {"form": "lp", "weight": 0.1}}).penalty.weight == 0.1
+    assert parse_recipe({"source": "a", "out": "b", "data": {"path": "c"}, "precision": ["bf16", "fp16"]}) == recipe
 
 
 def test_the_list_of_keys_has_every_key_with_its_default() -> None:

@@ -8,9 +8,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,23 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support.learner import TEXT, recipe_tree, saved, tiny_model
+from support.learner import (
+    TEXT,
+    Damage,
+    Killed,
+    changed,
+    kept,
+    killed_at,
+    recipe_tree,
+    rows_of,
+    saved,
+    tiny_model,
+    trainer_of,
+)
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
 from bf16_to_fp16.finetuning.distillation import (
-    Teacher,
     TopK,
     TopStore,
     arguments,
@@ -39,8 +49,7 @@ from bf16_to_fp16.finetuning.mixed_precision import LossScale, MixedPrecision, e
 from bf16_to_fp16.finetuning.optimizers import make_optimizer
 from bf16_to_fp16.finetuning.penalty import Observation
 from bf16_to_fp16.finetuning.processes import Processes
-from bf16_to_fp16.finetuning.recipe import Penalty, Recipe, Schedule, Wandb, parse_recipe
-from bf16_to_fp16.finetuning.run import make_accelerator
+from bf16_to_fp16.finetuning.recipe import Recipe, Schedule, Wandb, parse_recipe
 from bf16_to_fp16.finetuning.stability import PULLED_STEPS
 from bf16_to_fp16.finetuning.states import RunFolder, read_state, write_state
 from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate
@@ -66,48 +75,29 @@ def recipe_for(folder: Path, out: Path, **changes: Any) -> Recipe:
         "checkpointing": {"every": 4},
         "evaluation": {"every": 100, "generate": False},
     }
-    for key, value in changes.items():
-        tree[key] = {**tree[key], **value} if isinstance(value, dict) and key in tree else value
-    return parse_recipe(tree)
+    return parse_recipe(changed(tree, changes))
 
 
-Damage = Callable[[int, TrainingBatch], TrainingBatch]
+Make = Callable[..., Trainer]
 
 
-def trainer_of(
-    recipe: Recipe, folder: Path, run: Path, model: Any = None, damage: Damage | None = None, seen: Any = None
-) -> Trainer:
-    """A trainer on the tiny model; ``damage`` changes the batch of a step of data; ``seen`` notes those steps."""
-    corpus = open_corpus(recipe.data, folder, tiny_model().config, seed=recipe.data_seed)
-    run.mkdir(exist_ok=True)
-    accelerator = make_accelerator(recipe)
-    teacher = None
-    if recipe.distillation.weight:
-        teacher = Teacher(tiny_model(), accelerator.device, temperature=recipe.distillation.temperature)
-    log = RunLog(run / "log.jsonl", recipe.logging.wandb, run, "run", {})
-    trainer = Trainer(recipe, model or tiny_model(), teacher, corpus, run, accelerator, log=log)
-    if damage is not None:
-        training_batches = trainer.training_batches
-        advance = type(training_batches).__next__
+@pytest.fixture
+def make(folder: Path, tmp_path: Path) -> Make:
+    """A trainer by a recipe with some changes, of the tiny model or another, in a folder of a run."""
 
-        class Damaged(type(training_batches)):  # type: ignore[misc]
-            def __next__(self) -> TrainingBatch:
-                step = self.steps
-                if seen is not None:
-                    seen.append(step)
-                assert damage is not None
-                return damage(step, advance(self))
+    def made(run: str = "run", *, model: Any = None, damage: Damage = kept, **changes: Any) -> Trainer:
+        recipe = recipe_for(folder, tmp_path / "out", **changes)
+        return trainer_of(recipe, folder, tmp_path / run, model or tiny_model(), tiny_model(), damage)
 
-        training_batches.__class__ = Damaged
-    return trainer
+    return made
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return rows_of(run, "loss")
 
 
 def losses_of(run: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in rows_of(run) if "loss" in row}
+    return {row["step"]: row["loss"] for row in steps_of(run)}
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
@@ -189,43 +179,34 @@ def test_the_cube_of_a_gate_has_a_gradient_under_fp16_as_on_cuda() -> None:
     assert x.grad is not None and torch.allclose(x.grad, torch.tensor([1.0, 1.083]), atol=2e-3)
 
 
-@pytest.mark.parametrize("penalty", ["none", "amax"])
-def test_the_first_loss_scale_is_found_without_losing_a_step(folder: Path, tmp_path: Path, penalty: str) -> None:
-    found = []
+@pytest.mark.parametrize("penalty", ["none", "smooth-max"])
+def test_the_first_loss_scale_is_found_without_losing_a_step(make: Make, tmp_path: Path, penalty: str) -> None:
+    settings: dict[str, Any] = {"penalty": {"form": penalty, "headroom_bits": 14.0}, "schedule": {"steps": 3}}
     for name, scale in (("high", 2.0**36), ("right", 1024.0)):
-        recipe = recipe_for(
-            folder,
-            tmp_path / "out",
-            stability={"loss_scale": scale},
-            penalty={"form": penalty, "headroom_bits": 14.0},
-            schedule={"steps": 4},
-        )
-        outcome = trainer_of(recipe, folder, tmp_path / name).train()
-        assert outcome.skipped == ()
-        found.append({row["step"]: row for row in rows_of(tmp_path / name) if "loss" in row})
-    scales = {row["loss_scale"] for row in found[0].values()}
+        assert make(name, stability={"loss_scale": scale}, **settings).train().skipped == ()
+    high, right = steps_of(tmp_path / "high"), steps_of(tmp_path / "right")
+    scales = {row["loss_scale"] for row in high}
     assert len(scales) == 1 and 2.0**10 <= min(scales) < 2.0**36
-    for step, row in found[1].items():
+    for row, wanted in zip(high, right, strict=True):
         for key in ("loss", "penalty", "tokens"):
-            assert found[0][step][key] == pytest.approx(row[key], rel=2e-3), (step, key)
-    # It still reacts.
-    assert found[1][4]["loss_scale"] == 1024.0
+            assert row[key] == pytest.approx(wanted[key], rel=2e-3), (row["step"], key)
+    assert right[-1]["loss_scale"] == 1024.0
 
 
-def test_where_no_loss_scale_helps_the_first_steps_are_skipped_as_any_other(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(folder, tmp_path / "out", schedule={"steps": 3}, stability={"overflow_stop": 9})
-    trainer = trainer_of(recipe, folder, tmp_path / "run")
+def test_where_no_loss_scale_helps_the_first_steps_are_skipped_as_any_other(make: Make) -> None:
+    trainer = make(schedule={"steps": 3}, stability={"overflow_stop": 9})
     trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
-    outcome = trainer.train()
-    assert [(row["step"], row["loss_scale"]) for row in outcome.skipped] == [(1, 2.0**15), (2, 2.0**14), (3, 2.0**13)]
+    skipped = trainer.train().skipped
+    assert [(row["step"], row["loss_scale"]) for row in skipped] == [(1, 2.0**15), (2, 2.0**14), (3, 2.0**13)]
 
 
 @pytest.mark.parametrize(("name", "clip_norm"), [("adamw", 1e9), ("adamw", 0.02), ("adam", 1e9)])
 def test_a_relative_learning_rate_goes_with_each_tensor(
-    folder: Path, tmp_path: Path, name: str, clip_norm: float
+    make: Make, tmp_path: Path, name: str, clip_norm: float
 ) -> None:
     """Multiplying a weight by a power of two multiplies its steps by the same, clipping, epsilon and decay included."""
-    moved = []
+    settings = {"name": name, "relative": True, "clip_norm": clip_norm, "epsilon": 1e-3, "weight_decay": 0.5}
+    moved, losses = [], []
     for arm, factor in (("plain", 1.0), ("scaled", 2.0**-6)):
         model = tiny_model(dropout=0.0)
         with torch.no_grad():
@@ -234,20 +215,12 @@ def test_a_relative_learning_rate_goes_with_each_tensor(
                 block.layer[0].SelfAttention.v.weight.mul_(factor)
                 block.layer[0].SelfAttention.o.weight.div_(factor)
         before = model.encoder.block[0].layer[0].SelfAttention.v.weight.detach().clone()
-        recipe = recipe_for(
-            folder,
-            tmp_path / "out",
-            precision="fp32",
-            optimizer={"name": name, "relative": True, "clip_norm": clip_norm, "epsilon": 1e-3, "weight_decay": 0.5},
-            schedule={"steps": 3, "learning_rate": 0.01},
-        )
-        trainer = trainer_of(recipe, folder, tmp_path / arm, model=model)
+        schedule = {"steps": 3, "learning_rate": 0.01}
+        trainer = make(arm, model=model, precision="fp32", optimizer=settings, schedule=schedule)
         trainer.train()
-        after = trainer.weights()["encoder.block.0.layer.0.SelfAttention.v.weight"]
-        moved.append((after - before) / factor)
-        losses = losses_of(tmp_path / arm)
-        moved.append(torch.tensor([losses[step] for step in (1, 2, 3)]))
-    assert torch.allclose(moved[0], moved[2], rtol=1e-2, atol=1e-6) and torch.allclose(moved[1], moved[3], rtol=1e-4)
+        moved.append((trainer.weights()["encoder.block.0.layer.0.SelfAttention.v.weight"] - before) / factor)
+        losses.append(losses_of(tmp_path / arm))
+    assert torch.allclose(moved[0], moved[1], rtol=1e-2, atol=1e-6) and losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_divergence_is_the_sum_of_kl_times_the_squared_temperature() -> None:
@@ -329,9 +302,8 @@ def test_a_new_process_reads_moments_in_blocks(tmp_path: Path) -> None:
     assert done.stdout == "True\n" * len(BLOCKED), done.stderr
 
 
-def test_a_full_disk_keeps_the_last_whole_state_and_a_damaged_one_is_named(folder: Path, tmp_path: Path) -> None:
-    recipe, run = recipe_for(folder, tmp_path / "out"), tmp_path / "run"
-    trainer = trainer_of(recipe, folder, run)
+def test_a_full_disk_keeps_the_last_whole_state_and_a_damaged_one_is_named(make: Make, tmp_path: Path) -> None:
+    trainer = make()
     trainer._save()
     trainer.position.step = 4
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -343,11 +315,11 @@ def test_a_full_disk_keeps_the_last_whole_state_and_a_damaged_one_is_named(folde
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "\n" not in str(e.value)
-        assert trainer.states.steps() == [0] and not list(run.glob(".step*"))
+        assert trainer.states.steps() == [0] and not list((tmp_path / "run").glob(".step*"))
     weights = trainer.states.of(0) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"model.safetensors: cannot be read; remove .*step-00000000 to go on"):
-        trainer_of(recipe, folder, run).train()
+        make().train()
 
 
 def test_a_state_that_would_run_code_is_refused(tmp_path: Path) -> None:
@@ -383,31 +355,21 @@ def test_scores_of_generated_text() -> None:
 
 # ---- the loop ------------------------------------------------------------------------------------------------------
 
+ONE_STEP = {"steps": 1, "warmup": 0}
 
-def test_training_learns_and_says_so(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(
-        folder,
-        tmp_path / "out",
-        schedule={"steps": 60, "learning_rate": 0.01},
-        distillation={"weight": 0.0},
-        evaluation={"every": 30, "generate": False},
-    )
-    outcome = trainer_of(recipe, folder, tmp_path / "run").train()
+
+def test_training_learns_and_says_so(make: Make) -> None:
+    schedule, every = {"steps": 40, "learning_rate": 0.01}, {"every": 20, "generate": False}
+    outcome = make(schedule=schedule, distillation={"weight": 0.0}, evaluation=every).train()
     held = [row["held_out_loss"] for row in outcome.evaluations]
-    assert [row["step"] for row in outcome.evaluations] == [0, 30, 60]
+    assert [row["step"] for row in outcome.evaluations] == [0, 20, 40]
     assert held[2] < held[1] < held[0] - 1
-    assert outcome.steps == 60 and outcome.tokens > 60 * 4 * 20
+    assert outcome.steps == 40 and outcome.tokens > 40 * 4 * 20
 
 
-def test_distillation_alone_comes_back_to_the_teacher(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(
-        folder,
-        tmp_path / "out",
-        schedule={"steps": 60, "learning_rate": 0.01},
-        distillation={"weight": 1.0},
-        evaluation={"every": 60, "generate": False},
-    )
-    outcome = trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(seed=3)).train()
+def test_distillation_alone_comes_back_to_the_teacher(make: Make) -> None:
+    schedule = {"steps": 60, "learning_rate": 0.01}
+    outcome = make(model=tiny_model(seed=3), schedule=schedule, distillation={"weight": 1.0}).train()
     first, last = (row["held_out_divergence"] for row in outcome.evaluations)
     assert last < first / 2
 
@@ -429,27 +391,25 @@ def objective(model: Any, teacher: Any, batches: list[TrainingBatch], share: flo
 
 @pytest.mark.parametrize("clip_norm", [1e9, 0.01])
 def test_a_step_follows_the_gradient_of_both_losses_of_all_positions_clipped(
-    folder: Path, tmp_path: Path, clip_norm: float
+    folder: Path, make: Make, tmp_path: Path, clip_norm: float
 ) -> None:
-    recipe = recipe_for(
-        folder,
-        tmp_path / "out",
+    trainer = make(
+        model=tiny_model(seed=3, dropout=0.0),
         precision="fp32",
         data={"gradient_accumulation": 2},
-        schedule={"steps": 1, "warmup": 0},
+        schedule=ONE_STEP,
         distillation={"weight": 0.25, "temperature": 2.0},
-        optimizer={"clip_norm": clip_norm, "relative": False},
+        optimizer={"clip_norm": clip_norm},
     )
-    trainer = trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(seed=3, dropout=0.0))
     trainer.train()
     got = {name: p.grad for name, p in trainer.stock.named_parameters()}
     model, teacher = tiny_model(seed=3, dropout=0.0), tiny_model(dropout=0.0)
-    training_batches = open_corpus(recipe.data, folder, model.config, seed=recipe.data_seed).training_batches()
-    loss = objective(model, teacher, [next(training_batches) for _ in range(2)], 0.25, 2.0)
+    batches = open_corpus(trainer.recipe.data, folder, model.config).training_batches()
+    loss = objective(model, teacher, [next(batches) for _ in range(2)], 0.25, 2.0)
     loss.backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
     norm = float(torch.stack([g.norm() for g in wanted.values() if g is not None]).norm())
-    (row,) = [row for row in rows_of(tmp_path / "run") if "loss" in row]
+    (row,) = steps_of(tmp_path / "run")
     assert row["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert row["gradient_norm"] == pytest.approx(norm, rel=1e-3) and norm > 0.1
     for name, gradient in wanted.items():
@@ -457,53 +417,47 @@ def test_a_step_follows_the_gradient_of_both_losses_of_all_positions_clipped(
         assert torch.allclose(got[name], gradient * min(1.0, clip_norm / norm), rtol=1e-3, atol=1e-5 * norm), name
 
 
-def test_held_out_losses_are_measured_without_dropout_and_training_goes_on_with_it(
-    folder: Path, tmp_path: Path
-) -> None:
-    recipe = recipe_for(
-        folder, tmp_path / "out", precision="fp32", schedule={"steps": 1, "warmup": 0}, evaluation={"every": 1}
-    )
-    trainer = trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(seed=3, dropout=0.5))
-    outcome = trainer.train()
+def test_held_out_losses_are_measured_without_dropout_and_training_goes_on_with_it(folder: Path, make: Make) -> None:
+    trainer = make(model=tiny_model(3, dropout=0.5), precision="fp32", schedule=ONE_STEP, evaluation={"every": 1})
+    (first, _) = trainer.train().evaluations
     model, teacher = tiny_model(seed=3, dropout=0.5).eval(), tiny_model().eval()
-    held = open_corpus(recipe.data, folder, model.config, seed=recipe.data_seed).held_out(256, 0, 1)
+    held = open_corpus(trainer.recipe.data, folder, model.config).held_out(256, 0, 1)
     with torch.no_grad():
         task, kl = (float(objective(model, teacher, held, share, 1.0)) for share in (0.0, 1.0))
-    assert outcome.evaluations[0]["held_out_loss"] == pytest.approx(task, rel=1e-4)
-    assert outcome.evaluations[0]["held_out_divergence"] == pytest.approx(kl, rel=1e-3)
+    assert first["held_out_loss"] == pytest.approx(task, rel=1e-4)
+    assert first["held_out_divergence"] == pytest.approx(kl, rel=1e-3)
     assert trainer.stock.training and all(module.training for module in trainer.stock.modules())
 
 
-def test_dropout_is_another_in_every_step(folder: Path, tmp_path: Path) -> None:
+def test_dropout_is_another_in_every_step(make: Make, tmp_path: Path) -> None:
     first: list[TrainingBatch] = []
 
     def same(step: int, batch: TrainingBatch) -> TrainingBatch:
         first.append(batch)
         return first[0]
 
-    recipe = recipe_for(folder, tmp_path / "out", precision="fp32", schedule={"steps": 4, "learning_rate": 1e-30})
-    outcome = trainer_of(recipe, folder, tmp_path / "run", damage=same).train()
+    outcome = make(damage=same, precision="fp32", schedule={"steps": 4, "learning_rate": 1e-30}).train()
     assert first[0].labels is not None
     assert outcome.tokens == 4 * int(first[0].attention_mask.sum() + (first[0].labels != -100).sum())
     assert len(set(losses_of(tmp_path / "run").values())) == 4
 
 
-def test_the_optimizer_is_the_recipes_and_scales_are_not_decayed(folder: Path, tmp_path: Path) -> None:
-    given = {"betas": [0.8, 0.95], "epsilon": 1e-5, "weight_decay": 0.3}
-    for weights, rounding, name in product(("fp32", "bf16"), ("nearest", "stochastic"), ("adamw", "adam")):
-        if weights == "fp32" and rounding == "stochastic":
-            continue
-        settings = given | {"weights": weights, "rounding": rounding, "relative": False, "name": name}
-        recipe = recipe_for(folder, tmp_path / "out", precision="fp32", optimizer=settings)
-        matrix, gain = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-        optimizer = make_optimizer(recipe, [gain, matrix])
-        assert type(optimizer).__name__.lower() == name
-        assert optimizer.param_groups[0]["decoupled_weight_decay"] is (name == "adamw")
-        groups = {len(group["params"][0].shape): group for group in optimizer.param_groups}
-        assert set(groups) == {1, 2} and [p.ndim for group in groups.values() for p in group["params"]] == [2, 1]
-        assert (groups[2]["weight_decay"], groups[1]["weight_decay"]) == (0.3, 0.0)
-        for group in groups.values():
-            assert (tuple(group["betas"]), group["eps"], group["lr"]) == ((0.8, 0.95), 1e-5, 0.003)
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+@pytest.mark.parametrize("stored", [{}, {"weights": "bf16"}, {"weights": "bf16", "rounding": "stochastic"}])
+def test_the_optimizer_is_the_recipes_and_scales_are_not_decayed(
+    folder: Path, tmp_path: Path, name: str, stored: dict[str, Any]
+) -> None:
+    settings = {"betas": [0.8, 0.95], "epsilon": 1e-5, "weight_decay": 0.3, "name": name, **stored}
+    recipe = recipe_for(folder, tmp_path / "out", precision="fp32", optimizer=settings)
+    matrix, gain = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = make_optimizer(recipe, [gain, matrix])
+    assert type(optimizer).__name__.lower() == name
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is (name == "adamw")
+    groups = {len(group["params"][0].shape): group for group in optimizer.param_groups}
+    assert set(groups) == {1, 2} and [p.ndim for group in groups.values() for p in group["params"]] == [2, 1]
+    assert (groups[2]["weight_decay"], groups[1]["weight_decay"]) == (0.3, 0.0)
+    for group in groups.values():
+        assert (tuple(group["betas"]), group["eps"], group["lr"]) == ((0.8, 0.95), 1e-5, 0.003)
 
 
 def test_offload_and_deepspeeds_are_kept_apart(folder: Path, tmp_path: Path) -> None:
@@ -529,10 +483,14 @@ def test_offload_and_deepspeeds_are_kept_apart(folder: Path, tmp_path: Path) -> 
     assert not processes.offloads
 
 
-def test_the_penalty_is_the_recipes_and_looks_at_new_random_ids_every_other_step(folder: Path, tmp_path: Path) -> None:
-    settings = {"form": "amax", "headroom_bits": 20.0, "dual_step": 0.25, "train_mode": True}
-    recipe = recipe_for(folder, tmp_path / "out", precision="fp32", schedule={"steps": 3}, penalty=settings)
-    trainer = trainer_of(recipe, folder, tmp_path / "run")
+def observed(trainer: Trainer) -> dict[str, Observation]:
+    assert trainer.penalty is not None
+    return trainer.penalty.observations()
+
+
+def test_the_penalty_is_the_recipes_and_looks_at_new_random_ids_every_other_step(make: Make) -> None:
+    penalty = {"form": "smooth-max", "headroom_bits": 20.0, "dual_step": 0.25, "train_mode": True}
+    trainer = make(precision="fp32", schedule={"steps": 3}, penalty=penalty)
     ran: list[torch.Tensor] = []
     trainer.stock.register_forward_pre_hook(
         lambda module, args, kwargs: ran.append(kwargs["input_ids"]) if torch.is_grad_enabled() else None,
@@ -541,72 +499,50 @@ def test_the_penalty_is_the_recipes_and_looks_at_new_random_ids_every_other_step
     trainer.train()
     assert len(ran) == 6  # of each step the data, and a batch of the probe
     assert len(ran[1]) == len(ran[5]) == 16 and ran[1].tolist() != ran[5].tolist()
-    assert trainer.penalty is not None
-    weights = {name: seen.weight for name, seen in trainer.penalty.observations().items()}
-    assert any(name.endswith("act:cubed") for name in weights)  # whose limit is of training
-    recipe = recipe_for(
-        folder, tmp_path / "out", precision="fp32", schedule={"steps": 1, "warmup": 0}, penalty=settings
-    )
-    trainer = trainer_of(recipe, folder, tmp_path / "one")
+    assert any(name.endswith("act:cubed") for name in observed(trainer))  # whose limit is of training
+    trainer = make("one", precision="fp32", schedule=ONE_STEP, penalty=penalty)
     trainer.train()
-    assert trainer.penalty is not None
-    over = [seen for seen in trainer.penalty.observations().values() if 0 < seen.excess_bits < 16]
+    over = [seen for seen in observed(trainer).values() if 0 < seen.excess_bits < 16]
     assert over and all(seen.weight == pytest.approx(0.25 * seen.excess_bits) for seen in over)
-    fixed = recipe_for(
-        folder,
-        tmp_path / "out",
-        precision="fp32",
-        schedule={"steps": 1, "warmup": 0},
-        penalty={**settings, "weight": 3.0, "probe": False},
-    )
-    trainer = trainer_of(fixed, folder, tmp_path / "fixed")
+    trainer = make("fixed", precision="fp32", schedule=ONE_STEP, penalty={**penalty, "weight": 3.0, "probe": False})
     trainer.train()
-    assert trainer.penalty is not None
-    assert {seen.weight for seen in trainer.penalty.observations().values()} == {3.0}
+    assert {seen.weight for seen in observed(trainer).values()} == {3.0}
 
 
-def test_the_loss_scale_rises_and_states_go_as_the_recipe_says(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(
-        folder,
-        tmp_path / "out",
-        schedule={"steps": 7},
-        stability={"loss_scale": 64.0, "loss_scale_window": 3},
-        checkpointing={"every": 2, "keep": 2},
-    )
-    trainer = trainer_of(recipe, folder, tmp_path / "run")
+def test_the_loss_scale_rises_and_states_go_as_the_recipe_says(make: Make, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    stability = {"loss_scale": 64.0, "loss_scale_window": 3}
+    trainer = make(schedule={"steps": 7}, stability=stability, checkpointing={"every": 2, "keep": 2})
     trainer.train()
-    scales = [row["loss_scale"] for row in rows_of(tmp_path / "run") if "loss" in row]
-    assert scales == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0, 256.0]
-    assert RunFolder(tmp_path / "run", 2).steps() == [6, 7]
+    assert [row["loss_scale"] for row in steps_of(run)] == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0, 256.0]
+    assert RunFolder(run, 2).steps() == [6, 7]
     # Where a rise is noticed late, the states since are of no use; no run this short notices one so late.
     trainer._rewind(6, 7)
-    assert RunFolder(tmp_path / "run", 2).steps() == [6] and sorted(losses_of(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+    assert RunFolder(run, 2).steps() == [6] and sorted(losses_of(run)) == [1, 2, 3, 4, 5, 6]
     assert trainer.mixed_precision.scale == 256.0
 
 
-@pytest.mark.parametrize("form", ["none", "amax", "smooth-max"])
-def test_accumulated_passes_make_the_step_of_one_large_batch(folder: Path, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", ["none", "smooth-max"])
+def test_accumulated_passes_make_the_step_of_one_large_batch(make: Make, tmp_path: Path, form: str) -> None:
     """With a penalty as well, and what the probe's rows reach; rows of one length, since padding has values too."""
     rows = [{"input": f"{i:03d} quick brown foxes", "target": f"{7 * i % 120:03d} jumps"} for i in range(120)]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = []
+    runs = []
     for size, passes in ((8, 1), (2, 4), (1, 8)):
-        name = f"{size} rows"
-        recipe = recipe_for(
-            folder,
-            tmp_path / name,
+        trainer = make(
+            f"{size}.run",
+            model=tiny_model(dropout=0.0),
             precision="fp32",
             schedule={"steps": 3},
             data={"path": str(pairs), "batch_size": size, "gradient_accumulation": passes},
             penalty={"form": form, "headroom_bits": 15.0, "certify": False, "search_every": None},
             # By default a gradient's last bit decides about the sign of what Adam does to a weight that has none.
-            optimizer={"relative": False, "epsilon": 0.1},
+            optimizer={"epsilon": 0.1},
         )
-        trainer = trainer_of(recipe, folder, tmp_path / f"{name}.run", model=tiny_model(dropout=0.0))
         trainer.train()
-        found.append(([row for row in rows_of(tmp_path / f"{name}.run") if "loss" in row], trainer.weights()))
-    (steps, weights), *others = found
+        runs.append((steps_of(tmp_path / f"{size}.run"), trainer.weights()))
+    (steps, weights), *others = runs
     assert form == "none" or min(row["penalty"] for row in steps[1:]) > 0.1
     for other_steps, other_weights in others:
         for key in ("loss", "penalty", "gradient_norm"):
@@ -615,25 +551,16 @@ def test_accumulated_passes_make_the_step_of_one_large_batch(folder: Path, tmp_p
             assert torch.allclose(tensor, other_weights[name], atol=1e-6), name
 
 
-class Killed(BaseException):
-    """Stands for the end of the process, which no handler sees."""
-
-
 @pytest.fixture
 def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a search for hard inputs take few steps: where they come in is tested here, not how hard they are."""
-    monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.SEARCH_STEPS", 3)
+    monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.SEARCH_STEPS", 2)
 
 
 @pytest.mark.usefixtures("short_searches")
-def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(
-        folder,
-        tmp_path / "out",
-        schedule={"steps": 7},
-        penalty={"form": "amax", "headroom_bits": 20.0, "search_every": 2},
-    )
-    trainer = trainer_of(recipe, folder, tmp_path / "run")
+def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(make: Make, tmp_path: Path) -> None:
+    penalty = {"form": "smooth-max", "headroom_bits": 20.0, "search_every": 2}
+    trainer = make(schedule={"steps": 7}, penalty=penalty)
     ran: list[list[list[int]]] = []
     trainer.stock.register_forward_pre_hook(
         # The search's own copy of the model takes embeddings.
@@ -643,17 +570,11 @@ def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(f
     trainer.train()
     hard = [encoder for encoder, _ in trainer.position.hard]
     assert {len(row) for row in hard} == set(SEARCHED_LENGTHS[1:4])
-    assert [row["hard_inputs"] for row in rows_of(tmp_path / "run") if "hard_inputs" in row][-1] == len(hard)
+    assert rows_of(tmp_path / "run", "hard_inputs")[-1]["hard_inputs"] == len(hard)
     # After the last search, at step 6, no step runs them; those of the first two were run.
     oldest = {tuple(row) for row in hard if len(row) == SEARCHED_LENGTHS[1]}
     assert any(oldest <= {tuple(row[: SEARCHED_LENGTHS[1]]) for row in batch} for batch in ran)
-    off = recipe.model_copy(
-        update={
-            "penalty": recipe.penalty.model_copy(update={"search_every": None}),
-            "schedule": recipe.schedule.model_copy(update={"steps": 3}),
-        }
-    )
-    trainer = trainer_of(off, folder, tmp_path / "off")
+    trainer = make("off", schedule={"steps": 3}, penalty={**penalty, "search_every": None})
     trainer.train()
     assert not trainer.position.hard
 
@@ -662,7 +583,7 @@ def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(f
     ("penalty", "optimizer"),
     [
         ("none", {}),
-        ("amax", {}),
+        ("smooth-max", {}),
         ("none", {"weights": "bf16", "rounding": "stochastic", "moments": "4bit", "name": "adam"}),
         ("none", {"weights": "bf16", "rounding": "kahan", "moments": "8bit", "relative": True}),
         ("none", {"moments": "fp8", "offload": True}),
@@ -671,55 +592,44 @@ def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(f
 )
 @pytest.mark.usefixtures("short_searches")
 def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
-    folder: Path, tmp_path: Path, penalty: str, optimizer: dict[str, Any]
+    make: Make, tmp_path: Path, penalty: str, optimizer: dict[str, Any]
 ) -> None:
-    recipe = recipe_for(
-        folder,
-        tmp_path / "out",
-        schedule={"steps": 10},
-        penalty={"form": penalty, "headroom_bits": 14.0, "search_every": 2},
-        optimizer=optimizer,
-    )
-    whole = trainer_of(recipe, folder, tmp_path / "whole")
+    settings: dict[str, Any] = {
+        "schedule": {"steps": 8},
+        "penalty": {"form": penalty, "headroom_bits": 14.0, "search_every": 3},
+        "optimizer": optimizer,
+    }
+    whole = make("whole", **settings)
     outcome = whole.train()
-
-    def kill(step: int, batch: TrainingBatch) -> TrainingBatch:
-        if step == 6:
-            raise Killed
-        return batch
-
     with pytest.raises(Killed):
-        trainer_of(recipe, folder, tmp_path / "cut", damage=kill).train()
+        make("cut", damage=killed_at(6), **settings).train()
     assert RunFolder(tmp_path / "cut", 3).steps() == [0, 4]
-    again = trainer_of(recipe, folder, tmp_path / "cut", model=tiny_model(seed=9))
+    again = make("cut", model=tiny_model(seed=9), **settings)
     assert again.train() == outcome
     # What a spike is depends on all that was seen.
     assert again.watch.detector.state_dict() == whole.watch.detector.state_dict()
     for name, tensor in whole.weights().items():
         assert torch.equal(tensor, again.weights()[name]), name
     assert (tmp_path / "cut" / "log.jsonl").read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
-    states = [load_file(tmp_path / run / "step-00000010" / "model.safetensors") for run in ("whole", "cut")]
+    states = [load_file(tmp_path / run / "step-00000008" / "model.safetensors") for run in ("whole", "cut")]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def test_a_state_of_other_processes_parts_is_refused_before_it_is_read(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_for(folder, tmp_path / "out", schedule={"steps": 2})
-    trainer_of(recipe, folder, tmp_path / "run").train()
-    again = trainer_of(recipe, folder, tmp_path / "run")
+    make(schedule={"steps": 2}).train()
+    again = make(schedule={"steps": 2})
     monkeypatch.setattr(again.processes, "sharded", True)
     with pytest.raises(UserError, match=r"written whole and this launch reads it in 1 part \(ZeRO or FSDP\); launch"):
         again.train()
 
 
 def test_a_run_of_another_recipe_is_not_continued_but_one_that_has_ended_takes_more_steps(
-    folder: Path, tmp_path: Path
+    make: Make, tmp_path: Path
 ) -> None:
     def run(**changes: Any) -> int:
-        schedule = {"warmup": 1, **changes.pop("schedule")}
-        recipe = recipe_for(folder, tmp_path / "out", schedule=schedule, **changes)
-        return trainer_of(recipe, folder, tmp_path / "run").train().steps
+        return make(schedule={"warmup": 1, **changes.pop("schedule")}, **changes).train().steps
 
     assert run(schedule={"steps": 2}) == 2
     for other in ({"steps": 2, "learning_rate": 0.1}, {"steps": 3, "learning_rate": 0.1}, {"steps": 1}):
@@ -730,7 +640,7 @@ def test_a_run_of_another_recipe_is_not_continued_but_one_that_has_ended_takes_m
     assert 3 in losses_of(tmp_path / "run")
 
 
-def test_a_bad_batch_is_skipped_counted_and_named(folder: Path, tmp_path: Path) -> None:
+def test_a_bad_batch_is_skipped_counted_and_named(make: Make, tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.shared.weight[BAD] = math.inf
@@ -746,20 +656,19 @@ def test_a_bad_batch_is_skipped_counted_and_named(folder: Path, tmp_path: Path) 
 
     # The tied head would give inf logits for the letter in every batch.
     model.lm_head.weight = torch.nn.Parameter(tiny_model().lm_head.weight.detach().clone())
-    recipe = recipe_for(folder, tmp_path / "out", evaluation={"every": 100}, data={"held_out": 0.0})
-    outcome = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=plant).train()
+    trainer = make(model=model, damage=plant, data={"held_out": 0.0})
+    outcome = trainer.train()
     assert [row["step"] for row in outcome.skipped] == [3, 6]
     assert [row["examples"] for row in outcome.skipped] == [[list(e) for e in examples] for examples in bad]
     assert outcome.steps == 8
     rows = {row["step"]: row for row in rows_of(tmp_path / "run")}
     assert rows[3]["skipped_examples"] == outcome.skipped[0]["examples"] and rows[8]["skipped"] == 2
-    assert rows[8]["loss_scale"] == recipe.stability.loss_scale / 4
-    assert all(torch.isfinite(torch.tensor(row["loss"])) for step, row in rows.items() if step not in (3, 6))
+    assert rows[8]["loss_scale"] == trainer.recipe.stability.loss_scale / 4
+    assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step not in (3, 6))
 
 
-def test_so_many_bad_batches_stop_a_run(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(folder, tmp_path / "out", stability={"nonfinite_stop": 2}, penalty={"form": "amax"})
-    trainer = trainer_of(recipe, folder, tmp_path / "run")
+def test_so_many_bad_batches_stop_a_run(make: Make) -> None:
+    trainer = make(stability={"nonfinite_stop": 2}, penalty={"form": "smooth-max"})
     trainer.stock.encoder.final_layer_norm.weight.register_hook(
         lambda gradient: gradient * (math.nan if trainer.position.step in (1, 4) else 1.0)
     )
@@ -768,7 +677,10 @@ def test_so_many_bad_batches_stop_a_run(folder: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in trainer.position.skipped] == [2, 5]
 
 
-def spiking(model: Any, steps: set[int]) -> Damage:
+# ---- spikes --------------------------------------------------------------------------------------------------------
+
+
+def spiking(model: Any, *steps: int) -> Damage:
     """Labels that the model thinks least likely, in some steps of data."""
 
     def plant(step: int, batch: TrainingBatch) -> TrainingBatch:
@@ -782,24 +694,37 @@ def spiking(model: Any, steps: set[int]) -> Damage:
     return plant
 
 
-def spiky(folder: Path, out: Path, **stability: Any) -> Recipe:
-    return recipe_for(
-        folder,
-        out,
-        schedule={"steps": 32, "learning_rate": 0.01},
-        distillation={"weight": 0.0},
-        stability={"window": 16, **stability},
-        checkpointing={"every": 10},
-    )
+@pytest.fixture
+def make_spiky(make: Make) -> Make:
+    """A trainer of a run that meets the labels of ``spiking`` in some steps of data."""
+
+    def made(run: str, *spikes: int, end: int | None = None, steps: int = 32, **changes: Any) -> Trainer:
+        model = tiny_model()
+        plant = spiking(model, *spikes)
+        settings: dict[str, Any] = {
+            "schedule": {"steps": steps, "learning_rate": 0.01},
+            "distillation": {"weight": 0.0},
+            "stability": {"window": 16, **changes.pop("stability")},
+            "checkpointing": {"every": 10},
+        }
+        return make(run, model=model, damage=plant if end is None else killed_at(end, plant), **settings, **changes)
+
+    return made
 
 
-def test_a_spike_sends_the_run_back_past_the_batches_around_it(folder: Path, tmp_path: Path) -> None:
-    model, seen = tiny_model(), list[int]()
-    recipe = spiky(folder, tmp_path / "out", skip_batches=12)
-    plant = spiking(model, {22, 23, 24, 25})
-    outcome = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=plant, seen=seen).train()
-    (rewind,) = outcome.rewinds
-    assert rewind == {"spike": 23, "noticed": 23, "back_to": 20, "steps_of_data_left_out": 12}
+def test_a_spike_sends_the_run_back_past_the_batches_around_it(make_spiky: Make, tmp_path: Path) -> None:
+    trainer = make_spiky("run", 22, 23, 24, 25, stability={"skip_batches": 12})
+    seen: list[int] = []
+    batches = type(trainer.training_batches)
+    advance = batches.__next__
+
+    def note(self: Any) -> TrainingBatch:
+        seen.append(self.steps)
+        return advance(self)
+
+    batches.__next__ = note  # type: ignore[method-assign]
+    outcome = trainer.train()
+    assert outcome.rewinds == ({"spike": 23, "noticed": 23, "back_to": 20, "steps_of_data_left_out": 12},)
     # Steps 20 to 31 of the data are left out, of which 20 to 22 had been seen.
     assert seen == [*range(23), *range(32, 44)]
     losses = losses_of(tmp_path / "run")
@@ -807,18 +732,12 @@ def test_a_spike_sends_the_run_back_past_the_batches_around_it(folder: Path, tmp
     assert max(losses[step] for step in range(21, 33)) < losses[1]
 
 
-def test_only_what_the_threshold_calls_a_spike_sends_a_run_back_and_past_all_that_it_saw(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_only_what_the_threshold_calls_a_spike_sends_a_run_back_and_past_all_that_it_saw(make_spiky: Make) -> None:
     rewinds = []
     for name, z in (("low", 6.0), ("high", 1e6)):
-        model = tiny_model()
-        recipe = spiky(folder, tmp_path / "out", skip_batches=1, spike_z=z)
-        recipe = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"steps": 26})})
-        plant = spiking(model, {23})
-        trainer = trainer_of(recipe, folder, tmp_path / name, model=model, damage=plant)
+        trainer = make_spiky(name, 23, steps=26, stability={"skip_batches": 1, "spike_z": z})
         broken = iter([math.nan])  # once, in the step before the spike
-        model.encoder.final_layer_norm.weight.register_hook(
+        trainer.stock.encoder.final_layer_norm.weight.register_hook(
             lambda g, p=trainer, bad=broken: g * next(bad, 1.0) if p.position.step == 22 else g
         )
         outcome = trainer.train()
@@ -828,18 +747,16 @@ def test_only_what_the_threshold_calls_a_spike_sends_a_run_back_and_past_all_tha
     assert rewinds == [({"spike": 24, "noticed": 24, "back_to": 20, "steps_of_data_left_out": 4},), ()]
 
 
-def test_what_the_penalty_costs_is_no_spike(folder: Path, tmp_path: Path) -> None:
+def penalised(**settings: Any) -> dict[str, Any]:
+    return {"form": "smooth-max", "probe": False, **settings}
+
+
+def test_what_the_penalty_costs_is_no_spike(make_spiky: Make) -> None:
     """The same rise of the loss, with every site inside its target and with one past it."""
-    rewinds = []
-    for name, bits in (("inside", 0.0), ("past", 20.0)):
-        model = tiny_model()
-        recipe = spiky(folder, tmp_path / "out", skip_batches=4)
-        recipe = recipe.model_copy(
-            update={"penalty": Penalty(form="amax", headroom_bits=bits, dual_step=1e-6, probe=False)}
-        )
-        outcome = trainer_of(recipe, folder, tmp_path / name, model=model, damage=spiking(model, {22})).train()
-        rewinds.append(len(outcome.rewinds))
-    assert rewinds == [1, 0]
+    for name, bits, rewinds in (("inside", 0.0, 1), ("past", 20.0, 0)):
+        penalty = penalised(headroom_bits=bits, dual_step=1e-6)
+        trainer = make_spiky(name, 22, steps=26, penalty=penalty, stability={"skip_batches": 4})
+        assert len(trainer.train().rewinds) == rewinds
 
 
 def observing(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, excess: Callable[[int], float]) -> None:
@@ -855,119 +772,95 @@ def observing(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, excess: Callabl
 
 @pytest.mark.parametrize(("steps", "rewinds"), [(PULLED_STEPS, 0), (PULLED_STEPS + 1, 1)])
 def test_a_spike_is_laid_to_the_penalty_for_some_steps_only(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, rewinds: int
+    make_spiky: Make, monkeypatch: pytest.MonkeyPatch, steps: int, rewinds: int
 ) -> None:
     """The same spike, so many steps after the last one with a site past its target."""
-    model = tiny_model()
-    recipe = spiky(folder, tmp_path / "out", skip_batches=4)
-    recipe = recipe.model_copy(update={"penalty": Penalty(form="amax", headroom_bits=0.0, probe=False)})
-    trainer = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=spiking(model, {22}))
-
+    trainer = make_spiky("run", 22, steps=26, penalty=penalised(headroom_bits=0.0), stability={"skip_batches": 4})
     observing(trainer, monkeypatch, lambda step: 1.0 if step == 23 - steps else -1.0)
     assert len(trainer.train().rewinds) == rewinds
 
 
-def test_spikes_send_a_run_back_only_so_often(folder: Path, tmp_path: Path) -> None:
-    model = tiny_model()
-    recipe = spiky(folder, tmp_path / "out", skip_batches=4, rewinds=1)
-    plant = spiking(model, {22, 30})
-    outcome = trainer_of(recipe, folder, tmp_path / "run", model=model, damage=plant).train()
+def test_spikes_send_a_run_back_only_so_often(make_spiky: Make) -> None:
+    outcome = make_spiky("run", 22, 30, stability={"skip_batches": 4, "rewinds": 1}).train()
     assert len(outcome.rewinds) == 1 and outcome.steps == 32
 
 
-def test_a_run_that_went_back_and_is_killed_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
-    recipe = spiky(folder, tmp_path / "out", skip_batches=4)
-    model = tiny_model()
-    whole = trainer_of(recipe, folder, tmp_path / "whole", model=model, damage=spiking(model, {22}))
+def test_a_run_that_went_back_and_is_killed_ends_with_the_same_bits(make: Make, make_spiky: Make) -> None:
+    whole = make_spiky("whole", 22, stability={"skip_batches": 4})
     outcome = whole.train()
     assert len(outcome.rewinds) == 1
-    model = tiny_model()
-    plant = spiking(model, {22})
-
-    def kill(step: int, batch: TrainingBatch) -> TrainingBatch:
-        if step == 27:
-            raise Killed
-        return plant(step, batch)
-
     with pytest.raises(Killed):
-        trainer_of(recipe, folder, tmp_path / "cut", model=model, damage=kill).train()
-    again = trainer_of(recipe, folder, tmp_path / "cut")
+        make_spiky("cut", 22, end=27, stability={"skip_batches": 4}).train()
+    again = make_spiky("cut", stability={"skip_batches": 4})
     assert again.train() == outcome
     assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in whole.weights().items())
 
 
-def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(folder: Path, tmp_path: Path) -> None:
+# ---- runs that cannot succeed --------------------------------------------------------------------------------------
+
+
+def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(make: Make, tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e7)
-    recipe = recipe_for(
-        folder,
-        tmp_path / "out",
-        schedule={"steps": 60},
-        penalty={"form": "amax"},
-        stability={"overflow_stop": 5},
-        distillation={"weight": 0.0},
-    )
+    settings: dict[str, Any] = {"penalty": {"form": "smooth-max"}, "distillation": {"weight": 0.0}}
     with pytest.raises(UserError, match=r"5 steps in a row overflow, down to a loss scale of 2048") as caught:
-        trainer_of(recipe, folder, tmp_path / "run", model=model).train()
+        make(model=model, stability={"overflow_stop": 5}, **settings).train()
     assert "encoder.block.0.layer.1.DenseReluDense.wo" in str(caught.value) and "rescale" in str(caught.value)
     # Each of these steps is computed anew for every scale down to 1.
-    stability = recipe.stability.model_copy(update={"loss_scale": 64.0})
-    trainer = trainer_of(recipe.model_copy(update={"stability": stability}), folder, tmp_path / "gradients")
+    trainer = make("gradients", stability={"overflow_stop": 5, "loss_scale": 64.0}, **settings)
     trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(UserError, match=r"5 steps in a row overflow, .* though every activation is inside its target;"):
         trainer.train()
     assert RunFolder(tmp_path / "run", 3).steps()
 
 
-def test_a_penalty_that_does_not_come_down_stops_the_run_with_the_site(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(
-        folder,
-        tmp_path / "out",
+def test_a_penalty_that_does_not_come_down_stops_the_run_with_the_site(make: Make) -> None:
+    trainer = make(
+        model=tiny_model(dropout=0.0),
         schedule={"steps": 60, "learning_rate": 1e-12},
-        penalty={"form": "amax", "headroom_bits": 20.0},
+        penalty={"form": "smooth-max", "headroom_bits": 20.0},
         stability={"stuck_stop": 6},
         precision="fp32",
     )
     with pytest.raises(UserError, match=r"the penalty has not come down for 6 steps, worst at \S+ with .* is wanted"):
-        trainer_of(recipe, folder, tmp_path / "run", model=tiny_model(dropout=0.0)).train()
+        trainer.train()
 
 
 @pytest.mark.parametrize(("fall", "stuck"), [(0.0, 7), (0.005, None), (-0.005, 7), (0.0001, 7)])
 def test_a_penalty_that_comes_down_slowly_is_not_stuck_and_noise_is_no_progress(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fall: float, stuck: int | None
+    make: Make, monkeypatch: pytest.MonkeyPatch, fall: float, stuck: int | None
 ) -> None:
-    recipe = recipe_for(
-        folder, tmp_path / "out", schedule={"steps": 12}, penalty={"form": "amax"}, stability={"stuck_stop": 6}
-    )
-    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    trainer = make(schedule={"steps": 12}, penalty=penalised(), stability={"stuck_stop": 6})
     observing(trainer, monkeypatch, lambda step: 2.0 - fall * step)
     if stuck is None:
         assert trainer.train().steps == 12
-    else:
-        with pytest.raises(UserError, match="the penalty has not come down for 6 steps"):
-            trainer.train()
-        assert trainer.position.step == stuck
+        return
+    with pytest.raises(UserError, match="the penalty has not come down for 6 steps"):
+        trainer.train()
+    assert trainer.position.step == stuck
 
 
-def test_bf16_turns_to_fp16_when_the_activations_fit(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 6, "bf16_steps": 3})
-    trainer_of(recipe, folder, tmp_path / "run").train()
-    assert [row["precision"] for row in rows_of(tmp_path / "run") if "precision" in row] == ["bf16"] * 3 + ["fp16"] * 3
+# ---- what else a recipe asks for -----------------------------------------------------------------------------------
+
+
+def test_bf16_turns_to_fp16_when_the_activations_fit(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = ["bf16", "fp16"]
+    make(precision=both, schedule={"steps": 6, "bf16_steps": 3}).train()
+    assert [row["precision"] for row in steps_of(tmp_path / "run")] == ["bf16"] * 3 + ["fp16"] * 3
     # Past the target and under the limit is where it may well begin.
-    held = {"form": "amax", "headroom_bits": 14.0, "probe": False}
-    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 24}, penalty=held)
-    trainer_of(recipe, folder, tmp_path / "fits").train()
-    kinds = [row["precision"] for row in rows_of(tmp_path / "fits") if "precision" in row]
-    assert kinds == ["bf16"] * 20 + ["fp16"] * 4
+    monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.FITTING_STEPS", 5)
+    make("fits", precision=both, penalty=penalised(headroom_bits=14.0)).train()
+    assert [row["precision"] for row in steps_of(tmp_path / "fits")] == ["bf16"] * 5 + ["fp16"] * 3
 
 
 def test_training_aims_half_a_bit_below_and_headroom_and_fp16_go_by_the_limit(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = {"form": "amax", "headroom_bits": 14.0}
-    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule={"steps": 3}, penalty=held)
-    trainer = trainer_of(recipe, folder, tmp_path / "run")
+    held = {"form": "smooth-max", "headroom_bits": 14.0}
+    trainer = make(precision=["bf16", "fp16"], schedule={"steps": 3}, penalty=held)
     trainer.train()
     assert trainer.penalty is not None
     name, seen = trainer.penalty.worst()
@@ -982,92 +875,54 @@ def test_training_aims_half_a_bit_below_and_headroom_and_fp16_go_by_the_limit(
         assert trainer.position.fitting == fitting
 
 
-def test_top_k_needs_no_teacher_in_the_loop(folder: Path, tmp_path: Path) -> None:
-    found = []
-    for name, top in (("all", None), ("top", 384)):
-        recipe = recipe_for(
-            folder, tmp_path / "out", distillation={"weight": 1.0, "top_k": top, "temperature": 2.0}, precision="fp32"
-        )
-        trainer = trainer_of(recipe, folder, tmp_path / name, model=tiny_model(seed=2))
-        trainer.train()
-        found.append(losses_of(tmp_path / name))
-    assert found[0] == pytest.approx(found[1], rel=2e-3)
-
-
-def test_a_run_that_had_turned_to_fp16_goes_on_in_it(folder: Path, tmp_path: Path) -> None:
-    def kill(step: int, batch: TrainingBatch) -> TrainingBatch:
-        if step == 5:
-            raise Killed
-        return batch
-
-    schedule = {"steps": 6, "bf16_steps": 3}
-    recipe = recipe_for(folder, tmp_path / "out", precision=["bf16", "fp16"], schedule=schedule)
-    trainer_of(recipe, folder, tmp_path / "whole").train()
+def test_a_run_that_had_turned_to_fp16_goes_on_in_it(make: Make, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"precision": ["bf16", "fp16"], "schedule": {"steps": 6, "bf16_steps": 3}}
+    make("whole", **settings).train()
     with pytest.raises(Killed):
-        trainer_of(recipe, folder, tmp_path / "cut", damage=kill).train()
-    again = trainer_of(recipe, folder, tmp_path / "cut")
+        make("cut", damage=killed_at(5), **settings).train()
+    again = make("cut", **settings)
     again.train()
     assert again.mixed_precision.precision == "fp16" and rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
 
 
-def test_the_teachers_top_logits_are_those_of_the_batch_after_a_rewind_and_a_resume(
-    folder: Path, tmp_path: Path
-) -> None:
-    found = []
+def test_the_teachers_top_logits_are_those_of_the_batch_after_a_rewind_and_a_resume(make: Make, tmp_path: Path) -> None:
+    """Of all ids they are the whole distribution, without a teacher in the loop."""
+    divergences = []
     for name, top in (("all", None), ("top", 384)):
         model = tiny_model(seed=2)
-        recipe = recipe_for(
-            folder,
-            tmp_path / "out",
-            precision="fp32",
-            schedule={"steps": 28, "learning_rate": 0.01},
-            distillation={"weight": 0.05, "top_k": top},
-            stability={"window": 16, "skip_batches": 5},
-            checkpointing={"every": 10},
-        )
-        plant = spiking(model, {23})
-
-        def kill(step: int, batch: TrainingBatch, plant: Damage = plant) -> TrainingBatch:
-            if step == 28:
-                raise Killed
-            return plant(step, batch)
-
+        settings: dict[str, Any] = {
+            "precision": "fp32",
+            "schedule": {"steps": 28, "learning_rate": 0.01},
+            "distillation": {"weight": 0.05, "top_k": top, "temperature": 2.0},
+            "stability": {"window": 16, "skip_batches": 5},
+            "checkpointing": {"every": 10},
+        }
         with pytest.raises(Killed):
-            trainer_of(recipe, folder, tmp_path / name, model=model, damage=kill).train()
-        trainer = trainer_of(recipe, folder, tmp_path / name)
-        assert len(trainer.train().rewinds) == 1
-        found.append({row["step"]: row["distillation"] for row in rows_of(tmp_path / name) if "loss" in row})
-    assert sorted(found[0]) == list(range(1, 29)) and found[0] == pytest.approx(found[1], rel=2e-3)
+            make(name, model=model, damage=killed_at(28, spiking(model, 23)), **settings).train()
+        assert len(make(name, **settings).train().rewinds) == 1
+        divergences.append({row["step"]: row["distillation"] for row in steps_of(tmp_path / name)})
+    assert sorted(divergences[0]) == list(range(1, 29)) and divergences[0] == pytest.approx(divergences[1], rel=2e-3)
 
 
-def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cube_holds(
-    folder: Path, tmp_path: Path
-) -> None:
-    found = []
+def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cube_holds(make: Make) -> None:
+    weights = []
     for name, on in (("plain", False), ("recomputed", True)):
-        recipe = recipe_for(
-            folder,
-            tmp_path / "out",
-            gradient_checkpointing=on,
-            penalty={"form": "amax", "headroom_bits": 8.0},
-            stability={"loss_scale": 16.0},
-        )
         model = tiny_model()
         with torch.no_grad():
             model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.mul_(100)
-        trainer = trainer_of(recipe, folder, tmp_path / name, model)
-        assert trainer.train().skipped == () and trainer.penalty is not None
-        assert trainer.penalty.observations()["encoder.block.0.layer.1.DenseReluDense.wi_0"].amax > 148
-        found.append(trainer.weights())
-    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+        penalty, stability = {"form": "smooth-max", "headroom_bits": 8.0}, {"loss_scale": 16.0}
+        trainer = make(name, model=model, gradient_checkpointing=on, penalty=penalty, stability=stability)
+        assert trainer.train().skipped == ()
+        assert observed(trainer)["encoder.block.0.layer.1.DenseReluDense.wi_0"].amax > 148
+        weights.append(trainer.weights())
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-def test_a_wandb_run_is_written_offline_and_can_be_read(folder: Path, tmp_path: Path) -> None:
+def test_a_wandb_run_is_written_offline_and_can_be_read(make: Make, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     from bf16_to_fp16.losses.logs import read_log
 
-    recipe = recipe_for(folder, tmp_path / "out", logging={"every": 1, "wandb": {"mode": "offline"}})
-    trainer_of(recipe, folder, tmp_path / "run").train()
+    make(logging={"every": 1, "wandb": {"mode": "offline"}}).train()
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     losses = losses_of(tmp_path / "run")
     for _ in range(100):  # its own process writes the file, and on a busy machine is behind
@@ -1078,48 +933,35 @@ def test_a_wandb_run_is_written_offline_and_can_be_read(folder: Path, tmp_path: 
     assert dict(zip(curve.steps, curve.losses, strict=True)) == pytest.approx(losses)
 
 
-def test_generated_texts_are_scored_where_the_data_have_targets(folder: Path, tmp_path: Path) -> None:
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps({"input": f"{TEXT}{i}", "target": f"fox {i}"}) + "\n" for i in range(40)))
-    recipe = recipe_for(
-        folder,
-        tmp_path / "out",
-        data={"path": str(data), "target_column": "target"},
-        evaluation={"every": 8, "generate": True, "max_new_tokens": 6},
-    )
-    outcome = trainer_of(recipe, folder, tmp_path / "run").train()
+def test_generated_texts_are_scored_where_the_data_have_targets(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"input": f"{TEXT}{i}", "target": f"fox {i}"}) + "\n" for i in range(40)))
+    generated = {"every": 2, "generate": True, "max_new_tokens": 6}
+    outcome = make(
+        schedule={"steps": 2}, data={"path": str(path), "target_column": "target"}, evaluation=generated
+    ).train()
     assert {"rouge1", "rouge2", "rougeL", "bleu"} <= set(outcome.evaluations[-1])
 
 
-def test_weights_kept_in_16_bits_train_with_stochastic_rounding(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(
-        folder,
-        tmp_path / "out",
+def test_weights_kept_in_16_bits_train_with_stochastic_rounding(make: Make, tmp_path: Path) -> None:
+    trainer = make(
         optimizer={"weights": "bf16", "rounding": "stochastic"},
-        precision=["fp32"],
-        schedule={"steps": 40, "learning_rate": 0.01},
+        precision="fp32",
+        schedule={"steps": 30, "learning_rate": 0.01},
         distillation={"weight": 0.0},
     )
-    trainer = trainer_of(recipe, folder, tmp_path / "run")
     trainer.train()
     assert {tensor.dtype for tensor in trainer.weights().values()} == {torch.bfloat16}
     losses = losses_of(tmp_path / "run")
-    assert losses[40] < losses[1] - 1
-
-
-def iterate(batches: list[TrainingBatch]) -> Iterator[TrainingBatch]:
-    yield from batches
+    assert losses[30] < losses[1] - 1
 
 
 def test_arguments_shift_the_labels_as_the_model_does(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(folder, tmp_path / "out")
-    corpus = open_corpus(recipe.data, folder, tiny_model().config)
+    corpus = open_corpus(recipe_for(folder, tmp_path / "out").data, folder, tiny_model().config)
     batch, model = next(corpus.training_batches()), tiny_model().eval()
     assert batch.labels is not None
     with torch.no_grad():
-        stock = model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels, use_cache=False
-        )
+        stock = model(**batch.inputs(), use_cache=False)
         mine = model(**arguments(model, batch, torch.device("cpu")))
     assert torch.equal(stock.logits, mine.logits)
     count = int((batch.labels != -100).sum())

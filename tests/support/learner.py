@@ -1,12 +1,21 @@
-"""A tiny T5 of bytes that learns a sentence in a few steps, and the sentence."""
+"""A tiny T5 of bytes that learns a sentence in a few steps, the sentence, and its trainer."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.distillation import Teacher
+from bf16_to_fp16.finetuning.log import RunLog
+from bf16_to_fp16.finetuning.recipe import Recipe
+from bf16_to_fp16.finetuning.run import make_accelerator
+from bf16_to_fp16.finetuning.trainer import Trainer
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it "
 
@@ -56,3 +65,61 @@ def recipe_tree(source: Path, out: Path) -> dict[str, Any]:
         "checkpointing": {"every": 2},
         "logging": {"every": 1},
     }
+
+
+def changed(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree with keys of its sections, and whole keys, replaced."""
+    sections = {k: {**tree[k], **v} for k, v in changes.items() if isinstance(v, dict) and k in tree}
+    return {**tree, **changes, **sections}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process, which no handler sees."""
+
+
+Damage = Callable[[int, TrainingBatch], TrainingBatch]
+"""What becomes of the batch of a step of data."""
+
+
+def kept(step: int, batch: TrainingBatch) -> TrainingBatch:
+    """Return the batch as it is."""
+    return batch
+
+
+def killed_at(end: int, damage: Damage = kept) -> Damage:
+    """Return the damage that ends the process at a step of data."""
+
+    def kill(step: int, batch: TrainingBatch) -> TrainingBatch:
+        if step == end:
+            raise Killed
+        return damage(step, batch)
+
+    return kill
+
+
+def trainer_of(recipe: Recipe, folder: Path, run: Path, model: Any, original: Any, damage: Damage = kept) -> Trainer:
+    """Return a trainer of ``model`` on the text in ``folder``, distilled from ``original``."""
+    corpus = open_corpus(recipe.data, folder, model.config, seed=recipe.data_seed)
+    run.mkdir(exist_ok=True)
+    accelerator = make_accelerator(recipe)
+    teacher = None
+    if recipe.distillation.weight:
+        teacher = Teacher(original, accelerator.device, temperature=recipe.distillation.temperature)
+    log = RunLog(run / "log.jsonl", recipe.logging.wandb, run, "run", {})
+    trainer = Trainer(recipe, model, teacher, corpus, run, accelerator, log=log)
+    batches = trainer.training_batches
+    advance = type(batches).__next__
+
+    class Damaged(type(batches)):  # type: ignore[misc]
+        def __next__(self) -> TrainingBatch:
+            step = self.steps
+            return damage(step, advance(self))
+
+    batches.__class__ = Damaged
+    return trainer
+
+
+def rows_of(run: Path, key: str = "step") -> list[dict[str, Any]]:
+    """Return the lines of a run's log that have a key."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [row for row in rows if key in row]
