@@ -17,6 +17,7 @@ from ..auditing.fidelity import Fidelity
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.certificate import SQUARING
 from ..bounds.findings import Certificate
+from ..bounds.kinds import SiteKind
 from ..bounds.tiers import TIERS
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX
@@ -26,6 +27,7 @@ from ..families.configs import changes
 from ..families.known import padding_entry
 from ..families.layout import Layout
 from ..families.older import differences
+from ..families.places import places
 from ..families.spread import carrying, spread_out
 from ..families.types import RESIDUAL
 from ..families.walk import walk
@@ -47,6 +49,7 @@ from .remedies import (
     overflowing,
     passed_limit,
     sinks,
+    unproven,
     unsafe_sites,
     why_unproven,
 )
@@ -216,18 +219,9 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
         if site.holds:
             continue
         name = of_module.get(site.name.partition(":")[0], "")
-        name = streams.get(site.name, RESIDUAL) if site.kind in ("residual", "squares") else name
+        name = streams.get(site.name, RESIDUAL) if site.kind in (SiteKind.RESIDUAL, SiteKind.SQUARES) else name
         reason, remedy = why_unproven(site.kind, fallbacks.get(name))
-        rows.append(
-            schema.UnprovenEntry(
-                name=site.name,
-                bound=site.largest,
-                limit=site.limit,
-                excess_bits=-site.headroom_bits,
-                reason=reason,
-                remedy=remedy,
-            )
-        )
+        rows.append(unproven(site, reason, remedy))
     return rows
 
 
@@ -236,14 +230,15 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
 
     fp16 has 11. A channel that falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square.
     """
-    rows = []
+    rows, place = [], places(layout)
     for path, stream in layout.streams_read.items():
         module = ranges.get(path)
         if module is None:
             continue
         square = module.input.mean_square.double() * 4.0 ** plan.stream_exponent(stream)
         noise = STEP_NOISE * square.numel() / max(float(square.sum()), 1e-300)
-        rows.append(schema.PrecisionEntry(module=path, bits=11 - 0.5 * math.log2(1 + noise / ONE_ROUNDING)))
+        bits = 11 - 0.5 * math.log2(1 + noise / ONE_ROUNDING)
+        rows.append(schema.PrecisionEntry(module=path, **place(path).to_json(), bits=bits))
     return rows
 
 
@@ -334,7 +329,7 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
 
     Scores and logits, which no plan moves, are among them.
     """
-    rows = []
+    rows, place = [], places(layout)
     for signal in layout.signals.values():
         exponent = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)
         for point in signal.seen:
@@ -346,6 +341,7 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
                 rows.append(
                     schema.SignalEntry(
                         module=point.module,
+                        **place(point.module).to_json(),
                         side=point.side,
                         kind=str(signal.kind),
                         before=float(amax.amax()),
@@ -357,6 +353,6 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
     if logits in ranges:
         fixed[logits] = ("logits", float(ranges[logits].output.amax.amax()))
     return rows + [
-        schema.SignalEntry(module=path, side="output", kind=kind, before=most, after=most)
+        schema.SignalEntry(module=path, **place(path).to_json(), side="output", kind=kind, before=most, after=most)
         for path, (kind, most) in fixed.items()
     ]

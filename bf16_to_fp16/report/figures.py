@@ -11,16 +11,18 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
 
-from ..families.known import FAMILIES, named, roles_of
-from ..families.roles import STACKS, Roles, block_of, last, stack_in, stack_of
+from ..bounds.kinds import Line, SiteKind, traits
+from ..families.known import FAMILIES, roles_of
+from ..families.places import FEED_FORWARD as FEED_FORWARDS
+from ..families.places import SUBLAYERS
+from ..families.roles import STACKS
 from ..numerics import FP16_MAX
 from ..wording import bits, bound_magnitude, infinite, known, magnitude, power
 from .schema import BoundEntry, CertificateEntry, FinetuneEntry, SignalEntry, SiteEntry
@@ -28,7 +30,7 @@ from .schema import BoundEntry, CertificateEntry, FinetuneEntry, SignalEntry, Si
 
 @dataclass(frozen=True)
 class Series:
-    """A line of the picture: its name, its CSS class, and how it is drawn where colours fail."""
+    """A line of a picture: its name, its CSS class, and how it is drawn where colours fail."""
 
     name: str
     css: str
@@ -36,37 +38,27 @@ class Series:
     placeholder: str
 
 
-# What all families call the two outputs, each name once.
-_ATTENTIONS = dict.fromkeys(name for family in FAMILIES for name in roles_of(family).attention_outputs)
+def _called(names: str) -> str:
+    """Return what all families call an output, each name once."""
+    return ", ".join(dict.fromkeys(name for family in FAMILIES for name in getattr(roles_of(family), names)))
 
 
-_FEED_FORWARDS = dict.fromkeys(name for family in FAMILIES for name in roles_of(family).feed_forward_outputs)
-
-
-STREAM = Series("residual stream, at each norm", "stream", "o", "#000004")
-
-
-ATTENTION = Series(f"attention's output ({', '.join(_ATTENTIONS)})", "attention", "D", "#000008")
-
-
-FEED_FORWARD = Series(f"feed-forward's output ({', '.join(_FEED_FORWARDS)})", "added", "s", "#000005")
-
-
-PRODUCT = Series(f"its neurons or gated product, into {' or '.join(_FEED_FORWARDS)}", "product", "^", "#000006")
-
-
-SCORES = Series("attention scores and their span; last in the decoder: logits", "scores", "v", "#000009")
-
-
+_WRITERS = _called("feed_forward_outputs")
+STREAM = Series("residual stream, at each norm", Line.STREAM, "o", "#000004")
+ATTENTION = Series(f"attention's output ({_called('attention_outputs')})", Line.ATTENTION, "D", "#000008")
+FEED_FORWARD = Series(f"feed-forward's output ({_WRITERS})", Line.FEED_FORWARD, "s", "#000005")
+PRODUCT = Series(f"its neurons or gated product, into {_WRITERS.replace(', ', ' or ')}", Line.PRODUCT, "^", "#000006")
+SCORES = Series("attention scores and their span; last in the decoder: logits", Line.SCORES, "v", "#000009")
 SERIES = (STREAM, ATTENTION, FEED_FORWARD, PRODUCT, SCORES)
-
-
-BRACKETS = (Series("residual stream", STREAM.css, STREAM.marker, STREAM.placeholder), *SERIES[1:])
-
-
+BRACKETS = (replace(STREAM, name="residual stream"), *SERIES[1:])
+BLOCKS = {
+    "sum": replace(STREAM, name="residual stream and other sums"),
+    "linear": replace(FEED_FORWARD, name="outputs of linears"),
+    "product": replace(PRODUCT, name="gated products, and what norms put out"),
+    "scores": replace(SCORES, name="attention scores"),
+}
+"""The lines of an audit's pictures by the roles of its sites."""
 _INK, _GRID, _LIMIT, _PAPER = "#000001", "#000002", "#000003", "#000007"
-
-
 _VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s.placeholder: s.css for s in SERIES}
 
 
@@ -90,104 +82,79 @@ class Picture:
     wide: bool = False
 
 
-def pictures(signals: Sequence[SignalEntry], family: str | None) -> list[Picture]:
+def axis(values: Sequence[float]) -> tuple[int, int]:
+    """Return the ends of an axis that holds positive values and fp16's limit, as powers of two."""
+    return min(0, math.floor(math.log2(min(values)))), max(18, math.ceil(math.log2(max(values))) + 1)
+
+
+def pictures(signals: Sequence[SignalEntry]) -> list[Picture]:
     """Return a picture of each stack that has signals: max |x| before and after on a log2 axis against 65504."""
-    stacks = {name: points(signals, name, family) for name in STACKS}
-    values = [v for ps in stacks.values() for p in ps for v in (p.before, p.after)]
-    if not values:
-        return []
-    low = min(0, math.floor(math.log2(min(values))))
-    high = max(18, math.ceil(math.log2(max(values))) + 1)
-    made = []
+    stacks = {name: points(signals, name) for name in STACKS}
+    shown = [v for ps in stacks.values() for p in ps for v in (p.before, p.after)]
+    result = []
     for name, ps in stacks.items():
         if ps:
-            words = before_after_in_words(ps, name) + beyond_in_words(ps, name, signals, family)
-            made.append(Picture(name, draw_before_after(ps, name, low, high, words), words))
-    return made
+            words = before_after_in_words(ps, name, signals)
+            result.append(Picture(name, draw_before_after(ps, name, *axis(shown), words), words))
+    return result
 
 
-def points(signals: Sequence[SignalEntry], stack: str, family: str | None) -> list[Point]:
+def points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
     """Return the points of one stack: norm inputs, sublayer outputs, neurons and scores, spread evenly within their
     block, and the logits behind the last.
 
-    A norm of the stream begins a sublayer, the output that follows in the report's order ends it; of experts, which
-    stand side by side, the largest counts. Zeros and infinite values have no place on a log axis and are left out.
+    Of experts, which stand side by side, the largest counts. Zeros and infinite values have no place on a log axis and
+    are left out.
     """
-    known_as = roles_of(named(family))
-    found = [
-        s for s in signals if stack_in(s.module, named(family)) == stack or (s.kind, stack) == ("logits", STACKS[-1])
-    ]
-    place, sublayers = places(found, known_as)
-    end = max(sublayers, default=-1) + 1
+    mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
+    reads = [s for s in mine if s.block is not None and signal_series(s) is STREAM]
+    norms = {s.module for s in reads}
+    sublayers: dict[int | None, list[str | None]] = {s.block: [] for s in reads}
+    for s in reads:
+        if s.role not in sublayers[s.block]:
+            sublayers[s.block].append(s.role)
+    end = max((s.block for s in reads if s.block is not None), default=-1) + 1
     result: dict[tuple[Series, float], Point] = {}
-    for s in found:
-        written = place.get((s.module, s.side if s.kind == "residual" else "output"))
-        if s.kind == "logits":
-            series, x = SCORES, float(end)
-        elif s.kind == "residual" and s.side == "input" and block_of(s.module) is None:
-            series, x = STREAM, float(end)
-        elif s.kind == "scores" and (within := attention_at(s.module, place)) is not None:
-            series, x = SCORES, at(within, sublayers)
-        elif written is not None and s.kind == "residual":
-            outputs = FEED_FORWARD if last(s.module) in known_as.feed_forward_outputs else ATTENTION
-            series, x = STREAM if s.side == "input" else outputs, at(written, sublayers)
-        elif written is not None and s.kind == "neuron" and s.side == "input":
-            series, x = PRODUCT, at(written, sublayers)
-        else:
-            continue
+    for s in mine:
         before, after = known(s.before), known(s.after)
-        if before and after:
-            same = result.get((series, x), Point(series, x, before, after))
-            result[series, x] = Point(series, x, max(before, same.before), max(after, same.after))
+        series = signal_series(s)
+        if series is None or not before or not after or (s.module in norms and s.side == "output"):
+            continue
+        x = float(end)
+        if s.block is not None and s.kind != "logits":
+            order = sublayers.get(s.block, [])
+            x = s.block + (order.index(s.role) / len(order) if s.role in order else 0)
+        same = result.get((series, x), Point(series, x, before, after))
+        result[series, x] = Point(series, x, max(before, same.before), max(after, same.after))
     return sorted(result.values(), key=lambda p: p.x)
 
 
-def places(
-    signals: Sequence[SignalEntry], known_as: Roles
-) -> tuple[dict[tuple[str, str], tuple[int, int]], Counter[int]]:
-    """Return by (module, side) in which block and which of its sublayers the stream is read and outputs are, and how
-    many sublayers each block has; other norms than those with which sublayers begin are left out."""
-    place: dict[tuple[str, str], tuple[int, int]] = {}
-    sublayers: Counter[int] = Counter()
-    outputs = (*known_as.attention_outputs, *known_as.feed_forward_outputs)
-    for s in signals:
-        number, reads = block_of(s.module), s.side == "input"
-        named_so = last(s.module) in (known_as.sublayer_norms if reads else outputs)
-        if s.kind != "residual" or number is None or not named_so or (s.module, s.side) in place:
-            continue
-        sublayers[number] += reads
-        place[s.module, s.side] = (number, max(0, sublayers[number] - 1))
-    return place, sublayers
+def signal_series(s: SignalEntry) -> Series | None:
+    """Return the line that a signal belongs to, None for one that the picture leaves out."""
+    if s.kind == "logits":
+        return SCORES
+    if s.block is None:
+        return STREAM if (s.kind, s.side) == ("residual", "input") else None
+    if s.role not in SUBLAYERS:
+        return None
+    if s.kind == "residual" and s.side == "output":
+        return FEED_FORWARD if s.role == FEED_FORWARDS else ATTENTION
+    return {("residual", "input"): STREAM, ("scores", "output"): SCORES, ("neuron", "input"): PRODUCT}.get(
+        (s.kind, s.side)
+    )
 
 
-def attention_at(module: str, place: Mapping[tuple[str, str], tuple[int, int]]) -> tuple[int, int] | None:
-    """Return where an attention's output is, which is inside it or beside it."""
-    for outer in (module, module.rpartition(".")[0]):
-        for (path, side), found in place.items():
-            if side == "output" and path.startswith(f"{outer}."):
-                return found
-    return None
-
-
-def at(place: tuple[int, int], sublayers: Mapping[int, int]) -> float:
-    """Return the x of a sublayer: its block plus its share of it."""
-    block, number = place
-    return block + number / max(1, sublayers[block])
-
-
-def before_after_in_words(found: Iterable[Point], stack: str) -> str:
-    """Return what a picture shows in a sentence."""
-    before, after = max(p.before for p in found), max(p.after for p in found)
-    return f"{stack}: the largest value is {magnitude(before)} before and {magnitude(after)} after; the limit is 65,504"
-
-
-def beyond_in_words(found: Iterable[Point], stack: str, signals: Sequence[SignalEntry], family: str | None) -> str:
-    """Return which signal of a stack was larger than all that are drawn; empty where none was."""
-    others = [s for s in signals if stack_in(s.module, named(family)) == stack and known(s.before) is not None]
+def before_after_in_words(shown: Iterable[Point], stack: str, signals: Iterable[SignalEntry]) -> str:
+    """Return what a picture shows in a sentence, and which signal of its stack was larger than all that are drawn."""
+    before, after = (max(getattr(p, side) for p in shown) for side in ("before", "after"))
+    words = (
+        f"{stack}: the largest value is {magnitude(before)} before and {magnitude(after)} after; the limit is 65,504"
+    )
+    others = [s for s in signals if s.stack == stack and known(s.before) is not None]
     most = max(others, key=lambda s: s.before, default=None)
-    if most is None or most.before <= max(p.before for p in found):
-        return ""
-    return f"; not drawn: {most.module}, {magnitude(most.before)} before and {magnitude(most.after)} after"
+    if most is None or most.before <= before:
+        return words
+    return f"{words}; not drawn: {most.module}, {magnitude(most.before)} before and {magnitude(most.after)} after"
 
 
 def draw_before_after(found: Sequence[Point], stack: str, low: int, high: int, words: str) -> Markup:
@@ -271,17 +238,6 @@ def themed(svg: str, words: str) -> Markup:
 # --- an audit --------------------------------------------------------------------------------------------------------
 
 
-BLOCKS = (
-    Series("residual stream and other sums", STREAM.css, STREAM.marker, STREAM.placeholder),
-    Series("outputs of linears", FEED_FORWARD.css, FEED_FORWARD.marker, FEED_FORWARD.placeholder),
-    Series("gated products, and what norms put out", PRODUCT.css, PRODUCT.marker, PRODUCT.placeholder),
-    Series("attention scores", SCORES.css, SCORES.marker, SCORES.placeholder),
-)
-
-
-_OF_OPERATION = {"add": BLOCKS[0], "": BLOCKS[1], "mul": BLOCKS[2], "scores": BLOCKS[3]}
-
-
 def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
     """Return a picture of each column of blocks that a regime ran: per block and kind of operation the largest |x|, of
     what broke that in fp32.
@@ -289,29 +245,23 @@ def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
     Sites outside the blocks are left out, and those by design, whose size means nothing. What overflowed is drawn at
     the limit where fp32's value is not known.
     """
-    sites = list(sites)
-    attentions = {site.name.removesuffix(":scores") for site in sites if site.name.endswith(":scores")}
     largest: dict[str, dict[Series, dict[int, SiteEntry]]] = {}
     for site in sites:
-        path, _, operation = site.name.partition(":")
-        series, block = _OF_OPERATION.get(operation.partition("#")[0]), block_of(site.name)
-        if path in attentions and series is not None:
-            series = BLOCKS[3]
-        if series is None or block is None or site.limit is None or site.benign or not known(site.reached):
+        series = BLOCKS.get(site.role or "")
+        if series is None or site.block is None or site.limit is None or site.benign or not known(site.reached):
             continue
-        blocks = largest.setdefault(stack_of(path) or "model", {}).setdefault(series, {})
-        if block not in blocks or site.reached > blocks[block].reached:
-            blocks[block] = site
-    values = [s.reached for of in largest.values() for blocks in of.values() for s in blocks.values() if s.reached > 0]
-    if not values:
+        blocks = largest.setdefault(site.stack or "model", {}).setdefault(series, {})
+        if site.block not in blocks or site.reached > blocks[site.block].reached:
+            blocks[site.block] = site
+    shown = [s.reached for of in largest.values() for blocks in of.values() for s in blocks.values() if s.reached > 0]
+    if not shown:
         return []
-    low, high = min(0, math.floor(math.log2(min(values)))), max(18, math.ceil(math.log2(max(values))) + 1)
-    made = []
-    for stack, found in largest.items():
-        top = max((site for blocks in found.values() for site in blocks.values()), key=lambda site: site.reached)
+    result = []
+    for stack, lines in largest.items():
+        top = max((site for blocks in lines.values() for site in blocks.values()), key=lambda site: site.reached)
         words = f"{stack}: the largest value is {magnitude(top.reached)}, at {top.name}; the limit is 65,504"
-        made.append(Picture(stack, draw_audit(found, stack, low, high, words), words))
-    return made
+        result.append(Picture(stack, draw_audit(lines, stack, *axis(shown), words), words))
+    return result
 
 
 def draw_audit(found: Mapping[Series, Mapping[int, SiteEntry]], stack: str, low: int, high: int, words: str) -> Markup:
@@ -348,72 +298,65 @@ class Bracket:
     partial: float
 
 
-def brackets(sites: Sequence[BoundEntry], stack: str, family: str | None) -> list[Bracket]:
+def brackets(sites: Sequence[BoundEntry], stack: str) -> list[Bracket]:
     """Return the brackets of one stack from a certificate's sites, by kind and block."""
-    outputs = roles_of(named(family)).feed_forward_outputs
-    gated = any(site.kind == "product" for site in sites)
+    gated = any(site.kind == SiteKind.PRODUCT for site in sites)
     merged: dict[tuple[Series, int | None], Bracket] = {}
     for site in sites:
-        series = series_of(site, gated, outputs)
-        within, place = stack_of(site.name), block_of(site.name)
-        if series is None or (within or "decoder") != stack or (place is None) != (site.kind == "logits"):
+        series = bracket_series(site, gated)
+        outside = (site.block is None) != (site.kind == SiteKind.LOGITS)
+        if series is None or (site.stack or STACKS[-1]) != stack or outside:
             continue
         found = site.observed
         found = None if found is None else math.inf if infinite(found) or found > site.limit else found
-        bounds = (math.inf if infinite(value) else value for value in (site.bound, site.partial))
-        fresh = Bracket(series, place, found, *bounds)
-        old = merged.get((series, place), fresh)
-        known_found = [b.found for b in (old, fresh) if b.found is not None]
-        merged[series, place] = Bracket(
-            series, place, max(known_found, default=None), max(old.bound, fresh.bound), max(old.partial, fresh.partial)
+        bound, partial = (math.inf if infinite(value) else value for value in (site.bound, site.partial))
+        same = merged.get((series, site.block), Bracket(series, site.block, found, bound, partial))
+        merged[series, site.block] = replace(
+            same,
+            found=max((value for value in (same.found, found) if value is not None), default=None),
+            bound=max(same.bound, bound),
+            partial=max(same.partial, partial),
         )
     return list(merged.values())
 
 
-def series_of(site: BoundEntry, gated: bool, feed_forwards: Sequence[str]) -> Series | None:
-    """Return the line that a site of a certificate belongs to, None for one that the picture leaves out.
-
-    feed_forwards: what the family calls the outputs of its feed-forwards.
-    """
-    kind, name = site.kind, site.name
-    if kind == "output":
-        return BRACKETS[2] if last(name) in feed_forwards else BRACKETS[1]
-    if kind == ("product" if gated else "activation"):
-        return BRACKETS[3]
-    return {"residual": BRACKETS[0], "scores": SCORES, "masked scores": SCORES, "logits": SCORES}.get(kind)
+def bracket_series(site: BoundEntry, gated: bool) -> Series | None:
+    """Return the line that a site of a certificate belongs to, None for one that the picture leaves out: of gated
+    feed-forwards the product stands for what is activated."""
+    line = traits(site.kind).line
+    if gated and site.kind == SiteKind.ACTIVATION:
+        return None
+    if line is Line.ATTENTION and site.role == FEED_FORWARDS:
+        line = Line.FEED_FORWARD
+    return next((series for series in BRACKETS if series.css == line), None)
 
 
-def bracket_pictures(certificate: CertificateEntry, family: str | None) -> list[Picture]:
+def bracket_pictures(certificate: CertificateEntry) -> list[Picture]:
     """Return a picture of each stack that the certificate bounds: per block and kind of signal a bracket."""
-    stacks = {name: brackets(certificate.sites, name, family) for name in STACKS}
-    values = [v for bs in stacks.values() for b in bs for v in (b.found, b.bound, b.partial) if v and known(v)]
-    if not values:
+    stacks = {name: brackets(certificate.sites, name) for name in STACKS}
+    shown = [v for bs in stacks.values() for b in bs for v in (b.found, b.bound, b.partial) if v and known(v)]
+    if not shown:
         return []
-    low = max(-14, min(0, math.floor(math.log2(min(values)))))
-    high = min(64, max(18, math.ceil(math.log2(max(values))) + 1))
-    made = []
-    for name, found in stacks.items():
-        if found:
-            words = bracket_in_words(found, name) + undrawn_in_words(found, name, certificate.sites)
-            wide = max((b.block for b in found if b.block is not None), default=0) >= WIDE_FROM
-            made.append(Picture(name, draw_brackets(found, name, low, high, words, wide), words, wide))
-    return made
+    low, high = axis(shown)
+    result = []
+    for name, mine in stacks.items():
+        if mine:
+            words = bracket_in_words(mine, name, certificate.sites)
+            wide = max((b.block for b in mine if b.block is not None), default=0) >= WIDE_FROM
+            svg = draw_brackets(mine, name, max(-14, low), min(64, high), words, wide)
+            result.append(Picture(name, svg, words, wide))
+    return result
 
 
-def bracket_in_words(found: Sequence[Bracket], stack: str) -> str:
-    """Return what a picture of brackets shows in a sentence."""
-    top, worst = max(b.bound for b in found), max((b.found for b in found if b.found is not None), default=None)
+def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[BoundEntry]) -> str:
+    """Return what a picture of brackets shows in a sentence, and which bound of its stack is larger than all that are
+    drawn."""
+    top, worst = max(b.bound for b in shown), max((b.found for b in shown if b.found is not None), default=None)
     reached = "" if worst is None else "overflows" if math.isinf(worst) else f"is {magnitude(worst)}"
     said = f"the largest value found {reached}, " if reached else ""
-    return f"{stack}: {said}the largest bound is {bound_magnitude(top)}; the limit is 65,504"
-
-
-def undrawn_in_words(found: Sequence[Bracket], stack: str, sites: Sequence[BoundEntry]) -> str:
-    """Return which bound of a stack is larger than all that are drawn; empty where none is."""
-    most = max((s for s in sites if (stack_of(s.name) or "decoder") == stack), key=lambda s: s.bound)
-    if not most.bound > max(b.bound for b in found):
-        return ""
-    return f"; not drawn: {most.kind}, up to {bound_magnitude(most.bound)}"
+    words = f"{stack}: {said}the largest bound is {bound_magnitude(top)}; the limit is 65,504"
+    most = max((s for s in sites if (s.stack or STACKS[-1]) == stack), key=lambda s: s.bound)
+    return f"{words}; not drawn: {most.kind}, up to {bound_magnitude(most.bound)}" if most.bound > top else words
 
 
 def draw_brackets(found: Sequence[Bracket], stack: str, low: int, high: int, words: str, wide: bool) -> Markup:

@@ -9,15 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from ..bounds import side_modules
+from ..bounds.arithmetic import Bound
+from ..bounds.kinds import Remedy, traits
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..rescaling.planner import Fallback, Violation
 from ..wording import counted, listed, reached
-from .schema import AttackEntry, CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
-
-IMMOVABLE = ("scores", "masked scores", "gate", "activation", "logits", "position bias")
-"""Kinds of site that no coupling reaches."""
-
+from .schema import AttackEntry, BoundEntry, CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
 
 MASKED = ":masked"
 """How the sites end that say what a mask must add at least."""
@@ -215,25 +212,24 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
     converted: whether rescaling has been tried on these weights already.
     """
 
-    def why(kind: str) -> tuple[str, str]:
-        if kind == side_modules.ZERO_VECTOR:
-            return MAY_BE_ZERO, NORMALISE_IN_FP32
-        if kind in IMMOVABLE:
-            return NOTHING_MOVES, PENALTY
-        return OVER, CONVERTED if converted else CONVERT
+    why = {
+        Remedy.RESCALE: (OVER, CONVERTED if converted else CONVERT),
+        Remedy.FINETUNE: (NOTHING_MOVES, PENALTY),
+        Remedy.NORMALISE: (MAY_BE_ZERO, NORMALISE_IN_FP32),
+    }
+    return [unproven(site, *why[traits(site.kind).remedy]) for site in certificate.over]
 
-    reasons = [why(site.kind) for site in certificate.over]
-    return [
-        UnprovenEntry(
-            name=site.name,
-            bound=site.largest,
-            limit=site.limit,
-            excess_bits=-site.headroom_bits,
-            reason=reason,
-            remedy=remedy,
-        )
-        for site, (reason, remedy) in zip(certificate.over, reasons, strict=True)
-    ]
+
+def unproven(site: BoundEntry | Bound, reason: str, remedy: str) -> UnprovenEntry:
+    """Return a site whose bound passes its limit as an entry of the report."""
+    return UnprovenEntry(
+        name=site.name,
+        bound=site.largest,
+        limit=site.limit,
+        excess_bits=-site.headroom_bits,
+        reason=reason,
+        remedy=remedy,
+    )
 
 
 def normalising_is_all(unproven: Sequence[UnprovenEntry] | None) -> bool:
@@ -243,9 +239,9 @@ def normalising_is_all(unproven: Sequence[UnprovenEntry] | None) -> bool:
 
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
-    if kind == side_modules.ZERO_VECTOR:
+    if traits(kind).remedy is Remedy.NORMALISE:
         return MAY_BE_ZERO, NORMALISE_IN_FP32
-    if kind in IMMOVABLE:
+    if not traits(kind).movable:
         return UNMOVED, PENALTY
     if fallback is not None and not fallback.impossible:
         cost = f"predicted squared error {fallback.cost_certified:.1e} instead of {fallback.cost_observed:.1e}"

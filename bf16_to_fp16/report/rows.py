@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bounds.arithmetic import MAX_LENGTH
+from ..bounds.kinds import SiteKind
 from ..bounds.tiers import TIERS
-from ..families.known import named, projector_of, roles_of
-from ..families.roles import STACKS, block_of, stack_in
+from ..families.known import named, projector_of
+from ..families.roles import STACKS
 from ..run.batch import IMAGE
 from ..wording import (
     below_limit,
@@ -211,7 +212,7 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
     certificate = report.certificate
     if certificate is None:
         return [], []
-    squares = any(site.kind == "squares" for site in certificate.sites)
+    squares = any(site.kind == SiteKind.SQUARES for site in certificate.sites)
     sums = counted(certificate.splits, "partial sum")
     covers = [
         "every operation of the forward pass, in pure fp16, under AMP and as stock code loads it",
@@ -361,28 +362,20 @@ class KeptBits:
 def kept_bits_tables(report: Report) -> list[KeptBits]:
     """Return the precision of each stack, in the order of the model; empty where the report has none."""
     result = []
-    declared = roles_of(named(report.family)).norms
     for stack in STACKS:
-        blocks: dict[str, list[float]] = {}
-        for row in report.precision:
-            if stack_in(row.module, named(report.family)) == stack:
-                block = block_of(row.module)
-                blocks.setdefault("end" if block is None else str(block), []).append(row.bits)
-        if not blocks:
-            continue
-        end = {"end": blocks.pop("end")} if "end" in blocks else {}
-        norms = max((len(kept) for kept in blocks.values()), default=1)
-        columns = declared.get(stack, ())
-        if len(columns) != norms:
-            columns = tuple(f"norm {i + 1}" for i in range(norms))
-        rows = [(name, padded(kept, norms)) for name, kept in (blocks | end).items()]
-        result.append(KeptBits(stack, columns, tuple(rows)))
+        norms = [row for row in report.precision if row.stack == stack]
+        columns = tuple(dict.fromkeys(row.role or "norm" for row in norms if row.block is not None)) or ("norm 1",)
+        blocks: dict[int, dict[str, float]] = {}
+        for row in norms:
+            if row.block is not None:
+                blocks.setdefault(row.block, {})[row.role or "norm"] = row.bits
+        rows = [(str(block), tuple(kept.get(name) for name in columns)) for block, kept in blocks.items()]
+        end = [row.bits for row in norms if row.block is None]
+        if end:
+            rows.append(("end", (*end, *[None] * (len(columns) - len(end)))))
+        if rows:
+            result.append(KeptBits(stack, columns, tuple(rows)))
     return result
-
-
-def padded(values: Sequence[float], width: int) -> tuple[float | None, ...]:
-    """Return values filled up with None to ``width``."""
-    return (*values, *[None] * (width - len(values)))
 
 
 def least_precise(report: Report) -> PrecisionEntry | None:

@@ -213,8 +213,16 @@ class Environment(ReportObject):
 # --- what was measured -----------------------------------------------------------------------------------------------
 
 
-class SiteEntry(ReportObject):
-    """One site of a regime.
+class PlacedEntry(ReportObject):
+    """Something that stands somewhere in the model: as ``families.places.Place``, without what is not known."""
+
+    stack: str | None = None
+    block: Count | None = None
+    role: str | None = None
+
+
+class SiteEntry(PlacedEntry):
+    """One site of a regime; its place is told by its name.
 
     ``amax``: the largest |x|, 65536 for an overflow. ``limit`` and ``headroom_bits``: None for what is not fp16.
     ``nonfinite`` and ``saturated`` count elements other than by design; ``benign``: the reason why what is so is
@@ -308,7 +316,7 @@ def regimes_of(results: Mapping[str, Described]) -> dict[str, RegimeEntry]:
     return {name: RegimeEntry.model_validate(result.to_json()) for name, result in results.items()}
 
 
-class BoundEntry(ReportObject):
+class BoundEntry(PlacedEntry):
     """The bound of one site: no input makes the value larger than ``bound``, nor a partial sum than ``partial``.
 
     ``kind``: what it holds. ``observed``: the largest value that was found, None where nothing was run.
@@ -437,7 +445,7 @@ class WeightsEntry(ReportObject):
     amax: NumberOrNaN
 
 
-class SignalEntry(ReportObject):
+class SignalEntry(PlacedEntry):
     """What a signal reached in the source and what it reaches after the plan, at a module's input or output."""
 
     module: str
@@ -447,7 +455,7 @@ class SignalEntry(ReportObject):
     after: NumberOrNaN
 
 
-class PrecisionEntry(ReportObject):
+class PrecisionEntry(PlacedEntry):
     """The significant bits that the residual stream keeps where a norm reads it."""
 
     module: str

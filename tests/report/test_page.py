@@ -21,6 +21,7 @@ from support.contract import layout_of
 
 from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.families.places import places
 from bf16_to_fp16.families.roles import STACKS, stack_in
 from bf16_to_fp16.families.types import Attention, Sublayer
 from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
@@ -76,14 +77,14 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
     terminal.print_conversion(read(Report, report), out, verbose=True)
 
 
-def brackets(sites: list[dict[str, Any]], stack: str, family: str) -> list[pictures.Bracket]:
+def brackets(sites: list[dict[str, Any]], stack: str) -> list[pictures.Bracket]:
     """Return the brackets of a certificate's sites."""
-    return pictures.brackets([read(BoundEntry, site) for site in sites], stack, family)
+    return pictures.brackets([read(BoundEntry, site) for site in sites], stack)
 
 
-def bracket_pictures(made: dict[str, Any], family: str) -> list[pictures.Picture]:
+def bracket_pictures(made: dict[str, Any]) -> list[pictures.Picture]:
     """Return the pictures of a certificate."""
-    return pictures.bracket_pictures(read(CertificateEntry, made), family)
+    return pictures.bracket_pictures(read(CertificateEntry, made))
 
 
 def curve_pictures(run: dict[str, Any]) -> list[pictures.Picture]:
@@ -241,7 +242,7 @@ def test_an_audit_draws_what_each_block_reached_and_what_overflowed_as_large_as_
         site("model.layers.1.mlp.down_proj", 40.0),
         site("model.norm:mul", 7e4),
     ]
-    regime = {"nonfinite": 1, "saturated": 0, "amax": 65536.0, "headroom_bits": -1.0, "sites": found}
+    regime = fakes.regime(found) | {"nonfinite": 1, "headroom_bits": -1.0}
     report = {"verdict": "unsafe", "regimes": {"half": regime}, "attention": ["eager"]}
     page = Page(render(report))
     assert page.sections[:2] == ["unsafe", "blocks"]
@@ -349,7 +350,7 @@ def bound(name: str, kind: str, value: float, found: float | None = None, **chan
         "limit": 65504.0,
         "observed": found,
     }
-    entry |= changes
+    entry |= fakes.placed(name) | changes
     largest = max(entry["bound"], entry["partial"])
     return entry | {"headroom_bits": math.log2(entry["limit"] / largest), "holds": largest <= entry["limit"]}
 
@@ -385,6 +386,8 @@ def certified(**options: Any) -> dict[str, Any]:
     made = certificate(**options)
     precision = [
         {"module": f"{stack}.{place}layer_norm", "bits": 10.999 - 0.25 * k}
+        | fakes.placed(f"{stack}.{place}layer_norm")
+        | ({"role": "cross-attention"} if (stack, place[-2:]) == ("decoder", "1.") else {})
         for stack, norms in (("encoder", 2), ("decoder", 3))
         for k, place in enumerate(["final_", *(f"block.{i}.layer.{j}." for i in range(2) for j in range(norms))])
     ]
@@ -441,12 +444,12 @@ def test_the_tightest_bounds_are_those_of_the_report() -> None:
 
 def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
     report = certified()
-    found = brackets(report["certificate"]["sites"], "encoder", report["family"])
+    found = brackets(report["certificate"]["sites"], "encoder")
     assert len(found) == 3 * 5
     stream = {b.block: b for b in found if b.series.css == "stream"}
     assert (stream[2].found, stream[2].bound) == (60_000.3 / 2, 60_000.3)
     assert {b.series.css for b in found} == {"stream", "attention", "added", "product", "scores"}
-    logits = [b for b in brackets(report["certificate"]["sites"], "decoder", report["family"]) if b.block is None]
+    logits = [b for b in brackets(report["certificate"]["sites"], "decoder") if b.block is None]
     assert [(b.found, b.bound) for b in logits] == [(61.7, 123.4)]
     labels = [a.get("aria-label") or "" for t, a in Page(render(report)).tags if t == "svg"]
     assert labels[0] == (
@@ -460,7 +463,7 @@ def test_the_only_stack_of_a_family_has_its_brackets_and_its_head() -> None:
         bound("model.layers.1.self_attn.o_proj", "output", 5.0, 4.0),
         bound("lm_head", "logits", 9.0, 4.0),
     ]
-    drawn = [b for stack in STACKS for b in brackets(sites, stack, "gemma3")]
+    drawn = [b for stack in STACKS for b in brackets(sites, stack)]
     assert {b.series.css: (b.block, b.bound) for b in drawn} == {
         "stream": (1, 8.0),
         "attention": (1, 5.0),
@@ -476,20 +479,20 @@ def test_pegasus_and_ungated_models_have_their_brackets() -> None:
         bound("model.encoder.layers.1.activation_fn:relu", "activation", 7.0, 4.0),
         bound("model.encoder:add", "residual", 9.0, 4.0),
     ]
-    found = {b.series.css: b for b in brackets(sites, "encoder", "pegasus")}
+    found = {b.series.css: b for b in brackets(sites, "encoder")}
     assert {css: (b.block, b.bound) for css, b in found.items()} == {
         "stream": (1, 8.0),
         "attention": (1, 5.0),
         "added": (1, 6.0),
         "product": (1, 7.0),
     }
-    assert found["attention"].partial == 7.0 and brackets(sites, "decoder", "pegasus") == []
+    assert found["attention"].partial == 7.0 and brackets(sites, "decoder") == []
 
 
 def test_a_bracket_lies_between_the_worst_found_and_the_bound_on_a_log2_axis() -> None:
     def heights(found: float, top: float) -> list[float]:
         made = certificate(blocks=1) | {"sites": [bound("encoder.block.0.layer.0:add", "residual", top, found)]}
-        svg = str(bracket_pictures(made, "t5")[0].svg)
+        svg = str(bracket_pictures(made)[0].svg)
         # Paths in the colour of the stream from one point to another are its brackets.
         paths = re.findall(r'd="M [\d.]+ ([\d.]+) \nL [\d.]+ ([\d.]+) \n" clip-path="[^"]*" style="[^"]*--stream', svg)
         assert len(paths) == 1
@@ -504,7 +507,7 @@ def test_a_bracket_lies_between_the_worst_found_and_the_bound_on_a_log2_axis() -
 def test_an_overflow_that_was_found_is_a_cross_where_the_bound_allows_it() -> None:
     def crosses(top: float) -> int:
         made = certificate(blocks=1) | {"sites": [bound("encoder.block.0.layer.0:add", "residual", top, 65536.0)]}
-        return str(bracket_pictures(made, "t5")[0].svg).count("stroke: var(--limit); stroke-width: 1.3")
+        return str(bracket_pictures(made)[0].svg).count("stroke: var(--limit); stroke-width: 1.3")
 
     assert crosses(1e6) > 0 and crosses(100.0) == 0
     report = certified(top=1e6)
@@ -590,17 +593,20 @@ def test_one_reason_for_all_is_said_once_and_very_many_sites_are_cut() -> None:
 def test_a_pictures_lines_are_of_the_stream_at_sublayers_of_their_outputs_and_of_scores(kind: str) -> None:
     """Not of other norms' inputs; experts stand side by side, and the largest is drawn."""
     layout = layout_of(tiny.build(kind))
+    place = places(layout)
     seen: list[dict[str, Any]] = [
         {"module": p.module, "side": p.side, "kind": str(signal.kind), "before": 2.0 + n, "after": 1.0}
+        | place(p.module).to_json()
         for signal in layout.signals.values()
         for n, p in enumerate(signal.seen)
     ]
     attentions = [w.at for w in layout.topology if isinstance(w, Attention)]
-    seen += [{"module": at, "side": "output", "kind": "scores", "before": 2.0, "after": 1.0} for at in attentions]
+    scores = {"side": "output", "kind": "scores", "before": 2.0, "after": 1.0}
+    seen += [{"module": at, **scores, **place(at).to_json()} for at in attentions]
     for stack in layout.stacks():
         name = STACKS[-1] if len(layout.stacks()) == 1 else stack.ends.at.rpartition(".")[2]
         sublayers = [w for w in layout.topology if isinstance(w, Sublayer) and stack_in(w.at, layout.family) == name]
-        found = pictures.points([read(SignalEntry, each) for each in seen], name, layout.family.name)
+        found = pictures.points([read(SignalEntry, each) for each in seen], name)
         drawn = {line: [p for p in found if p.series is line] for line in pictures.SERIES}
         of_attention = sum(isinstance(w, Attention) for w in sublayers)
         assert len(drawn[pictures.STREAM]) == len(sublayers) + 1
@@ -699,6 +705,7 @@ def test_every_bound_names_the_target_that_it_is_for() -> None:
 def test_a_site_is_counted_once_and_a_caption_names_a_larger_one_that_is_not_drawn() -> None:
     report = fakes.conversion()
     gate = {"module": "decoder.block.1.layer.2.DenseReluDense.wi_0", "side": "output", "kind": "fixed"}
+    gate |= fakes.placed(gate["module"])
     head = {"module": "lm_head", "side": "output", "before": 3.5e5, "after": 3.5e5}
     report["signals"] += [gate | {"before": 4e5, "after": 4e5}, head | {"kind": "fixed"}, head | {"kind": "logits"}]
     html = render(report)
@@ -718,7 +725,7 @@ def test_a_site_is_counted_once_and_a_caption_names_a_larger_one_that_is_not_dra
 def test_a_caption_names_what_is_bounded_and_not_drawn() -> None:
     made = certificate()
     squares = bound("encoder.block.2.layer.1.layer_norm (sum of squares)", "squares", 61_234.0)
-    words = bracket_pictures(made | {"sites": [*made["sites"], squares]}, "t5")[0].words
+    words = bracket_pictures(made | {"sites": [*made["sites"], squares]})[0].words
     assert words.endswith("the limit is 65,504; not drawn: squares, up to 61,234")
 
 
@@ -750,7 +757,7 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
 def test_a_deep_models_brackets_take_the_width_of_the_page() -> None:
     sizes = {}
     for blocks in (12, 24):
-        made = bracket_pictures(certificate(blocks=blocks), "t5")
+        made = bracket_pictures(certificate(blocks=blocks))
         assert [p.wide for p in made] == [blocks == 24] * 2
         box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', str(made[0].svg))
         assert box is not None
