@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .layout import Layout
 from .roles import block_of, stack_in, stack_of
@@ -32,7 +33,7 @@ class Place:
     block: int | None = None
     role: str | None = None
 
-    def to_json(self) -> dict[str, str | int]:
+    def to_json(self) -> dict[str, Any]:
         """Return what is known of it."""
         return {key: value for key, value in vars(self).items() if value is not None}
 

@@ -32,7 +32,6 @@ from .page import (
     regime_rows,
     remedies_of,
     source_name,
-    unsafe_rows,
     weight_rows,
 )
 from .rows import (
@@ -286,7 +285,6 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
         safe=report.safe,
         sentence=verdict_sentence(report),
         notice=notice(report),
-        unsafe=unsafe_rows(report),
         figures=figures(report),
         regimes=regime_rows(report.regimes),
         proven=report.proven,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
@@ -384,15 +383,14 @@ def least_precise(report: Report) -> PrecisionEntry | None:
     return min(rows, key=lambda row: row.bits, default=None)
 
 
-def underflow_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
-    """Return the sites that stayed under fp16's smallest normal number on every input, with their regimes."""
-    found: dict[str, dict[str, Any]] = {}
+def underflow_rows(regimes: Mapping[str, RegimeEntry]) -> list[tuple[str, float, list[str]]]:
+    """Return (site, max |x|, regimes) of what stayed under fp16's smallest normal number on every input."""
+    rows: dict[str, tuple[str, float, list[str]]] = {}
     for name, regime in regimes.items():
         for site in regime.underflow:
-            row = found.setdefault(site.name, {"name": site.name, "amax": site.amax, "regimes": []})
-            row["amax"] = max(row["amax"], site.amax)
-            row["regimes"].append(name)
-    return list(found.values())
+            _, most, others = rows.get(site.name, (site.name, site.amax, []))
+            rows[site.name] = (site.name, max(most, site.amax), [*others, name])
+    return list(rows.values())
 
 
 def attack_breaks(report: Report) -> AttackedSite | None:
