@@ -553,8 +553,6 @@ REACHES = (
     Series("converted, largest value run", STREAM.css, STREAM.marker, STREAM.placeholder),
     Series("converted, bound for any input", PRODUCT.css, PRODUCT.marker, PRODUCT.placeholder),
 )
-
-
 FARTHEST_BITS = 24.0
 """Bits from the limit at which a picture of many checkpoints ends."""
 

@@ -18,99 +18,41 @@ from .schema import AttackEntry, BoundEntry, CertificateEntry, RegimeEntry, Repo
 
 MASKED = ":masked"
 """How the sites end that say what a mask must add at least."""
-
-
 OUTPUT = "the output, against bf16's error"
 """Names the violation of an fp16 output that is less accurate than bf16's."""
-
-
 TEXT = "TEXT.txt"
 """Stands for the user's own text."""
-
-
 FINETUNE = "finetune with the activation-magnitude penalty"
-
-
 CONVERT = "bf16-to-fp16 convert rescales what can be"
-
-
 PENALTY = f"rescaling cannot lower it; {FINETUNE}"
-
-
 NOT_CONVERTED = f"{CONVERT}; what cannot, a finetune lowers"
-
-
 CONVERTED = f"rescaling was not enough; {FINETUNE}"
-
-
 STAY = "stay with bf16 (fp32 on a card without it)"
-
-
 NO_FAMILY = f"{STAY}, or finetune it with ActivationPenalty in a loop of your own"
-
-
 OBSERVED = (
     "its observed range with margin decides; convert --no-audit plans by the bounds alone and proves it where an"
     " exponent can, convert --plan then runs that plan; or finetune with penalty.certify: true"
 )
-
-
 TOO_FEW_BITS = "fp16 is further from the fp32 source than bf16: the limits leave too few bits"
-
-
 INEXACT = f"{FINETUNE}, or try a smaller --margin"
-
-
 NOT_FINITE = "the output is inf or NaN, since something inside overflows"
-
-
 SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"
-
-
 PASSED = "no exponent brings it under its limit with the margin"
-
-
 THIN = "it is under its limit by less than the margin, and no exponent lowers it"
-
-
 OVER = "its bound is over the limit with these weights"
-
-
 SQUARES_UNSEEN = (
     "its bounds hold, and only an audit in half tells whether a token's mean square falls to where fp16 squares vanish"
 )
-
-
 UNMOVED = "no exponent moves it"
-
-
 NOTHING_MOVES = "no rescaling moves it"
-
-
 TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"
-
-
 SINKING = "the mean square of a token in the stream falls to "
-
-
 MAY_BE_ZERO = "the vector may be zero, and fp16 rounds the eps to 0 by which it is then divided: 0/0 is NaN"
-
-
 NORMALISE_IN_FP32 = "take Normalize out of the loaded model, and divide what encode gives by its length in fp32"
-
-
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
-
-
 CONVERT_AGAIN = "fetch it again, or convert the source again"
-
-
 REMOVE = "remove it, or keep it elsewhere"
-
-
 RIGHT_REVISION = "give --original at the revision that the report names"
-
-
 UNSAFE_BY_REPORT = f"finetune it, or {STAY}"
 
 
@@ -127,11 +69,7 @@ def sinks(least: float) -> str:
 
 
 ANOTHER_FUNCTION = "every weight was carried over exactly, and the output in fp32 is not the source's"
-
-
 A_BUG = "do not use it: this is a mistake of this program; report it with the config and fp16_report.json"
-
-
 INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrinking than the bounds do"
 
 
