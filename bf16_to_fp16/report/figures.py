@@ -91,11 +91,10 @@ def pictures(signals: Sequence[SignalEntry]) -> list[Picture]:
     """Return a picture of each stack that has signals: max |x| before and after on a log2 axis against 65504."""
     stacks = {name: points(signals, name) for name in STACKS}
     shown = [v for ps in stacks.values() for p in ps for v in (p.before, p.after)]
-    result = []
+    result: list[Picture] = []
     for name, ps in stacks.items():
         if ps:
-            words = before_after_in_words(ps, name, signals)
-            result.append(Picture(name, draw_before_after(ps, name, *axis(shown), words), words))
+            draw_before_after(result, ps, name, axis(shown), before_after_in_words(ps, name, signals))
     return result
 
 
@@ -157,35 +156,34 @@ def before_after_in_words(shown: Iterable[Point], stack: str, signals: Iterable[
     return f"{words}; not drawn: {most.module}, {magnitude(most.before)} before and {magnitude(most.after)} after"
 
 
-def draw_before_after(found: Sequence[Point], stack: str, low: int, high: int, words: str) -> Markup:
-    """Return the SVG of one stack before and after; ``low`` and ``high`` are the axis' ends as powers of two."""
-    with drawn(stack, low, high, words) as (axes, result):
+def draw_before_after(
+    into: list[Picture], shown: Sequence[Point], stack: str, ends: tuple[int, int], words: str
+) -> None:
+    """Draw one stack before and after."""
+    with drawn(into, stack, ends, words) as axes:
         for series in SERIES:
-            mine = [p for p in found if p.series is series]
+            mine = [p for p in shown if p.series is series]
             x = [p.x for p in mine]
-            look: dict[str, Any] = {
-                "color": series.placeholder,
-                "marker": series.marker,
-                "markersize": 3.6 if len(mine) < 20 else 2.4,
-            }
+            size = 3.6 if len(mine) < 20 else 2.4
+            look: dict[str, Any] = {"color": series.placeholder, "marker": series.marker, "markersize": size}
             axes.plot(x, [math.log2(p.before) for p in mine], "--", linewidth=0.9, markerfacecolor=_PAPER, **look)
             axes.plot(x, [math.log2(p.after) for p in mine], "-", linewidth=1.5, **look)
-    return result[0]
 
 
 @contextmanager
-def drawn(stack: str, low: int, high: int, words: str, wide: bool = False) -> Iterator[tuple[Any, list[Markup]]]:
-    """Give the axes of one stack's picture with their limit line and grid; on leaving, the list holds the SVG.
+def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *, wide: bool = False) -> Iterator[Any]:
+    """Give the axes of one stack's picture with their limit line and grid; on leaving, it is added to ``into``.
 
-    x: blocks from the bottom of the stack. y: log2 of the largest |x|, from ``low`` to ``high``.
+    x: blocks from the bottom of the stack. y: log2 of the largest |x|, between ``ends``.
     """
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-    with styled(stack, (10.4 if wide else 5.2, 3.5), words) as (axes, result):
+    low, high = ends
+    with styled(into, stack, (10.4 if wide else 5.2, 3.5), words, wide=wide) as axes:
         axes.axhspan(math.log2(FP16_MAX), high, color=_LIMIT, alpha=0.1, linewidth=0)
         axes.axhline(math.log2(FP16_MAX), color=_LIMIT, linewidth=1.4)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, min_n_ticks=1))
-        yield axes, result
+        yield axes
         axes.set_ylim(low, high)
         axes.yaxis.set_major_locator(MultipleLocator(4 if high - low < 40 else 8))
         axes.yaxis.set_major_formatter(lambda value, _: "65504" if value == 16 else power(round(value)))
@@ -195,22 +193,24 @@ def drawn(stack: str, low: int, high: int, words: str, wide: bool = False) -> It
 
 
 @contextmanager
-def styled(name: str, inches: tuple[float, float], words: str) -> Iterator[tuple[Any, list[Markup]]]:
-    """Give the axes of a picture of a size in inches in the common style; on leaving, the list holds the SVG.
+def styled(
+    into: list[Picture], name: str, inches: tuple[float, float], words: str, *, wide: bool = False, title: str = ""
+) -> Iterator[Any]:
+    """Give the axes of a picture of a size in inches in the common style; on leaving, it is added to ``into``.
 
-    name: what the ids inside the SVG are made from, so that the same picture has the same bytes.
+    name: what the ids inside the SVG are made from, so that the same picture has the same bytes, and the picture's
+    unless it has a ``title``.
     """
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure as Canvas
 
-    result: list[Markup] = []
     with rc_context():
         rcdefaults()  # whatever the user's matplotlibrc says
         rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9})
         canvas = Canvas(figsize=inches, layout="constrained")
         axes = canvas.add_subplot(facecolor="none")
         canvas.patch.set_visible(False)
-        yield axes, result
+        yield axes
         axes.grid(axis="y", color=_GRID, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.tick_params(colors=_INK, length=0, pad=6)
@@ -219,7 +219,7 @@ def styled(name: str, inches: tuple[float, float], words: str) -> Iterator[tuple
             spine.set_color(_GRID)
         target = io.StringIO()
         canvas.savefig(target, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    result.append(themed(target.getvalue(), words))
+    into.append(Picture(title or name, themed(target.getvalue(), words), words, wide))
 
 
 def themed(svg: str, words: str) -> Markup:
@@ -256,24 +256,25 @@ def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
     shown = [s.reached for of in largest.values() for blocks in of.values() for s in blocks.values() if s.reached > 0]
     if not shown:
         return []
-    result = []
+    result: list[Picture] = []
     for stack, lines in largest.items():
         top = max((site for blocks in lines.values() for site in blocks.values()), key=lambda site: site.reached)
         words = f"{stack}: the largest value is {magnitude(top.reached)}, at {top.name}; the limit is 65,504"
-        result.append(Picture(stack, draw_audit(lines, stack, *axis(shown), words), words))
+        draw_audit(result, lines, stack, axis(shown), words)
     return result
 
 
-def draw_audit(found: Mapping[Series, Mapping[int, SiteEntry]], stack: str, low: int, high: int, words: str) -> Markup:
-    """Return the SVG of one column of blocks; a cross is what is over the limit."""
-    with drawn(stack, low, high, words) as (axes, result):
-        for series, blocks in found.items():
+def draw_audit(
+    into: list[Picture], lines: Mapping[Series, Mapping[int, SiteEntry]], stack: str, ends: tuple[int, int], words: str
+) -> None:
+    """Draw one column of blocks; a cross is what is over the limit."""
+    with drawn(into, stack, ends, words) as axes:
+        for series, blocks in lines.items():
             y = {block: math.log2(site.reached) for block, site in sorted(blocks.items()) if site.reached > 0}
             look: dict[str, Any] = {"color": series.placeholder, "markersize": 3.6 if len(y) < 20 else 2.4}
             axes.plot(list(y), list(y.values()), "-", marker=series.marker, linewidth=1.3, **look)
             over = [block for block, bits in y.items() if bits > math.log2(FP16_MAX)]
             axes.plot(over, [y[block] for block in over], "x", color=_LIMIT, markersize=7, markeredgewidth=1.4)
-    return result[0]
 
 
 # --- the bracket -----------------------------------------------------------------------------------------------------
@@ -338,13 +339,12 @@ def bracket_pictures(certificate: CertificateEntry) -> list[Picture]:
     if not shown:
         return []
     low, high = axis(shown)
-    result = []
+    result: list[Picture] = []
     for name, mine in stacks.items():
         if mine:
-            words = bracket_in_words(mine, name, certificate.sites)
-            wide = max((b.block for b in mine if b.block is not None), default=0) >= WIDE_FROM
-            svg = draw_brackets(mine, name, max(-14, low), min(64, high), words, wide)
-            result.append(Picture(name, svg, words, wide))
+            draw_brackets(
+                result, mine, name, (max(-14, low), min(64, high)), bracket_in_words(mine, name, certificate.sites)
+            )
     return result
 
 
@@ -359,153 +359,122 @@ def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[Bound
     return f"{words}; not drawn: {most.kind}, up to {bound_magnitude(most.bound)}" if most.bound > top else words
 
 
-def draw_brackets(found: Sequence[Bracket], stack: str, low: int, high: int, words: str, wide: bool) -> Markup:
-    """Return the SVG of one stack's brackets: a marker at the worst found, a bar at the bound, a line between them.
+def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, ends: tuple[int, int], words: str) -> None:
+    """Draw one stack's brackets: a marker at the worst found, a bar at the bound, a line between them.
 
     What is beyond the picture stands at its edge. An overflow is a cross where the bound allows it; elsewhere it only
     passes on what overflowed before.
     """
-    end = 1 + max((b.block for b in found if b.block is not None), default=-1)
-    width = 0.8 / len(BRACKETS)
+    end, (low, high) = 1 + max((b.block for b in shown if b.block is not None), default=-1), ends
+    wide = end > WIDE_FROM
     size = min(6.0, max(2.4, (500 if wide else 230) / ((end + 1) * len(BRACKETS))))
     line = max(0.9, size / 4)
 
     def y(value: float) -> float:
         return min(high - 0.4, max(low + 0.2, math.log2(value))) if value > 0 else low + 0.2
 
-    with drawn(stack, low, high, words, wide) as (axes, result):
+    with drawn(into, stack, ends, words, wide=wide) as axes:
         for k, series in enumerate(BRACKETS):
-            offset = (k - (len(BRACKETS) - 1) / 2) * width
-            mine = [(end if b.block is None else b.block + offset, b) for b in found if b.series is series]
-            summed = [(x, b) for x, b in mine if y(b.partial) > y(b.bound) + 0.1]
-            seen = [(x, b.found, b.bound) for x, b in mine if b.found is not None and math.isfinite(b.found)]
+            offset = (k - (len(BRACKETS) - 1) / 2) * 0.8 / len(BRACKETS)
+            mine = [(end if b.block is None else b.block + offset, b) for b in shown if b.series is series]
+            summed = [(x, y(b.bound), y(b.partial)) for x, b in mine if y(b.partial) > y(b.bound) + 0.1]
+            seen = [(x, y(b.found), y(b.bound)) for x, b in mine if b.found is not None and math.isfinite(b.found)]
             over = [x for x, b in mine if b.found == math.inf and max(b.bound, b.partial) > FP16_MAX]
             ink: dict[str, Any] = {"color": series.placeholder}
-            bare: dict[str, Any] = {"linestyle": "none"}
-            axes.vlines(
-                [x for x, _ in summed],
-                [y(b.bound) for _, b in summed],
-                [y(b.partial) for _, b in summed],
-                linewidth=line,
-                alpha=0.4,
-                **ink,
-            )
-            tops = [y(b.partial) for _, b in summed]
-            axes.plot([x for x, _ in summed], tops, "_", markersize=1.2 * size, markeredgewidth=0.9, alpha=0.5, **ink)
-            bounds = [y(b.bound) for _, b in mine]
-            axes.plot([x for x, _ in mine], bounds, "_", markersize=1.5 * size, markeredgewidth=1.6, **ink)
-            worst = [y(value) for _, value, _ in seen]
-            axes.vlines([x for x, _, _ in seen], worst, [y(top) for _, _, top in seen], linewidth=line, **ink)
+            x, bounds, tops = across(summed, 3)
+            axes.vlines(x, bounds, tops, linewidth=line, alpha=0.4, **ink)
+            axes.plot(x, tops, "_", markersize=1.2 * size, markeredgewidth=0.9, alpha=0.5, **ink)
+            x, bounds = across([(x, y(b.bound)) for x, b in mine])
+            axes.plot(x, bounds, "_", markersize=1.5 * size, markeredgewidth=1.6, **ink)
+            x, worst, bounds = across(seen, 3)
+            axes.vlines(x, worst, bounds, linewidth=line, **ink)
             look: dict[str, Any] = {"marker": series.marker, "markersize": 0.75 * size, "markeredgewidth": 0}
-            axes.plot([x for x, _, _ in seen], worst, **bare, **look, **ink)
+            axes.plot(x, worst, linestyle="none", **look, **ink)
             at_limit = [y(1.4 * FP16_MAX)] * len(over)
             axes.plot(over, at_limit, "x", color=_LIMIT, markersize=size, markeredgewidth=1.3)
-        head = any(b.block is None for b in found)
-        shown = range(0, end, 1 if end < 10 or wide else 2)
-        axes.set_xticks([*shown, *([end] if head else [])], [*map(str, shown), *(["head"] if head else [])])
+        head = any(b.block is None for b in shown)
+        ticks = range(0, end, 1 if end < 10 or wide else 2)
+        axes.set_xticks([*ticks, *([end] if head else [])], [*map(str, ticks), *(["head"] if head else [])])
         axes.set_xlim(-0.6, end - 0.4 + head * 0.7)
-    return result[0]
 
 
 # --- the finetune ----------------------------------------------------------------------------------------------------
 
 _CURVE = (3.6, 2.5)
+Curve = list[tuple[float, float]]
+"""(step, value) wherever a value is finite."""
 
 
 def curve_pictures(run: FinetuneEntry) -> list[Picture]:
     """Return the curves of a finetune over its steps: losses, headroom, loss scale; those that the report knows.
 
-    run: the report's ``finetune``. Losses are in nats per target token; headroom is that of the tightest layer, with
-    fp16's limit at 0 and what the recipe asked for as a dotted line; crosses are steps that were skipped.
+    Losses are in nats per target token; headroom is that of the tightest layer, with fp16's limit at 0 and what the
+    recipe asked for as a dotted line; crosses are steps that were skipped.
     """
-    curves, evaluations, penalty = run.curves, run.evaluations, run.recipe.get("penalty")
+    penalty, end = run.recipe.get("penalty"), float(max(1, run.steps))
     target = penalty.get("headroom_bits") if isinstance(penalty, Mapping) else None
-    skipped = [float(entry["step"]) for entry in run.skipped]
-    end = float(max(1, run.steps))
-    made = [
-        losses_picture(pairs(curves, "task_loss"), evaluated(evaluations, "held_out_loss"), end),
-        headroom_picture(
-            pairs(curves, "headroom_bits") or evaluated(evaluations, "worst_headroom_bits"),
-            target,
-            end,
-            pairs(curves, "bound_bits"),
-        ),
-        scale_picture(pairs(curves, "loss_scale"), skipped, end),
-    ]
-    return [picture for picture in made if picture is not None]
+
+    def curve(name: str) -> Curve:
+        both = zip(run.curves.get("step") or (), run.curves.get(name) or (), strict=False)
+        return [(float(step), y) for step, value in both if step is not None and (y := known(value)) is not None]
+
+    def evaluated(name: str) -> Curve:
+        return [(float(e["step"]), y) for e in run.evaluations if (y := known(e.get(name))) is not None]
+
+    result: list[Picture] = []
+    draw_losses(result, curve("task_loss"), evaluated("held_out_loss"), end)
+    measured = curve("headroom_bits") or evaluated("worst_headroom_bits")
+    draw_headroom(result, measured, target, end, curve("bound_bits"))
+    draw_scale(result, curve("loss_scale"), [float(entry["step"]) for entry in run.skipped], end)
+    return result
 
 
-def pairs(curves: Mapping[str, Sequence[float | None]], name: str) -> list[tuple[float, float]]:
-    """Return (step, value) wherever a curve has a finite value."""
-    found = zip(curves.get("step") or (), curves.get(name) or (), strict=False)
-    return [(float(step), y) for step, value in found if step is not None and (y := known(value)) is not None]
-
-
-def evaluated(evaluations: Iterable[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
-    """Return (step, value) of the evaluations that have a finite value."""
-    return [(float(entry["step"]), y) for entry in evaluations if (y := known(entry.get(name))) is not None]
-
-
-def losses_picture(
-    training: Sequence[tuple[float, float]], held_out: Sequence[tuple[float, float]], end: float
-) -> Picture | None:
-    """Return the picture of the task's loss in training and on held-out data, None where both are missing."""
-    if not training and not held_out:
-        return None
-    said = [
-        f"from {found[0][1]:.3f} to {found[-1][1]:.3f} {where}"
-        for found, where in ((training, "in training"), (held_out, "on held-out data"))
-        if found
-    ]
-    words = f"task loss in nats per token: {', '.join(said)}"
-    with styled("losses", _CURVE, words) as (axes, result):
+def draw_losses(into: list[Picture], training: Curve, held_out: Curve, end: float) -> None:
+    """Draw the task's loss in training and on held-out data, unless both are missing."""
+    curves = ((training, "in training"), (held_out, "on held-out data"))
+    said = [f"from {curve[0][1]:.3f} to {curve[-1][1]:.3f} {where}" for curve, where in curves if curve]
+    if not said:
+        return
+    with styled(into, "losses", _CURVE, f"task loss in nats per token: {', '.join(said)}") as axes:
         axes.plot(*across(training), "-", color=STREAM.placeholder, linewidth=1.1)
         axes.plot(*across(held_out), "--", color=FEED_FORWARD.placeholder, marker="s", markersize=4, linewidth=1.1)
         by_steps(axes, "loss", end)
-    return Picture("losses", result[0], words)
 
 
-def headroom_picture(
-    found: Sequence[tuple[float, float]],
-    target: float | None,
-    end: float,
-    bounds: Sequence[tuple[float, float]] = (),
-) -> Picture | None:
-    """Return the picture of the tightest layer's headroom in bits, None where it was not measured; ``bounds``: of the
-    bounds that were trained, dashed."""
-    if not found:
-        return None
+def draw_headroom(into: list[Picture], measured: Curve, target: float | None, end: float, bounds: Curve) -> None:
+    """Draw the tightest layer's headroom in bits, unless it was not measured; ``bounds``: of the bounds that were
+    trained, dashed."""
+    if not measured:
+        return
     asked = "" if target is None else f"; asked for: {target:g}"
-    words = f"headroom of the tightest layer: from {bits(found[0][1])} to {bits(found[-1][1])} bits{asked}"
+    words = f"headroom of the tightest layer: from {bits(measured[0][1])} to {bits(measured[-1][1])} bits{asked}"
     if bounds:
         words += f"; dashed, that of the tightest bound: from {bits(bounds[0][1])} to {bits(bounds[-1][1])}"
-    with styled("headroom", _CURVE, words) as (axes, result):
-        low = min(-0.5, 1.1 * min(values([*found, *bounds])))
+    with styled(into, "headroom", _CURVE, words) as axes:
+        low = min(-0.5, 1.1 * min(value for _, value in (*measured, *bounds)))
         axes.axhspan(low, 0, color=_LIMIT, alpha=0.1, linewidth=0)
         axes.axhline(0, color=_LIMIT, linewidth=1.4)
         if target is not None:
             axes.axhline(target, color=_INK, linewidth=0.9, linestyle=":")
-        axes.plot(*across(found), "-", color=PRODUCT.placeholder, linewidth=1.5)
+        axes.plot(*across(measured), "-", color=PRODUCT.placeholder, linewidth=1.5)
         axes.plot(*across(bounds), "--", color=ATTENTION.placeholder, linewidth=1.3)
         axes.set_ylim(bottom=low)
         by_steps(axes, "bits", end)
-    return Picture("headroom", result[0], words)
 
 
-def scale_picture(scales: Sequence[tuple[float, float]], skipped: Sequence[float], end: float) -> Picture | None:
-    """Return the picture of the loss scale, with a cross at each skipped step, None where nothing was scaled."""
-    found = [(step, math.log2(value)) for step, value in scales if value > 0]
-    if not found:
-        return None
+def draw_scale(into: list[Picture], scales: Curve, skipped: Sequence[float], end: float) -> None:
+    """Draw the loss scale, with a cross at each skipped step, unless nothing was scaled."""
+    steps, powers = across([(step, math.log2(value)) for step, value in scales if value > 0])
+    if not steps:
+        return
     missed = f"{len(skipped)} {'step' if len(skipped) == 1 else 'steps'} skipped"
-    words = f"loss scale in fp16: from {2 ** found[0][1]:g} to {2 ** found[-1][1]:g}; {missed}"
-    with styled("loss-scale", _CURVE, words) as (axes, result):
-        axes.step(*across(found), "-", where="post", color=ATTENTION.placeholder, linewidth=1.5)
-        top = max(values(found)) + 1
+    words = f"loss scale in fp16: from {2 ** powers[0]:g} to {2 ** powers[-1]:g}; {missed}"
+    with styled(into, "loss-scale", _CURVE, words, title="loss scale") as axes:
+        axes.step(steps, powers, "-", where="post", color=ATTENTION.placeholder, linewidth=1.5)
+        top = max(powers) + 1
         axes.plot(skipped, [top] * len(skipped), "x", color=_LIMIT, markersize=5, markeredgewidth=1.3)
-        axes.set_ylim(min(values(found)) - 1, top + 0.6)
+        axes.set_ylim(min(powers) - 1, top + 0.6)
         by_steps(axes, "loss scale", end, powers=True)
-    return Picture("loss scale", result[0], words)
 
 
 def by_steps(axes: Any, what: str, end: float, *, powers: bool = False) -> None:
@@ -521,15 +490,9 @@ def by_steps(axes: Any, what: str, end: float, *, powers: bool = False) -> None:
     axes.set_ylabel(what, color=_INK, labelpad=8)
 
 
-def values(found: Iterable[tuple[float, float]]) -> list[float]:
-    """Return the second of each pair."""
-    return [value for _, value in found]
-
-
-def across(found: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Return pairs as the two lists that a plot takes."""
-    both = list(found)
-    return [x for x, _ in both], [y for _, y in both]
+def across(rows: Iterable[Sequence[float]], width: int = 2) -> list[list[float]]:
+    """Return rows as the ``width`` lists that a plot takes."""
+    return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(width)]
 
 
 # --- many checkpoints ------------------------------------------------------------------------------------------------
@@ -559,7 +522,8 @@ FARTHEST_BITS = 24.0
 
 def draw_reaches(found: Sequence[Reach], words: str) -> Markup:
     """Return the SVG of several checkpoints, a line each, the first at the top."""
-    with styled("survey", (10.4, 1.0 + 0.26 * len(found)), words) as (axes, result):
+    result: list[Picture] = []
+    with styled(result, "survey", (10.4, 1.0 + 0.26 * len(found)), words) as axes:
         rows = range(len(found), 0, -1)
         axes.axvspan(0, FARTHEST_BITS, color=_LIMIT, alpha=0.1, linewidth=0)
         axes.axvline(0, color=_LIMIT, linewidth=1.4)
@@ -580,4 +544,4 @@ def draw_reaches(found: Sequence[Reach], words: str) -> Markup:
         axes.xaxis.set_major_formatter(
             lambda value, _: "limit" if value == 0 else f"{abs(value):g} bits {'over' if value > 0 else 'below'}"
         )
-    return result[0]
+    return result[0].svg
