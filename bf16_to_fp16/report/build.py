@@ -123,7 +123,8 @@ def build(
 
 def descended(report: schema.Report, lineage: schema.Lineage, kept: schema.FidelityEntry | None) -> schema.Report:
     """Return the report of a checkpoint that was trained, with where it comes from and what the output keeps of it."""
-    source = report.source.model_copy(update=dict(lineage.source.given()))
+    given = {name: getattr(lineage.source, name) for name in lineage.source.model_fields_set}
+    source = report.source.model_copy(update=given)
     run = lineage.finetune if kept is None else lineage.finetune.model_copy(update={"fidelity": kept})
     return report.model_copy(update={"source": source, "finetune": run})
 

@@ -62,10 +62,6 @@ class ReportObject(BaseModel):
 
     _order: tuple[str, ...] = PrivateAttr(())
 
-    def given(self) -> dict[str, Any]:
-        """Return the values of the fields that it was given."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
-
     @model_validator(mode="wrap")
     @classmethod
     def _keep_order(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
@@ -197,6 +193,18 @@ class Environment(ReportObject):
 # --- what was measured -----------------------------------------------------------------------------------------------
 
 
+class CountedEntry(ReportObject):
+    """Something that was run: how many of its elements are not finite or saturated other than by design."""
+
+    nonfinite: Count
+    saturated: Count
+
+    @property
+    def broken(self) -> bool:
+        """Whether anything of it is non-finite or saturated other than by design."""
+        return bool(self.nonfinite or self.saturated)
+
+
 class PlacedEntry(ReportObject):
     """Something that stands somewhere in the model: as ``families.places.Place``, without what is not known."""
 
@@ -205,7 +213,7 @@ class PlacedEntry(ReportObject):
     role: str | None = None
 
 
-class SiteEntry(PlacedEntry):
+class SiteEntry(PlacedEntry, CountedEntry):
     """One site of a regime; its place is told by its name.
 
     ``amax``: the largest |x|, 65536 for an overflow. ``limit`` and ``headroom_bits``: None for what is not fp16.
@@ -217,8 +225,6 @@ class SiteEntry(PlacedEntry):
     amax: NumberOrNaN
     limit: Real | None
     headroom_bits: Real | None
-    nonfinite: Count
-    saturated: Count
     benign: str | None
     dtype: str | None = None
     fp32: NumberOrNaN | None = None
@@ -227,11 +233,6 @@ class SiteEntry(PlacedEntry):
     def reached(self) -> float:
         """The largest |x|, of a site that broke that in fp32 where it is known."""
         return self.amax if self.fp32 is None else self.fp32
-
-    @property
-    def broken(self) -> bool:
-        """Whether anything of it is non-finite or saturated other than by design."""
-        return bool(self.nonfinite or self.saturated)
 
 
 class SunkSignal(ReportObject):
@@ -249,7 +250,7 @@ class RunEntry(ReportObject):
     kinds: list[str]
 
 
-class RegimeEntry(ReportObject):
+class RegimeEntry(CountedEntry):
     """What one regime showed: totals, and its sites from the tightest on.
 
     ``amax`` and ``headroom_bits`` are those of the tightest site; ``nonfinite_logits`` counts what a user would see.
@@ -257,8 +258,6 @@ class RegimeEntry(ReportObject):
     this is, None where it ran itself.
     """
 
-    nonfinite: Count
-    saturated: Count
     amax: Real
     headroom_bits: Real
     nonfinite_logits: Count = 0
@@ -271,11 +270,6 @@ class RegimeEntry(ReportObject):
     def reached(self) -> float:
         """The largest |x|, of a regime that broke that of the site where it did so first, in fp32 where it is known."""
         return next((site.reached for site in self.broken_sites), self.amax)
-
-    @property
-    def broken(self) -> bool:
-        """Whether anything was non-finite or saturated other than by design."""
-        return bool(self.nonfinite or self.saturated)
 
     @property
     def broken_sites(self) -> list[SiteEntry]:
@@ -506,11 +500,16 @@ class Lineage(ReportObject):
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-class Report(ReportObject):
+class Versioned(ReportObject):
+    """A file or an answer of its own, with the version of its keys."""
+
+    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
+
+
+class Report(Versioned):
     """The verdict of ``convert``, ``finetune``, ``audit`` or ``certify`` with all the evidence for it, as far as it
     applies to the command."""
 
-    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
     verdict: Literal["safe", "unsafe"] | None = None
     proof: Literal["certified", "observed"] | None = None
     family: str | None = None
@@ -587,7 +586,7 @@ class Claim(ReportObject):
     family: str | None
 
 
-class Verification(ReportObject):
+class Verification(Versioned):
     """What ``verify`` found: how each check ended, every problem, and what was computed again.
 
     ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed; ``target``:
@@ -596,7 +595,6 @@ class Verification(ReportObject):
     report and files that were taken as they are, with the reason. ``notes``: what limits the claim, in sentences.
     """
 
-    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
     verdict: Literal["safe", "unsafe"]
     verified: Flag
     as_reported: Flag = False
@@ -630,7 +628,7 @@ class PipelineEntry(ReportObject):
     texts: dict[str, str]
 
 
-class PipelineReport(ReportObject):
+class PipelineReport(Versioned):
     """What a conversion of a whole pipeline says of it: where it comes from, its converted sub-folders, the verdict of
     all of them, and what became of the other files.
 
@@ -638,7 +636,6 @@ class PipelineReport(ReportObject):
     ``output``: all files of it but this one, links without their SHA-256.
     """
 
-    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
     verdict: Literal["safe", "unsafe"]
     source: Source
     encoders: list[PipelineEntry]
@@ -676,14 +673,13 @@ class ComparisonEntry(ReportObject):
     largest: NumberOrNaN
 
 
-class RuntimeCheck(ReportObject):
+class RuntimeCheck(Versioned):
     """What ``check`` found: a checkpoint in another runtime, beside the source there and stock code in bf16.
 
     ``verdict``: "unsafe" where a value is not finite or the error is above that of bf16; else "safe" where the runtime
     computed in fp16; else None, since nothing is shown.
     """
 
-    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
     verdict: Literal["safe", "unsafe"] | None
     runtime: str
     runtime_version: str
@@ -714,12 +710,10 @@ def read_report(
     otherwise: str,
     *,
     also: Collection[str] | None = (),
-    unread: Collection[str] = (),
     wrong: Mapping[str, str] | None = None,
     version: int | None = None,
 ) -> Report:
-    """Return a report from its file: its keys ``needed`` and ``also``, or all of them for ``also=None``, without those
-    ``unread``.
+    """Return a report from its file: its keys ``needed`` and ``also``, or all of them for ``also=None``.
 
     needed: dotted keys, each with what is said where it is missing or not of its type, in the order in which they are
     looked at. wrong: the same of what stands below a key. otherwise: what is said of anything else. version: of the
@@ -731,7 +725,7 @@ def read_report(
     for key, words in needed.items():
         if nested_value(data, *key.split(".")) is None:
             raise UserError(f"{path}: {words}")
-    wanted = {*(data if also is None else also), *(key.partition(".")[0] for key in needed)} - {*unread}
+    wanted = {*(data if also is None else also), *(key.partition(".")[0] for key in needed)}
     try:
         return read(Report, {key: value for key, value in data.items() if key in wanted})
     except ValidationError as error:

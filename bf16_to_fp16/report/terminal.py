@@ -102,10 +102,7 @@ def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool
         screen.table(Table(PAIRS, figure_rows(report)))
         print_unsafe(screen, report)
         print_uncertified(screen, report)
-    if report.signals:
-        screen.print(source_line(report))
-    screen.print(output_line(report))
-    print_advice(screen, report)
+    print_outcome(screen, report)
     if report.tiers:
         screen.say(tiers_line(report))
     if report.finetune is not None:
@@ -139,15 +136,19 @@ def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "
     """Print of a conversion to one file what the source did in fp16, whether the output is safe, ``notes``, and what to
     do next."""
     screen = console()
+    print_outcome(screen, report)
+    for line in (tiers_line(report), *notes):
+        screen.say(line)
+    print_next(screen, then)
+    screen.say(f"written: {out}")
+
+
+def print_outcome(screen: Output, report: Report) -> None:
+    """Print what the source did in fp16, whether the output is safe, and what is to be known of it."""
     if report.signals:
         screen.print(source_line(report))
     screen.print(output_line(report))
     print_advice(screen, report)
-    screen.say(tiers_line(report))
-    for note in notes:
-        screen.say(note)
-    print_next(screen, then)
-    screen.say(f"written: {out}")
 
 
 def print_advice(screen: Output, report: Report) -> None:
@@ -383,10 +384,10 @@ def brought_back(folder: Path) -> str:
     words."""
     words = "does not say how the weights came through; take the one that convert wrote"
     report = read_report(folder / REPORT, {"weights": words}, words, also=("finetune",))
-    weights = report.weights
-    assert weights is not None  # asked for
-    whose = "the source's weights" if report.finetune is None else "the finetuned weights from before the rescaling"
-    return came_through(whose, weights)
+    assert report.weights is not None  # asked for
+    trained = report.finetune is not None
+    whose = "the finetuned weights from before the rescaling" if trained else "the source's weights"
+    return came_through(whose, report.weights)
 
 
 def came_through(whose: str, weights: WeightsEntry) -> str:
@@ -623,22 +624,18 @@ def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, a
 
 def folded(lines: Sequence[str]) -> list[str]:
     """Return a card's lines with those inside a <details>, such as the plan's exponents, cut after the first few."""
-    found: list[str] = []
-    inside: list[str] | None = None
+    result: list[str] = []
+    opened: int | None = None
     for line in lines:
+        result.append(line)
         if line.startswith("<details>"):
-            inside = []
-        if inside is None:
-            found.append(line)
-            continue
-        inside.append(line)
-        if line.startswith("</details>"):
-            more = len(inside) - FOLDED_LINES
-            found += (
-                inside if more <= 1 else [*inside[:FOLDED_LINES], f"… and {more:,} more lines, folded in README.md"]
-            )
-            inside = None
-    return [*found, *(inside or ())]
+            opened = len(result) - 1
+        elif line.startswith("</details>") and opened is not None:
+            more = len(result) - opened - FOLDED_LINES
+            if more > 1:
+                result[opened + FOLDED_LINES :] = [f"… and {more:,} more lines, folded in README.md"]
+            opened = None
+    return result
 
 
 def print_published(result: Mapping[str, Any]) -> None:
@@ -702,10 +699,8 @@ def print_verification(result: Verification) -> None:
         return
     for problem in result.problems:
         screen.say(f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}")
-    unseen: dict[str, list[str]] = {}
-    for what, why in result.not_checked.items():
-        unseen.setdefault(why, []).append(what)
-    for why, keys in unseen.items():
+    for why in dict.fromkeys(result.not_checked.values()):
+        keys = [key for key, reason in result.not_checked.items() if reason == why]
         screen.say(f"not checked: {', '.join(keys)}; {why}")
     for note in result.notes:
         screen.say(f"note: {note}")

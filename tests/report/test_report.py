@@ -139,7 +139,7 @@ def test_a_value_that_several_heads_read_is_reported_as_each_of_them_has_it() ->
 def parts_of(part: ReportObject) -> Iterator[ReportObject]:
     """Yield a part and all that are in it."""
     yield part
-    waiting: list[Any] = list(part.given().values())
+    waiting: list[Any] = [getattr(part, name) for name in part.model_fields_set]
     while waiting:
         value = waiting.pop()
         if isinstance(value, ReportObject):
