@@ -1,7 +1,6 @@
 """The report of a conversion, built from what was planned, written and measured.
 
-Every other view (terminal, page, model card) is made from this object, so they cannot disagree. What it holds is
-declared in ``schema``.
+Terminal, page and model card are made from this object, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -143,8 +142,7 @@ def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> sche
 def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeResult], plan: Plan, certificate: Certificate
 ) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
-    """Return the limits that no exponent holds, those that are passed and those of which only the margin is missing,
-    which is nothing unsafe.
+    """Return the limits that no exponent holds: those that are passed, and those where only the margin is missing.
 
     Without regimes nothing was audited, and the certificate decides.
     """
@@ -161,8 +159,7 @@ def passed_limits(
 def conclude(
     regimes: Mapping[str, RegimeResult], over: Sequence[schema.UnsafeEntry], certificate: Certificate
 ) -> Literal["safe", "unsafe"]:
-    """Return "safe" if nothing is over its limit (``over``) and the regimes are; without regimes, if the certificate
-    holds."""
+    """Return "safe" if nothing is ``over`` its limit and the regimes are; without regimes, if the certificate holds."""
     if over or not regimes:
         return "safe" if certificate.holds and not over else "unsafe"
     return verdict(regimes)
@@ -173,8 +170,7 @@ def tiers_of(
 ) -> dict[str, schema.TierEntry]:
     """Return for each tier whether it holds, and by what: by its bounds, or on what was run.
 
-    The lower end of squares in fp16 is known from what was run in ``half`` alone: without it no tier holds that needs
-    it.
+    Whether squares in fp16 vanish only ``half`` shows: without it no tier holds that makes them.
     """
     clean = "half" in regimes and verdict(regimes) == "safe"
     squares = squares_of(layout, regimes["half"].norms) if "half" in regimes else None
@@ -240,8 +236,7 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
 
 
 def is_exact(plan: Plan | None, weights: schema.WeightsEntry | None, source: schema.Source) -> bool:
-    """Return whether the output must compute the source's function to the bit: powers of two alone, no weight rounded
-    and none made."""
+    """Return whether the output must compute the source's function to the bit: no weight was rounded or made."""
     if plan is None or weights is None or plan.drift is not None or plan.gain_correction or source.made:
         return False
     return weights.lossless_fraction == 1
@@ -250,10 +245,8 @@ def is_exact(plan: Plan | None, weights: schema.WeightsEntry | None, source: sch
 def too_inexact(
     fidelity: Fidelity | schema.FidelityEntry, *, exact: bool = False, ran: bool = True
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry if fp16 is further from the fp32 source than bf16 is: then too much has become too small; or if
+    """Return an entry if fp16 is further from the fp32 source than bf16 is, since too much has become too small, or if
     the output of an ``exact`` plan is another function in fp32.
-
-    A stream shrunk until nothing of it is left passes every check for overflow.
     """
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16

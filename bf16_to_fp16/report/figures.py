@@ -1,9 +1,7 @@
 """The pictures of a report: one drawing style, values on a log2 axis against fp16's limit, one picture per stack.
 
-Two kinds: what the largest values were before and are after rescaling, and the certificate's bracket, from the worst
-value that was found to the bound that no input can pass. Where there was a finetune, its curves as well. Colours are
-placeholders that become CSS variables, so that a picture follows light and dark like the text around it; lines differ
-in shape as well, for those who see no colours.
+Colours are placeholders that become CSS variables, so that a picture follows light and dark like the text around it;
+lines differ in shape as well, for those who see no colours.
 """
 
 from __future__ import annotations
@@ -99,11 +97,9 @@ def pictures(signals: Sequence[SignalEntry]) -> list[Picture]:
 
 
 def points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of one stack: norm inputs, sublayer outputs, neurons and scores, spread evenly within their
-    block, and the logits behind the last.
+    """Return the points of one stack, spread evenly within their block, and the logits behind the last.
 
-    Of experts, which stand side by side, the largest counts. Zeros and infinite values have no place on a log axis and
-    are left out.
+    Of experts, which stand side by side, the largest counts. Zeros and infinite values have no place on a log axis.
     """
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     reads = [s for s in mine if s.block is not None and signal_series(s) is STREAM]
@@ -239,11 +235,9 @@ def themed(svg: str, words: str) -> Markup:
 
 
 def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
-    """Return a picture of each column of blocks that a regime ran: per block and kind of operation the largest |x|, of
-    what broke that in fp32.
+    """Return a picture of each column of blocks that a regime ran: the largest |x| per block and kind of operation.
 
-    Sites outside the blocks are left out, and those by design, whose size means nothing. What overflowed is drawn at
-    the limit where fp32's value is not known.
+    What broke is drawn as large as in fp32, at the limit where that is not known; what is so by design is left out.
     """
     largest: dict[str, dict[Series, dict[int, SiteEntry]]] = {}
     for site in sites:
@@ -286,10 +280,9 @@ WIDE_FROM = 16
 
 @dataclass(frozen=True)
 class Bracket:
-    """The bracket of one kind of signal in one block: the worst value found, the bound, the bound of partial sums.
+    """The largest of one kind of signal in one block: the worst value found, the bound, the bound of partial sums.
 
-    Each is the largest of its sites. ``found`` is None where nothing was run, and infinite for an overflow; a bound may
-    be infinite. ``block``: None for the logits, which come after the last one.
+    ``found``: None where nothing was run, infinite for an overflow. ``block``: None for the logits.
     """
 
     series: Series
@@ -322,8 +315,7 @@ def brackets(sites: Sequence[BoundEntry], stack: str) -> list[Bracket]:
 
 
 def bracket_series(site: BoundEntry, gated: bool) -> Series | None:
-    """Return the line that a site of a certificate belongs to, None for one that the picture leaves out: of gated
-    feed-forwards the product stands for what is activated."""
+    """Return the line of a site, None for one that is left out; gated, the product stands for what is activated."""
     line = traits(site.kind).line
     if gated and site.kind == SiteKind.ACTIVATION:
         return None
@@ -349,8 +341,7 @@ def bracket_pictures(certificate: CertificateEntry) -> list[Picture]:
 
 
 def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[BoundEntry]) -> str:
-    """Return what a picture of brackets shows in a sentence, and which bound of its stack is larger than all that are
-    drawn."""
+    """Return what a picture of brackets shows in a sentence, and which larger bound of its stack is not drawn."""
     top, worst = max(b.bound for b in shown), max((b.found for b in shown if b.found is not None), default=None)
     reached = "" if worst is None else "overflows" if math.isinf(worst) else f"is {magnitude(worst)}"
     said = f"the largest value found {reached}, " if reached else ""
@@ -362,8 +353,7 @@ def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[Bound
 def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, ends: tuple[int, int], words: str) -> None:
     """Draw one stack's brackets: a marker at the worst found, a bar at the bound, a line between them.
 
-    What is beyond the picture stands at its edge. An overflow is a cross where the bound allows it; elsewhere it only
-    passes on what overflowed before.
+    What is beyond the picture stands at its edge. A cross is an overflow that the bound allows.
     """
     end, (low, high) = 1 + max((b.block for b in shown if b.block is not None), default=-1), ends
     wide = end > WIDE_FROM
@@ -406,10 +396,9 @@ Curve = list[tuple[float, float]]
 
 
 def curve_pictures(run: FinetuneEntry) -> list[Picture]:
-    """Return the curves of a finetune over its steps: losses, headroom, loss scale; those that the report knows.
+    """Return the curves of a finetune over its steps: losses in nats per target token, headroom in bits, loss scale.
 
-    Losses are in nats per target token; headroom is that of the tightest layer, with fp16's limit at 0 and what the
-    recipe asked for as a dotted line; crosses are steps that were skipped.
+    A dotted line is the headroom that was asked for; crosses are steps that were skipped.
     """
     penalty, end = run.recipe.get("penalty"), float(max(1, run.steps))
     target = penalty.get("headroom_bits") if isinstance(penalty, Mapping) else None
@@ -442,8 +431,7 @@ def draw_losses(into: list[Picture], training: Curve, held_out: Curve, end: floa
 
 
 def draw_headroom(into: list[Picture], measured: Curve, target: float | None, end: float, bounds: Curve) -> None:
-    """Draw the tightest layer's headroom in bits, unless it was not measured; ``bounds``: of the bounds that were
-    trained, dashed."""
+    """Draw the tightest layer's headroom in bits, unless it was not measured; dashed: that of trained ``bounds``."""
     if not measured:
         return
     asked = "" if target is None else f"; asked for: {target:g}"

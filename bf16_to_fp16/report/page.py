@@ -1,11 +1,7 @@
-"""The report as a page: one HTML file that carries everything it shows and loads nothing.
+"""The report as a page: one HTML file that carries everything it shows, loads nothing, and forbids every request.
 
-It is made from the report alone, so it cannot say anything else than ``fp16_report.json``. The order is that of
-a reader: the verdict in a sentence, three figures, the pictures (what rescaling did, the certificate's bracket of every
-layer, the curves of a finetune), then the tables. Names come from other people's files, so all text goes through
-Jinja2's autoescape. The site table may have thousands of rows: it travels as JSON and is drawn by a small script, with
-the tightest rows in the HTML for readers without scripts. A content policy in the page forbids every request. How
-numbers are rounded is in ``wording``, how pictures are drawn in ``figures``.
+It is made from the report alone. The order is a reader's: the verdict in a sentence, three figures, the pictures, then
+the tables. Names come from other people's files, so all text goes through Jinja2's autoescape.
 """
 
 from __future__ import annotations
@@ -211,10 +207,7 @@ def machine_rows(report: Report) -> list[tuple[str, object]]:
 
 @cache
 def jinja_environment() -> Environment:
-    """Return the Jinja2 environment of the HTML templates: everything escaped, an unknown name is an error.
-
-    There is one in a process, which compiles each template once.
-    """
+    """Return the Jinja2 environment of the HTML templates: everything escaped, an unknown name is an error."""
     loader = PackageLoader("bf16_to_fp16.report")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -398,8 +391,7 @@ def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
 
 
 def unsafe_tables(report: Report) -> dict[str, Any]:
-    """Return what is unsafe, short of what was asked, or close to its limit, by kind, with how to go on; the sites that
-    broke in the order in which they did, without those past ``MOST_UNSAFE`` ("more")."""
+    """Return what is unsafe, short of what was asked, or close to its limit, as tables, with how to go on."""
     sites = unsafe_sites(report.regimes)
     kinds = {kind: [entry for entry in report.unsafe if entry.kind == kind] for kind in ("found", "limit")}
     in_fp32 = {site.name: site.fp32 for site in (report.attack.sites if report.attack else ())}
@@ -421,8 +413,7 @@ def unsafe_tables(report: Report) -> dict[str, Any]:
 
 
 def remedies_of(report: Report, unproven: Sequence[UnprovenEntry]) -> list[str]:
-    """Return what helps where bounds pass their limits, each remedy once; nothing where the next step was said of the
-    whole."""
+    """Return what helps where bounds pass their limits, each once; nothing where the whole has a next step."""
     return [] if report.next else list(dict.fromkeys(site.remedy for site in unproven))
 
 
@@ -554,8 +545,7 @@ _EVALUATED = {
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Return the table of the evaluations of a finetune, with further figures before the last column; None where there
-    are none."""
+    """Return the table of a finetune's evaluations, further figures before the last column; None for none."""
     if not evaluations:
         return None
     shown = {name for evaluation in evaluations for name, value in evaluation.items() if value is not None}

@@ -84,8 +84,7 @@ def inexact(excess_bits: float, *, finite: bool, exact: bool = False, ran: bool 
 def unsafe_sites(
     regimes: Mapping[str, RegimeEntry], *, converted: bool = False, convertible: bool = True
 ) -> list[UnsafeEntry]:
-    """Return the sites that are non-finite or saturated other than by design, in the order they broke, each with its
-    regimes, the counts of the worst of them, the reason and the remedy.
+    """Return the sites that broke, in that order, each with its regimes, the counts of the worst, reason and remedy.
 
     converted: whether rescaling has been tried on these weights already; convertible: whether it can be.
     """
@@ -124,10 +123,9 @@ def unsafe_sites(
 
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
-    """Return the sites that a search drove past their limits, the worst first, each with what it reached and by how
-    many steps, and the remedy; what only overflows in fp16, after something else has, is left out beside it.
+    """Return the sites that a search drove past their limits, the worst first, each with what it reached.
 
-    converted: whether rescaling has been tried on these weights already.
+    What only overflows in fp16, after something else has, is left out beside it. converted: as in ``unsafe_sites``.
     """
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
@@ -145,10 +143,7 @@ def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEn
 
 
 def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> list[UnprovenEntry]:
-    """Return the sites whose bound passes its limit, the worst first.
-
-    converted: whether rescaling has been tried on these weights already.
-    """
+    """Return the sites whose bound passes its limit, the worst first; converted: as in ``unsafe_sites``."""
 
     why = {
         Remedy.RESCALE: (OVER, CONVERTED if converted else CONVERT),
@@ -188,8 +183,7 @@ def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
 
 
 def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Report:
-    """Return the report of a finetune that ended unsafe or without what was asked of it (``missed``), with ``remedy``
-    in the place of another finetune."""
+    """Return the report of a finetune that ended unsafe or ``missed`` goals, with ``remedy`` for another finetune."""
 
     def helped(told: str) -> str:
         return remedy if FINETUNE in told else told
@@ -227,11 +221,9 @@ def going_on_from(
 def finetuning_of(
     source: str, out: str, clean: Sequence[str] = (), *, certify: bool = False, **others: str | None
 ) -> str:
-    """Return how to go on with a conversion that was not enough: the command that writes the shortest recipe, with
-    ``others`` of its keys, and runs it.
+    """Return how to go on with a conversion that was not enough: the command that writes and runs the shortest recipe.
 
-    source, out: as the recipe takes them. clean: the regimes in which nothing broke, where it broke in others. certify:
-    whether a certificate is what is missing.
+    source, out, others: keys of the recipe. clean: regimes in which nothing broke. certify: for a certificate.
     """
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
     recipe |= {key: value for key, value in others.items() if value is not None}

@@ -62,10 +62,7 @@ def bounds_by_name(report: Report) -> dict[str, tuple[float, float | None]]:
 
 
 def uncertified_rows(report: Report) -> list[UnprovenEntry]:
-    """Return the sites whose bound passes its limit, the worst first, with reason and remedy.
-
-    Where the report gives neither, no rescaling has been tried on these weights as far as it says.
-    """
+    """Return the sites whose bound passes its limit, the worst first; without reasons none was rescaled."""
     if report.uncertified is not None:
         return report.uncertified
     return over_limits(report.certificate) if report.certificate is not None else []
@@ -82,8 +79,7 @@ def distinct(signals: Sequence[SignalEntry]) -> list[SignalEntry]:
 
 
 def by_design(site: SiteEntry) -> str:
-    """Return why what is inf or masked at a site is harmless; empty where something broke there, which is not so by
-    design, whatever else is."""
+    """Return why what is inf or masked at a site is harmless; empty where something broke there."""
     return "" if site.broken else site.benign or ""
 
 
@@ -114,11 +110,7 @@ def moved_by(run: FinetuneEntry) -> str:
 
 
 def carried_over(weights: WeightsEntry, dtype: str | None) -> str:
-    """Return which share of the weights kept every bit; of fp32 ones, whose digits fp16 cannot hold, that this is no
-    damage.
-
-    dtype: in which most of the source is stored.
-    """
+    """Return which share of the weights kept every bit; dtype: of the source, F32 having digits beyond fp16's."""
     share = percent(weights.lossless_fraction)
     return f"{share}; the others are rounded to fp16's 11 significant bits, of fp32's 24" if dtype == "F32" else share
 
@@ -196,10 +188,7 @@ def padding_advice(report: Report) -> str:
 
 
 def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return what the bounds hold for, and what they say nothing about with the option that would cover it or "".
-
-    Both are empty without a certificate.
-    """
+    """Return what the bounds cover, and what not, with the option that would or ""; without a certificate nothing."""
     certificate = report.certificate
     if certificate is None:
         return [], []
@@ -323,8 +312,7 @@ def first_broken(regime: RegimeEntry) -> str | None:
 
 
 def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """Return of every tier its name, what it means, whether the checkpoint holds in it, and the runtimes that it
-    stands for."""
+    """Return of every tier its name, its meaning, whether the checkpoint holds in it, and its runtimes."""
     rows = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:

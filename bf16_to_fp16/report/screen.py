@@ -20,8 +20,7 @@ PLAIN_WIDTH = 1000
 
 
 class Name:
-    """The dotted name of a site, folded after its dots and colons where its column is narrow, so that none of it is
-    lost."""
+    """The dotted name of a site, folded after its dots and colons where its column is narrow."""
 
     def __init__(self, name: str) -> None:
         self.name = name

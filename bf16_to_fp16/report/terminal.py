@@ -87,10 +87,9 @@ CHECK_NAMES = {
 
 
 def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool = False) -> None:
-    """Print what the source did in fp16, whether the output is safe, and how to load it or what to do where it is not.
+    """Print what the source did in fp16, whether the output is safe, and how to load it or go on.
 
-    then: how to go on, with the paths as they were given, instead of the report's ``next``. verbose: print the tables
-    of the report before that.
+    then: how to go on with paths as they were given, instead of the report's ``next``. verbose: tables first.
     """
     screen = console()
     if verbose:
@@ -133,8 +132,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
 
 
 def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
-    """Print of a conversion to one file what the source did in fp16, whether the output is safe, ``notes``, and what to
-    do next."""
+    """Print of a conversion to one file what ``print_conversion`` does of a folder, and ``notes``."""
     screen = console()
     print_outcome(screen, report)
     for line in (tiers_line(report), *notes):
@@ -152,8 +150,7 @@ def print_outcome(screen: Output, report: Report) -> None:
 
 
 def print_advice(screen: Output, report: Report) -> None:
-    """Print what an older transformers makes of it, what padding does in fp16 whatever the weights, where it does
-    anything, and what is not covered of a model inside."""
+    """Print what an older transformers makes of it, what padding does in fp16, and what is not covered."""
     _, inside = tower_advice(report)
     older = "; ".join(report.older)
     for what, advice in (("older versions", older), ("padding", padding_advice(report)), ("not covered", inside)):
@@ -178,8 +175,7 @@ def source_line(report: Report) -> Text:
 
 
 def tiers_line(report: Report) -> str:
-    """Return the tiers in which a checkpoint holds, each with how that is known, and those in which it is not shown
-    to; with the reason where the report's target stands for one of these."""
+    """Return the tiers in which a checkpoint holds, and those in which it is not shown to; why for the target's."""
     held = [f"{name} ({entry.proof})" for name, entry in report.tiers.items() if entry.holds]
     other = {name: entry.reason for name, entry in report.tiers.items() if not entry.holds}
     wanted = next((tier.name for tier in TIERS if tier.target == report.target), "")
@@ -245,8 +241,7 @@ def print_title(title: str) -> None:
 
 
 def print_audit(report: Report, then: str = "", page: Path | None = None) -> None:
-    """Print an audit's verdict, its regimes and the tightest sites of each; ``then`` as for ``print_conversion``,
-    ``page`` where the report was written as one."""
+    """Print an audit's verdict, its regimes and the tightest sites of each; page: where it was written as one."""
     screen = console()
     print_verdict(screen, report)
     print_advice(screen, report)
@@ -309,8 +304,7 @@ def print_attack(screen: Output, attack: AttackEntry, certificate: CertificateEn
 
 
 def print_certificate(report: Report, then: str = "") -> None:
-    """Print a certificate: whether it holds, and its tightest bounds, those over their limit with the reason;
-    ``then`` as for ``print_conversion``."""
+    """Print whether a certificate holds, and its tightest bounds, with the reason for those over their limit."""
     screen, certificate = console(), report.certificate
     assert certificate is not None  # what certify is for
     over = certificate.over
@@ -380,8 +374,7 @@ def print_tiers(screen: Output, report: Report) -> None:
 
 
 def brought_back(folder: Path) -> str:
-    """Return whose weights ``undo`` brings back from a converted folder, and how many of them bit for bit, in
-    words."""
+    """Return whose weights ``undo`` brings back from a converted folder, and how many bit for bit, in words."""
     words = "does not say how the weights came through; take the one that convert wrote"
     report = read_report(folder / REPORT, {"weights": words}, words, also=("finetune",))
     assert report.weights is not None  # asked for
@@ -399,8 +392,7 @@ def came_through(whose: str, weights: WeightsEntry) -> str:
 
 
 def print_uncertified(screen: Output, report: Report) -> None:
-    """Print the sites that the certificate does not cover with the reasons, and what helps once, unless the whole has a
-    next step."""
+    """Print the sites that are not proven with the reasons, and what helps, unless the whole has a next step."""
     unproven = report.uncertified or ()
     for site in unproven[:WORST_SITES]:
         screen.print(f"not certified: {site.name}, bound {bound_of(site.bound)}; {site.reason}")
@@ -601,8 +593,7 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
-    """Print what would be uploaded: first whether others will see it, files with their sizes, and the card, of which
-    ``whole`` shows every line but those that a reader has to unfold.
+    """Print what would be uploaded: who will see it, files, and the card; ``whole``: all of it but folded lines.
 
     aside: on standard error, where standard output is for data.
     """
