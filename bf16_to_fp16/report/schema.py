@@ -206,11 +206,13 @@ class CountedEntry(ReportObject):
 
 
 class PlacedEntry(ReportObject):
-    """Something that stands somewhere in the model: as ``families.places.Place``, without what is not known."""
+    """Something that stands somewhere in the model; without what is not known, or outside of it all."""
 
-    stack: str | None = None
-    block: Count | None = None
-    role: str | None = None
+    stack: str | None = Field(None, description="encoder or decoder, also of a model that has no other")
+    block: Count | None = Field(None, description="number of its block in the stack, from 0")
+    role: str | None = Field(
+        None, description="what its module is for in the block, such as cross-attention; in a regime the operation"
+    )
 
 
 class SiteEntry(PlacedEntry, CountedEntry):

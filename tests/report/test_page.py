@@ -686,20 +686,6 @@ def test_terminal_page_and_card_say_the_same_numbers(capsys: pytest.CaptureFixtu
         assert all(right in view and other not in view for right, other in wrong.items())
 
 
-def test_after_a_finetune_the_terminal_tells_the_original_from_the_finetuned_weights(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    report = certified()
-    terminal.print_conversion(read(Report, report), tmp_path, verbose=True)
-    plain = capsys.readouterr().out
-    assert "KL to fp32, source in bf16" in plain and "original" not in plain
-    report |= {"finetune": {"fidelity": {"kl_fp16": 2.5}}}
-    terminal.print_conversion(read(Report, report), tmp_path, verbose=True)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "KL to fp32, finetuned weights in bf16" in said and "source in bf16" not in said
-    assert "KL to fp32 of the original, output in fp16 2.50e+00" in said
-
-
 def test_the_script_gets_numbers_that_it_cannot_round_otherwise_than_the_page() -> None:
     report = fakes.conversion(blocks=3)
     first, second = report["regimes"]["half"]["sites"][:2]
