@@ -27,7 +27,11 @@ def test_the_names_of_sites_say_stack_block_and_operation_of_a_class_that_no_fam
 def test_a_layout_says_for_what_each_norm_and_output_is() -> None:
     place = places(layout_of(tiny.build("gemma3")))
     at = "model.layers.0"
-    roles = {"input_layernorm": "attention", "self_attn.q_norm": "queries", "self_attn.k_norm": "keys"}
+    roles: dict[str, str | None] = {
+        "input_layernorm": "attention",
+        "self_attn.q_norm": "queries",
+        "self_attn.k_norm": "keys",
+    }
     roles |= {"self_attn.o_proj": "attention", "post_attention_layernorm": "behind attention"}
     roles |= {"pre_feedforward_layernorm": "feed-forward", "mlp.down_proj": "feed-forward", "mlp.gate_proj": None}
     assert {name: place(f"{at}.{name}") for name in roles} == {

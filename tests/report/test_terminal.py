@@ -254,8 +254,8 @@ def test_a_search_shows_how_large_a_site_is_by_itself_and_that_what_follows_an_o
 def test_a_finetune_says_how_far_it_went_from_the_original_and_whose_weights_its_figures_are_of(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def said(report: dict[str, Any], **options: bool) -> str:
-        print_conversion(read(Report, report), tmp_path, **options)
+    def said(report: dict[str, Any], *, verbose: bool = False) -> str:
+        print_conversion(read(Report, report), tmp_path, verbose=verbose)
         return " ".join(capsys.readouterr().out.split())
 
     run = {"steps": 9, "evaluations": [{"held_out_divergence": 3.0}, {"held_out_divergence": 0.0271}]}
