@@ -26,7 +26,7 @@ from ..wording import bound_magnitude, bytes_in_words, significant_bits
 from .page import (
     TIER_COLUMNS,
     UNPROVEN_COLUMNS,
-    fidelity_rows,
+    fidelity_table,
     figures,
     histograms,
     is_exact,
@@ -273,7 +273,8 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
     covers, leaves = coverage(report)
     stock, unproven = class_named(architecture), uncertified_rows(report)
     hub_id, revision = origin(report)
-    run, plan = report.finetune, report.plan
+    run, plan, close = report.finetune, report.plan, report.fidelity
+    reference = "finetuned weights in fp32" if run or close is None else close.reference
     assert plan is not None  # a card is of a conversion
     recipe = run.recipe if run is not None else None
     return card_template().render(
@@ -304,7 +305,8 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
         hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED_ON_CARD),
         remedies=remedies_of(report, unproven),
         least_precise=least_precise(report),
-        fidelity=fidelity_rows(report.fidelity),
+        fidelity=close
+        and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", "this in fp16"),
         weights=weight_rows(report.weights, dtype=report.source.dtype),
         moves=plan_rows(report),
         exact=is_exact(plan),

@@ -99,7 +99,8 @@ def render(report: Report) -> str:
     covers, leaves = coverage(report)
     # Where the most is fp16.
     widest = "half" if "half" in regimes else next(iter(regimes), "")
-    sunk = underflow_rows(regimes)
+    sunk, close = underflow_rows(regimes), report.fidelity
+    reference = "finetuned model in fp32" if run or close is None else close.reference
     parts: dict[str, Any] = {
         "certificate": certificate,
         "curves": (),
@@ -125,45 +126,42 @@ def render(report: Report) -> str:
             "curves": curve_pictures(run),
             "run_rows": run_rows(run),
             "evaluations": evaluation_table(run.evaluations),
-            "kept": fidelity_rows(run.fidelity),
+            "kept": run.fidelity and fidelity_table(run.fidelity, "original in fp32", "original in bf16"),
         }
-    return (
-        jinja_environment()
-        .get_template("report.html.jinja")
-        .render(
-            report=report,
-            title=source_name(report),
-            safe=report.safe,
-            standing=STANDINGS[standing(report)],
-            proven=report.proven,
-            sentence=verdict_sentence(report),
-            figures=figures(report),
-            pictures=pictures(report.signals),
-            series=SERIES,
-            largest=largest_signals(report),
-            audited=audit_pictures(regimes[widest].sites) if widest and not report.signals and not certificate else (),
-            audited_regime=widest,
-            audit_series=BLOCKS.values(),
-            attentions=attentions_run(report),
-            covers=covers,
-            leaves=leaves,
-            tiers=Table(TIER_COLUMNS, tier_rows(report), "In which runtimes it holds", "tiers"),
-            precision=kept_bits_tables(report),
-            least_precise=least_precise(report),
-            bf16_bits=BF16_BITS,
-            sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
-            hidden_sunk=max(0, len(sunk) - MOST_SUNK),
-            regimes=regime_rows(regimes),
-            unsafe=unsafe_tables(report),
-            fidelity=fidelity_rows(report.fidelity, "finetuned model in fp32" if run else None),
-            weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
-            sites=site_table(report),
-            machine=machine_rows(report),
-            replaced=[name for name in report.source.left_out if not name.endswith("/")],
-            folders=[name for name in report.source.left_out if name.endswith("/")],
-            hashes=hash_rows(report),
-            **parts,
-        )
+    template = jinja_environment().get_template("report.html.jinja")
+    return template.render(
+        report=report,
+        title=source_name(report),
+        safe=report.safe,
+        standing=STANDINGS[standing(report)],
+        proven=report.proven,
+        sentence=verdict_sentence(report),
+        figures=figures(report),
+        pictures=pictures(report.signals),
+        series=SERIES,
+        largest=largest_signals(report),
+        audited=audit_pictures(regimes[widest].sites) if widest and not report.signals and not certificate else (),
+        audited_regime=widest,
+        audit_series=BLOCKS.values(),
+        attentions=attentions_run(report),
+        covers=covers,
+        leaves=leaves,
+        tiers=Table(TIER_COLUMNS, tier_rows(report), "In which runtimes it holds", "tiers"),
+        precision=kept_bits_tables(report),
+        least_precise=least_precise(report),
+        bf16_bits=BF16_BITS,
+        sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
+        hidden_sunk=max(0, len(sunk) - MOST_SUNK),
+        regimes=regime_rows(regimes),
+        unsafe=unsafe_tables(report),
+        fidelity=close and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16"),
+        weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
+        sites=site_table(report),
+        machine=machine_rows(report),
+        replaced=[name for name in report.source.left_out if not name.endswith("/")],
+        folders=[name for name in report.source.left_out if name.endswith("/")],
+        hashes=hash_rows(report),
+        **parts,
     )
 
 
@@ -577,32 +575,23 @@ def evaluated_cell(evaluation: Mapping[str, Any], name: str) -> str:
     return scientific(value) if name == "held_out_divergence" else f"{value:.4g}"
 
 
-def fidelity_rows(close: FidelityEntry | None, reference: str | None = None) -> dict[str, Any] | None:
-    """Return the fidelity table: a row per measure, source in bf16 and output in fp16; null was infinite.
-
-    reference: what it was measured against, where that is not what the report says.
-    """
-    if close is None:
-        return None
+def fidelity_table(close: FidelityEntry, reference: str, bf16: str, fp16: str = "output in fp16") -> Table:
+    """Return the table of fidelity to a ``reference``, a row per measure; bf16, fp16: headings; null was infinite."""
     kl = close.measure == "kl"
-    error = "largest logit error" if kl else "largest error of a state"
-    table = [
-        (
-            "KL(fp32 ‖ x), nats per token" if kl else f"{close.measure} of the last states",
-            scientific(close.kl_bf16),
-            scientific(close.kl_fp16),
-        ),
-        (error, scientific(close.max_logit_error_bf16), scientific(close.max_logit_error_fp16)),
-    ]
+    what = "KL(fp32 ‖ x), nats per token" if kl else f"{close.measure} of the last states"
+    rows = [(what, scientific(close.kl_bf16), scientific(close.kl_fp16))]
     if close.kl_fp32 is not None:
         same = " (the same function, to the bit)" if close.kl_fp32 == 0 else ""
-        table.insert(1, (f"output's weights in fp32{same}", "–", scientific(close.kl_fp32)))
+        rows.append((f"output's weights in fp32{same}", "–", scientific(close.kl_fp32)))
+    largest = scientific(close.max_logit_error_bf16), scientific(close.max_logit_error_fp16)
+    rows.append((f"largest {'logit error' if kl else 'error of a state'}", *largest))
     if close.kl_bf16 is None and close.max_logit_error_bf16 is None:
-        table = [(what, "–", fp16) for what, _, fp16 in table]
+        rows = [(what, "–", value) for what, _, value in rows]
     if close.top1_fp16 is not None:
-        bf16 = close.top1_bf16
-        table.append(("same best token", "–" if bf16 is None else percent(bf16), percent(close.top1_fp16)))
-    return {"rows": table, "positions": close.positions, "reference": reference or close.reference}
+        bf16_share = "–" if close.top1_bf16 is None else percent(close.top1_bf16)
+        rows.append(("same best token", bf16_share, percent(close.top1_fp16)))
+    columns = (Column(f"against the {reference}", 0), numbers(bf16, 1, str), numbers(fp16, 2, str))
+    return Table(columns, rows, cards=False)
 
 
 def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str | None = None) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
@@ -21,6 +20,7 @@ from ..wording import (
     percent,
     reached,
     scientific,
+    significant_bits,
     tightness,
 )
 from .remedies import missed_goals, over_limits
@@ -38,6 +38,7 @@ from .schema import (
     Verification,
     WeightsEntry,
 )
+from .tables import Column, Table, numbers
 
 STRICTEST = TIERS[-1].name
 TIGHTEST = 8
@@ -326,35 +327,33 @@ def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
 # --- precision -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class KeptBits:
-    """The significant bits that one stack's residual stream keeps: a row per block, a column per norm.
-
-    ``rows``: the block's number, or "end" for the final norm, and the bits at each norm, None where there is none.
-    """
-
-    stack: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[float | None, ...]], ...]
-
-
-def kept_bits_tables(report: Report) -> list[KeptBits]:
-    """Return the precision of each stack, in the order of the model; empty where the report has none."""
+def kept_bits_tables(report: Report) -> list[Table]:
+    """Return the significant bits that each stack's residual stream keeps, a row per block, a column per norm that
+    reads it; empty where the report has none."""
     result = []
     for stack in STACKS:
         norms = [row for row in report.precision if row.stack == stack]
-        columns = tuple(dict.fromkeys(row.role or "norm" for row in norms if row.block is not None)) or ("norm 1",)
-        blocks: dict[int, dict[str, float]] = {}
-        for row in norms:
-            if row.block is not None:
-                blocks.setdefault(row.block, {})[row.role or "norm"] = row.bits
-        rows = [(str(block), tuple(kept.get(name) for name in columns)) for block, kept in blocks.items()]
-        end = [row.bits for row in norms if row.block is None]
-        if end:
-            rows.append(("end", (*end, *[None] * (len(columns) - len(end)))))
-        if rows:
-            result.append(KeptBits(stack, columns, tuple(rows)))
+        roles = list(dict.fromkeys(row.role or "norm" for row in norms if row.block is not None)) or ["norm 1"]
+        blocks: dict[str, dict[str, float]] = {}
+        for row in sorted(norms, key=lambda row: row.block is None):
+            name, role = (str(row.block), row.role or "norm") if row.block is not None else ("final norm", roles[0])
+            blocks.setdefault(name, {})[role] = row.bits
+        if blocks:
+            columns = [Column(f"{stack} block", 0), *map(kept_bits, roles)]
+            result.append(Table(columns, list(blocks.items()), cards=False))
     return result
+
+
+def kept_bits(role: str) -> Column:
+    """Return the column of the bits that norms of a role read, by block."""
+
+    def bits(row: tuple[str, Mapping[str, float]]) -> float:
+        return row[1].get(role, math.nan)
+
+    def write(kept: float) -> str:
+        return "" if math.isnan(kept) else significant_bits(kept)
+
+    return numbers(role, bits, write, over=lambda row: bits(row) < BF16_BITS)
 
 
 def least_precise(report: Report) -> PrecisionEntry | None:

@@ -46,12 +46,14 @@ def numbers(
 
 @dataclass(frozen=True)
 class Table:
-    """``rows``: whatever the columns read. ``title`` stands above it; ``id``: in a page."""
+    """``rows``: whatever the columns read. ``title`` stands above it; ``id``: in a page, where ``cards`` says that each
+    row becomes a card on narrow screens."""
 
     columns: Sequence[Column]
     rows: Sequence[Any]
     title: str = ""
     id: str = ""
+    cards: bool = True
 
     def lines(self) -> Iterator[list[str]]:
         """Yield the texts of each row."""
