@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -34,6 +34,9 @@ from ..checkpoint.reader import Checkpoint
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..rescaling.plan import Plan
+
+if TYPE_CHECKING:
+    from ..auditing.regimes import RegimeResult
 
 REPORT = "fp16_report.json"
 PAGE = "fp16_report.html"
@@ -284,14 +287,7 @@ class RegimeEntry(CountedEntry):
         return next((site.name for site in self.sites if site.headroom_bits is not None), None)
 
 
-class Described(Protocol):
-    """A measurement that says itself as JSON data."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
-
-
-def regimes_of(results: Mapping[str, Described]) -> dict[str, RegimeEntry]:
+def regimes_of(results: Mapping[str, RegimeResult]) -> dict[str, RegimeEntry]:
     """Return what an audit showed as entries of a report."""
     return {name: RegimeEntry.model_validate(result.to_json()) for name, result in results.items()}
 
