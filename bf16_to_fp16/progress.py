@@ -19,12 +19,8 @@ from .visible import visible
 
 Advance = Callable[[int, int], None]
 """Called with (done, total) as work proceeds."""
-
-
 MEASURED_FOR = 2.0
 """Seconds of work after which it is said how long the whole will take."""
-
-
 LONG = 20.0
 """Seconds of a step that are announced."""
 

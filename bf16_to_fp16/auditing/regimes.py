@@ -25,6 +25,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.side_modules import SideModule, read_side_modules
 from ..errors import UserError
 from ..families.known import of_model_type, roles_of, stock_class
+from ..families.places import places_by_name
 from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
 from ..observe.meter import NormMeter, metering_norms, norms_seen
 from ..observe.observer import SiteObserver
@@ -137,6 +138,7 @@ class RegimeResult:
         JSON has no infinity: an overflowed amax is written as 65536, which it at least was, and a headroom
         without end as the 40 bits between fp16's last subnormal and its limit.
         """
+        places = places_by_name(site.name for site in self.sites)
         return {
             "nonfinite": self.nonfinite,
             "saturated": self.saturated,
@@ -146,7 +148,7 @@ class RegimeResult:
             "underflow": [{"name": site.name, "amax": site.amax} for site in self.underflow],
             "runs": [asdict(run) | {"kinds": list(run.kinds)} for run in self.runs],
             "same_as": self.same_as,
-            "sites": [site.to_json() for site in self.sites],
+            "sites": [site.to_json() | places[site.name].to_json() for site in self.sites],
         }
 
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError, shortened
+from ..families.places import NOWHERE, Place
 from ..numerics import FP16_MAX, MAX_LENGTH, MOST_POSITIONS, NORM_FLOOR, headroom_bits
+from .kinds import SiteKind
 
 UNIT = 2.0**-11
 """Largest relative error of rounding to a normal fp16 number."""
@@ -226,14 +228,15 @@ def norm_units(width: int) -> float:
 class Bound:
     """One site's bound: no input makes the value larger than ``bound``, nor a partial sum of it than ``partial``.
 
-    ``name`` as the audit names the site; ``limit``: what both must stay under; ``kind``: which signal it is.
+    ``name`` as the audit names the site; ``limit``: what both must stay under; ``kind``: what it holds.
     """
 
     name: str
-    kind: str
+    kind: SiteKind
     bound: float
     partial: float
     limit: float = FP16_MAX
+    place: Place = NOWHERE
 
     @property
     def largest(self) -> float:

@@ -30,7 +30,7 @@ from ..families.types import (
     Sublayer,
 )
 from ..families.walk import walk
-from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
+from ..numerics import FP16_MAX
 from ..ranges import NormRange, ScoreRange
 from ..targets import SQUARING, TARGETS
 from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, full_precision, growth, largest
@@ -50,6 +50,7 @@ from .attention import (
 from .factored import chunks
 from .feed_forward import LOWEST, GatedNeurons, Neurons, PlainNeurons, feed_forward_output
 from .findings import Certificate, Findings
+from .kinds import SiteKind, traits
 from .linear import (
     LinearBound,
     NormOutput,
@@ -132,7 +133,7 @@ class _Walk(Findings):
         norm makes of it where one comes between."""
         a = self.arithmetic
         amax, square, length = self.table(self.layout.table(ends))
-        self.note(f"{ends.embedding}:embedding", "embedding", amax)
+        self.note(f"{ends.embedding}:embedding", SiteKind.EMBEDDING, amax)
         width, scale = amax.numel(), self.layout.embedding_scale(ends)
         if scale != 1.0:
             square = square * scale**2
@@ -141,21 +142,21 @@ class _Walk(Findings):
                 self.inner[f"{ends.scaling.removesuffix(':mul')}:to"] = scale
             amax = self.rounded(amax * scale)
             length = a.rounded_length(length * scale, width)
-            self.note(ends.scaling, "embedding", amax)
+            self.note(ends.scaling, SiteKind.EMBEDDING, amax)
         self.outputs[ends.embedding] = (amax, square)
         if ends.positions:
             extra, extra_square, extra_length = self.table(ends.positions)
             path = ends.positions.removesuffix(".weight")
-            self.note(f"{path}:embedding", "embedding", extra)
+            self.note(f"{path}:embedding", SiteKind.EMBEDDING, extra)
             self.outputs[path] = (extra, extra_square)
             amax, square = self.rounded(amax + extra), square + extra_square
             length = a.rounded_length(length + extra_length, width)
-            self.note(f"{ends.at}:add", "embedding" if ends.first_norm else "residual", amax)
+            self.note(f"{ends.at}:add", SiteKind.EMBEDDING if ends.first_norm else SiteKind.RESIDUAL, amax)
         if self.layout.family.projector is not None:
             brought, brought_square = self.projected(self.layout.family.projector)
             amax, square = torch.maximum(amax, brought), torch.maximum(square, brought_square)
             length = max(length, float(brought.norm()))
-            self.note(self.layout.family.projector.add, "residual", amax)
+            self.note(self.layout.family.projector.add, SiteKind.RESIDUAL, amax)
         if ends.first_norm:
             made, square = self.normalised(ends.first_norm, amax, square, min(float(amax.norm()), length))
             amax, length = made.bound, made.length
@@ -163,7 +164,7 @@ class _Walk(Findings):
         if keep != 1.0:
             amax, length = self.rounded(amax / keep), a.rounded_length(length / keep, width)
             path = ends.dropouts[0] if ends.dropouts else ends.at
-            self.note(f"{path}:mul", "residual", amax)
+            self.note(f"{path}:mul", SiteKind.RESIDUAL, amax)
             self.dropout(path, keep)
         self.stream, self.stream_square, self.stream_norm = amax, square, length
 
@@ -180,7 +181,7 @@ class _Walk(Findings):
         source, square = self.normalised(w.norm, entering, torch.ones_like(entering), FP16_MAX * math.sqrt(width))
         made = bound_linear(source, weight.t(), None, self.arithmetic)
         expected = (made.norms / made.radius).square()
-        self.note(f"{w.at}:scores", "embedding", made.bound, made.partial)
+        self.note(f"{w.at}:scores", SiteKind.EMBEDDING, made.bound, made.partial)
         self.inputs[w.at], self.outputs[w.at] = (source.bound, square), (made.bound, expected)
         return made.bound, expected
 
@@ -191,7 +192,7 @@ class _Walk(Findings):
         keep = self.kept("stream") if ends.dropouts else 1.0
         if keep != 1.0:
             final = final.scaled(1 / keep, self.arithmetic)
-            self.note(f"{ends.dropouts[-1]}:mul", "norm", final.bound)
+            self.note(f"{ends.dropouts[-1]}:mul", SiteKind.NORM, final.bound)
             self.dropout(ends.dropouts[-1], keep)
         if stack.is_encoder:
             self.memory = (final, square)
@@ -208,11 +209,11 @@ class _Walk(Findings):
         if keep != 1.0:
             branch = self.rounded(branch / keep)
             path = output_dropout(w) or w.add.partition(":")[0]
-            self.note(f"{path}:mul", "output", branch)
+            self.note(f"{path}:mul", SiteKind.OUTPUT, branch)
             self.dropout(path, keep)
         self.stream = self.rounded(self.stream + branch)
         self.stream_square = self.stream_square + square
-        self.note(w.add, "residual", self.stream)
+        self.note(w.add, SiteKind.RESIDUAL, self.stream)
 
     def norm(self, path: str) -> tuple[NormOutput, Tensor]:
         """Return what a norm of the residual stream gives, and the mean square of its components."""
@@ -233,14 +234,14 @@ class _Walk(Findings):
             factor = 2.0 ** planned.get(self.layout.streams_read.get(path, ""), 0)
             mean, eps = min(float(entering.mean()) * factor, FP16_MAX), self.layout.eps_of(path)
             made = layer_normalised(gain, shift, mean, eps, a)
-            self.note(f"{path}:layer_norm", "norm", made.bound)
-            self.note(f"{path}:layer_norm.1", "statistic", self.rounded(entering.mean()))
-            self.note(f"{path}:layer_norm.2", "statistic", eps**-0.5 * (1 + 2 * UNIT))
+            self.note(f"{path}:layer_norm", SiteKind.NORM, made.bound)
+            self.note(f"{path}:layer_norm.1", SiteKind.STATISTIC, self.rounded(entering.mean()))
+            self.note(f"{path}:layer_norm.2", SiteKind.STATISTIC, eps**-0.5 * (1 + 2 * UNIT))
         else:
             made = rms_normalised(gain, a, once=self.layout.family.norm_rounds_once)
             if not self.layout.family.norm_rounds_once:
-                self.note(f"{path}:to#2", "normalised", made.radius * (1 + UNIT))
-            self.note(f"{path}:{self.layout.family.norm_site}", "norm", made.bound)
+                self.note(f"{path}:to#2", SiteKind.NORMALISED, made.radius * (1 + UNIT))
+            self.note(f"{path}:{self.layout.family.norm_site}", SiteKind.NORM, made.bound)
         square = gain.square() if shift is None else gain.square() + shift.square()
         self.inputs[path] = (entering, variances)
         self.outputs[path] = (made.bound, square)
@@ -249,11 +250,11 @@ class _Walk(Findings):
         if self.squares:
             # A centred norm sums the components as well.
             most = max(length**2, math.sqrt(width) * length if self.layout.family.centred_norm else 0.0)
-            self.note(f"{path} (sum of squares)", "squares", most * growth(width) + width * TINY)
+            self.note(f"{path} (sum of squares)", SiteKind.SQUARES, most * growth(width) + width * TINY)
         self.inner[f"{path}:input"] = largest(entering)
         return made, square
 
-    def linear(self, path: str, kind: str, source: NormOutput, square: Tensor) -> tuple[LinearBound, Tensor]:
+    def linear(self, path: str, kind: SiteKind, source: NormOutput, square: Tensor) -> tuple[LinearBound, Tensor]:
         """Bound a linear on a norm's output; return it and the expected mean square of each of its outputs."""
         weight, bias = self.weight(path)
         made = bound_linear(source, weight, bias, self.arithmetic, f"{path}.weight")
@@ -263,7 +264,7 @@ class _Walk(Findings):
         return made, expected
 
     def linears(
-        self, fused: Sequence[int], *reads: tuple[str, str, tuple[NormOutput, Tensor]]
+        self, fused: Sequence[int], *reads: tuple[str, SiteKind, tuple[NormOutput, Tensor]]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
         """Yield what ``linear`` gives of each path, kind and source; fused: how many rows of one matrix each has, none
         where they are matrices of their own."""
@@ -279,7 +280,7 @@ class _Walk(Findings):
         """Record an output projection and return the mean squares of what it gives; entering, square: bounds and mean
         squares of its input."""
         expected = squared_matrix_vector(weight, square)
-        self.record(path, "output", (made.bound, made.partial), expected, (entering, square))
+        self.record(path, SiteKind.OUTPUT, (made.bound, made.partial), expected, (entering, square))
         return expected
 
     def join(self, w: Sublayer, made: Projection, expected: Tensor) -> None:
@@ -301,7 +302,11 @@ class _Walk(Findings):
         assert other is not None
         if w.block:
             other = self.summed(w, source, square)
-        reads = (w.query, "query", (source, square)), (w.key, "key", other), (w.value, "value", other)
+        reads = (
+            (w.query, SiteKind.QUERY, (source, square)),
+            (w.key, SiteKind.KEY, other),
+            (w.value, SiteKind.VALUE, other),
+        )
         linears = self.linears(w.fused, *reads)
         (query, query_square), (key, key_square) = next(linears), next(linears)
         if w.rotary and w.query_norm:
@@ -316,11 +321,11 @@ class _Walk(Findings):
         keep = self.kept("attention")
         if keep != 1.0:
             site = f"{w.weights_dropout}:mul" if w.weights_dropout else f"{w.at}:mul#2"
-            self.note(site, "weights", self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
+            self.note(site, SiteKind.WEIGHTS, self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
             self.dropout(w.weights_dropout or w.at, keep)
         row = replace(self.arithmetic, max_length=self.layout.sees(w, self.arithmetic.max_length))
         context = gathered(values, keep, row)
-        self.note(f"{w.at}:context", "context", context.bound)
+        self.note(f"{w.at}:context", SiteKind.CONTEXT, context.bound)
         weight, bias = self.weight(w.output)
         made = attention_output(context, weight, bias, heads, row)
         read = (kv_heads, heads // kv_heads, len(context.bound) // kv_heads)
@@ -357,9 +362,9 @@ class _Walk(Findings):
     def rotation(self, w: Attention, query: Tensor, key: Tensor) -> float:
         """Record the steps of a rotation of queries and keys; return their largest bound."""
         most = max(largest(query), largest(key))
-        self.note(f"{w.rotary}:to", "rotation", 1.0)
+        self.note(f"{w.rotary}:to", SiteKind.ROTATION, 1.0)
         for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
-            self.note(f"{w.at}:{operation}", "rotation", most)
+            self.note(f"{w.at}:{operation}", SiteKind.ROTATION, most)
         return most
 
     def summed(self, w: Attention, source: NormOutput, square: Tensor) -> tuple[NormOutput, Tensor]:
@@ -368,7 +373,7 @@ class _Walk(Findings):
         size, length = self.layout.summed(w), self.arithmetic.max_length
         # Where padding is on the right, the last sum is of a block and of what is less than another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.arithmetic)
-        self.note(f"{w.at}:sum", "block sum", sums)
+        self.note(f"{w.at}:sum", SiteKind.BLOCK_SUM, sums)
         made, made_square = self.normalised(w.block_norm, sums, square * size, longest)
         return either(source, made), torch.maximum(square, made_square)
 
@@ -382,17 +387,17 @@ class _Walk(Findings):
         """Record the scores of every head: the bare product, the scaled one, behind a soft cap, with the position bias,
         and their span; factors: bound of queries and keys."""
         heads = len(made.product)
-        self.note(f"{w.at}:scores", "scores", made.product, made.partial)
+        self.note(f"{w.at}:scores", SiteKind.SCORES, made.product, made.partial)
         scaled = self.rounded(made.product * scale) if w.scaled else made.product
-        self.note(w.scaling[0], "scores", scaled)
+        self.note(w.scaling[0], SiteKind.SCORES, scaled)
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
         self.inner |= dict.fromkeys(w.scaling, factors * max(1.0, scale))
         top, span, cap = scaled, made.span, self.layout.cap(w)
         if cap is not None:
             capped = soft_capped(scaled, cap, self.arithmetic)
-            self.note(f"{w.at}:div", "scores", capped.quotient)
-            self.note(f"{w.at}:tanh", "scores", capped.tanh)
-            self.note(w.capping, "scores", capped.result)
+            self.note(f"{w.at}:div", SiteKind.SCORES, capped.quotient)
+            self.note(f"{w.at}:tanh", SiteKind.SCORES, capped.tanh)
+            self.note(w.capping, SiteKind.SCORES, capped.result)
             scaled, span = capped.result, capped_span(span, capped)
         bias = self.tensor(w.bias) if w.bias else None
         offset = torch.zeros(heads, dtype=torch.float64)
@@ -401,16 +406,16 @@ class _Walk(Findings):
             assert table is not None
             largest_bias = table.double().abs().amax(0)
             offset = torch.maximum(offset, largest_bias)
-            self.note(f"{name.removesuffix('.weight')}:embedding", "position bias", largest_bias)
+            self.note(f"{name.removesuffix('.weight')}:embedding", SiteKind.POSITION_BIAS, largest_bias)
         biased = self.rounded(scaled + offset)
-        self.note(w.joining, "scores", biased)
+        self.note(w.joining, SiteKind.SCORES, biased)
         if not w.radius:  # whose mask is −inf
             self.note(
                 f"{w.at}:masked",
-                "masked scores",
+                SiteKind.MASKED_SCORES,
                 masked_span(span, scaled, None if bias is None else bias.double(), self.arithmetic),
             )
-        self.note(f"{w.at}:softmax", "weights", 1.0)
+        self.note(f"{w.at}:softmax", SiteKind.WEIGHTS, 1.0)
         product = torch.maximum(made.product, made.partial)
         self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)))
 
@@ -424,36 +429,36 @@ class _Walk(Findings):
         if self.arithmetic.train:
             # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.
             source = source.scaled(1 + self.noise(w), self.arithmetic)
-            self.note(f"{w.router}:mul", "norm", source.bound)
-        self.linear(w.classifier, "routing", source, square)
-        self.note(f"{w.router}:softmax", "weights", 1.0)
-        self.note(f"{w.router}:max", "weights", 1.0)
+            self.note(f"{w.router}:mul", SiteKind.NORM, source.bound)
+        self.linear(w.classifier, SiteKind.ROUTING, source, square)
+        self.note(f"{w.router}:softmax", SiteKind.WEIGHTS, 1.0)
+        self.note(f"{w.router}:max", SiteKind.WEIGHTS, 1.0)
         made, expected = zip(*(self.neurons(each, source, square) for each in w.experts), strict=True)
         # A token has the output of one expert, or of none, times a probability: rounding is monotone, so that a product
         # with at most 1 is at most the number itself, and a sum with zeros is exact.
         bound = torch.stack([each.bound for each in made]).amax(0)
-        self.note(f"{w.at}:mul", "output", bound)
-        self.note(f"{w.at}:index_add", "output", bound)
+        self.note(f"{w.at}:mul", SiteKind.OUTPUT, bound)
+        self.note(f"{w.at}:index_add", SiteKind.OUTPUT, bound)
         chosen = Projection(bound, bound, max(each.length for each in made))
         self.join(w, chosen, torch.stack(expected).amax(0))
 
     def neurons(self, w: FeedForward, source: NormOutput, square: Tensor) -> tuple[Projection, Tensor]:
         """Bound a feed-forward on a norm's output; return what its output projection gives, with its mean squares."""
         if w.gate:
-            reads = (w.gate, "gate", (source, square)), (w.linear, "neuron", (source, square))
+            reads = (w.gate, SiteKind.GATE, (source, square)), (w.linear, SiteKind.NEURON, (source, square))
             (gate, gate_square), (other, other_square) = self.linears(w.fused, *reads)
             self.activation(w, gate)
             gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"), self.spectra)
-            self.note(f"{w.at}:mul", "product", gated.undropped)
+            self.note(f"{w.at}:mul", SiteKind.PRODUCT, gated.undropped)
             neurons: Neurons = gated
             mean_square = (gate_square * other_square + 2 * gated.products.square()) / 2
         else:
-            plain, plain_square = self.linear(w.linear, "neuron", source, square)
+            plain, plain_square = self.linear(w.linear, SiteKind.NEURON, source, square)
             self.activation(w, plain)
             neurons = PlainNeurons(plain, w.activation, self.arithmetic, self.kept("neurons"), self.spectra)
             mean_square = plain_square / 2
         if self.kept("neurons") != 1.0 and w.dropouts:
-            self.note(f"{w.dropouts[0]}:mul", "product", neurons.bound)
+            self.note(f"{w.dropouts[0]}:mul", SiteKind.PRODUCT, neurons.bound)
             self.dropout(w.dropouts[0], self.kept("neurons"))
         weight, bias = self.weight(w.output)
         made = feed_forward_output(neurons, weight, bias, self.refine, self.arithmetic)
@@ -464,14 +469,14 @@ class _Walk(Findings):
         """Record the sites inside the activation; each is at most |x|, or bounded by tanh."""
         after = self.rounded(before.bound)
         if w.activation == "gelu_new":
-            self.note(f"{w.act}:mul", "activation", self.rounded(before.bound / 2))
+            self.note(f"{w.act}:mul", SiteKind.ACTIVATION, self.rounded(before.bound / 2))
             self.unlimited |= gelu_new_steps(w.act, largest(before.bound), self.arithmetic)
-            self.note(f"{w.act}:tanh", "activation", 1.0)
-            self.note(f"{w.act}:add#2", "activation", 2.0)
-            self.note(f"{w.act}:mul#4", "activation", self.rounded(after))
+            self.note(f"{w.act}:tanh", SiteKind.ACTIVATION, 1.0)
+            self.note(f"{w.act}:add#2", SiteKind.ACTIVATION, 2.0)
+            self.note(f"{w.act}:mul#4", SiteKind.ACTIVATION, self.rounded(after))
         else:
             name = OPERATIONS.get(w.activation, w.activation)
-            self.note(f"{w.act}:{name}", "activation", after)
+            self.note(f"{w.act}:{name}", SiteKind.ACTIVATION, after)
 
     # -- the head ---------------------------------------------------------------------------------------------------
 
@@ -481,10 +486,10 @@ class _Walk(Findings):
         scale, keep = layout.head_scale, self.kept("head") if head.dropout else 1.0
         if scale != 1.0:
             final, square = final.scaled(scale, self.arithmetic), square * scale**2
-            self.note("model:mul", "norm", final.bound)
+            self.note("model:mul", SiteKind.NORM, final.bound)
         if keep != 1.0:
             final = final.scaled(1 / keep, self.arithmetic)
-            self.note(f"{head.dropout}:mul", "norm", final.bound)
+            self.note(f"{head.dropout}:mul", SiteKind.NORM, final.bound)
             self.dropout(head.dropout, keep)
         first, *others = head.linears
         bound, expected = self.head_linear(first, final, square)
@@ -492,10 +497,10 @@ class _Walk(Findings):
         for linear, following in zip(head.linears, others, strict=False):
             # |tanh x| is at most 1 and at most |x|.
             bound, expected = self.rounded(bound.clamp(max=1)), expected.clamp(max=1)
-            self.note(linear.tanh, "activation", bound)
+            self.note(linear.tanh, SiteKind.ACTIVATION, bound)
             if keep != 1.0:
                 bound = self.rounded(bound / keep)
-                self.note(f"{head.dropout}:mul#2", "activation", bound)
+                self.note(f"{head.dropout}:mul#2", SiteKind.ACTIVATION, bound)
             bound, expected = self.linear_behind(following, bound, expected)
         # The model itself chooses positions of what the head reads, and takes what it gives apart.
         self.inner["model:head"] = max(entering, largest(bound))
@@ -503,13 +508,13 @@ class _Walk(Findings):
             offset = self.tensor(layout.family.logits_bias)
             offset = torch.zeros_like(bound) if offset is None else offset.double().abs().view(-1)
             bound = self.rounded(bound + offset)
-            self.note("model:add", "logits", bound)
+            self.note("model:add", SiteKind.LOGITS, bound)
         cap = layout.cap(head)
         if cap is not None:
             capped = soft_capped(bound, cap, self.arithmetic)
-            self.note("model:div", "logits", capped.quotient)
-            self.note("model:tanh", "logits", capped.tanh)
-            self.note("model:mul", "logits", capped.result)
+            self.note("model:div", SiteKind.LOGITS, capped.quotient)
+            self.note("model:tanh", SiteKind.LOGITS, capped.tanh)
+            self.note("model:mul", SiteKind.LOGITS, capped.result)
 
     def head_linear(self, linear: HeadLinear, final: NormOutput, square: Tensor) -> tuple[Tensor, Tensor]:
         """Bound a head's linear on a norm's output, some rows at a time; return the bounds of its outputs and their
@@ -524,7 +529,11 @@ class _Walk(Findings):
             expected.append((made.norms / made.radius).square() + made.centre.square())
         bound, partial, squares = torch.cat(bounds), torch.cat(partials), torch.cat(expected)
         self.record(
-            linear.at, "logits" if not linear.tanh else "neuron", (bound, partial), squares, (final.bound, square)
+            linear.at,
+            SiteKind.LOGITS if not linear.tanh else SiteKind.NEURON,
+            (bound, partial),
+            squares,
+            (final.bound, square),
         )
         self.note_weight(linear.at, self.inner[f"{linear.weight.rpartition('.')[0]}:weight"])
         self.inner[f"{linear.at}:input"] = largest(final.bound)
@@ -535,7 +544,7 @@ class _Walk(Findings):
         weight, bias = self.weight(linear.at)
         bound = bound_box(caps, weight, bias, self.arithmetic)
         expected = squared_matrix_vector(weight, square)
-        self.record(linear.at, "logits", (bound, bound), expected, (caps, square))
+        self.record(linear.at, SiteKind.LOGITS, (bound, bound), expected, (caps, square))
         self.inner[f"{linear.at}:input"] = largest(caps)
         return bound, expected
 
@@ -603,7 +612,7 @@ def bound(
     """
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
-    limits = {}
+    limits: Mapping[str, float] = {}
     if target not in TARGETS:
         raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
     squares = target in SQUARING
@@ -611,7 +620,7 @@ def bound(
     if target == "train":
         arithmetic = replace(arithmetic, train=True)
         if any(w.activation == "gelu_new" for w in layout.feed_forwards):
-            limits["gate"] = GELU_CUBE_BACKWARD_LIMIT
+            limits = {kind: traits(kind).limit_in_training for kind in SiteKind}
     with torch.no_grad():
         made = walker(layout, weights, arithmetic, limits, refine, squares, spectra or Spectra(weights))
         return made.run(advance)
@@ -624,7 +633,7 @@ class _Failed(Exception):
 class _UntilOneFails(_Walk):
     """A walk that ends where it is known that the certificate does not hold."""
 
-    def note(self, name: str, kind: str, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
+    def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
         super().note(name, kind, bound, partial)
         if not self.sites[name].holds:
             raise _Failed

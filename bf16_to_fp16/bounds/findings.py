@@ -16,10 +16,12 @@ from torch import Tensor
 from ..errors import UserError
 from ..families.configs import config_value
 from ..families.layout import Layout, TensorReader
+from ..families.places import places
 from ..families.types import DropoutKind, Experts
 from ..numerics import FP16_MAX
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
 from .arithmetic import UNIT, Arithmetic, Bound, largest
+from .kinds import SiteKind
 
 HOPELESS = 2.0**62
 """Weights this large cannot be planned for: an element has three exponents of 24 at most, and squares overflow fp32."""
@@ -91,7 +93,8 @@ class Certificate:
             "sites": [
                 {
                     "name": s.name,
-                    "kind": s.kind,
+                    "kind": str(s.kind),
+                    **s.place.to_json(),
                     "bound": s.bound,
                     "partial": s.partial,
                     "limit": s.limit,
@@ -116,6 +119,7 @@ class Findings:
         self, layout: Layout, weights: TensorReader, arithmetic: Arithmetic, limits: Mapping[str, float]
     ) -> None:
         self.layout, self.read, self.arithmetic, self.limits = layout, weights, arithmetic, limits
+        self.place = places(layout)
         self.sites: dict[str, Bound] = {}
         self.inner: dict[str, float] = {}
         self.unlimited: dict[str, float] = {}
@@ -139,19 +143,19 @@ class Findings:
         }
         return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited)
 
-    def note(self, name: str, kind: str, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
+    def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
         """Record a site; of one that runs twice (dropout at both ends of a stack) the larger counts."""
         top = largest(bound)
         sums = top if partial is None else largest(partial)
         before = self.sites.get(name)
         if before is not None:
             top, sums = max(top, before.bound), max(sums, before.partial)
-        self.sites[name] = Bound(name, kind, top, sums, self.limits.get(kind, FP16_MAX))
+        self.sites[name] = Bound(name, kind, top, sums, self.limits.get(kind, FP16_MAX), self.place(name))
 
     def record(
         self,
         path: str,
-        kind: str,
+        kind: SiteKind,
         bounds: tuple[Tensor, Tensor],
         expected: Tensor,
         entering: tuple[Tensor, Tensor],
@@ -206,7 +210,7 @@ class Findings:
                 " use another revision of the checkpoint or repair the tensor"
             )
         if not (math.isfinite(low) and math.isfinite(high)):
-            self.note(name, "weight", math.inf)
+            self.note(name, SiteKind.WEIGHT, math.inf)
             weight = torch.nan_to_num(weight.float(), 0.0, FP16_MAX, -FP16_MAX)
         return weight
 

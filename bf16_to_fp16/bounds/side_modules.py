@@ -21,6 +21,7 @@ from ..families.layout import Layout
 from ..numerics import FP16_MAX, FP16_STEP
 from .arithmetic import COMPUTED, TINY, UNIT, UNIT32, Arithmetic, Bound, growth, largest
 from .findings import Certificate
+from .kinds import SiteKind
 from .linear import bound_box, layer_normalised
 
 SHRINKING = ("Identity", "ReLU", "GELU", "SiLU", "Tanh")
@@ -37,9 +38,6 @@ LAYER_NORM_EPS = 1e-5
 
 LEAST_SQUARED = 2.0**-12
 """Numbers from here on have squares in fp16 that are not 0, at least two thirds of the true ones."""
-
-ZERO_VECTOR = "zero vector"
-"""The kind of site that says how small a vector may be that is divided by its length."""
 
 
 @dataclass
@@ -62,7 +60,7 @@ class Behind:
     arithmetic: Arithmetic
     sites: dict[str, Bound] = field(default_factory=dict)
 
-    def note(self, name: str, kind: str, bound: Tensor | float, limit: float = FP16_MAX) -> None:
+    def note(self, name: str, kind: SiteKind, bound: Tensor | float, limit: float = FP16_MAX) -> None:
         """Record a site; of a folder that is listed twice the larger bound counts."""
         top, before = largest(bound), self.sites.get(name)
         if before is None or top >= before.bound:
@@ -72,7 +70,7 @@ class Behind:
         """Record the sites of a module and return what it makes of a vector."""
         if module.is_aside:
             # What the next ones read is not known, and a site says so.
-            self.note(module.name, "output", math.inf)
+            self.note(module.name, SiteKind.OUTPUT, math.inf)
             self.tokens = torch.full_like(self.tokens, math.inf)
             vector = Vector(torch.full_like(vector.caps, math.inf))
         if module.kind == POOLING:  # of the tokens, whatever came before
@@ -89,9 +87,9 @@ class Behind:
         """Bound a pooling: what it sums in fp16, where it does, and what it gives."""
         made = [pooled(mode, self.tokens, self.arithmetic, prompt=module.includes_prompt) for mode in module.modes]
         caps = torch.cat([caps for caps, _ in made])
-        self.note(module.name, "norm", caps)
+        self.note(module.name, SiteKind.NORM, caps)
         if self.arithmetic.norms16:
-            self.note(f"{module.name}:sum", "statistic", max(total for _, total in made))
+            self.note(f"{module.name}:sum", SiteKind.STATISTIC, max(total for _, total in made))
         return Vector(caps)
 
     def dense(self, module: SideModule, vector: Vector) -> Vector:
@@ -121,7 +119,7 @@ class Behind:
             after = after + (bound_box(caps, matrix_of(module, "residual", caps), None, a) if projected else caps)
             after, low = after * (1 + UNIT), torch.zeros_like(low)
             made = torch.maximum(made, after)
-        self.note(f"{module.name}.linear", "output", made)
+        self.note(f"{module.name}.linear", SiteKind.OUTPUT, made)
         return Vector(after, at_least(low))
 
     def layer_norm(self, module: SideModule, vector: Vector) -> Vector:
@@ -140,7 +138,7 @@ class Behind:
         made = layer_normalised(gain, shift, min(float(caps.mean()), FP16_MAX), LAYER_NORM_EPS, a).bound
         if not caps.isfinite().all():
             made = torch.full_like(made, math.inf)
-        self.note(f"{module.name}.{NORM}:layer_norm", "norm", made)
+        self.note(f"{module.name}.{NORM}:layer_norm", SiteKind.NORM, made)
         return Vector(made, at_least(2 * shift.abs() - made))
 
     def dropout(self, module: SideModule, vector: Vector) -> Vector:
@@ -150,14 +148,14 @@ class Behind:
         rate = module.config.get("dropout", 0.2)
         known = isinstance(rate, (int, float)) and 0 <= rate < 1
         caps = self.arithmetic.rounded(vector.caps / (1 - rate if known else 0.0))
-        self.note(f"{module.name}:mul", "output", caps)
+        self.note(f"{module.name}:mul", SiteKind.OUTPUT, caps)
         return Vector(caps)
 
     def normalised(self, module: SideModule, vector: Vector) -> Vector:
         """Bound a division by the vector's length: the length, its square where fp16 squares, and its inverse, which is
         infinite where the vector may be 0."""
         a, width, length = self.arithmetic, vector.caps.numel(), float(vector.caps.norm())
-        self.note(f"{module.name}:norm", "statistic", length * (1 + 4 * UNIT))
+        self.note(f"{module.name}:norm", SiteKind.STATISTIC, length * (1 + 4 * UNIT))
         # A length under 2^-14 is rounded to fp16's step, which is at most half of what the largest channel is.
         least, longest, shortest = FP16_STEP, 1 + 4 * UNIT, (1 - 8 * UNIT) / 1.5
         if a.norms16:
@@ -165,13 +163,13 @@ class Behind:
             # A sum of squares is at least the largest, of which fp16 has two thirds or more, and at most so many times.
             least, longest, shortest = LEAST_SQUARED, 1.25, 1 / math.sqrt(1.6 * growth(width))
         inverse = math.inf if vector.least == 0 else 1 / vector.least
-        self.note(f"{module.name} ({ZERO_VECTOR})", ZERO_VECTOR, inverse, 1 / least)
+        self.note(f"{module.name} ({SiteKind.ZERO_VECTOR})", SiteKind.ZERO_VECTOR, inverse, 1 / least)
         # A short vector becomes longer, so that what its channels were at most is of no use.
         return Vector(torch.full_like(vector.caps, longest), max(0.0, shortest / math.sqrt(width) - TINY))
 
     def note_squares(self, module: SideModule, most: float, width: int) -> None:
         """Record the largest sum of squares of a norm in fp16."""
-        self.note(f"{module.name} (sum of squares)", "squares", most * growth(width) + width * TINY)
+        self.note(f"{module.name} (sum of squares)", SiteKind.SQUARES, most * growth(width) + width * TINY)
 
 
 def with_side_modules(certificate: Certificate, layout: Layout, modules: Sequence[SideModule]) -> Certificate:

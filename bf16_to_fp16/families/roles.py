@@ -6,8 +6,8 @@ Read from the declaration itself: the first block of each stack under the stock 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from .configs import full_config
 from .types import Attention, Experts, Family, FeedForward, Stack, Sublayer, feed_forwards_of
@@ -25,25 +25,20 @@ class Roles:
     """The last parts of module paths by role.
 
     ``attentions``: the modules that form scores. ``insides``: activation functions and position biases, whose outputs
-    are no signals of their own. ``sublayer_norms``: those with which sublayers begin. ``norms``: for each of ``STACKS``
-    that there is what each norm of a block reads for, in order: self-attention, feed-forward.
+    are no signals of their own.
     """
 
     attentions: frozenset[str] = frozenset()
     attention_outputs: tuple[str, ...] = ()
     feed_forward_outputs: tuple[str, ...] = ()
     insides: frozenset[str] = frozenset()
-    sublayer_norms: frozenset[str] = frozenset()
-    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def roles(family: Family) -> Roles:
     """Return a family's roles."""
-    stacks = dict(zip(STACKS[-len(family.stacks) :], family.stacks, strict=True))
     first = {stack.layers: 1 for stack in family.stacks}
     configs = [full_config(family, {**first, **variant}) for variant in ({}, *family.variants)]
-    blocks = {name: sublayers(stack, configs[0]) for name, stack in stacks.items()}
-    every = [w for stack in stacks.values() for config in configs for w in sublayers(stack, config)]
+    every = [w for stack in family.stacks for config in configs for w in sublayers(stack, config)]
     attentions = [w for w in every if isinstance(w, Attention)]
     feed_forwards = [each for w in every for each in feed_forwards_of(w)]
     biases = (bias.removesuffix(".weight") for w in attentions for bias in (w.bias, w.block_bias) if bias)
@@ -52,8 +47,6 @@ def roles(family: Family) -> Roles:
         attention_outputs=tuple(dict.fromkeys(last(w.output) for w in attentions)),
         feed_forward_outputs=tuple(dict.fromkeys(last(w.output) for w in feed_forwards)),
         insides=frozenset(last(path) for path in (*(w.act for w in feed_forwards), *biases)),
-        sublayer_norms=frozenset(last(w.norm) for w in every),
-        norms={name: tuple(readers(block)) for name, block in blocks.items()},
     )
 
 
@@ -61,20 +54,6 @@ def sublayers(stack: Stack, config: Mapping[str, object]) -> list[Sublayer]:
     """Return how the sublayers of a stack's first block are wired, with a config of every key."""
     topology = [part.topology for part in stack.block(config, 0)]
     return [w for w in topology if isinstance(w, Attention | FeedForward | Experts)]
-
-
-def readers(block: Sequence[Sublayer]) -> Iterator[str]:
-    """Yield in words what each norm of a block reads for, and what reads something else than the stream."""
-    crosses = any(isinstance(w, Attention) and w.memory for w in block)
-    for w in block:
-        name = "feed-forward"
-        if isinstance(w, Attention):
-            name = "attention" if not crosses else "cross-attention" if w.memory else "self-attention"
-        yield name
-        if isinstance(w, Attention) and w.query_norm:
-            yield from ("queries", "keys")
-        if w.post_norm:
-            yield f"behind {name}"
 
 
 def last(path: str) -> str:

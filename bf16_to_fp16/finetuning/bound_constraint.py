@@ -24,6 +24,7 @@ from ..bounds.arithmetic import Bound
 from ..bounds.certificate import bound
 from ..bounds.differentiable import DifferentiableBounds
 from ..bounds.findings import Certificate
+from ..bounds.kinds import SiteKind
 from ..families.layout import Layout
 from ..families.resolve import effective
 from ..families.types import Attention, outputs_of
@@ -72,7 +73,9 @@ class BoundConstraint:
 
     def begin(self, step: int) -> None:
         """Put the lid on: over the residual stream as well where the certificate does not hold it as it is."""
-        self.bounds.stream = any(s.kind in ("residual", "output") and not s.holds for s in self.certificate().sites)
+        self.bounds.stream = any(
+            s.kind in (SiteKind.RESIDUAL, SiteKind.OUTPUT) and not s.holds for s in self.certificate().sites
+        )
         self.first = step
         self.start = max(0.0, *(float(bits.max()) for bits in self.excess().values()))
 

@@ -1,7 +1,6 @@
 """The report of a conversion, built from what was planned, written and measured.
 
-Every other view (terminal, page, model card) is made from this object, so they cannot disagree. What it holds is
-declared in ``schema``.
+Terminal, page and model card are made from this object, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from ..auditing.fidelity import Fidelity
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.findings import Certificate
+from ..bounds.kinds import SiteKind
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
@@ -24,6 +24,7 @@ from ..families.configs import changes
 from ..families.known import padding_entry
 from ..families.layout import Layout
 from ..families.older import differences
+from ..families.places import places
 from ..families.spread import carrying, spread_out
 from ..families.types import RESIDUAL
 from ..families.walk import walk
@@ -46,18 +47,15 @@ from .remedies import (
     overflowing,
     passed_limit,
     sinks,
+    unproven,
     unsafe_sites,
     why_unproven,
 )
 
 NOISE = 1e-9
 """Divergences under it are the noise of fp32 logits."""
-
-
 FP16_RANGE_BITS = 40.0
 """Bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN."""
-
-
 ONE_ROUNDING = 0.541 * 2.0**-20 / 12
 """Mean squared relative error of rounding to 11 significant bits: (2⁻¹⁰)²/12 times the mean of 1/x² over x in [1, 2),
 log-uniform."""
@@ -123,7 +121,8 @@ def build(
 
 def descended(report: schema.Report, lineage: schema.Lineage, kept: schema.FidelityEntry | None) -> schema.Report:
     """Return the report of a checkpoint that was trained, with where it comes from and what the output keeps of it."""
-    source = report.source.model_copy(update=dict(lineage.source.given()))
+    given = {name: getattr(lineage.source, name) for name in lineage.source.model_fields_set}
+    source = report.source.model_copy(update=given)
     run = lineage.finetune if kept is None else lineage.finetune.model_copy(update={"fidelity": kept})
     return report.model_copy(update={"source": source, "finetune": run})
 
@@ -142,8 +141,7 @@ def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> sche
 def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeResult], plan: Plan, certificate: Certificate
 ) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
-    """Return the limits that no exponent holds, those that are passed and those of which only the margin is missing,
-    which is nothing unsafe.
+    """Return the limits that no exponent holds: those that are passed, and those where only the margin is missing.
 
     Without regimes nothing was audited, and the certificate decides.
     """
@@ -160,8 +158,7 @@ def passed_limits(
 def conclude(
     regimes: Mapping[str, RegimeResult], over: Sequence[schema.UnsafeEntry], certificate: Certificate
 ) -> Literal["safe", "unsafe"]:
-    """Return "safe" if nothing is over its limit (``over``) and the regimes are; without regimes, if the certificate
-    holds."""
+    """Return "safe" if nothing is ``over`` its limit and the regimes are; without regimes, if the certificate holds."""
     if over or not regimes:
         return "safe" if certificate.holds and not over else "unsafe"
     return verdict(regimes)
@@ -172,8 +169,7 @@ def tiers_of(
 ) -> dict[str, schema.TierEntry]:
     """Return for each tier whether it holds, and by what: by its bounds, or on what was run.
 
-    The lower end of squares in fp16 is known from what was run in ``half`` alone: without it no tier holds that needs
-    it.
+    Whether squares in fp16 vanish only ``half`` shows: without it no tier holds that makes them.
     """
     clean = "half" in regimes and verdict(regimes) == "safe"
     squares = squares_of(layout, regimes["half"].norms) if "half" in regimes else None
@@ -215,18 +211,9 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
         if site.holds:
             continue
         name = of_module.get(site.name.partition(":")[0], "")
-        name = streams.get(site.name, RESIDUAL) if site.kind in ("residual", "squares") else name
+        name = streams.get(site.name, RESIDUAL) if site.kind in (SiteKind.RESIDUAL, SiteKind.SQUARES) else name
         reason, remedy = why_unproven(site.kind, fallbacks.get(name))
-        rows.append(
-            schema.UnprovenEntry(
-                name=site.name,
-                bound=site.largest,
-                limit=site.limit,
-                excess_bits=-site.headroom_bits,
-                reason=reason,
-                remedy=remedy,
-            )
-        )
+        rows.append(unproven(site, reason, remedy))
     return rows
 
 
@@ -235,20 +222,20 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
 
     fp16 has 11. A channel that falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square.
     """
-    rows = []
+    rows, place = [], places(layout)
     for path, stream in layout.streams_read.items():
         module = ranges.get(path)
         if module is None:
             continue
         square = module.input.mean_square.double() * 4.0 ** plan.stream_exponent(stream)
         noise = STEP_NOISE * square.numel() / max(float(square.sum()), 1e-300)
-        rows.append(schema.PrecisionEntry(module=path, bits=11 - 0.5 * math.log2(1 + noise / ONE_ROUNDING)))
+        bits = 11 - 0.5 * math.log2(1 + noise / ONE_ROUNDING)
+        rows.append(schema.PrecisionEntry(module=path, **place(path).to_json(), bits=bits))
     return rows
 
 
 def is_exact(plan: Plan | None, weights: schema.WeightsEntry | None, source: schema.Source) -> bool:
-    """Return whether the output must compute the source's function to the bit: powers of two alone, no weight rounded
-    and none made."""
+    """Return whether the output must compute the source's function to the bit: no weight was rounded or made."""
     if plan is None or weights is None or plan.drift is not None or plan.gain_correction or source.made:
         return False
     return weights.lossless_fraction == 1
@@ -257,10 +244,8 @@ def is_exact(plan: Plan | None, weights: schema.WeightsEntry | None, source: sch
 def too_inexact(
     fidelity: Fidelity | schema.FidelityEntry, *, exact: bool = False, ran: bool = True
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry if fp16 is further from the fp32 source than bf16 is: then too much has become too small; or if
+    """Return an entry if fp16 is further from the fp32 source than bf16 is, since too much has become too small, or if
     the output of an ``exact`` plan is another function in fp32.
-
-    A stream shrunk until nothing of it is left passes every check for overflow.
     """
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
@@ -333,7 +318,7 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
 
     Scores and logits, which no plan moves, are among them.
     """
-    rows = []
+    rows, place = [], places(layout)
     for signal in layout.signals.values():
         exponent = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)
         for point in signal.seen:
@@ -345,6 +330,7 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
                 rows.append(
                     schema.SignalEntry(
                         module=point.module,
+                        **place(point.module).to_json(),
                         side=point.side,
                         kind=str(signal.kind),
                         before=float(amax.amax()),
@@ -356,6 +342,6 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
     if logits in ranges:
         fixed[logits] = ("logits", float(ranges[logits].output.amax.amax()))
     return rows + [
-        schema.SignalEntry(module=path, side="output", kind=kind, before=most, after=most)
+        schema.SignalEntry(module=path, **place(path).to_json(), side="output", kind=kind, before=most, after=most)
         for path, (kind, most) in fixed.items()
     ]

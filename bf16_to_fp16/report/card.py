@@ -1,7 +1,6 @@
 """The model card of a converted checkpoint: what the next user of it sees first.
 
-The front matter is inherited from the source's own card: licence, languages, tags and task. What that card does not say
-is not invented; where it names no licence, the text says so. The figures come from the report, as everywhere else.
+Licence, languages, tags and task are inherited from the source's own card; what it does not say is not invented.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
 from ..rescaling.plan import Plan
 from ..run.tokenizer import TOKENIZER_FILES
-from ..wording import bound_magnitude, bytes_in_words, excess, magnitude, significant_bits
+from ..wording import bound_magnitude, bytes_in_words, significant_bits
 from .page import (
-    fidelity_rows,
+    TIER_COLUMNS,
+    UNPROVEN_COLUMNS,
+    fidelity_table,
     figures,
     histograms,
     is_exact,
@@ -33,7 +35,6 @@ from .page import (
     regime_rows,
     remedies_of,
     source_name,
-    unsafe_rows,
     weight_rows,
 )
 from .rows import (
@@ -47,33 +48,31 @@ from .rows import (
     verdict_sentence,
 )
 from .schema import FinetuneEntry, Report, dump
+from .tables import Column, Table, names, numbers
 
 TAGS = ("fp16", "bf16-to-fp16")
-
-
 NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}
 """How the text of a card begins by the report's standing."""
-
-
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of which a processor, which makes a model's input of images and text, has one."""
-
-
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n.*?\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
-
-
 LONGEST_PLAN = 200_000
 """Characters of a plan that a card shows."""
-
-
 OTHER_FORMATS = frozenset(
     ("bf16", "bfloat16", "fp32", "gguf", "jax", "onnx", "openvino", "pytorch", "rust", "tf", "tflite")
 )
 """Tags of the source that say how its weights are stored, which the converted folder does not share."""
-
-
 MOST_UNCERTIFIED_ON_CARD = 6
 """Sites without a proof that a card lists; the report has all."""
+
+
+REGIME_COLUMNS = (
+    Column("regime", lambda row: f"{row['name']} ({row['meaning']})"),
+    numbers("non-finite", itemgetter("nonfinite")),
+    numbers("saturated", itemgetter("saturated")),
+    numbers("max |x|", itemgetter("amax"), str),
+    numbers("headroom", itemgetter("bits"), str),
+)
 
 
 def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
@@ -112,19 +111,29 @@ def warned(card: str, report: Report) -> str:
 
 
 def listing_files(card: str, files: Sequence[Mapping[str, Any]]) -> str:
-    """Return a card that lists single files beside the folder's, by what each says of itself; one that names all of
-    them already is left as it is."""
+    """Return a card that lists single files beside the folder's, by what each says of itself, unless it names all."""
     if all(span(file["name"]) in card for file in files):
         return card
-    readers = {name: layout.readers for name, layout in LAYOUTS.items()}
-    rows = [
-        f"| {span(file['name'])} | {bytes_in_words(file['nbytes'])} | {readers.get(file['layout'], file['layout'])}"
-        f" | {prose(file['verdict'])}, {prose(file['proof'])} (target {prose(file['target'])})"
-        f" | {span(file['command'])} |"
-        for file in files
+    columns = (
+        names("file", itemgetter("name")),
+        numbers("size", itemgetter("nbytes"), bytes_in_words),
+        Column("for", lambda file: LAYOUTS[file["layout"]].readers if file["layout"] in LAYOUTS else file["layout"]),
+        Column("verdict", lambda file: f"{file['verdict']}, {file['proof']} (target {file['target']})"),
+        names("made by", itemgetter("command")),
+    )
+    return f"{card.rstrip()}\n\n## Single files\n\n{markdown(Table(columns, files))}\n"
+
+
+def markdown(table: Table) -> str:
+    """Return a table as Markdown: names as code, other text as it is."""
+    lines = [
+        [prose(column.title) for column in table.columns],
+        ["--:" if column.css == "n" else "---" for column in table.columns],
     ]
-    table = ["| file | size | for | verdict | made by |", "|---|--:|---|---|---|", *rows]
-    return "\n".join([card.rstrip(), "", "## Single files", "", *table, ""])
+    for line in table.lines():
+        cells = zip(line, table.columns, strict=True)
+        lines.append([span(text) if column.css == "site" else prose(text) for text, column in cells])
+    return "\n".join(f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in lines)
 
 
 def notice(report: Report) -> str:
@@ -136,8 +145,7 @@ def notice(report: Report) -> str:
 
 
 def origin(report: Report) -> tuple[str | None, str | None]:
-    """Return the Hub id that a source was given by and its commit, None for a local folder; of a checkpoint that was
-    trained, those of the original."""
+    """Return the Hub id and commit of the source, or of the original of what was trained; None for a local folder."""
     path, revision = report.source.path, report.source.revision
     return (None, None) if path is None or revision is None else (path.partition("@")[0], revision)
 
@@ -190,8 +198,7 @@ def eval_results(report: Report, stock: StockClass | None, task: str | None) -> 
 
 
 def plan_in_full(plan: Plan) -> str:
-    """Return a plan as YAML, channels by their exponents and those at 0 left out; empty where it is too long for a
-    card."""
+    """Return a plan as YAML, channels by their exponents, without those at 0; empty where too long for a card."""
 
     def shown(exponent: int | Sequence[int]) -> object:
         if isinstance(exponent, int):
@@ -255,17 +262,18 @@ def card_template() -> Template:
     made = Environment(
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.filters |= {"prose": prose, "span": span, "oneline": oneline}
-    made.filters |= {"bound": bound_magnitude, "magnitude": magnitude, "over": excess, "significant": significant_bits}
+    made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
+    made.filters |= {"bound": bound_magnitude, "significant": significant_bits}
     return made.get_template("card.md.jinja")
 
 
 def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:
     """Return the Markdown of the card of a checkpoint of the class ``architecture``."""
     covers, leaves = coverage(report)
-    stock = class_named(architecture)
+    stock, unproven = class_named(architecture), uncertified_rows(report)
     hub_id, revision = origin(report)
-    run, plan = report.finetune, report.plan
+    run, plan, close = report.finetune, report.plan, report.fidelity
+    reference = "finetuned weights in fp32" if run or close is None else close.reference
     assert plan is not None  # a card is of a conversion
     recipe = run.recipe if run is not None else None
     return card_template().render(
@@ -284,19 +292,20 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
         safe=report.safe,
         sentence=verdict_sentence(report),
         notice=notice(report),
-        unsafe=unsafe_rows(report),
         figures=figures(report),
-        regimes=regime_rows(report.regimes),
+        regimes=Table(REGIME_COLUMNS, regime_rows(report.regimes)),
         proven=report.proven,
         covers=covers,
         tower=tower_of(report.family),
         leaves=leaves,
-        tiers=tier_rows(report),
-        unproven=uncertified_rows(report),
-        remedies=remedies_of(report, uncertified_rows(report)),
-        most_unproven=MOST_UNCERTIFIED_ON_CARD,
+        tiers=Table(TIER_COLUMNS, tier_rows(report)),
+        unproven=Table(UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED_ON_CARD]),
+        unproven_count=len(unproven),
+        hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED_ON_CARD),
+        remedies=remedies_of(report, unproven),
         least_precise=least_precise(report),
-        fidelity=fidelity_rows(report.fidelity),
+        fidelity=close
+        and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", "this in fp16"),
         weights=weight_rows(report.weights, dtype=report.source.dtype),
         moves=plan_rows(report),
         exact=is_exact(plan),

@@ -1,16 +1,11 @@
-"""The report as a page: one HTML file that carries everything it shows and loads nothing.
+"""The report as a page: one HTML file that carries everything it shows, loads nothing, and forbids every request.
 
-It is made from the report alone, so it cannot say anything else than ``fp16_report.json``. The order is that of
-a reader: the verdict in a sentence, three figures, the pictures (what rescaling did, the certificate's bracket of every
-layer, the curves of a finetune), then the tables. Names come from other people's files, so all text goes through
-Jinja2's autoescape. The site table may have thousands of rows: it travels as JSON and is drawn by a small script, with
-the tightest rows in the HTML for readers without scripts. A content policy in the page forbids every request. How
-numbers are rounded is in ``wording``, how pictures are drawn in ``figures``.
+It is made from the report alone. The order is a reader's: the verdict in a sentence, three figures, the pictures, then
+the tables. Names come from other people's files, so all text goes through Jinja2's autoescape.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -34,17 +29,13 @@ from ..wording import (
     headroom_by_bound,
     headroom_or_excess,
     in_bits,
-    infinite,
     known,
     listed,
     magnitude,
     percent,
     power,
     reached,
-    rounded_down,
-    rounded_up,
     scientific,
-    shown_bound,
     signed,
     significant_bits,
     tightness,
@@ -58,8 +49,6 @@ from .rows import (
     STANDINGS,
     UNCERTIFIED_SHOWN,
     bound_rows,
-    bounds_by_name,
-    by_design,
     carried_over,
     coverage,
     distances,
@@ -76,49 +65,27 @@ from .rows import (
     underflow_rows,
     verdict_sentence,
 )
-from .schema import (
-    FidelityEntry,
-    FinetuneEntry,
-    RegimeEntry,
-    Report,
-    SignalEntry,
-    SiteEntry,
-    UnprovenEntry,
-    UnsafeEntry,
-    WeightsEntry,
-    dump,
-)
-
-MOST_SITE_BYTES = 1_500_000
-"""Bytes of the site table's JSON; past it sites with most headroom are left out, so that the page stays under 2 MB."""
-
-
-ROWS_WITHOUT_SCRIPT = 60
-"""Rows of the site table that stand in the HTML itself."""
-
+from .schema import FidelityEntry, FinetuneEntry, RegimeEntry, Report, UnprovenEntry, WeightsEntry, dump
+from .site_table import site_table
+from .tables import Column, Table, names, numbers
 
 MOST_UNSAFE = 12
 """Broken sites listed with their remedy; most others only pass on what broke before, and are in the site table."""
-
-
 MAIN_FIGURES = 3
 """Figures of the headline: headroom, what is certified, fp16's error against bf16's; others where one is missing."""
-
-
 MOST_FIGURES = 4
 """Figures of the headline of an audit, so that they stand in one row."""
-
-
 MOST_EXPONENTS = 300
 """Signals of the plan that are listed with their exponents."""
-
-
+MOST_SUNK = 12
+"""Signals under the normal numbers that are listed."""
 LARGEST = 6
 """Signals named below the picture."""
-
-
+MOST_EVALUATIONS = 12
+"""Rows of the table of evaluations; of more the last, and others spread evenly."""
 _KINDS = {"value": "values", "neuron": "neurons", "query_key": "queries and keys"}
 """Ends of signal names, and what to call them; every other signal that a plan moves is the output of a norm."""
+_over2 = partial(excess, decimals=2)
 
 
 def write_page(path: Path, report: Report) -> None:
@@ -129,11 +96,38 @@ def write_page(path: Path, report: Report) -> None:
 def render(report: Report) -> str:
     """Return the page; parts that the report lacks (an audit has no plan, a replayed plan no signals) are left out."""
     plan, regimes, certificate, run = report.plan, report.regimes, report.certificate, report.finetune
-    data = site_data(report)
-    unproven = uncertified_rows(report)
     covers, leaves = coverage(report)
     # Where the most is fp16.
     widest = "half" if "half" in regimes else next(iter(regimes), "")
+    sunk, close = underflow_rows(regimes), report.fidelity
+    reference = "finetuned model in fp32" if run or close is None else close.reference
+    parts: dict[str, Any] = {
+        "certificate": certificate,
+        "curves": (),
+        "evaluations": None,
+        "exponents": Table((), ()),
+        "unproven": Table((), ()),
+        "plan": plan,
+        "run": run,
+    }
+    if certificate is not None:
+        parts |= certificate_parts(report)
+    if plan is not None:
+        parts |= {
+            "moves": plan_rows(report),
+            "exact": is_exact(plan),
+            "histograms": histograms(plan.exponents),
+            "exponents": exponent_table(plan.exponents),
+            "hidden_exponents": max(0, len(plan.exponents) - MOST_EXPONENTS),
+        }
+    if run is not None:
+        parts |= {
+            "moved": moved_by(run),
+            "curves": curve_pictures(run),
+            "run_rows": run_rows(run),
+            "evaluations": evaluation_table(run.evaluations),
+            "kept": run.fidelity and fidelity_table(run.fidelity, "original in fp32", "original in bf16"),
+        }
     template = jinja_environment().get_template("report.html.jinja")
     return template.render(
         report=report,
@@ -143,68 +137,61 @@ def render(report: Report) -> str:
         proven=report.proven,
         sentence=verdict_sentence(report),
         figures=figures(report),
-        pictures=pictures(report.signals, report.family),
+        pictures=pictures(report.signals),
         series=SERIES,
-        largest=largest_signals(report.signals),
+        largest=largest_signals(report),
         audited=audit_pictures(regimes[widest].sites) if widest and not report.signals and not certificate else (),
         audited_regime=widest,
-        audit_series=BLOCKS,
-        attentions=attentions_run(report.attention or seen_with(report)),
-        certificate=certificate,
-        brackets=bracket_pictures(certificate, report.family) if certificate else (),
-        bracket_series=BRACKETS,
-        partial_sums=certificate is not None and any(site.partial > 1.1 * site.bound for site in certificate.sites),
-        bounds=bound_rows(certificate) if certificate else (),
-        found_by=found_by(report),
-        overflowed=any(is_overflow(site.observed) for site in certificate.sites) if certificate else False,
+        audit_series=BLOCKS.values(),
+        attentions=attentions_run(report),
         covers=covers,
         leaves=leaves,
-        tiers=tier_rows(report),
-        unproven=unproven[:UNCERTIFIED_SHOWN],
-        more_unproven=unproven[UNCERTIFIED_SHOWN:MOST_UNCERTIFIED],
-        one_reason=len({site.reason for site in unproven}) == 1,
-        remedies=remedies_of(report, unproven),
-        hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED),
+        tiers=Table(TIER_COLUMNS, tier_rows(report), "In which runtimes it holds", "tiers"),
         precision=kept_bits_tables(report),
         least_precise=least_precise(report),
         bf16_bits=BF16_BITS,
-        sunk=underflow_rows(regimes),
+        sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
+        hidden_sunk=max(0, len(sunk) - MOST_SUNK),
         regimes=regime_rows(regimes),
-        unsafe=unsafe_rows(report),
-        plan=plan,
-        moves=plan_rows(report) if plan else (),
-        exact=is_exact(plan) if plan else False,
-        histograms=histograms(plan.exponents) if plan else (),
-        exponents=exponent_rows(plan.exponents)[:MOST_EXPONENTS] if plan else (),
-        hidden_exponents=max(0, len(plan.exponents) - MOST_EXPONENTS) if plan else 0,
-        run=run,
-        moved=moved_by(run) if run else "",
-        target=for_target(report),
-        curves=curve_pictures(run) if run else (),
-        run_rows=run_rows(run) if run else (),
-        evaluations=evaluation_table(run.evaluations) if run else None,
-        kept=fidelity_rows(run.fidelity) if run else None,
-        fidelity=fidelity_rows(report.fidelity, "finetuned model in fp32" if run else None),
+        unsafe=unsafe_tables(report),
+        fidelity=close and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16"),
         weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
-        sites=site_rows(report, ROWS_WITHOUT_SCRIPT),
-        columns=[(i, *COLUMNS[i]) for i in data["columns"]],
-        site_data=data,
-        hidden_sites=all_sites(report) - len(data["rows"]),
+        sites=site_table(report),
         machine=machine_rows(report),
         replaced=[name for name in report.source.left_out if not name.endswith("/")],
         folders=[name for name in report.source.left_out if name.endswith("/")],
         hashes=hash_rows(report),
+        **parts,
     )
 
 
-def seen_with(report: Report) -> list[str]:
-    """Return the attentions under which the regimes of a report ran."""
-    return list(dict.fromkeys(run.attention for regime in report.regimes.values() for run in regime.runs))
+def certificate_parts(report: Report) -> dict[str, Any]:
+    """Return what the template needs of a report's certificate."""
+    certificate = report.certificate
+    assert certificate is not None  # for which this is called
+    unproven, found = uncertified_rows(report), found_by(report)
+    one_reason = len({site.reason for site in unproven}) == 1
+    columns = UNPROVEN_COLUMNS[: -1 if one_reason else None]
+    return {
+        "brackets": bracket_pictures(certificate),
+        "bracket_series": BRACKETS,
+        "partial_sums": any(site.partial > 1.1 * site.bound for site in certificate.sites),
+        "bounds": bound_table(report, measured=bool(found)),
+        "found_by": found,
+        "overflowed": any(site.observed is not None and not site.observed <= FP16_MAX for site in certificate.sites),
+        "unproven": Table(columns, unproven[:UNCERTIFIED_SHOWN], id="unproven"),
+        "more_unproven": Table(columns, unproven[UNCERTIFIED_SHOWN:MOST_UNCERTIFIED]),
+        "unproven_count": len(unproven),
+        "hidden_unproven": max(0, len(unproven) - MOST_UNCERTIFIED),
+        "one_reason": one_reason,
+        "remedies": remedies_of(report, unproven),
+    }
 
 
-def attentions_run(names: Sequence[str]) -> str:
+def attentions_run(report: Report) -> str:
     """Return with which attentions a report's regimes ran, in words."""
-    shown = [{"sdpa": "SDPA"}.get(name, name) for name in names] or ["eager", "SDPA"]
+    ran = report.attention or dict.fromkeys(run.attention for regime in report.regimes.values() for run in regime.runs)
+    shown = [{"sdpa": "SDPA"}.get(name, name) for name in ran] or ["eager", "SDPA"]
     return f"{'Each with' if len(shown) > 1 else 'With'} {listed(shown)} attention."
 
 
@@ -218,31 +205,13 @@ def machine_rows(report: Report) -> list[tuple[str, object]]:
 
 @cache
 def jinja_environment() -> Environment:
-    """Return the Jinja2 environment of the HTML templates: everything escaped, an unknown name is an error.
-
-    There is one in a process, which compiles each template once.
-    """
-    made = Environment(
-        loader=PackageLoader("bf16_to_fp16.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    """Return the Jinja2 environment of the HTML templates: everything escaped, an unknown name is an error."""
+    loader = PackageLoader("bf16_to_fp16.report")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.filters |= {
-        "magnitude": magnitude,
-        "bound": bound_magnitude,
-        "by_bound": headroom_by_bound,
-        "significant": significant_bits,
-        "times": times,
-        "found": found_magnitude,
-        "over": excess,
-        "over2": partial(excess, decimals=2),
-        "breakable": breakable,
-        "with_command": with_command,
-        "tightness": lambda site: tightness(site.bound, site.observed),
-    }
-    return made
+    environment.filters |= {"significant": significant_bits, "breakable": breakable, "with_command": with_command}
+    return environment
 
 
 def breakable(name: object) -> Markup:
@@ -314,7 +283,8 @@ def figures(report: Report) -> list[Figure]:
         name = "fp16 against bf16" if run is None else "rounding, fp16 against bf16"
         result.append(Figure(name, *closeness(close, finetuned=run is not None)))
     if weights is not None and len(result) < MAIN_FIGURES:
-        note = f"of {weights.elements:,}; {rounded_to_zero(weights)}"
+        zero = f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"
+        note = f"of {weights.elements:,}; {zero} rounded to zero"
         result.append(Figure("weights carried over bit for bit", percent(weights.lossless_fraction), note))
     if not close and not weights and regimes:
         # Beside an attack's figures there is room for one of these.
@@ -325,11 +295,6 @@ def figures(report: Report) -> list[Figure]:
             note = f"most in {worst}; what is so by design is not counted" if count else f"in {listed(list(regimes))}"
             result.append(Figure(f"values {name}", f"{count:,}", note))
     return result
-
-
-def rounded_to_zero(weights: WeightsEntry) -> str:
-    """Return how many weights are too small for fp16, in words."""
-    return f"{weights.flushed_to_zero:,} rounded to zero" if weights.flushed_to_zero else "none rounded to zero"
 
 
 def closeness(close: FidelityEntry, *, finetuned: bool = False) -> tuple[str, str]:
@@ -348,23 +313,55 @@ def closeness(close: FidelityEntry, *, finetuned: bool = False) -> tuple[str, st
     return (f"{about(closer)} closer" if closer >= 1 else f"{about(further)} further off"), note
 
 
-def found_magnitude(found: float | None) -> str:
-    """Return the worst value found at a site of the certificate, "–" where none was looked for."""
-    return "–" if found is None else reached(found)
-
-
-def is_overflow(found: float | None) -> bool:
-    """Return whether a value is beyond fp16, NaN included."""
-    return found is not None and not found <= FP16_MAX
-
-
 # --- tables ----------------------------------------------------------------------------------------------------------
 
+TIER_COLUMNS = (names("tier", 0), Column("arithmetic", 1), Column("this checkpoint", 2), Column("stands for", 3))
+UNPROVEN_COLUMNS = (
+    names("site"),
+    numbers("bound", "bound", bound_magnitude),
+    numbers("limit", "limit", magnitude),
+    numbers("bits over", "excess_bits", excess, over=lambda site: True),
+    Column("reason", "reason"),
+)
+SUNK = Markup("Below fp16's smallest normal number, 2⁻¹⁴, on every input: nothing overflows there, but bits are lost")
+SUNK_COLUMNS = (names("site", 0), Column("regimes", 2, ", ".join), numbers("max |x|", 1, magnitude))
+LARGEST_COLUMNS = (
+    names("site", "module"),
+    Column("what", lambda signal: f"{signal.kind.replace('_', '/')}, {signal.side}"),
+    numbers("before", "before", magnitude, over=lambda signal: not signal.before <= FP16_MAX),
+    numbers("after", "after", magnitude, over=lambda signal: not signal.after <= FP16_MAX),
+)
 
-def largest_signals(signals: Sequence[SignalEntry]) -> list[tuple[SignalEntry, bool, bool]]:
-    """Return the signals that were largest before, with whether they were and are beyond fp16."""
-    ranked = sorted(distinct(signals), key=lambda s: -math.inf if math.isnan(s.before) else -s.before)
-    return [(s, not s.before <= FP16_MAX, not s.after <= FP16_MAX) for s in ranked[:LARGEST]]
+
+def largest_signals(report: Report) -> Table:
+    """Return the table of the signals that were largest before."""
+    ranked = sorted(distinct(report.signals), key=lambda s: -math.inf if math.isnan(s.before) else -s.before)
+    whose = "finetuned weights" if report.finetune is not None else "source"
+    title = f"The largest, seen in fp32 on the {whose}; after: what the plan makes of them"
+    return Table(LARGEST_COLUMNS, ranked[:LARGEST], title)
+
+
+def bound_table(report: Report, *, measured: bool) -> Table:
+    """Return the table of the tightest bounds; measured: beside the worst values found."""
+    certificate = report.certificate
+    assert certificate is not None  # for which this is called
+    title = f"The least headroom by their bounds{for_target(report)}"
+    if certificate.holds and certificate.cost_bits is not None:
+        cost = f" {_over2(certificate.cost_bits)} bits of" if certificate.cost_bits else " no"
+        title += f"; proving them cost{cost} precision"
+    columns = [
+        names("site"),
+        Column("what", "kind"),
+        numbers("worst found", "observed", lambda found: "–" if found is None else reached(found)),
+        numbers("bound", "bound", bound_magnitude, over=lambda site: not site.bound <= site.limit),
+        numbers("bound / worst found", lambda site: tightness(site.bound, site.observed), times),
+        numbers("partial sums", "partial", bound_magnitude, over=lambda site: not site.partial <= site.limit),
+        numbers("limit", "limit", magnitude),
+        numbers("headroom", "headroom_bits", headroom_by_bound),
+    ]
+    if not measured:
+        columns = [column for column in columns if "worst found" not in column.title]
+    return Table(columns, bound_rows(certificate), title, "bounds")
 
 
 REGIME_MEANINGS = {
@@ -376,48 +373,45 @@ REGIME_MEANINGS = {
 
 def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
     """Return a row for each regime: counts, largest value, headroom, tightest site."""
-    rows = []
-    for name, regime in regimes.items():
-        rows.append(
-            {
-                "name": name,
-                "meaning": REGIME_MEANINGS.get(name, ""),
-                "safe": not regime.broken,
-                "nonfinite": regime.nonfinite,
-                "saturated": regime.saturated,
-                "amax": reached(regime.reached),
-                "bits": headroom_or_excess(regime.headroom_bits, regime.reached),
-                "tightest": first_broken(regime) or regime.tightest or "–",
-            }
-        )
-    return rows
+    return [
+        {
+            "name": name,
+            "meaning": REGIME_MEANINGS.get(name, ""),
+            "safe": not regime.broken,
+            "nonfinite": regime.nonfinite,
+            "saturated": regime.saturated,
+            "amax": reached(regime.reached),
+            "bits": headroom_or_excess(regime.headroom_bits, regime.reached),
+            "tightest": first_broken(regime) or regime.tightest or "–",
+        }
+        for name, regime in regimes.items()
+    ]
 
 
-def unsafe_rows(report: Report) -> dict[str, Any]:
-    """Return what is unsafe, short of what was asked, or close to its limit, by kind, with how to go on; the sites that
-    broke in the order in which they did, without those past ``MOST_UNSAFE`` ("more")."""
+def unsafe_tables(report: Report) -> dict[str, Any]:
+    """Return what is unsafe, short of what was asked, or close to its limit, as tables, with how to go on."""
     sites = unsafe_sites(report.regimes)
-
-    def of(*kinds: str) -> list[UnsafeEntry]:
-        return [entry for entry in report.unsafe if entry.kind in kinds]
-
-    reached_in_fp32 = {site.name: site.fp32 for site in (report.attack.sites if report.attack else ())}
+    kinds = {kind: [entry for entry in report.unsafe if entry.kind == kind] for kind in ("found", "limit")}
+    in_fp32 = {site.name: site.fp32 for site in (report.attack.sites if report.attack else ())}
+    site, bits = names("site", "signal"), numbers("bits over", "excess_bits", _over2)
+    counts = numbers("non-finite", "nonfinite"), numbers("saturated", "saturated")
+    most = numbers("reached", lambda entry: in_fp32.get(entry.signal), reached)
+    signal, short = names("signal", "signal"), numbers("bits of the margin missing", "excess_bits", _over2)
     return {
         "next": report.next,
-        "sites": sites[:MOST_UNSAFE],
+        "sites": Table((site, Column("regimes", "regimes", ", ".join), *counts), sites[:MOST_UNSAFE]),
         "more": max(0, len(sites) - MOST_UNSAFE),
-        "found": [
-            (entry.signal, reached(reached_in_fp32.get(entry.signal)), entry.excess_bits) for entry in of("found")
-        ],
-        "goals": of("goal", "inexact"),
-        "limits": of("limit"),
-        "close": report.close,
+        "found": Table((site, most, bits), kinds["found"], "What the search drove past its limit"),
+        "goals": [entry for entry in report.unsafe if entry.kind in ("goal", "inexact")],
+        "limits": Table((signal, bits), kinds["limit"], "No exponent brings these under their limit with the margin"),
+        "close": Table(
+            (signal, short), report.close, "Under their limit by less than the margin, and no exponent lowers them"
+        ),
     }
 
 
 def remedies_of(report: Report, unproven: Sequence[UnprovenEntry]) -> list[str]:
-    """Return what helps where bounds pass their limits, each remedy once; nothing where the next step was said of the
-    whole."""
+    """Return what helps where bounds pass their limits, each once; nothing where the whole has a next step."""
     return [] if report.next else list(dict.fromkeys(site.remedy for site in unproven))
 
 
@@ -498,17 +492,18 @@ def histograms(exponents: Mapping[str, int | Sequence[int]]) -> list[Histogram]:
     return result
 
 
-def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[str, str, str]]:
-    """Return (signal, exponents, channels moved) of every signal that a plan moves."""
+def exponent_table(exponents: Mapping[str, int | Sequence[int]]) -> Table:
+    """Return the table of the signals that a plan moves, as far as there is room."""
     rows = []
-    for name, exponent in exponents.items():
+    for name, exponent in list(exponents.items())[:MOST_EXPONENTS]:
         if isinstance(exponent, int):
             rows.append((name, signed(exponent), "all"))
         else:
             ends = sorted({min(exponent), max(exponent)})
             moved = sum(e != 0 for e in exponent)
             rows.append((name, " to ".join(map(signed, ends)), f"{moved:,} of {len(exponent):,}"))
-    return rows
+    columns = (names("signal", 0), numbers("exponent of 2", 1, str), numbers("channels moved", 2, str))
+    return Table(columns, rows, id="exponents")
 
 
 def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
@@ -547,27 +542,30 @@ _EVALUATED = {
 }
 
 
-MOST_EVALUATIONS = 12
-"""Rows of the table of evaluations; of more the last, and others spread evenly."""
-
-
-def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the evaluations of a finetune: headings with their classes, rows of text; None where there are none."""
+def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Return the table of a finetune's evaluations, further figures before the last column; None for none."""
     if not evaluations:
         return None
-    names = [name for name in _EVALUATED if any(e.get(name) is not None for e in evaluations)]
+    shown = {name for evaluation in evaluations for name, value in evaluation.items() if value is not None}
     extra = sorted({k for e in evaluations for k, v in e.items() if isinstance(v, (int, float))} - set(_EVALUATED))
-    names[-1:-1] = extra if names[-1] == "worst_site" else []
-    if names[-1] != "worst_site":
-        names += extra
+    order = [*list(_EVALUATED)[:-1], *extra, "worst_site"]
+    columns = [
+        Column(
+            _EVALUATED.get(name, name.replace("_", " ")),
+            partial(evaluated_cell, name=name),
+            str,
+            "site" if name == "worst_site" else "n",
+        )
+        for name in order
+        if name in shown
+    ]
     stride = -(-len(evaluations) // MOST_EVALUATIONS)
-    columns = [(_EVALUATED.get(n, n.replace("_", " ")), "site" if n == "worst_site" else "n") for n in names]
-    shown = evaluations[::-1][::stride][::-1]
-    return {"columns": columns, "rows": [[evaluated_cell(e.get(n), n) for n in names] for e in shown]}
+    return Table(columns, evaluations[::-1][::stride][::-1], id="evaluations")
 
 
-def evaluated_cell(value: Any, name: str) -> str:
+def evaluated_cell(evaluation: Mapping[str, Any], name: str) -> str:
     """Return one figure of an evaluation as text."""
+    value = evaluation.get(name)
     if value is None or isinstance(value, str):
         return value or "–"
     if name == "step":
@@ -577,32 +575,23 @@ def evaluated_cell(value: Any, name: str) -> str:
     return scientific(value) if name == "held_out_divergence" else f"{value:.4g}"
 
 
-def fidelity_rows(close: FidelityEntry | None, reference: str | None = None) -> dict[str, Any] | None:
-    """Return the fidelity table: a row per measure, source in bf16 and output in fp16; null was infinite.
-
-    reference: what it was measured against, where that is not what the report says.
-    """
-    if close is None:
-        return None
+def fidelity_table(close: FidelityEntry, reference: str, bf16: str, fp16: str = "output in fp16") -> Table:
+    """Return the table of fidelity to a ``reference``, a row per measure; bf16, fp16: headings; null was infinite."""
     kl = close.measure == "kl"
-    error = "largest logit error" if kl else "largest error of a state"
-    table = [
-        (
-            "KL(fp32 ‖ x), nats per token" if kl else f"{close.measure} of the last states",
-            scientific(close.kl_bf16),
-            scientific(close.kl_fp16),
-        ),
-        (error, scientific(close.max_logit_error_bf16), scientific(close.max_logit_error_fp16)),
-    ]
+    what = "KL(fp32 ‖ x), nats per token" if kl else f"{close.measure} of the last states"
+    rows = [(what, scientific(close.kl_bf16), scientific(close.kl_fp16))]
     if close.kl_fp32 is not None:
         same = " (the same function, to the bit)" if close.kl_fp32 == 0 else ""
-        table.insert(1, (f"output's weights in fp32{same}", "–", scientific(close.kl_fp32)))
+        rows.append((f"output's weights in fp32{same}", "–", scientific(close.kl_fp32)))
+    largest = scientific(close.max_logit_error_bf16), scientific(close.max_logit_error_fp16)
+    rows.append((f"largest {'logit error' if kl else 'error of a state'}", *largest))
     if close.kl_bf16 is None and close.max_logit_error_bf16 is None:
-        table = [(what, "–", fp16) for what, _, fp16 in table]
+        rows = [(what, "–", value) for what, _, value in rows]
     if close.top1_fp16 is not None:
-        bf16 = close.top1_bf16
-        table.append(("same best token", "–" if bf16 is None else percent(bf16), percent(close.top1_fp16)))
-    return {"rows": table, "positions": close.positions, "reference": reference or close.reference}
+        bf16_share = "–" if close.top1_bf16 is None else percent(close.top1_bf16)
+        rows.append(("same best token", bf16_share, percent(close.top1_fp16)))
+    columns = (Column(f"against the {reference}", 0), numbers(bf16, 1, str), numbers(fp16, 2, str))
+    return Table(columns, rows, cards=False)
 
 
 def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str | None = None) -> list[tuple[str, str]]:
@@ -617,146 +606,6 @@ def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str 
         ("not finite", f"{weights.nonfinite:,}"),
         ("largest |w|", f"{magnitude(weights.amax)} of 65,504"),
     ]
-
-
-COLUMNS = (
-    ("site", ""),
-    ("regime", ""),
-    ("max |x|", "n"),
-    ("headroom", "n"),
-    ("non-finite", "n"),
-    ("saturated", "n"),
-    ("limit", "n"),
-    ("dtype", ""),
-    ("by design", ""),
-    ("bound", "n"),
-    ("bound / worst found", "n"),
-)
-"""Heading and class of what a row of the site table holds, in the order of ``compact``."""
-
-
-_MEASURED = (0, 1, 2, 3, 4, 5, 7)
-
-
-_PROVEN = (0, 1, 2, 3, 9, 10, 4, 5, 7)
-
-
-_ONLY_PROVEN = (0, 3, 9, 6)
-
-
-def all_sites(report: Report) -> int:
-    """Return how many rows the site table would have without a limit to its size."""
-    return sum(len(sites) for sites in tables(report).values())
-
-
-def tables(report: Report) -> Mapping[str, Sequence[SiteEntry]]:
-    """Return the sites of each regime; where nothing was run, the certificate's sites under the name ""."""
-    if report.regimes or report.certificate is None:
-        return {name: regime.sites for name, regime in report.regimes.items()}
-    nothing: dict[str, Any] = {"amax": math.nan, "nonfinite": 0, "saturated": 0, "benign": None}
-    rows = [
-        SiteEntry(name=site.name, limit=site.limit, headroom_bits=site.headroom_bits, **nothing)
-        for site in bound_rows(report.certificate, None)
-    ]
-    return {"": rows}
-
-
-def site_rows(report: Report, count: int) -> list[list[dict[str, str]]]:
-    """Return the tightest sites of the regime shown first, cell by cell, as the script would draw them."""
-    data = site_data(report)
-    strings = data["strings"]
-    shown = [row for row in data["rows"] if row[1] is None or strings[row[1]] == data["shown"]]
-    return [[cell(row, i, strings) for i in data["columns"]] for row in shown[:count]]
-
-
-def cell(row: Sequence[Any], column: int, strings: Sequence[str]) -> dict[str, str]:
-    """Return one cell of the site table: its text, label and class; the first has the reason why it is benign too."""
-    value = row[column]
-    if column in (0, 1, 7, 8):
-        text = "" if value is None else strings[value]
-    elif column == 2:
-        # An fp32 value has no limit here, but may be inf or NaN as well.
-        text = reached(value) if row[6] is not None or row[4] else magnitude(value)
-    elif column == 3:
-        text = site_headroom(row)
-    elif column in (4, 5):
-        text = f"{value:,}"
-    else:
-        text = "–" if value is None else magnitude(value)
-    label, kind = COLUMNS[column]
-    reason = "" if column or row[8] is None else strings[row[8]]
-    broken = "broken" if row[4] or row[5] else ""
-    return {"text": text, "label": label, "class": kind, "benign": reason, "broken": broken}
-
-
-def site_headroom(row: Sequence[Any]) -> str:
-    """Return the headroom of a row: by the largest |x| that was run, by the bound where nothing was run."""
-    regime, largest, bits, limit = row[1], row[2], row[3], row[6]
-    if bits is None or limit is None:
-        return headroom(bits)
-    return headroom_by_bound(bits) if regime is None else headroom_or_excess(bits, largest, limit)
-
-
-def site_data(report: Report) -> dict[str, Any]:
-    """Return the sites for the script: all, or the tightest of each regime as far as there is room."""
-    most = max((len(sites) for sites in tables(report).values()), default=0)
-    while len(json.dumps(data := compact(report, most))) > MOST_SITE_BYTES:
-        most = most * 3 // 4
-    return data
-
-
-def compact(report: Report, most: int) -> dict[str, Any]:
-    """Return up to ``most`` sites of each regime in compact form: strings once, rows of numbers that point at them.
-
-    A row: name, regime, max |x|, headroom, non-finite, saturated, limit, dtype, reason why benign, bound, bound over
-    the worst found. Infinite numbers become ±1e308, NaN null, since JSON has neither. ``columns``: those to show.
-    """
-    strings: dict[str, int] = {}
-    found, bounds = tables(report), bounds_by_name(report)
-
-    def pointer(text: str | None) -> int | None:
-        return None if not text else strings.setdefault(str(text), len(strings))
-
-    rows = []
-    for name, sites in found.items():
-        for site in sites[:most]:
-            # What a regime computes in fp32 has no limit of fp16, and no bound is needed there.
-            bound, ratio = bounds.get(site.name, (None, None)) if site.limit is not None else (None, None)
-            rows.append(
-                [
-                    pointer(site.name),
-                    pointer(name),
-                    json_number(site.reached),
-                    json_headroom(site.headroom_bits),
-                    site.nonfinite,
-                    site.saturated,
-                    json_number(site.limit),
-                    pointer(site.dtype),
-                    pointer(by_design(site)),
-                    json_number(bound) if bound is None or infinite(bound) else shown_bound(bound),
-                    None if ratio is None else rounded_up(ratio, 3),
-                ]
-            )
-    measured = [name for name in found if name]
-    columns = _ONLY_PROVEN if found and not measured else _PROVEN if bounds else _MEASURED
-    shown = "half" if "half" in measured else next(iter(measured), "")
-    return {"strings": list(strings), "rows": rows, "regimes": measured, "shown": shown, "columns": columns}
-
-
-def json_number(value: float | None) -> float | None:
-    """Return a number that JSON can hold with the digits that ``magnitude`` shows, which scripts round otherwise."""
-    if value is None or math.isnan(value):
-        return None
-    if infinite(value):
-        return math.copysign(1e308, value)
-    if 1000 <= abs(value) < 1e7:
-        return float(round(value))
-    return float(f"{value:.4g}" if 0.01 <= abs(value) < 1000 else f"{value:.2e}")
-
-
-def json_headroom(value: float | None) -> float | None:
-    """Return headroom in four decimals, rounded down, that JSON can hold."""
-    return json_number(value) if value is None or math.isnan(value) or infinite(value) else rounded_down(value, 4)
 
 
 def hash_rows(report: Report) -> list[tuple[str, str, str]]:

@@ -9,111 +9,50 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from ..bounds import side_modules
+from ..bounds.arithmetic import Bound
+from ..bounds.kinds import Remedy, traits
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..rescaling.planner import Fallback, Violation
 from ..wording import counted, listed, reached
-from .schema import AttackEntry, CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
-
-IMMOVABLE = ("scores", "masked scores", "gate", "activation", "logits", "position bias")
-"""Kinds of site that no coupling reaches."""
-
+from .schema import AttackEntry, BoundEntry, CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
 
 MASKED = ":masked"
 """How the sites end that say what a mask must add at least."""
-
-
 OUTPUT = "the output, against bf16's error"
 """Names the violation of an fp16 output that is less accurate than bf16's."""
-
-
 TEXT = "TEXT.txt"
 """Stands for the user's own text."""
-
-
 FINETUNE = "finetune with the activation-magnitude penalty"
-
-
 CONVERT = "bf16-to-fp16 convert rescales what can be"
-
-
 PENALTY = f"rescaling cannot lower it; {FINETUNE}"
-
-
 NOT_CONVERTED = f"{CONVERT}; what cannot, a finetune lowers"
-
-
 CONVERTED = f"rescaling was not enough; {FINETUNE}"
-
-
 STAY = "stay with bf16 (fp32 on a card without it)"
-
-
 NO_FAMILY = f"{STAY}, or finetune it with ActivationPenalty in a loop of your own"
-
-
 OBSERVED = (
     "its observed range with margin decides; convert --no-audit plans by the bounds alone and proves it where an"
     " exponent can, convert --plan then runs that plan; or finetune with penalty.certify: true"
 )
-
-
 TOO_FEW_BITS = "fp16 is further from the fp32 source than bf16: the limits leave too few bits"
-
-
 INEXACT = f"{FINETUNE}, or try a smaller --margin"
-
-
 NOT_FINITE = "the output is inf or NaN, since something inside overflows"
-
-
 SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"
-
-
 PASSED = "no exponent brings it under its limit with the margin"
-
-
 THIN = "it is under its limit by less than the margin, and no exponent lowers it"
-
-
 OVER = "its bound is over the limit with these weights"
-
-
 SQUARES_UNSEEN = (
     "its bounds hold, and only an audit in half tells whether a token's mean square falls to where fp16 squares vanish"
 )
-
-
 UNMOVED = "no exponent moves it"
-
-
 NOTHING_MOVES = "no rescaling moves it"
-
-
 TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"
-
-
 SINKING = "the mean square of a token in the stream falls to "
-
-
 MAY_BE_ZERO = "the vector may be zero, and fp16 rounds the eps to 0 by which it is then divided: 0/0 is NaN"
-
-
 NORMALISE_IN_FP32 = "take Normalize out of the loaded model, and divide what encode gives by its length in fp32"
-
-
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
-
-
 CONVERT_AGAIN = "fetch it again, or convert the source again"
-
-
 REMOVE = "remove it, or keep it elsewhere"
-
-
 RIGHT_REVISION = "give --original at the revision that the report names"
-
-
 UNSAFE_BY_REPORT = f"finetune it, or {STAY}"
 
 
@@ -130,11 +69,7 @@ def sinks(least: float) -> str:
 
 
 ANOTHER_FUNCTION = "every weight was carried over exactly, and the output in fp32 is not the source's"
-
-
 A_BUG = "do not use it: this is a mistake of this program; report it with the config and fp16_report.json"
-
-
 INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrinking than the bounds do"
 
 
@@ -149,8 +84,7 @@ def inexact(excess_bits: float, *, finite: bool, exact: bool = False, ran: bool 
 def unsafe_sites(
     regimes: Mapping[str, RegimeEntry], *, converted: bool = False, convertible: bool = True
 ) -> list[UnsafeEntry]:
-    """Return the sites that are non-finite or saturated other than by design, in the order they broke, each with its
-    regimes, the counts of the worst of them, the reason and the remedy.
+    """Return the sites that broke, in that order, each with its regimes, the counts of the worst, reason and remedy.
 
     converted: whether rescaling has been tried on these weights already; convertible: whether it can be.
     """
@@ -189,10 +123,9 @@ def unsafe_sites(
 
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
-    """Return the sites that a search drove past their limits, the worst first, each with what it reached and by how
-    many steps, and the remedy; what only overflows in fp16, after something else has, is left out beside it.
+    """Return the sites that a search drove past their limits, the worst first, each with what it reached.
 
-    converted: whether rescaling has been tried on these weights already.
+    What only overflows in fp16, after something else has, is left out beside it. converted: as in ``unsafe_sites``.
     """
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
@@ -210,30 +143,26 @@ def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEn
 
 
 def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> list[UnprovenEntry]:
-    """Return the sites whose bound passes its limit, the worst first.
+    """Return the sites whose bound passes its limit, the worst first; converted: as in ``unsafe_sites``."""
 
-    converted: whether rescaling has been tried on these weights already.
-    """
+    why = {
+        Remedy.RESCALE: (OVER, CONVERTED if converted else CONVERT),
+        Remedy.FINETUNE: (NOTHING_MOVES, PENALTY),
+        Remedy.NORMALISE: (MAY_BE_ZERO, NORMALISE_IN_FP32),
+    }
+    return [unproven(site, *why[traits(site.kind).remedy]) for site in certificate.over]
 
-    def why(kind: str) -> tuple[str, str]:
-        if kind == side_modules.ZERO_VECTOR:
-            return MAY_BE_ZERO, NORMALISE_IN_FP32
-        if kind in IMMOVABLE:
-            return NOTHING_MOVES, PENALTY
-        return OVER, CONVERTED if converted else CONVERT
 
-    reasons = [why(site.kind) for site in certificate.over]
-    return [
-        UnprovenEntry(
-            name=site.name,
-            bound=site.largest,
-            limit=site.limit,
-            excess_bits=-site.headroom_bits,
-            reason=reason,
-            remedy=remedy,
-        )
-        for site, (reason, remedy) in zip(certificate.over, reasons, strict=True)
-    ]
+def unproven(site: BoundEntry | Bound, reason: str, remedy: str) -> UnprovenEntry:
+    """Return a site whose bound passes its limit as an entry of the report."""
+    return UnprovenEntry(
+        name=site.name,
+        bound=site.largest,
+        limit=site.limit,
+        excess_bits=-site.headroom_bits,
+        reason=reason,
+        remedy=remedy,
+    )
 
 
 def normalising_is_all(unproven: Sequence[UnprovenEntry] | None) -> bool:
@@ -243,9 +172,9 @@ def normalising_is_all(unproven: Sequence[UnprovenEntry] | None) -> bool:
 
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
-    if kind == side_modules.ZERO_VECTOR:
+    if traits(kind).remedy is Remedy.NORMALISE:
         return MAY_BE_ZERO, NORMALISE_IN_FP32
-    if kind in IMMOVABLE:
+    if not traits(kind).movable:
         return UNMOVED, PENALTY
     if fallback is not None and not fallback.impossible:
         cost = f"predicted squared error {fallback.cost_certified:.1e} instead of {fallback.cost_observed:.1e}"
@@ -254,8 +183,7 @@ def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
 
 
 def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Report:
-    """Return the report of a finetune that ended unsafe or without what was asked of it (``missed``), with ``remedy``
-    in the place of another finetune."""
+    """Return the report of a finetune that ended unsafe or ``missed`` goals, with ``remedy`` for another finetune."""
 
     def helped(told: str) -> str:
         return remedy if FINETUNE in told else told
@@ -293,11 +221,9 @@ def going_on_from(
 def finetuning_of(
     source: str, out: str, clean: Sequence[str] = (), *, certify: bool = False, **others: str | None
 ) -> str:
-    """Return how to go on with a conversion that was not enough: the command that writes the shortest recipe, with
-    ``others`` of its keys, and runs it.
+    """Return how to go on with a conversion that was not enough: the command that writes and runs the shortest recipe.
 
-    source, out: as the recipe takes them. clean: the regimes in which nothing broke, where it broke in others. certify:
-    whether a certificate is what is missing.
+    source, out, others: keys of the recipe. clean: regimes in which nothing broke. certify: for a certificate.
     """
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
     recipe |= {key: value for key, value in others.items() if value is not None}

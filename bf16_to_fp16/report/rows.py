@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from ..bounds.arithmetic import MAX_LENGTH
-from ..families.known import named, roles_of
-from ..families.roles import STACKS, block_of, stack_in
+from ..bounds.kinds import SiteKind
+from ..families.known import named
+from ..families.roles import STACKS
 from ..run.batch import IMAGE
 from ..targets import TIERS
 from ..wording import (
@@ -21,6 +20,7 @@ from ..wording import (
     percent,
     reached,
     scientific,
+    significant_bits,
     tightness,
 )
 from .remedies import missed_goals, over_limits
@@ -38,22 +38,15 @@ from .schema import (
     Verification,
     WeightsEntry,
 )
+from .tables import Column, Table, numbers
 
 STRICTEST = TIERS[-1].name
-
-
 TIGHTEST = 8
 """Sites of the certificate named below its picture."""
-
-
 MOST_UNCERTIFIED = 400
 """Sites without a proof that a page lists, the worst; the report has all."""
-
-
 UNCERTIFIED_SHOWN = 12
 """Of them, those that a page shows at once; the others unfold."""
-
-
 BF16_BITS = 8
 """Significant bits of bf16, under which a conversion would have lost what the source had."""
 
@@ -70,10 +63,7 @@ def bounds_by_name(report: Report) -> dict[str, tuple[float, float | None]]:
 
 
 def uncertified_rows(report: Report) -> list[UnprovenEntry]:
-    """Return the sites whose bound passes its limit, the worst first, with reason and remedy.
-
-    Where the report gives neither, no rescaling has been tried on these weights as far as it says.
-    """
+    """Return the sites whose bound passes its limit, the worst first; without reasons none was rescaled."""
     if report.uncertified is not None:
         return report.uncertified
     return over_limits(report.certificate) if report.certificate is not None else []
@@ -90,8 +80,7 @@ def distinct(signals: Sequence[SignalEntry]) -> list[SignalEntry]:
 
 
 def by_design(site: SiteEntry) -> str:
-    """Return why what is inf or masked at a site is harmless; empty where something broke there, which is not so by
-    design, whatever else is."""
+    """Return why what is inf or masked at a site is harmless; empty where something broke there."""
     return "" if site.broken else site.benign or ""
 
 
@@ -122,11 +111,7 @@ def moved_by(run: FinetuneEntry) -> str:
 
 
 def carried_over(weights: WeightsEntry, dtype: str | None) -> str:
-    """Return which share of the weights kept every bit; of fp32 ones, whose digits fp16 cannot hold, that this is no
-    damage.
-
-    dtype: in which most of the source is stored.
-    """
+    """Return which share of the weights kept every bit; dtype: of the source, F32 having digits beyond fp16's."""
     share = percent(weights.lossless_fraction)
     return f"{share}; the others are rounded to fp16's 11 significant bits, of fp32's 24" if dtype == "F32" else share
 
@@ -205,14 +190,11 @@ def padding_advice(report: Report) -> str:
 
 
 def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return what the bounds hold for, and what they say nothing about with the option that would cover it or "".
-
-    Both are empty without a certificate.
-    """
+    """Return what the bounds cover, and what not, with the option that would or ""; without a certificate nothing."""
     certificate = report.certificate
     if certificate is None:
         return [], []
-    squares = any(site.kind == "squares" for site in certificate.sites)
+    squares = any(site.kind == SiteKind.SQUARES for site in certificate.sites)
     sums = counted(certificate.splits, "partial sum")
     covers = [
         "every operation of the forward pass, in pure fp16, under AMP and as stock code loads it",
@@ -332,8 +314,7 @@ def first_broken(regime: RegimeEntry) -> str | None:
 
 
 def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """Return of every tier its name, what it means, whether the checkpoint holds in it, and the runtimes that it
-    stands for."""
+    """Return of every tier its name, its meaning, whether the checkpoint holds in it, and its runtimes."""
     rows = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
@@ -347,43 +328,33 @@ def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
 # --- precision -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class KeptBits:
-    """The significant bits that one stack's residual stream keeps: a row per block, a column per norm.
-
-    ``rows``: the block's number, or "end" for the final norm, and the bits at each norm, None where there is none.
-    """
-
-    stack: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[float | None, ...]], ...]
-
-
-def kept_bits_tables(report: Report) -> list[KeptBits]:
-    """Return the precision of each stack, in the order of the model; empty where the report has none."""
+def kept_bits_tables(report: Report) -> list[Table]:
+    """Return the significant bits that each stack's residual stream keeps, a row per block, a column per norm that
+    reads it; empty where the report has none."""
     result = []
-    declared = roles_of(named(report.family)).norms
     for stack in STACKS:
-        blocks: dict[str, list[float]] = {}
-        for row in report.precision:
-            if stack_in(row.module, named(report.family)) == stack:
-                block = block_of(row.module)
-                blocks.setdefault("end" if block is None else str(block), []).append(row.bits)
-        if not blocks:
-            continue
-        end = {"end": blocks.pop("end")} if "end" in blocks else {}
-        norms = max((len(kept) for kept in blocks.values()), default=1)
-        columns = declared.get(stack, ())
-        if len(columns) != norms:
-            columns = tuple(f"norm {i + 1}" for i in range(norms))
-        rows = [(name, padded(kept, norms)) for name, kept in (blocks | end).items()]
-        result.append(KeptBits(stack, columns, tuple(rows)))
+        norms = [row for row in report.precision if row.stack == stack]
+        roles = list(dict.fromkeys(row.role or "norm" for row in norms if row.block is not None)) or ["norm 1"]
+        blocks: dict[str, dict[str, float]] = {}
+        for row in sorted(norms, key=lambda row: row.block is None):
+            name, role = (str(row.block), row.role or "norm") if row.block is not None else ("final norm", roles[0])
+            blocks.setdefault(name, {})[role] = row.bits
+        if blocks:
+            columns = [Column(f"{stack} block", 0), *map(kept_bits, roles)]
+            result.append(Table(columns, list(blocks.items()), cards=False))
     return result
 
 
-def padded(values: Sequence[float], width: int) -> tuple[float | None, ...]:
-    """Return values filled up with None to ``width``."""
-    return (*values, *[None] * (width - len(values)))
+def kept_bits(role: str) -> Column:
+    """Return the column of the bits that norms of a role read, by block."""
+
+    def bits(row: tuple[str, Mapping[str, float]]) -> float:
+        return row[1].get(role, math.nan)
+
+    def write(kept: float) -> str:
+        return "" if math.isnan(kept) else significant_bits(kept)
+
+    return numbers(role, bits, write, over=lambda row: bits(row) < BF16_BITS)
 
 
 def least_precise(report: Report) -> PrecisionEntry | None:
@@ -392,15 +363,14 @@ def least_precise(report: Report) -> PrecisionEntry | None:
     return min(rows, key=lambda row: row.bits, default=None)
 
 
-def underflow_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
-    """Return the sites that stayed under fp16's smallest normal number on every input, with their regimes."""
-    found: dict[str, dict[str, Any]] = {}
+def underflow_rows(regimes: Mapping[str, RegimeEntry]) -> list[tuple[str, float, list[str]]]:
+    """Return (site, max |x|, regimes) of what stayed under fp16's smallest normal number on every input."""
+    rows: dict[str, tuple[str, float, list[str]]] = {}
     for name, regime in regimes.items():
         for site in regime.underflow:
-            row = found.setdefault(site.name, {"name": site.name, "amax": site.amax, "regimes": []})
-            row["amax"] = max(row["amax"], site.amax)
-            row["regimes"].append(name)
-    return list(found.values())
+            _, most, others = rows.get(site.name, (site.name, site.amax, []))
+            rows[site.name] = (site.name, max(most, site.amax), [*others, name])
+    return list(rows.values())
 
 
 def attack_breaks(report: Report) -> AttackedSite | None:

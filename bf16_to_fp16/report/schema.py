@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -35,32 +35,19 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..rescaling.plan import Plan
 
+if TYPE_CHECKING:
+    from ..auditing.regimes import RegimeResult
+
 REPORT = "fp16_report.json"
-
-
 PAGE = "fp16_report.html"
-
-
 CARD = "README.md"
-
-
 LONGEST_REPORT = 64_000_000
 """Bytes; one with an exponent for each channel of an 11B model has some 12 MB."""
-
-
 FROM_A_FILE = "from a file"
 """The validation context of what was not just made here, and may have keys of another version."""
-
-
 Flag = Annotated[bool, Field(strict=True)]
-
-
 Count = Annotated[int, Field(strict=True)]
-
-
 Real = Annotated[float, Field(strict=True)]
-
-
 NumberOrNaN = Annotated[
     float,
     Field(strict=True),
@@ -77,10 +64,6 @@ class ReportObject(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     _order: tuple[str, ...] = PrivateAttr(())
-
-    def given(self) -> dict[str, Any]:
-        """Return the values of the fields that it was given."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     @model_validator(mode="wrap")
     @classmethod
@@ -213,8 +196,30 @@ class Environment(ReportObject):
 # --- what was measured -----------------------------------------------------------------------------------------------
 
 
-class SiteEntry(ReportObject):
-    """One site of a regime.
+class CountedEntry(ReportObject):
+    """Something that was run: how many of its elements are not finite or saturated other than by design."""
+
+    nonfinite: Count
+    saturated: Count
+
+    @property
+    def broken(self) -> bool:
+        """Whether anything of it is non-finite or saturated other than by design."""
+        return bool(self.nonfinite or self.saturated)
+
+
+class PlacedEntry(ReportObject):
+    """Something that stands somewhere in the model; without what is not known, or outside of it all."""
+
+    stack: str | None = Field(None, description="encoder or decoder, also of a model that has no other")
+    block: Count | None = Field(None, description="number of its block in the stack, from 0")
+    role: str | None = Field(
+        None, description="what its module is for in the block, such as cross-attention; in a regime the operation"
+    )
+
+
+class SiteEntry(PlacedEntry, CountedEntry):
+    """One site of a regime; its place is told by its name.
 
     ``amax``: the largest |x|, 65536 for an overflow. ``limit`` and ``headroom_bits``: None for what is not fp16.
     ``nonfinite`` and ``saturated`` count elements other than by design; ``benign``: the reason why what is so is
@@ -225,8 +230,6 @@ class SiteEntry(ReportObject):
     amax: NumberOrNaN
     limit: Real | None
     headroom_bits: Real | None
-    nonfinite: Count
-    saturated: Count
     benign: str | None
     dtype: str | None = None
     fp32: NumberOrNaN | None = None
@@ -235,11 +238,6 @@ class SiteEntry(ReportObject):
     def reached(self) -> float:
         """The largest |x|, of a site that broke that in fp32 where it is known."""
         return self.amax if self.fp32 is None else self.fp32
-
-    @property
-    def broken(self) -> bool:
-        """Whether anything of it is non-finite or saturated other than by design."""
-        return bool(self.nonfinite or self.saturated)
 
 
 class SunkSignal(ReportObject):
@@ -257,7 +255,7 @@ class RunEntry(ReportObject):
     kinds: list[str]
 
 
-class RegimeEntry(ReportObject):
+class RegimeEntry(CountedEntry):
     """What one regime showed: totals, and its sites from the tightest on.
 
     ``amax`` and ``headroom_bits`` are those of the tightest site; ``nonfinite_logits`` counts what a user would see.
@@ -265,8 +263,6 @@ class RegimeEntry(ReportObject):
     this is, None where it ran itself.
     """
 
-    nonfinite: Count
-    saturated: Count
     amax: Real
     headroom_bits: Real
     nonfinite_logits: Count = 0
@@ -281,11 +277,6 @@ class RegimeEntry(ReportObject):
         return next((site.reached for site in self.broken_sites), self.amax)
 
     @property
-    def broken(self) -> bool:
-        """Whether anything was non-finite or saturated other than by design."""
-        return bool(self.nonfinite or self.saturated)
-
-    @property
     def broken_sites(self) -> list[SiteEntry]:
         """The sites that are not finite or saturated, those that overflow first."""
         return sorted((site for site in self.sites if site.broken), key=lambda site: not site.nonfinite)
@@ -296,19 +287,12 @@ class RegimeEntry(ReportObject):
         return next((site.name for site in self.sites if site.headroom_bits is not None), None)
 
 
-class Described(Protocol):
-    """A measurement that says itself as JSON data."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
-
-
-def regimes_of(results: Mapping[str, Described]) -> dict[str, RegimeEntry]:
+def regimes_of(results: Mapping[str, RegimeResult]) -> dict[str, RegimeEntry]:
     """Return what an audit showed as entries of a report."""
     return {name: RegimeEntry.model_validate(result.to_json()) for name, result in results.items()}
 
 
-class BoundEntry(ReportObject):
+class BoundEntry(PlacedEntry):
     """The bound of one site: no input makes the value larger than ``bound``, nor a partial sum than ``partial``.
 
     ``kind``: what it holds. ``observed``: the largest value that was found, None where nothing was run.
@@ -437,7 +421,7 @@ class WeightsEntry(ReportObject):
     amax: NumberOrNaN
 
 
-class SignalEntry(ReportObject):
+class SignalEntry(PlacedEntry):
     """What a signal reached in the source and what it reaches after the plan, at a module's input or output."""
 
     module: str
@@ -447,7 +431,7 @@ class SignalEntry(ReportObject):
     after: NumberOrNaN
 
 
-class PrecisionEntry(ReportObject):
+class PrecisionEntry(PlacedEntry):
     """The significant bits that the residual stream keeps where a norm reads it."""
 
     module: str
@@ -514,11 +498,16 @@ class Lineage(ReportObject):
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-class Report(ReportObject):
+class Versioned(ReportObject):
+    """A file or an answer of its own, with the version of its keys."""
+
+    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
+
+
+class Report(Versioned):
     """The verdict of ``convert``, ``finetune``, ``audit`` or ``certify`` with all the evidence for it, as far as it
     applies to the command."""
 
-    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
     verdict: Literal["safe", "unsafe"] | None = None
     proof: Literal["certified", "observed"] | None = None
     family: str | None = None
@@ -595,7 +584,7 @@ class Claim(ReportObject):
     family: str | None
 
 
-class Verification(ReportObject):
+class Verification(Versioned):
     """What ``verify`` found: how each check ended, every problem, and what was computed again.
 
     ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed; ``target``:
@@ -604,7 +593,6 @@ class Verification(ReportObject):
     report and files that were taken as they are, with the reason. ``notes``: what limits the claim, in sentences.
     """
 
-    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
     verdict: Literal["safe", "unsafe"]
     verified: Flag
     as_reported: Flag = False
@@ -638,7 +626,7 @@ class PipelineEntry(ReportObject):
     texts: dict[str, str]
 
 
-class PipelineReport(ReportObject):
+class PipelineReport(Versioned):
     """What a conversion of a whole pipeline says of it: where it comes from, its converted sub-folders, the verdict of
     all of them, and what became of the other files.
 
@@ -646,7 +634,6 @@ class PipelineReport(ReportObject):
     ``output``: all files of it but this one, links without their SHA-256.
     """
 
-    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
     verdict: Literal["safe", "unsafe"]
     source: Source
     encoders: list[PipelineEntry]
@@ -684,14 +671,13 @@ class ComparisonEntry(ReportObject):
     largest: NumberOrNaN
 
 
-class RuntimeCheck(ReportObject):
+class RuntimeCheck(Versioned):
     """What ``check`` found: a checkpoint in another runtime, beside the source there and stock code in bf16.
 
     ``verdict``: "unsafe" where a value is not finite or the error is above that of bf16; else "safe" where the runtime
     computed in fp16; else None, since nothing is shown.
     """
 
-    version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
     verdict: Literal["safe", "unsafe"] | None
     runtime: str
     runtime_version: str
@@ -722,12 +708,10 @@ def read_report(
     otherwise: str,
     *,
     also: Collection[str] | None = (),
-    unread: Collection[str] = (),
     wrong: Mapping[str, str] | None = None,
     version: int | None = None,
 ) -> Report:
-    """Return a report from its file: its keys ``needed`` and ``also``, or all of them for ``also=None``, without those
-    ``unread``.
+    """Return a report from its file: its keys ``needed`` and ``also``, or all of them for ``also=None``.
 
     needed: dotted keys, each with what is said where it is missing or not of its type, in the order in which they are
     looked at. wrong: the same of what stands below a key. otherwise: what is said of anything else. version: of the
@@ -739,7 +723,7 @@ def read_report(
     for key, words in needed.items():
         if nested_value(data, *key.split(".")) is None:
             raise UserError(f"{path}: {words}")
-    wanted = {*(data if also is None else also), *(key.partition(".")[0] for key in needed)} - {*unread}
+    wanted = {*(data if also is None else also), *(key.partition(".")[0] for key in needed)}
     try:
         return read(Report, {key: value for key, value in data.items() if key in wanted})
     except ValidationError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -12,14 +13,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..progress import VisibleConsole
+from . import tables
 
 PLAIN_WIDTH = 1000
 """More than any row needs, so that none is folded."""
 
 
 class Name:
-    """The dotted name of a site, folded after its dots and colons where its column is narrow, so that none of it is
-    lost."""
+    """The dotted name of a site, folded after its dots and colons where its column is narrow."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,7 +41,25 @@ class Name:
         return Measurement(max(map(len, self.parts)), len(self.name)).with_maximum(options.max_width)
 
 
-class Screen(VisibleConsole):
+class Output(VisibleConsole):
+    """A console that prints lines and tables."""
+
+    def say(self, text: str) -> None:
+        """Print a line unfolded, so that what is in it can be copied."""
+        self.print(Text(text), soft_wrap=True)
+
+    def table(self, table: tables.Table) -> None:
+        """Print a table."""
+        result = Table(title=table.title or None, title_justify="left")
+        for column in table.columns:
+            result.add_column(column.title, justify="right" if column.css == "n" else "left")
+        for line in table.lines():
+            cells = zip(line, table.columns, strict=True)
+            result.add_row(*(Name(text) if column.css == "site" else text for text, column in cells))
+        self.print(result)
+
+
+class Screen(Output):
     """A console for a terminal, in whose tables no number is cut: where they do not fit, each row is a list."""
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -77,7 +96,7 @@ class Screen(VisibleConsole):
         return below
 
 
-class Plain(VisibleConsole):
+class Plain(Output):
     """A console for files and pipes: a line of text for a row of a table, without frames, colours or wrapping."""
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -95,7 +114,7 @@ def drop_empty_columns(table: Table) -> None:
     table.columns = [column for column in table.columns if any(cell != "" for cell in column.cells)]
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False) -> Output:
     """Return a console on standard output or error, as wide as the terminal, and plain where there is none."""
     # What is printed has names of other people's files in it, which are not markup.
     screen = Screen(stderr=stderr, highlight=False, markup=False)
@@ -114,15 +133,12 @@ def bad(word: str, rest: str) -> Text:
 
 def print_families(rows: Iterable[Mapping[str, Any]]) -> None:
     """Print the supported families."""
-    table = Table("family", "model_type", "architectures", "covers")
-    for row in rows:
-        table.add_row(row["name"], row["model_type"], "\n".join(row["architectures"]), row["title"])
-    console().print(table)
+    keys = {"family": "name", "model_type": "model_type", "architectures": "architectures", "covers": "title"}
+    columns = [tables.Column(title, itemgetter(key)) for title, key in keys.items()]
+    console().table(tables.Table(columns, [{**row, "architectures": "\n".join(row["architectures"])} for row in rows]))
 
 
 def print_refused(refused: Mapping[str, str]) -> None:
     """Print what cannot be converted; refused: reasons by model type."""
-    others = Table("not convertible", "because")
-    for model_type, reason in refused.items():
-        others.add_row(model_type, reason)
-    console().print(others)
+    columns = (tables.Column("not convertible", 0), tables.Column("because", 1))
+    console().table(tables.Table(columns, list(refused.items())))

@@ -25,7 +25,7 @@ def read_plan(path: Path) -> Plan:
 def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, str]:
     """Return the plan that a report holds, and the target that it was made for.
 
-    Raises UserError where the file cannot be read or holds none, or one that was made for another ``target``.
+    Raises UserError for a file without one, or with one that was made for another ``target``.
     """
     path = path / REPORT if path.is_dir() else path
     if not path.exists():
@@ -52,8 +52,7 @@ class Packed:
 
 
 def read_packed(file: Path) -> Packed:
-    """Return what a file of weights says of how it was made; raise UserError where ``convert --layout`` did not write
-    it, or it is damaged."""
+    """Return what a file of weights says of how it was made; raise UserError where it does not, or is damaged."""
     found = way_back_of(file)
     if found is None:
         raise UserError(f"{file}: has no plan in its metadata, so convert did not write it; give what convert wrote")

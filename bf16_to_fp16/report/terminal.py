@@ -9,8 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.folder import MODULES
@@ -64,23 +62,17 @@ from .schema import (
     Report,
     RuntimeCheck,
     SiteEntry,
-    UnsafeEntry,
     Verification,
     WeightsEntry,
     read_report,
 )
-from .screen import Name, bad, console, good
+from .screen import Output, bad, console, good
+from .tables import Column, Table, names, numbers
 
 WORST_SITES = 6
-
-
 CARD_LINES = 40
-
-
 FOLDED_LINES = 8
 """Lines shown of what a card folds."""
-
-
 CHECK_NAMES = {
     "files": "files: hashes against the report",
     "plan": "plan: against config and weights",
@@ -95,33 +87,29 @@ CHECK_NAMES = {
 
 
 def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool = False) -> None:
-    """Print what the source did in fp16, whether the output is safe, and how to load it or what to do where it is not.
+    """Print what the source did in fp16, whether the output is safe, and how to load it or go on.
 
-    then: how to go on, with the paths as they were given, instead of the report's ``next``. verbose: print the tables
-    of the report before that.
+    then: how to go on with paths as they were given, instead of the report's ``next``. verbose: tables first.
     """
     screen = console()
     if verbose:
         print_certified(screen, report)
         print_tiers(screen, report)
         if report.regimes:
-            screen.print(regime_table(report.regimes))
+            screen.table(regime_table(report.regimes))
             print_underflow(screen, report.regimes)
-        screen.print(figure_table(report))
+        screen.table(Table(PAIRS, figure_rows(report)))
         print_unsafe(screen, report)
         print_uncertified(screen, report)
-    if report.signals:
-        screen.print(source_line(report))
-    screen.print(output_line(report))
-    print_advice(screen, report)
+    print_outcome(screen, report)
     if report.tiers:
-        screen.print(Text(tiers_line(report)), soft_wrap=True)
+        screen.say(tiers_line(report))
     if report.finetune is not None:
         screen.print(Text(f"finetune: {moved_by(report.finetune)}"))
     if report.safe or report.short:
-        screen.print(Text(load_line(out)), soft_wrap=True)
+        screen.say(load_line(out))
     print_next(screen, then or report.next)
-    screen.print(Text(f"report: {out / PAGE}"), soft_wrap=True)
+    screen.say(f"report: {out / PAGE}")
 
 
 def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
@@ -129,48 +117,45 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
     print_title(out.name)
     rest, how = report["linked"] + report["copied"], [f"{report[kind]:,} {kind}" for kind in ("linked", "copied")]
-    screen.print(
-        Text(
-            f"the rest: {counted(rest, 'file')}, {bytes_in_words(report['nbytes'])}, byte for byte ({', '.join(how)})"
-        ),
-        soft_wrap=True,
-    )
+    size = bytes_in_words(report["nbytes"])
+    screen.say(f"the rest: {counted(rest, 'file')}, {size}, byte for byte ({', '.join(how)})")
     if report["linked"]:
-        words = "a linked file is the source's own: to write to one later, convert with --copy"
-        screen.print(Text(words), soft_wrap=True)
+        screen.say("a linked file is the source's own: to write to one later, convert with --copy")
     if report["left_out"]:
-        screen.print(Text(f"left out: {', '.join(report['left_out'])}"), soft_wrap=True)
+        screen.say(f"left out: {', '.join(report['left_out'])}")
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
         screen.print(bad("pipeline: unsafe", f"{listed(unsafe)} can overflow in fp16, as said above"))
         return
     screen.print(good("pipeline: safe", f"{listed(encoders)} in fp16; of other components nothing is claimed"))
-    screen.print(Text(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype=torch.float16)'), soft_wrap=True)
+    screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype=torch.float16)')
 
 
 def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
-    """Print of a conversion to one file what the source did in fp16, whether the output is safe, ``notes``, and what to
-    do next."""
+    """Print of a conversion to one file what ``print_conversion`` does of a folder, and ``notes``."""
     screen = console()
+    print_outcome(screen, report)
+    for line in (tiers_line(report), *notes):
+        screen.say(line)
+    print_next(screen, then)
+    screen.say(f"written: {out}")
+
+
+def print_outcome(screen: Output, report: Report) -> None:
+    """Print what the source did in fp16, whether the output is safe, and what is to be known of it."""
     if report.signals:
         screen.print(source_line(report))
     screen.print(output_line(report))
     print_advice(screen, report)
-    screen.print(Text(tiers_line(report)), soft_wrap=True)
-    for note in notes:
-        screen.print(Text(note), soft_wrap=True)
-    print_next(screen, then)
-    screen.print(Text(f"written: {out}"), soft_wrap=True)
 
 
-def print_advice(screen: Console, report: Report) -> None:
-    """Print what an older transformers makes of it, what padding does in fp16 whatever the weights, where it does
-    anything, and what is not covered of a model inside."""
+def print_advice(screen: Output, report: Report) -> None:
+    """Print what an older transformers makes of it, what padding does in fp16, and what is not covered."""
     _, inside = tower_advice(report)
     older = "; ".join(report.older)
     for what, advice in (("older versions", older), ("padding", padding_advice(report)), ("not covered", inside)):
         if advice:
-            screen.print(Text(f"{what}: {advice}"), soft_wrap=True)
+            screen.say(f"{what}: {advice}")
 
 
 def source_line(report: Report) -> Text:
@@ -190,8 +175,7 @@ def source_line(report: Report) -> Text:
 
 
 def tiers_line(report: Report) -> str:
-    """Return the tiers in which a checkpoint holds, each with how that is known, and those in which it is not shown
-    to; with the reason where the report's target stands for one of these."""
+    """Return the tiers in which a checkpoint holds, and those in which it is not shown to; why for the target's."""
     held = [f"{name} ({entry.proof})" for name, entry in report.tiers.items() if entry.holds]
     other = {name: entry.reason for name, entry in report.tiers.items() if not entry.holds}
     wanted = next((tier.name for tier in TIERS if tier.target == report.target), "")
@@ -231,10 +215,10 @@ def output_line(report: Report) -> Text:
     return good("output: safe", f"{said}; {kept}")
 
 
-def print_next(screen: Console, then: str) -> None:
+def print_next(screen: Output, then: str) -> None:
     """Print how to go on, unfolded, so that the command can be copied."""
     if then:
-        screen.print(Text(f"next: {then}"), soft_wrap=True)
+        screen.say(f"next: {then}")
 
 
 def load_line(out: Path) -> str:
@@ -257,69 +241,61 @@ def print_title(title: str) -> None:
 
 
 def print_audit(report: Report, then: str = "", page: Path | None = None) -> None:
-    """Print an audit's verdict, its regimes and the tightest sites of each; ``then`` as for ``print_conversion``,
-    ``page`` where the report was written as one."""
+    """Print an audit's verdict, its regimes and the tightest sites of each; page: where it was written as one."""
     screen = console()
     print_verdict(screen, report)
     print_advice(screen, report)
     if named(report.family) is None:
         screen.print(
             f"no certificate: {report.family} is none of the classes that can be bounded and converted"
-            " (bf16-to-fp16 families)",
-            markup=False,
+            " (bf16-to-fp16 families)"
         )
     print_tiers(screen, report)
-    screen.print(regime_table(report.regimes))
+    screen.table(regime_table(report.regimes))
     print_underflow(screen, report.regimes)
     for name, regime in report.regimes.items():
         title = f"{name}: the tightest of {counted(len(regime.sites), 'site')} that were measured"
-        screen.print(site_table(title, regime.sites[:WORST_SITES]))
+        screen.table(Table(SITE_COLUMNS, regime.sites[:WORST_SITES], title))
     print_unsafe(screen, report)
     if report.attack is not None and report.certificate is not None:
         print_attack(screen, report.attack, report.certificate)
         print_uncertified(screen, report)
     print_next(screen, then or report.next)
     if page is not None:
-        screen.print(Text(f"report: {page}"), soft_wrap=True)
+        screen.say(f"report: {page}")
 
 
-def print_underflow(screen: Console, regimes: Mapping[str, RegimeEntry]) -> None:
+def print_underflow(screen: Output, regimes: Mapping[str, RegimeEntry]) -> None:
     """Print the sites that lie below fp16's smallest normal number on every input."""
     for name, regime in regimes.items():
         if sunk := [site.name for site in regime.underflow]:
             screen.print(
                 f"{name}: below fp16's smallest normal number (6.1e-05) on every input, where few bits are kept, at"
-                f" {counted(len(sunk), 'site')}: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}",
-                markup=False,
+                f" {counted(len(sunk), 'site')}: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}"
             )
 
 
-def print_attack(screen: Console, attack: AttackEntry, certificate: CertificateEntry) -> None:
+def print_attack(screen: Output, attack: AttackEntry, certificate: CertificateEntry) -> None:
     """Print how near the adversary came to each limit, between random inputs and the bound."""
     bounds = {site.name: site.bound for site in certificate.sites}
     screen.print(
         f"the worst input that {counted(attack.steps, 'gradient step')} found is"
         f" {below_limit(attack.worst_headroom_bits)}"
     )
-    table = Table(
-        "site", "random", "found", "bound", "limit", "bound / found", title="worst found", title_justify="left"
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
     # Where fp16 gave inf or NaN it may have come from a site before: how large a site is by itself, fp32 shows.
     found = {s.name: s.worst if s.worst <= FP16_MAX else s.fp32 for s in attack.sites}
     ranked = sorted((s for s in attack.sites if s.name in bounds), key=lambda s: found[s.name] / s.limit, reverse=True)
-    for site in ranked[:WORST_SITES]:
-        top = bounds[site.name]
-        table.add_row(
-            Name(site.name),
-            reached(site.random),
-            reached(found[site.name]),
-            bound_of(top),
-            plain(site.limit),
-            times(tightness(top, found[site.name])).replace("–", "-"),
-        )
-    screen.print(table)
+    columns = (
+        names("site"),
+        numbers("random", "random", reached),
+        numbers("found", lambda site: found[site.name], reached),
+        numbers("bound", lambda site: bounds[site.name], bound_of),
+        numbers("limit", "limit", plain),
+        numbers(
+            "bound / found", lambda site: times(tightness(bounds[site.name], found[site.name])).replace("–", "-"), str
+        ),
+    )
+    screen.table(Table(columns, ranked[:WORST_SITES], "worst found"))
     if overflowed := [s for s in attack.sites if not s.half <= FP16_MAX]:
         screen.print(
             f"{counted(len(overflowed), 'site')} gave inf or NaN in fp16, as whatever follows an overflow does; the"
@@ -328,8 +304,7 @@ def print_attack(screen: Console, attack: AttackEntry, certificate: CertificateE
 
 
 def print_certificate(report: Report, then: str = "") -> None:
-    """Print a certificate: whether it holds, and its tightest bounds, those over their limit with the reason;
-    ``then`` as for ``print_conversion``."""
+    """Print whether a certificate holds, and its tightest bounds, with the reason for those over their limit."""
     screen, certificate = console(), report.certificate
     assert certificate is not None  # what certify is for
     over = certificate.over
@@ -341,24 +316,17 @@ def print_certificate(report: Report, then: str = "") -> None:
     print_advice(screen, report)
     ranked = sorted(certificate.sites, key=lambda site: site.headroom_bits)
     shown = ranked[: max(WORST_SITES, min(len(over), 4 * WORST_SITES))]
-    title = f"tightest by bound{for_target(report)}"
-    table = Table(
-        "site", "what", "bound", "partial sums", "limit", "headroom", "why", title=title, title_justify="left"
-    )
-    for column in table.columns[2:6]:
-        column.justify = "right"
     why = {site.name: site.reason for site in report.uncertified or ()}
-    for site in shown:
-        table.add_row(
-            Name(site.name),
-            site.kind,
-            bound_of(site.bound),
-            bound_of(site.partial),
-            plain(site.limit),
-            headroom_by_bound(site.headroom_bits),
-            why.get(site.name, ""),
-        )
-    screen.print(table)
+    columns = (
+        names("site"),
+        Column("what", "kind"),
+        numbers("bound", "bound", bound_of),
+        numbers("partial sums", "partial", bound_of),
+        numbers("limit", "limit", plain),
+        numbers("headroom", "headroom_bits", headroom_by_bound),
+        Column("why", lambda site: why.get(site.name, "")),
+    )
+    screen.table(Table(columns, shown, f"tightest by bound{for_target(report)}"))
     print_tiers(screen, report)
     print_more(screen, len(over), "over their limit", len(shown))
     print_next(screen, then or report.next)
@@ -383,7 +351,7 @@ def certificate_sentence(report: Report, certificate: CertificateEntry) -> str:
     )
 
 
-def print_certified(screen: Console, report: Report) -> None:
+def print_certified(screen: Output, report: Report) -> None:
     """Print whether a conversion is certified, and what that cost."""
     certificate = report.certificate
     if certificate is None:
@@ -398,25 +366,21 @@ def print_certified(screen: Console, report: Report) -> None:
         screen.print(f"{over}: safe there on what was run" if report.safe else over)
 
 
-def print_tiers(screen: Console, report: Report) -> None:
+def print_tiers(screen: Output, report: Report) -> None:
     """Print in which arithmetics a checkpoint holds, and the runtimes that each stands for."""
-    rows = tier_rows(report)
-    if rows:
-        table = Table("tier", "arithmetic", "this checkpoint", "stands for")
-        for row in rows:
-            table.add_row(*row)
-        screen.print(table)
+    if rows := tier_rows(report):
+        titles = ("tier", "arithmetic", "this checkpoint", "stands for")
+        screen.table(Table([Column(title, i) for i, title in enumerate(titles)], rows))
 
 
 def brought_back(folder: Path) -> str:
-    """Return whose weights ``undo`` brings back from a converted folder, and how many of them bit for bit, in
-    words."""
+    """Return whose weights ``undo`` brings back from a converted folder, and how many bit for bit, in words."""
     words = "does not say how the weights came through; take the one that convert wrote"
     report = read_report(folder / REPORT, {"weights": words}, words, also=("finetune",))
-    weights = report.weights
-    assert weights is not None  # asked for
-    whose = "the source's weights" if report.finetune is None else "the finetuned weights from before the rescaling"
-    return came_through(whose, weights)
+    assert report.weights is not None  # asked for
+    trained = report.finetune is not None
+    whose = "the finetuned weights from before the rescaling" if trained else "the source's weights"
+    return came_through(whose, report.weights)
 
 
 def came_through(whose: str, weights: WeightsEntry) -> str:
@@ -427,19 +391,18 @@ def came_through(whose: str, weights: WeightsEntry) -> str:
     return f"{whose}, all but {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
 
 
-def print_uncertified(screen: Console, report: Report) -> None:
-    """Print the sites that the certificate does not cover with the reasons, and what helps once, unless the whole has a
-    next step."""
+def print_uncertified(screen: Output, report: Report) -> None:
+    """Print the sites that are not proven with the reasons, and what helps, unless the whole has a next step."""
     unproven = report.uncertified or ()
     for site in unproven[:WORST_SITES]:
-        screen.print(f"not certified: {site.name}, bound {bound_of(site.bound)}; {site.reason}", markup=False)
+        screen.print(f"not certified: {site.name}, bound {bound_of(site.bound)}; {site.reason}")
     print_more(screen, len(unproven), "not certified")
     if not report.next:
         for remedy in dict.fromkeys(site.remedy for site in unproven):
-            screen.print(f"what helps: {remedy}", markup=False)
+            screen.print(f"what helps: {remedy}")
 
 
-def print_verdict(screen: Console, report: Report) -> None:
+def print_verdict(screen: Output, report: Report) -> None:
     """Print the verdict in one sentence."""
     if report.safe and not report.regimes:
         screen.print(good("safe", "by its certificate; nothing was run"))
@@ -454,87 +417,73 @@ def print_verdict(screen: Console, report: Report) -> None:
 
 def regime_table(regimes: Mapping[str, RegimeEntry]) -> Table:
     """Return the table of regimes."""
-    table = Table("regime", "non-finite", "saturated", "max |x|", "headroom", "tightest site", title_justify="left")
-    for column in table.columns[1:5]:
-        column.justify = "right"
-    for name, regime in regimes.items():
-        table.add_row(
-            name,
-            f"{regime.nonfinite:,}",
-            f"{regime.saturated:,}",
-            reached(regime.reached),
-            headroom_or_excess(regime.headroom_bits, regime.reached),
-            Name(regime.tightest or "-"),
-        )
-    return table
-
-
-def site_table(title: str, sites: Sequence[SiteEntry]) -> Table:
-    """Return the table of a regime's tightest sites."""
-    table = Table(
-        "site",
-        "max |x|",
-        "headroom",
-        "non-finite",
-        "saturated",
-        "by design",
-        title=title,
-        title_justify="left",
+    columns = (
+        Column("regime", 0),
+        numbers("non-finite", lambda row: row[1].nonfinite),
+        numbers("saturated", lambda row: row[1].saturated),
+        numbers("max |x|", lambda row: row[1].reached, reached),
+        numbers("headroom", lambda row: headroom_or_excess(row[1].headroom_bits, row[1].reached), str),
+        names("tightest site", lambda row: row[1].tightest or "-"),
     )
-    for column in table.columns[1:5]:
-        column.justify = "right"
-    for site in sites:
-        table.add_row(
-            Name(site.name),
-            reached(site.reached) if site.limit is not None or site.nonfinite else plain(site.amax),
-            "-" if site.limit is None else headroom_or_excess(site.headroom_bits, site.reached, site.limit),
-            f"{site.nonfinite:,}",
-            f"{site.saturated:,}",
-            by_design(site),
-        )
-    return table
+    return Table(columns, list(regimes.items()))
 
 
-def figure_table(report: Report) -> Table:
-    """Return the table of what changed and how faithful the result is."""
-    table = Table("what", "value")
+def headroom_of(site: SiteEntry) -> str:
+    """Return the headroom of a site of a regime."""
+    return "-" if site.limit is None else headroom_or_excess(site.headroom_bits, site.reached, site.limit)
+
+
+def reached_at(site: SiteEntry) -> str:
+    """Return the largest |x| of a site of a regime."""
+    return reached(site.reached) if site.limit is not None or site.nonfinite else plain(site.amax)
+
+
+SITE_COLUMNS = (
+    names("site"),
+    numbers("max |x|", reached_at, str),
+    numbers("headroom", headroom_of, str),
+    numbers("non-finite", "nonfinite"),
+    numbers("saturated", "saturated"),
+    Column("by design", by_design),
+)
+PAIRS = (Column("what", 0), Column("value", 1))
+
+
+def figure_rows(report: Report) -> list[tuple[str, str]]:
+    """Return what changed and how faithful the result is, as pairs of what and how much."""
+    rows: list[tuple[str, str]] = []
     close, weights, plan, finetune = report.fidelity, report.weights, report.plan, report.finetune
     if close is not None:
         measure = "KL to fp32" if close.measure == "kl" else close.measure
         # Of a finetune that is how 16 bits hold the finetuned weights; how far these went stands below.
         compared = "source" if finetune is None else "finetuned weights"
-        table.add_row(f"{measure}, {compared} in bf16", error_of(close.kl_bf16))
-        row = f"{error_of(close.kl_fp16)}{ratio(close.kl_bf16, close.kl_fp16)}"
-        table.add_row(f"{measure}, output in fp16", row)
+        rows.append((f"{measure}, {compared} in bf16", error_of(close.kl_bf16)))
+        rows.append((f"{measure}, output in fp16", f"{error_of(close.kl_fp16)}{ratio(close.kl_bf16, close.kl_fp16)}"))
         if close.kl_fp32 is not None:
             same = ": the same function, to the bit" if close.kl_fp32 == 0 else ""
-            table.add_row(f"{measure}, output's weights in fp32", f"{error_of(close.kl_fp32)}{same}")
+            rows.append((f"{measure}, output's weights in fp32", f"{error_of(close.kl_fp32)}{same}"))
         if finetune is not None and finetune.fidelity is not None:
-            table.add_row(f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16))
+            rows.append((f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16)))
         if finetune is not None and finetune.holds_bounds:
-            table.add_row("bounds", "trained to stay under fp16's limit")
+            rows.append(("bounds", "trained to stay under fp16's limit"))
     if weights is not None:
-        table.add_row("weights carried over exactly", carried_over(weights, report.source.dtype))
-        table.add_row("weights flushed to zero", f"{weights.flushed_to_zero:,}")
+        rows.append(("weights carried over exactly", carried_over(weights, report.source.dtype)))
+        rows.append(("weights flushed to zero", f"{weights.flushed_to_zero:,}"))
     if (worst := least_precise(report)) is not None:
         kept = significant_bits(worst.bits)
-        table.add_row("significant bits kept by the residual stream", f"{kept} of 11" + at_norm(kept, worst.module))
+        where = "" if kept == "11" else f" at {worst.module}"
+        rows.append(("significant bits kept by the residual stream", f"{kept} of 11{where}"))
     if plan is None:
-        return table
-    table.add_row("residual stream scaled by", " and ".join(f"2^{e}" for e in plan.residual_exponents))
+        return rows
+    rows.append(("residual stream scaled by", " and ".join(f"2^{e}" for e in plan.residual_exponents)))
     if moved := moved_channels(plan):
-        table.add_row("channels moved", ", ".join(moved))
+        rows.append(("channels moved", ", ".join(moved)))
     if plan.untied_head:
-        table.add_row("head", "separated from the embedding, whose limit stood in the way")
+        rows.append(("head", "separated from the embedding, whose limit stood in the way"))
     if (drift := plan.drift) is not None and drift.measured_kl is not None:
-        row = f"predicted {divergence_text(drift.predicted_kl)}, measured {divergence_text(drift.measured_kl)}"
-        table.add_row(f"drift of {plan.drifts_by}, KL", row)
-    return table
-
-
-def at_norm(kept: str, module: str) -> str:
-    """Return where the fewest bits are kept; nothing where all are."""
-    return "" if kept == "11" else f" at {module}"
+        said = f"predicted {divergence_text(drift.predicted_kl)}, measured {divergence_text(drift.measured_kl)}"
+        rows.append((f"drift of {plan.drifts_by}, KL", said))
+    return rows
 
 
 def error_of(value: float | None) -> str:
@@ -568,27 +517,26 @@ def ratio(bf16: float | None, fp16: float | None) -> str:
     return f" ({about(bf16 / fp16)} smaller)" if bf16 > fp16 else f" ({about(fp16 / bf16)} larger)"
 
 
-def print_unsafe(screen: Console, report: Report) -> None:
+_UNSAFE = {"broke": "unsafe", "found": "unsafe", "limit": "over their limit with margin"}
+
+
+def print_unsafe(screen: Output, report: Report) -> None:
     """Print what broke, what a search found, what no exponent can hold and what keeps less than the margin."""
-    said = [
-        *((f"unsafe: {entry.signal}, {entry.reason}", "unsafe") for entry in report.unsafe if entry.kind == "broke"),
-        *((f"unsafe: {entry.signal}, {entry.reason}", "found") for entry in report.unsafe if entry.kind == "found"),
-        *((over_margin(entry), "over their limit with margin") for entry in report.unsafe if entry.kind == "limit"),
-        *((f"close: {entry.signal}, {excess(entry.excess_bits, 2)} bits short", "close") for entry in report.close),
-    ]
-    for what in dict.fromkeys(kind for _, kind in said):
-        lines = [line for line, kind in said if kind == what]
+    said: dict[str, list[str]] = {}
+    for kind in _UNSAFE:
+        for entry in report.unsafe:
+            if entry.kind == kind:
+                over = f"over its limit with margin: {entry.signal} by {excess(entry.excess_bits, 2)} bits"
+                said.setdefault(kind, []).append(over if kind == "limit" else f"unsafe: {entry.signal}, {entry.reason}")
+    for entry in report.close:
+        said.setdefault("close", []).append(f"close: {entry.signal}, {excess(entry.excess_bits, 2)} bits short")
+    for kind, lines in said.items():
         for line in lines[:WORST_SITES]:
-            screen.print(line, markup=False)
-        print_more(screen, len(lines), "unsafe" if what == "found" else what)
+            screen.print(line)
+        print_more(screen, len(lines), _UNSAFE.get(kind, kind))
 
 
-def over_margin(entry: UnsafeEntry) -> str:
-    """Return in a line by how much a limit is passed that no exponent can hold."""
-    return f"over its limit with margin: {entry.signal} by {excess(entry.excess_bits, 2)} bits"
-
-
-def print_more(screen: Console, count: int, what: str, shown: int = WORST_SITES) -> None:
+def print_more(screen: Output, count: int, what: str, shown: int = WORST_SITES) -> None:
     """Print how many sites are not among those shown, if any."""
     if count > shown:
         screen.print(f"and {count - shown:,} more {what}; --json FILE lists all")
@@ -618,76 +566,67 @@ def print_planned(report: Report, planned: Planned | None) -> None:
 def print_plan(plan: Plan, planned: Planned | None) -> None:
     """Print a plan: the exponents, and what each residual exponent would cost."""
     screen = console()
-    table = Table("signal", "exponent", "channels moved", title=f"plan for {plan.family}", title_justify="left")
-    table.add_row("residual", str(plan.residual_exponent), "all")
+    rows = [("residual", str(plan.residual_exponent), "all")]
     for name, exponent in plan.exponents.items():
         if isinstance(exponent, list):
-            table.add_row(
-                name, f"{min(exponent)} to {max(exponent)}", f"{sum(e != 0 for e in exponent)} of {len(exponent)}"
-            )
+            ends, moved = f"{min(exponent)} to {max(exponent)}", f"{sum(e != 0 for e in exponent)} of {len(exponent)}"
+            rows.append((name, ends, moved))
         else:
-            table.add_row(name, str(exponent), "all")
-    screen.print(table)
+            rows.append((name, str(exponent), "all"))
+    columns = (Column("signal", 0), Column("exponent", 1), Column("channels moved", 2))
+    screen.table(Table(columns, rows, f"plan for {plan.family}"))
     for name, factor in plan.gain_correction.items():
-        screen.print(f"{name} times {factor:.6f} against the drift of eps", markup=False)
+        screen.print(f"{name} times {factor:.6f} against the drift of eps")
     if planned is not None:
-        costs = Table("residual exponent", "predicted relative squared error", title="why", title_justify="left")
+        costs = []
         # Beyond one that is over a limit not all are tried.
         for over, together in groupby(sorted(planned.cost_by_exponent.items()), lambda each: each[1] > 1):
-            row = list(together)
+            tried = list(together)
             if over:
-                costs.add_row(" to ".join(dict.fromkeys(str(r) for r, _ in (row[0], row[-1]))), "over a limit")
+                costs.append((" to ".join(dict.fromkeys(str(r) for r, _ in (tried[0], tried[-1]))), "over a limit"))
             else:
-                for r, cost in row:
-                    costs.add_row(str(r), f"{cost:.2e}")
-        screen.print(costs)
+                costs += [(str(r), f"{cost:.2e}") for r, cost in tried]
+        titles = (Column("residual exponent", 0), Column("predicted relative squared error", 1))
+        screen.table(Table(titles, costs, "why"))
         limits = [passed_limit(violation) for violation in planned.violations]
         print_unsafe(screen, Report(unsafe=limits))
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
-    """Print what would be uploaded: first whether others will see it, files with their sizes, and the card, of which
-    ``whole`` shows every line but those that a reader has to unfold.
+    """Print what would be uploaded: who will see it, files, and the card; ``whole``: all of it but folded lines.
 
     aside: on standard error, where standard output is for data.
     """
     screen = console(stderr=aside)
     seen = "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
-    screen.print(Text(seen), soft_wrap=True)
-    table = Table("file", "size", title=f"for {repo}", title_justify="left")
-    table.columns[1].justify = "right"
+    screen.say(seen)
     items = upload.items()
-    for item in items:
-        table.add_row(item.name, bytes_in_words(item.nbytes))
-    table.add_row(f"{len(items)} files", bytes_in_words(sum(item.nbytes for item in items)))
-    screen.print(table)
+    sizes = [(item.name, item.nbytes) for item in items]
+    sizes.append((f"{len(items)} files", sum(nbytes for _, nbytes in sizes)))
+    screen.table(Table((Column("file", 0), numbers("size", 1, bytes_in_words)), sizes, f"for {repo}"))
     lines = folded(upload.card.splitlines())
     shown = len(lines) if whole else CARD_LINES
     screen.print("README.md, edited since the conversion:" if upload.card_edited else "README.md:")
     for line in lines[:shown]:
-        screen.print(f"| {line}", markup=False, soft_wrap=True)
+        screen.say(f"| {line}")
     if len(lines) > shown:
         screen.print(f"and {len(lines) - shown} more lines; --dry-run shows all")
 
 
 def folded(lines: Sequence[str]) -> list[str]:
     """Return a card's lines with those inside a <details>, such as the plan's exponents, cut after the first few."""
-    found: list[str] = []
-    inside: list[str] | None = None
+    result: list[str] = []
+    opened: int | None = None
     for line in lines:
+        result.append(line)
         if line.startswith("<details>"):
-            inside = []
-        if inside is None:
-            found.append(line)
-            continue
-        inside.append(line)
-        if line.startswith("</details>"):
-            more = len(inside) - FOLDED_LINES
-            found += (
-                inside if more <= 1 else [*inside[:FOLDED_LINES], f"… and {more:,} more lines, folded in README.md"]
-            )
-            inside = None
-    return [*found, *(inside or ())]
+            opened = len(result) - 1
+        elif line.startswith("</details>") and opened is not None:
+            more = len(result) - opened - FOLDED_LINES
+            if more > 1:
+                result[opened + FOLDED_LINES :] = [f"… and {more:,} more lines, folded in README.md"]
+            opened = None
+    return result
 
 
 def print_published(result: Mapping[str, Any]) -> None:
@@ -698,21 +637,16 @@ def print_published(result: Mapping[str, Any]) -> None:
     elif result["url"] is None:
         screen.print("nothing was uploaded")
     elif not result["uploaded"]:
-        screen.print(f"{result['url']} has all of it already", markup=False, soft_wrap=True)
+        screen.say(f"{result['url']} has all of it already")
     else:
         kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
         files = counted(len(result["uploaded"]), "file")
-        screen.print(f"{result['url']} ({kind}): {files} in {result['commit']}", markup=False, soft_wrap=True)
+        screen.say(f"{result['url']} ({kind}): {files} in {result['commit']}")
     if why := result["not_compared"]:
         said = f"the hashes there were not compared with the folder's: {why}; run bf16-to-fp16 verify on it"
         screen.print(bad("not checked", said))
     if result["kept"]:
-        screen.print(f"these stay: {', '.join(result['kept'])}", markup=False, soft_wrap=True)
-
-
-def counts(numbers: Mapping[str, int | None]) -> list[str]:
-    """Return numbers of operations by format, each with its format."""
-    return [f"{'all' if number is None else f'{number:,}'} in {kind}" for kind, number in sorted(numbers.items())]
+        screen.say(f"these stay: {', '.join(result['kept'])}")
 
 
 def print_check(result: RuntimeCheck) -> None:
@@ -720,23 +654,19 @@ def print_check(result: RuntimeCheck) -> None:
     screen = console()
     screen.print(f"{result.runtime} {result.runtime_version} on {result.device}")
     arithmetic = result.arithmetic
-    for title, numbers in (("matrix products", arithmetic.products), ("operations", arithmetic.operations)):
-        screen.print(f"{title}: " + ", ".join(counts(numbers)))
+    for title, counts in (("matrix products", arithmetic.products), ("operations", arithmetic.operations)):
+        said = [f"{'all' if count is None else f'{count:,}'} in {kind}" for kind, count in sorted(counts.items())]
+        screen.print(f"{title}: {', '.join(said)}")
     screen.print(f"how that is known: {arithmetic.how}")
-    table = Table(result.compared, "non-finite", "zeros", "error", "largest")
-    for column in table.columns[1:]:
-        column.justify = "right"
     rows = {"source": result.source, "output": result.output, "in torch, bf16": result.bf16}
-    for title, entry in rows.items():
-        if entry is not None:
-            table.add_row(
-                title,
-                f"{entry.nonfinite:,} of {entry.elements:,}",
-                f"{entry.zeros:,}",
-                scientific(entry.error),
-                scientific(entry.largest),
-            )
-    screen.print(table)
+    columns = (
+        Column(result.compared, 0),
+        numbers("non-finite", lambda row: f"{row[1].nonfinite:,} of {row[1].elements:,}", str),
+        numbers("zeros", lambda row: row[1].zeros),
+        numbers("error", lambda row: row[1].error, scientific),
+        numbers("largest", lambda row: row[1].largest, scientific),
+    )
+    screen.table(Table(columns, [(title, entry) for title, entry in rows.items() if entry is not None]))
     screen.print("error: Σ(x − fp32)² / Σ fp32², fp32 being stock code in torch; largest: max |x − fp32| / max |fp32|")
     if result.verdict == "unsafe":
         wrong = "gives inf or NaN" if result.output.nonfinite else "is further from fp32 than bf16 is"
@@ -750,10 +680,8 @@ def print_check(result: RuntimeCheck) -> None:
 def print_verification(result: Verification) -> None:
     """Print whether a checkpoint is what its report says, check by check, and every problem."""
     screen = console()
-    table = Table("check", "result")
-    for check, outcome in result.checks.items():
-        table.add_row(CHECK_NAMES.get(check, check), outcome)
-    screen.print(table)
+    rows = [(CHECK_NAMES.get(check, check), outcome) for check, outcome in result.checks.items()]
+    screen.table(Table((Column("check", 0), Column("result", 1)), rows))
     if result.as_reported:
         broken = counted(sum(problem.check == "audit" for problem in result.problems), "site")
         ran = f", {broken} of it broke again when run" if result.regimes else ""
@@ -761,18 +689,12 @@ def print_verification(result: Verification) -> None:
         screen.print(bad("unsafe, as reported", said))
         return
     for problem in result.problems:
-        screen.print(
-            f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}",
-            markup=False,
-            soft_wrap=True,
-        )
-    unseen: dict[str, list[str]] = {}
-    for what, why in result.not_checked.items():
-        unseen.setdefault(why, []).append(what)
-    for why, names in unseen.items():
-        screen.print(f"not checked: {', '.join(names)}; {why}", markup=False, soft_wrap=True)
+        screen.say(f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}")
+    for why in dict.fromkeys(result.not_checked.values()):
+        keys = [key for key, reason in result.not_checked.items() if reason == why]
+        screen.say(f"not checked: {', '.join(keys)}; {why}")
     for note in result.notes:
-        screen.print(f"note: {note}", markup=False, soft_wrap=True)
+        screen.say(f"note: {note}")
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
         ran = "nothing was run" if kept is None else f"the largest value run is {below_limit(kept)}"

@@ -11,11 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..bounds.side_modules import ZERO_VECTOR
+from ..bounds.kinds import SiteKind, traits
 from ..checkpoint.formats import shown
 from ..report.build import is_exact, too_inexact
 from ..report.remedies import (
-    IMMOVABLE,
     MAY_BE_ZERO,
     NORMALISE_IN_FP32,
     NOTHING_MOVES,
@@ -158,11 +157,11 @@ def wrong_sentences(report: Report) -> Iterator[tuple[str, str]]:
     other = "is no sentence of this program"
     kinds = {site.name: site.kind for site in report.certificate.sites} if report.certificate is not None else {}
     for each in report.uncertified or ():
-        if kinds.get(each.name) == ZERO_VECTOR:
+        if kinds.get(each.name) == SiteKind.ZERO_VECTOR:
             if (each.reason, each.remedy) != (MAY_BE_ZERO, NORMALISE_IN_FP32):
                 yield f"uncertified.{each.name}.reason", other
             continue
-        unmoved = kinds.get(each.name) in IMMOVABLE
+        unmoved = not traits(kinds.get(each.name, "")).movable
         costly = each.reason.startswith(TOO_COSTLY) and not unmoved
         known = (UNMOVED if unmoved else OVER_AT_EVERY_EXPONENT, NOTHING_MOVES if unmoved else OVER)
         if not costly and each.reason not in known:

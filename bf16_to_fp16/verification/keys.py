@@ -51,9 +51,13 @@ KEYS: Mapping[str, How] = {
     **row(How.BOTH, "inputs", "chosen"),
     **row(How.RUN, "regimes", "nonfinite saturated amax headroom_bits nonfinite_logits same_as"),
     **row(How.RUN, "regimes", "underflow.name underflow.amax runs.attention runs.batches runs.kinds"),
-    **row(How.RUN, "regimes.sites", "name amax limit headroom_bits nonfinite saturated benign dtype fp32"),
+    **row(
+        How.RUN, "regimes.sites", "name stack block role amax limit headroom_bits nonfinite saturated benign dtype fp32"
+    ),
     **row(How.ALWAYS, "certificate", "holds headroom_bits max_length splits train_mode"),
-    **row(How.ALWAYS, "certificate.sites", "name kind bound partial limit headroom_bits observed holds"),
+    **row(
+        How.ALWAYS, "certificate.sites", "name kind stack block role bound partial limit headroom_bits observed holds"
+    ),
     **row(How.NEVER, "certificate", "cost_bits"),
     **row(How.ALWAYS, "uncertified", "name bound limit excess_bits reason remedy"),
     **row(How.NEVER, "attack", "steps seed worst_headroom_bits median_gain"),
@@ -65,8 +69,8 @@ KEYS: Mapping[str, How] = {
     **row(How.ORIGINAL, "plan", "residual_exponent exponents gain_correction"),
     **row(How.BOTH, "plan.drift", "predicted_kl predicted_max_logit_error measured_kl measured_max_logit_error"),
     **row(How.NEVER, "plan", "drift.relative_error margin_bits"),
-    **row(How.BOTH, "signals", "module side kind before after"),
-    **row(How.BOTH, "precision", "module bits"),
+    **row(How.BOTH, "signals", "module stack block role side kind before after"),
+    **row(How.BOTH, "precision", "module stack block role bits"),
     **row(How.ALWAYS, "unsafe", "signal kind regimes nonfinite saturated excess_bits reason remedy"),
     **row(How.NEVER, "close", "signal kind regimes nonfinite saturated excess_bits reason remedy"),
     **row(How.NEVER, "finetune", "recipe settled data processes devices steps tokens skipped rewinds evaluations"),

@@ -29,6 +29,8 @@ def check_certificate(certificate: Certificate, report: Report) -> list[Problem]
         elif not agree(claim, site.bound, site.partial):
             reason = f"its bound is {site.largest:.6g} and the report says {claim.bound}"
             problems.append(Problem("certificate", site.name, reason))
+        elif (claim.stack, claim.block, claim.role) != (site.place.stack, site.place.block, site.place.role):
+            problems.append(Problem("certificate", site.name, "the report puts it in another place"))
         elif (claim.kind, claim.limit) != (site.kind, site.limit):
             reason = f"is {site.kind}, up to {site.limit:g}, and the report says {shown(claim.kind)}, {claim.limit:g}"
             problems.append(Problem("certificate", site.name, reason))

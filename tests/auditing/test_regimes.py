@@ -539,8 +539,8 @@ def test_of_signals_that_sank_the_largest_value_and_all_regimes_are_told() -> No
         for r, sites in sunk.items()
     }
     assert report_rows.underflow_rows(regimes | {"other": RegimeEntry.model_validate(whole)}) == [
-        {"name": "v", "amax": 5e-6, "regimes": ["half", "amp", "stock"]},
-        {"name": "o", "amax": 1e-6, "regimes": ["half"]},
+        ("v", 5e-6, ["half", "amp", "stock"]),
+        ("o", 1e-6, ["half"]),
     ]
 
 

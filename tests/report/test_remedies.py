@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import contract, tiny
@@ -26,19 +27,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def site(name: str, *, tokens: float, half: float, limit: float = FP16_MAX) -> AttackedSite:
     worst = max(tokens, half)
-    return AttackedSite(
-        name=name,
-        worst=worst,
-        random=1.0,
-        tokens=tokens,
-        embeddings=2.0,
-        half=half,
-        covered=worst,
-        limit=limit,
-        headroom_bits=math.log2(limit / worst) if worst < math.inf else -math.inf,
-        gain=worst,
-        ids=None,
-    )
+    bits = math.log2(limit / worst) if worst < math.inf else -math.inf
+    found: dict[str, Any] = {"worst": worst, "covered": worst, "gain": worst, "random": 1.0, "embeddings": 2.0}
+    return AttackedSite(name=name, tokens=tokens, half=half, limit=limit, headroom_bits=bits, ids=None, **found)
 
 
 def test_of_what_a_search_breaks_those_are_named_that_pass_their_limit_themselves() -> None:
@@ -56,12 +47,8 @@ def test_of_what_a_search_breaks_those_are_named_that_pass_their_limit_themselve
 
 def test_an_audit_names_every_site_that_broke(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = audit(source, regimes=("amp", "half"))
-    broken = {
-        site["name"]
-        for regime in report["regimes"].values()
-        for site in regime["sites"]
-        if site["nonfinite"] or site["saturated"]
-    }
+    sites = [site for regime in report["regimes"].values() for site in regime["sites"]]
+    broken = {site["name"] for site in sites if site["nonfinite"] or site["saturated"]}
     assert {row["signal"] for row in report["unsafe"]} == broken and broken
     for row in report["unsafe"]:
         in_half = next((s for s in report["regimes"]["half"]["sites"] if s["name"] == row["signal"]), None)

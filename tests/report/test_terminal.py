@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import fakes
@@ -35,6 +36,11 @@ from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Planned
 from bf16_to_fp16.wording import headroom, reached
 
+BROKEN = {"kind": "broke", "regimes": ["half"], "reason": "1 inf/NaN in half", "remedy": "convert it"}
+UNPROVEN = [
+    {"name": f"a.{i}", "bound": 7e4, "limit": 65504.0, "excess_bits": 0.1, "reason": "too wide", "remedy": "none"}
+    for i in range(8)
+]
 SCRIPT = """
 import time
 from bf16_to_fp16.report.schema import Report
@@ -98,12 +104,10 @@ def test_elsewhere_a_step_is_a_line_and_a_row_is_a_line(tmp_path: Path) -> None:
     assert lines[1:] == [["family", "model_type", "architectures", "covers"], ["t5", "t5", "A", "T5"]]
 
 
-def test_a_long_name_is_neither_cut_nor_folded(capsys: pytest.CaptureFixture[str]) -> None:
-    report, name = fakes.audit(), "decoder." + "very_long_module_name." * 12 + "wo"
+def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    report, name = fakes.audit(), "decoder[/].[red]" + "very_long_module_name." * 12 + "wo"
     report["regimes"]["half"]["sites"][0]["name"] = name
-    report["unsafe"] = [
-        {"signal": name, "kind": "broke", "regimes": ["half"], "reason": "it broke", "remedy": "convert it"}
-    ]
+    report["unsafe"] = [BROKEN | {"signal": name}]
     print_audit(read(Report, report))
     shown = capsys.readouterr().out
     assert not FRAME.search(shown) and "\x1b" not in shown
@@ -112,13 +116,6 @@ def test_a_long_name_is_neither_cut_nor_folded(capsys: pytest.CaptureFixture[str
     assert f"half: the tightest of {measured} sites that were measured" in shown
     first = next(line for line in shown.splitlines() if line.startswith("half "))
     assert first.split()[-1] == name
-
-
-def test_names_are_not_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    report, name = fakes.audit(), "encoder[/].block[red].wo"
-    report["regimes"]["half"]["sites"][0]["name"] = name
-    print_audit(read(Report, report))
-    assert capsys.readouterr().out.count(name) == 2
 
 
 def in_columns(width: int, show: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -172,16 +169,6 @@ def test_the_families_are_listed_whole_at_any_width(width: int, monkeypatch: pyt
             assert name in text, name
 
 
-@pytest.mark.parametrize("certify", [False, True])
-def test_the_figures_of_a_finetune_say_that_its_bounds_were_trained(
-    certify: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    run = FinetuneEntry(recipe={"penalty": {"certify": certify}})
-    trained = read(Report, fakes.conversion()).model_copy(update={"finetune": run})
-    print_conversion(trained, tmp_path, verbose=True)
-    assert ("trained to stay under fp16's limit" in capsys.readouterr().out) == certify
-
-
 def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_and_how_to_load_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -213,18 +200,7 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
 def test_what_is_left_out_is_counted_and_the_next_step_is_said_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    broken = fakes.audit() | {
-        "unsafe": [
-            {
-                "signal": f"site.{i}",
-                "kind": "broke",
-                "regimes": ["half"],
-                "reason": "1 inf/NaN in half",
-                "remedy": "convert it",
-            }
-            for i in range(9)
-        ]
-    }
+    broken = fakes.audit() | {"unsafe": [BROKEN | {"signal": f"site.{i}"} for i in range(9)]}
     print_audit(read(Report, broken))
     said = capsys.readouterr().out
     assert said.count("\nunsafe: ") == 6 and "and 3 more unsafe; --json FILE lists all" in said
@@ -236,12 +212,6 @@ def test_what_is_left_out_is_counted_and_the_next_step_is_said_once(
     print_conversion(read(Report, made), tmp_path, then="finetune it: exactly so")
     assert capsys.readouterr().out.count("next: finetune it: exactly so\n") == 1
     assert "and 2 more not certified; --json FILE lists all" in said
-
-
-UNPROVEN = [
-    {"name": f"a.{i}", "bound": 7e4, "limit": 65504.0, "excess_bits": 0.1, "reason": "too wide", "remedy": "none"}
-    for i in range(8)
-]
 
 
 def test_what_is_said_of_bounds_names_their_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -280,14 +250,27 @@ def test_a_search_shows_how_large_a_site_is_by_itself_and_that_what_follows_an_o
     assert any(line.startswith("2 sites gave inf or NaN in fp16") for line in lines)
 
 
-def test_a_finetune_says_how_far_it_went_from_the_original(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_finetune_says_how_far_it_went_from_the_original_and_whose_weights_its_figures_are_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def said(report: dict[str, Any], *, verbose: bool = False) -> str:
+        print_conversion(read(Report, report), tmp_path, verbose=verbose)
+        return " ".join(capsys.readouterr().out.split())
+
     run = {"steps": 9, "evaluations": [{"held_out_divergence": 3.0}, {"held_out_divergence": 0.0271}]}
-    made = fakes.conversion() | {"finetune": run | {"fidelity": {"kl_fp16": 1.25}}}
-    print_conversion(read(Report, made), tmp_path)
+    made = fakes.conversion()
+    trained = made | {"finetune": run | {"fidelity": {"kl_fp16": 1.25}}}
     moved = "KL to the original is 0.0271 nats per token on held-out data and 1.25 on the audit's inputs"
-    assert f"\nfinetune: {moved}\n" in capsys.readouterr().out
-    print_conversion(read(Report, made | {"finetune": {"steps": 9}}), tmp_path)
-    assert "from the original was not measured" in capsys.readouterr().out
+    assert f" finetune: {moved} " in said(trained)
+    assert "from the original was not measured" in said(made | {"finetune": {"steps": 9}})
+    plain, figures = said(made, verbose=True), said(trained, verbose=True)
+    assert "KL to fp32, source in bf16" in plain and "original" not in plain
+    assert "KL to fp32, finetuned weights in bf16" in figures and "source in bf16" not in figures
+    assert "KL to fp32 of the original, output in fp16 1.25e+00" in figures
+    bounds = "trained to stay under fp16's limit"
+    assert bounds not in figures
+    trained["finetune"]["recipe"] = {"penalty": {"certify": True}}
+    assert bounds in said(trained, verbose=True)
 
 
 def test_undo_says_whose_weights_come_back(tmp_path: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
+
+from bf16_to_fp16.families.places import Place, places_by_name
+from bf16_to_fp16.families.roles import block_of, stack_of
 
 BROKEN = "encoder.block.2.layer.1.DenseReluDense.wo"
 
@@ -27,6 +31,12 @@ def site(name: str, amax: float, **changes: Any) -> dict[str, Any]:
     return {"name": name, "amax": amax, "headroom_bits": kept, **fields, **changes}
 
 
+def placed(name: str) -> dict[str, Any]:
+    """Return where a module or site of a T5, Pegasus or Gemma stands, as reports give it."""
+    behind = re.search(r"layer\.[12]\.(layer_norm|DenseReluDense)|fc2|mlp", name)
+    return Place(stack_of(name), block_of(name), "feed-forward" if behind else "attention").to_json()
+
+
 def sites(blocks: int, stacks: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the sites of a model with ``blocks`` blocks in each stack, tightest first."""
     names = [
@@ -44,13 +54,13 @@ def sites(blocks: int, stacks: tuple[str, ...]) -> list[dict[str, Any]]:
 def regime(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a regime with the totals of its sites."""
     totals = {key: sum(s[key] for s in found) for key in ("nonfinite", "saturated")}
-    tight = found[0]
+    tight, places = found[0], places_by_name(s["name"] for s in found)
     return {
         **totals,
         "amax": tight["amax"],
         "headroom_bits": tight["headroom_bits"],
         "nonfinite_logits": 0,
-        "sites": found,
+        "sites": [s | places[s["name"]].to_json() for s in found],
     }
 
 
@@ -60,6 +70,7 @@ def signals(blocks: int, stacks: tuple[str, ...]) -> list[dict[str, Any]]:
 
     def row(module: str, side: str, kind: str, before: float, factor: float = 0.125) -> None:
         rows.append({"module": module, "side": side, "kind": kind, "before": before, "after": before * factor})
+        rows[-1] |= placed(module)
 
     for stack in stacks:
         row(f"{stack}.final_layer_norm", "input", "residual", 2.9e5)

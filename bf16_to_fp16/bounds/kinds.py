@@ -1,0 +1,91 @@
+"""What the sites of a certificate hold, and what follows from it, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
+
+
+class SiteKind(StrEnum):
+    """What a site holds, in the words of a report."""
+
+    EMBEDDING = "embedding"
+    RESIDUAL = "residual"
+    NORM = "norm"
+    NORMALISED = "normalised"
+    STATISTIC = "statistic"
+    SQUARES = "squares"
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    ROTATION = "rotation"
+    BLOCK_SUM = "block sum"
+    SCORES = "scores"
+    POSITION_BIAS = "position bias"
+    MASKED_SCORES = "masked scores"
+    WEIGHTS = "weights"
+    CONTEXT = "context"
+    GATE = "gate"
+    NEURON = "neuron"
+    ACTIVATION = "activation"
+    PRODUCT = "product"
+    ROUTING = "routing"
+    OUTPUT = "output"
+    LOGITS = "logits"
+    WEIGHT = "weight"
+    ZERO_VECTOR = "zero vector"
+
+
+class Remedy(StrEnum):
+    """What brings a bound under its limit."""
+
+    RESCALE = "rescale"
+    FINETUNE = "finetune"
+    NORMALISE = "normalise in fp32"
+
+
+class Line(StrEnum):
+    """The line of a picture that a site belongs to, by its name in style sheets."""
+
+    STREAM = "stream"
+    ATTENTION = "attention"
+    FEED_FORWARD = "added"
+    PRODUCT = "product"
+    SCORES = "scores"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """``remedy``: where its bound is over the limit. ``line``: in pictures, that of an attention for any output; None
+    for what is not drawn. ``limit_in_training``: where the derivative of gelu_new is computed."""
+
+    remedy: Remedy = Remedy.RESCALE
+    line: Line | None = None
+    limit_in_training: float = FP16_MAX
+
+    @property
+    def movable(self) -> bool:
+        """Whether an exponent can move it."""
+        return self.remedy is Remedy.RESCALE
+
+
+_TRAITS: Mapping[str, Traits] = {
+    SiteKind.RESIDUAL: Traits(line=Line.STREAM),
+    SiteKind.OUTPUT: Traits(line=Line.ATTENTION),
+    SiteKind.PRODUCT: Traits(line=Line.PRODUCT),
+    SiteKind.ACTIVATION: Traits(Remedy.FINETUNE, Line.PRODUCT),
+    SiteKind.SCORES: Traits(Remedy.FINETUNE, Line.SCORES),
+    SiteKind.MASKED_SCORES: Traits(Remedy.FINETUNE, Line.SCORES),
+    SiteKind.LOGITS: Traits(Remedy.FINETUNE, Line.SCORES),
+    SiteKind.POSITION_BIAS: Traits(Remedy.FINETUNE),
+    SiteKind.GATE: Traits(Remedy.FINETUNE, limit_in_training=GELU_CUBE_BACKWARD_LIMIT),
+    SiteKind.ZERO_VECTOR: Traits(Remedy.NORMALISE),
+}
+
+
+def traits(kind: str) -> Traits:
+    """Return what follows from a kind; a report may name one that is not known."""
+    return _TRAITS.get(kind, Traits())

@@ -1,0 +1,81 @@
+"""Where a site stands in a model: its stack, its block, and what it is for there.
+
+A layout knows what each of its modules is for. Of a class that no family knows the names of its sites say what they
+can: "encoder" or "decoder", a number, the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .layout import Layout
+from .roles import block_of, stack_in, stack_of
+from .types import Attention, Sublayer, feed_forwards_of
+from .walk import walk
+
+FEED_FORWARD = "feed-forward"
+ATTENTIONS = ("attention", "self-attention", "cross-attention")
+SUBLAYERS = (*ATTENTIONS, FEED_FORWARD)
+"""Roles of a sublayer's own modules; those of the norms beside its first are "queries", "keys", "block sums", "behind"
+a sublayer."""
+
+_OPERATIONS = {"add": "sum", "": "linear", "mul": "product", "scores": "scores"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """``stack``: "encoder" or "decoder". ``block``: its number, from 0. ``role``: of the module in its block, or of the
+    operation. None for what is outside of them all, or not known."""
+
+    stack: str | None = None
+    block: int | None = None
+    role: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is known of it."""
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+NOWHERE = Place()
+
+
+def places(layout: Layout) -> Callable[[str], Place]:
+    """Return a function that finds the place of a module of the layout, or of one of its sites."""
+    roles: dict[str, str] = {}
+    for reader in walk(layout):
+        if reader.sublayer is not None:
+            crosses = any(isinstance(w, Attention) and w.memory for w in reader.stack.sublayers)
+            roles |= {path: role for path, role in _roles(reader.sublayer, crosses) if path}
+
+    def place(site: str) -> Place:
+        path = site.partition(":")[0]
+        return Place(stack_in(path, layout.family), block_of(site), roles.get(path))
+
+    return place
+
+
+def _roles(w: Sublayer, crosses: bool) -> Iterator[tuple[str, str]]:
+    """Yield the modules of a sublayer that have a role, "" for absent ones; crosses: its stack has cross-attentions."""
+    name = FEED_FORWARD
+    if isinstance(w, Attention):
+        name = ATTENTIONS[0] if not crosses else ATTENTIONS[2] if w.memory else ATTENTIONS[1]
+        yield from ((w.at, name), (w.output, name), (w.block_norm, "block sums"))
+        yield from ((w.query_norm, "queries"), (w.key_norm, "keys"))
+    yield from ((each.output, name) for each in feed_forwards_of(w))
+    yield from ((w.norm, name), (w.post_norm, f"behind {name}"))
+
+
+def places_by_name(sites: Iterable[str]) -> dict[str, Place]:
+    """Return the places of the sites of one model of any class; all that an attention computes has the role of its
+    scores."""
+    names = list(sites)
+    attentions = {name.removesuffix(":scores") for name in names if name.endswith(":scores")}
+
+    def place(name: str) -> Place:
+        path, _, operation = name.partition(":")
+        role = _OPERATIONS.get(operation.partition("#")[0])
+        return Place(stack_of(path), block_of(name), "scores" if role and path in attentions else role)
+
+    return {name: place(name) for name in names}

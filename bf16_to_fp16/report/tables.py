@@ -1,0 +1,61 @@
+"""Tables as data: columns that say how they are written, and rows, from which terminal, page and card draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def _never(row: Any) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Column:
+    """``of``: the value of a row, by its attribute or number, or computed. ``write``: its text. ``css``: "site" for
+    dotted names, "n" for numbers. ``over``: whether a row's value is past what it may be."""
+
+    title: str
+    of: str | int | Callable[[Any], Any]
+    write: Callable[[Any], str] = str
+    css: str = ""
+    over: Callable[[Any], bool] = _never
+
+    def text(self, row: Any) -> str:
+        """Return the text of its cell in a row."""
+        if callable(self.of):
+            return self.write(self.of(row))
+        return self.write(row[self.of] if isinstance(self.of, int) else getattr(row, self.of))
+
+
+def names(title: str, of: str | int | Callable[[Any], Any] = "name") -> Column:
+    """Return a column of the dotted names of sites, signals or modules."""
+    return Column(title, of, css="site")
+
+
+def numbers(
+    title: str,
+    of: str | int | Callable[[Any], Any],
+    write: Callable[[Any], str] = "{:,}".format,
+    over: Callable[[Any], bool] = _never,
+) -> Column:
+    """Return a column of numbers."""
+    return Column(title, of, write, "n", over)
+
+
+@dataclass(frozen=True)
+class Table:
+    """``rows``: whatever the columns read. ``title`` stands above it; ``id``: in a page, where ``cards`` says that each
+    row becomes a card on narrow screens."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    title: str = ""
+    id: str = ""
+    cards: bool = True
+
+    def lines(self) -> Iterator[list[str]]:
+        """Yield the texts of each row."""
+        for row in self.rows:
+            yield [column.text(row) for column in self.columns]

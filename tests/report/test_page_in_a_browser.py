@@ -1,0 +1,208 @@
+"""The page in a browser: it holds its shape, its table sorts and filters, and its script says what the page says."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import browser, fakes, tiny
+from support.contract import layout_of
+from support.pages import certified, finetuned, hostile, render, table
+
+from bf16_to_fp16.losses.events import Curve
+from bf16_to_fp16.losses.report import loss_report, write_loss_page
+from bf16_to_fp16.report.build import tiers_of
+from bf16_to_fp16.report.schema import dump
+
+HOLDING = {"torch": True, "norm-fp16": True, "fp16-accumulate": False}
+TIER_ENTRIES = tiers_of(layout_of(tiny.build("t5-encoder")), HOLDING, {})
+PAGES = {
+    "certified": lambda: certified(blocks=11) | {"tiers": {name: dump(entry) for name, entry in TIER_ENTRIES.items()}},
+    "finetuned": finetuned,
+    "unsafe": lambda: hostile(fakes.conversion(safe=False)),
+    "audit": fakes.audit,
+}
+SPILLED = """(() => {
+  const wide = document.documentElement.clientWidth;
+  const scrolls = (e) => e && (getComputedStyle(e).overflowX === "auto" || scrolls(e.parentElement));
+  return [...document.querySelectorAll("main *")]
+    .filter((e) => !e.closest("svg") && !scrolls(e) && e.getClientRects().length)
+    .filter((e) => { const r = e.getBoundingClientRect(); return r.left < -0.5 || r.right > wide + 0.5; })
+    .map((e) => e.outerHTML.slice(0, 120));
+})()"""
+FITS = "(e) => e.getBoundingClientRect().right <= innerWidth"
+LABELS_CUT = """[...document.querySelectorAll("figure svg")].flatMap((svg) => {
+  const frame = svg.closest("section").getBoundingClientRect();
+  return [...svg.querySelectorAll("text")].map((t) => [t.textContent, t.getBoundingClientRect()])
+    .filter(([, r]) => r.left < frame.left + 6 || r.right > frame.right - 6 || r.bottom > frame.bottom)
+    .map(([text]) => text);
+})"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[browser.Browser]:
+    """Give a headless Chromium. Without one the tests of this section are skipped, or fail where
+    ``NEED_BROWSER`` is set."""
+    program = browser.executable()
+    if program is None:
+        (pytest.fail if os.environ.get("NEED_BROWSER") else pytest.skip)(browser.MISSING)
+    running = browser.Browser(program)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the pages as files."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name, made in PAGES.items():
+        (folder / f"{name}.html").write_text(render(made()), encoding="utf-8")
+    losses = (*(3 + math.sin(i / 9) for i in range(90)), 40.0, *(3.0 for _ in range(9)))
+    curve = Curve(tuple(range(100)), losses, tuple(1024.0 for _ in losses))
+    result, found = loss_report("run/log.jsonl", curve, z=6.0, window=16)
+    write_loss_page(folder / "losses.html", result, curve, found)
+    return {name: folder / f"{name}.html" for name in (*PAGES, "losses")}
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("name", [*PAGES, "losses"])
+def test_a_page_holds_its_shape_and_says_nothing_to_the_console(
+    chromium: browser.Browser, written: dict[str, Path], name: str, width: int
+) -> None:
+    papers = []
+    for dark in (False, True):
+        chromium.open(written[name], width=width, dark=dark)
+        assert chromium.run("innerWidth") == width
+        assert chromium.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        assert chromium.run(SPILLED) == [] and chromium.run(LABELS_CUT) == []
+        assert chromium.run("[...document.querySelectorAll('figure:not(.wide) svg')].every(fits)".replace("fits", FITS))
+        assert chromium.problems() == [] and chromium.requests() == []
+        papers.append(chromium.run("getComputedStyle(document.body).backgroundColor"))
+    assert papers[0] != papers[1]
+
+
+def column(chromium: browser.Browser, number: int) -> list[str]:
+    """Return the text of a column of the site table's rows."""
+    rows = chromium.run(
+        f"[...document.querySelectorAll('#site-table tbody tr')].map((row) => row.cells[{number}].textContent)"
+    )
+    return [str(row) for row in rows]
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_a_press_on_a_heading_sorts_by_it_and_another_turns_it_round(
+    chromium: browser.Browser, written: dict[str, Path], width: int
+) -> None:
+    chromium.open(written["certified"], width=width)
+    chromium.click('#site-table th[data-column="0"] button')
+    names = column(chromium, 0)
+    # A screenful or two on a phone, where a row takes five lines.
+    assert (len(names) == 20 if width == 390 else len(names) > 60) and names == sorted(names, key=numbered)
+    chromium.click('#site-table th[data-column="0"] button')
+    backwards = column(chromium, 0)
+    assert backwards == sorted(backwards, key=numbered, reverse=True) and backwards[0] != names[0]
+    chromium.click('#site-table th[data-column="3"] button')
+    kept = [float(bits.partition(" ")[0]) for bits in column(chromium, 3) if bits != "–"]
+    assert kept == sorted(kept) and kept[0] < kept[-1]
+    sorted_by = (
+        "[...document.querySelectorAll('#site-table th[aria-sort]')].map((th) => [th.dataset.column, th.ariaSort])"
+    )
+    assert chromium.run(sorted_by) == [["3", "ascending"]]
+    assert chromium.problems() == []
+
+
+def numbered(name: str) -> list[tuple[int, int, str]]:
+    """Return a key that orders names as people do: block 10 behind block 9, marks before digits before letters."""
+    parts = re.findall(r"\d+|\D", name.lower())
+    return [(1, int(p), "") if p.isdigit() else (2, 0, p) if p.isalpha() else (0, "_:.".index(p), "") for p in parts]
+
+
+def test_the_filter_leaves_what_has_every_word_in_the_regime_that_is_chosen(
+    chromium: browser.Browser, written: dict[str, Path]
+) -> None:
+    chromium.open(written["certified"], width=1440)
+    everything = len(column(chromium, 0))
+    chromium.type("#filter", "decoder.block.1 WO")
+    found = column(chromium, 0)
+    assert 0 < len(found) < everything and all("decoder.block.1" in n and "wo" in n.lower() for n in found)
+    assert chromium.run("document.getElementById('count').textContent") == f"{len(found)} of {len(found)} shown"
+    assert set(column(chromium, 1)) == {"half"}
+    chromium.run("(s => { s.value = ''; s.dispatchEvent(new Event('input')); })(document.getElementById('regime'))")
+    assert set(column(chromium, 1)) == {"stock", "amp", "half"} and len(column(chromium, 0)) == 3 * len(found)
+    chromium.type("#filter", "no such place")
+    assert column(chromium, 0) == []
+
+
+def test_only_what_broke_is_left_where_that_is_asked(chromium: browser.Browser, written: dict[str, Path]) -> None:
+    chromium.open(written["audit"], width=1440)
+    chromium.click("#problems")
+    assert column(chromium, 0) == [fakes.BROKEN]
+    chromium.open(written["certified"], width=1440)
+    before = len(column(chromium, 0))
+    if chromium.run("!document.querySelector('.more').hidden"):
+        chromium.click("#more")
+        assert len(column(chromium, 0)) > before
+
+
+@pytest.mark.parametrize("kind", ["audit", "bounds alone"])
+def test_the_script_says_of_what_is_over_its_limit_what_the_page_says_without_it(
+    chromium: browser.Browser, tmp_path: Path, kind: str
+) -> None:
+    if kind == "audit":
+        report = fakes.audit()
+        changes: list[dict[str, Any]] = [{"fp32": 308_000.4}, {"fp32": 9.9e7}, {"fp32": 40.0}, {"amax": 65504.0}, {}]
+        changes[3] |= {"saturated": 2, "headroom_bits": 0.0}
+        changes[4] |= {"limit": None, "headroom_bits": None, "amax": 65536.0}
+        for site, change in zip(report["regimes"]["half"]["sites"], changes, strict=False):
+            site |= {"nonfinite": 1, "headroom_bits": -0.0007, "amax": 65536.0} | change
+        wanted = ["4.7 × over", "1,511 × over", "passed on", "1.00 × (0.00 bits)", "–"]
+    else:
+        report = certified(found=False, top=900_000.0) | {"regimes": {}, "verdict": "unsafe"}
+        report["certificate"]["sites"][0] |= {"headroom_bits": -10.5}
+        report["certificate"]["sites"][1] |= {"headroom_bits": -math.inf}
+        wanted = ["none", "1,449 × over", "14 × over"]
+    (tmp_path / "page.html").write_text(render(report), encoding="utf-8")
+    rows = table(render(report), 'id="site-table"')
+    number = rows[0].index("headroom")
+    assert [row[number] for row in rows[1:]][: len(wanted)] == wanted
+    chromium.open(tmp_path / "page.html", width=1440)
+    shown = column(chromium, number)
+    assert shown[:60] == [row[number] for row in rows[1:61]]
+    if kind == "audit":
+        assert column(chromium, rows[0].index("max |x|"))[:5] == [row[2] for row in rows[1:6]]
+        assert [row[2] for row in rows[1:6]] == ["308,000", "9.90×10⁷", "40", "65,504", "overflow"]
+    assert chromium.problems() == []
+
+
+def test_without_scripts_the_tightest_sites_are_still_there(
+    chromium: browser.Browser, written: dict[str, Path]
+) -> None:
+    chromium.command("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        chromium.open(written["certified"], width=1440)
+        assert len(column(chromium, 0)) == 60
+        hidden = "getComputedStyle(document.querySelector('.controls')).display"
+        assert chromium.run(hidden) == "none"
+    finally:
+        chromium.command("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_it_prints_on_white_paper_without_controls(chromium: browser.Browser, written: dict[str, Path]) -> None:
+    chromium.open(written["finetuned"], width=1440, dark=True)
+    pdf = chromium.printed()
+    assert pdf.startswith(b"%PDF") and 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) < 30
+    chromium.open(written["finetuned"], width=718, dark=True)  # A4 less its margins
+    chromium.command("Emulation.setEmulatedMedia", media="print")
+    assert chromium.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert chromium.run("[...document.querySelectorAll('.controls label')].every((e) => !e.offsetHeight)")
+    assert chromium.run("document.getElementById('count').offsetHeight") > 0  # how many of how many are on the paper
+    # Chromium repeats a table's head on every page only where it holds no boxes.
+    assert chromium.run("getComputedStyle(document.querySelector('th button')).display") == "contents"
+    assert chromium.run("document.querySelector('details:not([open]) table').checkVisibility()")
+    assert chromium.run("document.querySelector('details:not([open])').offsetHeight") > 100
+    assert chromium.run(SPILLED) == []
