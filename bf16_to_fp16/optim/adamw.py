@@ -290,7 +290,13 @@ class AdamW(Optimizer):
         offload: bool = False,
     ) -> None:
         # As many parameters as torch.optim.AdamW has, so that only its name changes, and this one's own as keywords.
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rounding": rounding}
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "rounding": rounding,
+        }
         defaults |= {"moments": moments, "seed": seed, "compile": compile, "foreach": foreach, "offload": offload}
         defaults["decoupled_weight_decay"] = self._decoupled  # under torch's name
         try:

@@ -6,6 +6,7 @@ import copy
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,9 +96,9 @@ def test_verify_grants_what_is_carried_over_where_rounding_makes_the_norm_smalle
     found = replace(spectra, fixed=True).carried(matrix(weight.half()))
     fresh = largest_eigenvalue(gram(matrix(weight.half())))
     assert found is not None and found > fresh * (1 + 3.9 * CARRIED)
-    claim = BoundEntry(
-        name="", kind="output", bound=found, partial=found, limit=65504, headroom_bits=1, observed=None, holds=True
-    )
+    nowhere: dict[str, Any] = {"stack": None, "block": None, "role": None}
+    largest: dict[str, Any] = {"bound": found, "partial": found, "limit": 65504, "headroom_bits": 1}
+    claim = BoundEntry(name="", kind="output", observed=None, holds=True, **largest, **nowhere)
     assert agree(claim, fresh, fresh) and not agree(claim, fresh / 1.002, fresh / 1.002)
 
 
