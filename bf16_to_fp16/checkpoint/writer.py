@@ -122,7 +122,8 @@ def write_fp16(
         hasher, flusher = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
         waiting: deque[Future[object]] = deque()
         for file, output in zip(files, outputs, strict=True):
-            digest, flushed = hashlib.sha256(), flusher.submit(bool)
+            digest = hashlib.sha256()
+            flushed: Future[object] = flusher.submit(bool)
             header: Chunk = (int, memoryview(file.header))
             parts = (converted(write, checkpoint, sources, source_hashes, stats) for write in file.writes)
             for feed, data in chain([header], *parts):
