@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -89,16 +89,7 @@ class Certificate:
             "splits": self.arithmetic.splits,
             "train_mode": self.arithmetic.train,
             "sites": [
-                {
-                    "name": s.name,
-                    "kind": s.kind,
-                    "bound": s.bound,
-                    "partial": s.partial,
-                    "limit": s.limit,
-                    "headroom_bits": s.headroom_bits,
-                    "observed": found.get(s.name),
-                    "holds": s.holds,
-                }
+                asdict(s) | {"headroom_bits": s.headroom_bits, "observed": found.get(s.name), "holds": s.holds}
                 for s in self.sites
             ],
         }
