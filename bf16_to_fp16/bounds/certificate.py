@@ -96,6 +96,7 @@ class _Walk(Findings):
         self.stream = torch.zeros(0)
         self.stream_square = torch.zeros(0)
         self.stream_norm = 0.0
+        self.until_one_fails = False
         self.memory: tuple[NormOutput, Tensor] | None = None
         """What a decoder reads of the encoder: its final norm's output, and the mean square of each component."""
 
@@ -116,6 +117,8 @@ class _Walk(Findings):
             done += 1
             if advance is not None:
                 advance(done, total)
+            if self.until_one_fails and not all(site.holds for site in self.sites.values()):
+                break
         return self.certificate()
 
     def table(self, name: str) -> tuple[Tensor, Tensor, float]:
@@ -599,7 +602,7 @@ def bound(
     refine: int = REFINED_ROWS,
     spectra: Spectra | None = None,
     advance: Callable[[int, int], None] | None = None,
-    walker: type[_Walk] = _Walk,
+    until_one_fails: bool = False,
 ) -> Certificate:
     """Return the certificate of a layout's model with the given weights, read sublayer by sublayer.
 
@@ -607,8 +610,8 @@ def bound(
     for norms in fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` holds gate pre-activations
     under 147.8, where the derivative of gelu_new's cube overflows. refine: rows of each feed-forward output that
     may get an eigenvalue of their own. spectra: eigenvalues that have been computed of weights that are nearly the
-    same. advance: called with sublayers done and their number. walker: the walk. Raises UserError for an
-    activation without a bound.
+    same. advance: called with sublayers done and their number. until_one_fails: end at the first site that does
+    not hold. Raises UserError for an activation without a bound.
     """
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
@@ -622,29 +625,14 @@ def bound(
         if any(w.activation == "gelu_new" for w in layout.feed_forwards):
             limits = {kind: traits(kind).limit_in_training for kind in SiteKind}
     with torch.no_grad():
-        made = walker(layout, weights, arithmetic, limits, refine, squares, spectra or Spectra(weights))
+        made = _Walk(layout, weights, arithmetic, limits, refine, squares, spectra or Spectra(weights))
+        made.until_one_fails = until_one_fails
         return made.run(advance)
-
-
-class _Failed(Exception):
-    """A site of which only it was asked whether every one holds does not."""
-
-
-class _UntilOneFails(_Walk):
-    """A walk that ends where it is known that the certificate does not hold."""
-
-    def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
-        super().note(name, kind, bound, partial)
-        if not self.sites[name].holds:
-            raise _Failed
 
 
 def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, target: str, spectra: Spectra) -> bool:
     """Return whether the certificate for ``target`` holds; ends at the first site that does not."""
-    try:
-        return bound(layout, weights, arithmetic, target=target, spectra=spectra, walker=_UntilOneFails).holds
-    except _Failed:
-        return False
+    return bound(layout, weights, arithmetic, target=target, spectra=spectra, until_one_fails=True).holds
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:

@@ -223,9 +223,9 @@ def bound_box(caps: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Ari
     return total * (1 + 2 * arithmetic.unit) + arithmetic.floor
 
 
-def matrix_vector(matrix: Tensor, vector: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return matrix·vector with products and sums in ``dtype``, a few rows at a time: [m]."""
-    return torch.cat([part.to(dtype) @ vector.to(dtype) for part in chunks(matrix)])
+def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return matrix·vector with products and sums in fp64, a few rows at a time: fp64 [m]."""
+    return torch.cat([part.double() @ vector.double() for part in chunks(matrix)])
 
 
 @full_precision()
@@ -295,7 +295,8 @@ def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.d
             low, high = torch.where(used > square, middle, low), torch.where(used > square, high, middle)
         chosen = torch.minimum(values / (2 * high[:, None]), caps)
     gained = (values * chosen - high[:, None] * chosen.square()).sum(1, dtype=dtype)
-    return torch.minimum(high.to(dtype) * square + gained, matrix_vector(values, caps, dtype))
+    whole = matrix_vector(values, caps) if dtype == torch.float64 else values @ caps
+    return torch.minimum(high.to(dtype) * square + gained, whole)
 
 
 def number(value: float | Tensor) -> float:

@@ -75,13 +75,8 @@ class Behind:
             vector = Vector(torch.full_like(vector.caps, math.inf))
         if module.kind == POOLING:  # of the tokens, whatever came before
             return self.pooled(module)
-        if module.kind == DENSE:
-            return self.dense(module, vector)
-        if module.kind == LAYER_NORM:
-            return self.layer_norm(module, vector)
-        if module.kind == DROPOUT:
-            return self.dropout(module, vector)
-        return self.normalised(module, vector)
+        steps = {DENSE: self.dense, LAYER_NORM: self.layer_norm, DROPOUT: self.dropout}
+        return steps.get(module.kind, self.normalised)(module, vector)
 
     def pooled(self, module: SideModule) -> Vector:
         """Bound a pooling: what it sums in fp16, where it does, and what it gives."""
