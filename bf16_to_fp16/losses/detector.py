@@ -23,26 +23,13 @@ from .events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, 
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
-_LEAST_SIGMA = 0.005
-"""Least noise that is believed, as a share of the level: smoother curves do not make small rises spikes."""
-
-_CLEAR = 2.0
-"""How many times as far above the level as the lowest of the last calm losses is below it a spike must be."""
-
-_STEEP = 0.5
-"""Share of the losses' scatter that a line through them may leave where it is to replace their median."""
-
-_FLAT = 0.01
-"""Share of the level by which the loss may change in a plateau."""
-
-_FLAT_CHUNKS = 16
-"""Least length of a plateau, in chunks of a quarter of the window; noisier curves need twice, four times as many."""
-
-_COLLAPSE = 10
-"""Halvings within a window from which a loss scale that had settled has collapsed: it should move by one or two."""
-
-_LEAST_SCALE = 1.0
-"""A loss scale under this no longer scales up at all."""
+_LEAST_SIGMA = 0.005  # least noise that is believed, as a share of the level: a smooth curve's small rise is no spike
+_CLEAR = 2.0  # how many times as far above the level as the lowest of the last calm losses is below it a spike must be
+_STEEP = 0.5  # share of the losses' scatter that a line through them may leave where it is to replace their median
+_FLAT = 0.01  # share of the level by which the loss may change in a plateau
+_FLAT_CHUNKS = 16  # least length of a plateau, in quarters of the window; noisier curves need twice, four times as many
+_COLLAPSE = 10  # halvings within a window from which a loss scale that had settled has collapsed
+_LEAST_SCALE = 1.0  # a loss scale under this no longer scales up at all
 
 
 @dataclass
@@ -114,7 +101,8 @@ class Detector:
         self._loss(step, loss if math.isfinite(loss) else math.inf)
         if scale is not None:
             self._scale(step, scale)
-        changed = [event for event, before in zip(self._found, known, strict=False) if _news(event, before)]
+        pairs = zip(self._found, known, strict=False)
+        changed = [event for event, before in pairs if event.end != before.end or type(event) is not type(before)]
         return (*changed, *self._found[len(known) :])
 
     def resumed(self, step: int) -> None:
@@ -141,8 +129,8 @@ class Detector:
         state |= {name: [*value] for name, value in state.items() if isinstance(value, deque)}
         state["found"] = [{"kind": event.kind} | vars(event) for event in self._found]
         if self._excursion is not None:
-            state["excursion"] = vars(self._excursion) | {"recent": [*self._excursion.recent]}
-            state["excursion"]["patient"] = self._excursion.recent.maxlen
+            recent = self._excursion.recent
+            state["excursion"] = vars(self._excursion) | {"recent": [*recent], "patient": recent.maxlen}
         return copy.deepcopy(state)
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
@@ -150,10 +138,8 @@ class Detector:
         state: dict[str, Any] = copy.deepcopy(dict(given))
         self.__init__(z=state.pop("z"), window=state.pop("window"))  # type: ignore[misc]
         self.fast = state.pop("fast")
-        pairs = {name: [tuple(pair) for pair in state.pop(name)] for name in ("calm", "scales", "chunk", "chunks")}
-        self._calm.extend(pairs["calm"])
-        self._scales.extend(pairs["scales"])
-        self._chunk, self._chunks = pairs["chunk"], pairs["chunks"]
+        for name in ("calm", "scales", "chunk", "chunks"):
+            getattr(self, f"_{name}").extend(tuple(pair) for pair in state.pop(name))
         self._tail.extend(state.pop("tail"))
         self._found = [EVENT_KINDS[event.pop("kind")](**event) for event in state.pop("found")]
         excursion = state.pop("excursion")
@@ -367,11 +353,6 @@ class Detector:
                 break
             start = start if following == value else at
         return start
-
-
-def _news(event: Event, before: Event) -> bool:
-    """Whether an event has ended or got another name."""
-    return event.end != before.end or type(event) is not type(before)
 
 
 def _trend(values: Sequence[float]) -> tuple[float, float]:

@@ -44,9 +44,8 @@ def draw_curve(curve: Curve, found: Sequence[Event], target: Any, title: str = "
     # The text of an SVG has the font of the page that it is on.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "losses", "font.size": 9}):
         figure = Figure(figsize=(7.5, 4.2 if scaled else 3.2), layout="constrained")
-        axes: list[Any] = list(
-            figure.subplots(2, 1, sharex=True, height_ratios=[3, 1]) if scaled else [figure.subplots()]
-        )
+        rows, heights = (2, [3, 1]) if scaled else (1, [1])
+        axes: list[Any] = [*figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]]
         axes[0].plot(curve.steps, curve.losses, linewidth=0.8, color="#1f77b4")
         axes[0].set_ylabel("loss")
         if title:
@@ -54,10 +53,8 @@ def draw_curve(curve: Curve, found: Sequence[Event], target: Any, title: str = "
         known = [loss for loss in curve.losses if math.isfinite(loss)]
         lost = [step for step, loss in zip(curve.steps, curve.losses, strict=True) if not math.isfinite(loss)]
         if lost:  # at the lower edge, since they have no height
-            edge = axes[0].get_xaxis_transform()
-            axes[0].plot(
-                lost, [0.02] * len(lost), "x", transform=edge, color="#d62728", markersize=4, label="no number"
-            )
+            edge = {"transform": axes[0].get_xaxis_transform(), "color": "#d62728", "markersize": 4}
+            axes[0].plot(lost, [0.02] * len(lost), "x", label="no number", **edge)
         if known and max(known) > 20 * min(known) > 0:
             axes[0].set_yscale("log")
         if scaled:
@@ -71,11 +68,10 @@ def draw_curve(curve: Curve, found: Sequence[Event], target: Any, title: str = "
             end = max(curve.steps) if event.end is None else event.end
             label = None if event.kind in named else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", event.kind).lower()
             named.add(event.kind)
-            axes[-1 if isinstance(event, ScaleCollapse) and scaled else 0].axvspan(
-                event.start, max(end, event.start + least), color=_COLOURS[event.kind], alpha=0.25, label=label
-            )
+            span = {"color": _COLOURS[event.kind], "alpha": 0.25, "label": label}
+            axis = axes[-1 if isinstance(event, ScaleCollapse) else 0]
+            axis.axvspan(event.start, max(end, event.start + least), **span)
         for axis in axes:
             if axis.get_legend_handles_labels()[1]:
                 axis.legend(loc="upper right", fontsize=7)
-        facts = FACTS.get(format, {})
-        figure.savefig(target, format=format, dpi=150, metadata=facts)
+        figure.savefig(target, format=format, dpi=150, metadata=FACTS[format])

@@ -227,21 +227,32 @@ def _step_pack(pack: list[_Piece], update: Callable[..., None], *rest: Any) -> N
             torch._foreach_copy_(column, list(source.split(lengths)))
 
 
+def _kernel(tensors: _Tensors, group: dict[str, Any], compiles: bool) -> Callable[..., None]:
+    """Return what updates such tensors: ``_update``, or it compiled.
+
+    Raises UserError where ``compile`` was asked for and fails; by default such a step is eager.
+    """
+    kind = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+    update = _compiled(kind, tensors[0].device.type, group["rounding"], _has_l2(group)) if compiles else _update
+    if isinstance(update, str) and group["compile"]:
+        raise UserError(f"AdamW: torch.compile makes no step here ({update}); leave it to compile=None")
+    return _update if isinstance(update, str) else update
+
+
+def _has_l2(group: dict[str, Any]) -> bool:
+    return bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
+
+
 def _advance(pieces: Sequence[_Piece], group: dict[str, Any], step: int, unscale: float, compiles: bool) -> None:
     """Step pieces that are on one device and whose step has one number."""
     if not pieces:
         return
-    device, how = pieces[0].tensors[0].device, group["rounding"]
+    device = pieces[0].tensors[0].device
     coefficients = _coefficients(group, step, unscale, device)
-    l2 = bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
     sizes = _sizes(device, compiles)
     for pack in _packs(pieces, sizes if group["foreach"] else sizes._replace(packed=0)):
-        update = _compiled(pack[0].kind, device.type, how, l2) if compiles else _update
-        if isinstance(update, str):
-            if group["compile"]:
-                raise UserError(f"AdamW: torch.compile makes no step here ({update}); leave it to compile=None")
-            update = _update
-        _step_pack(pack, update, coefficients, how, l2)
+        update = _kernel(pack[0].tensors, group, compiles)
+        _step_pack(pack, update, coefficients, group["rounding"], _has_l2(group))
 
 
 # ---- the optimizer -------------------------------------------------------------------------------------------------
@@ -290,14 +301,9 @@ class AdamW(Optimizer):
         offload: bool = False,
     ) -> None:
         # As many parameters as torch.optim.AdamW has, so that only its name changes, and this one's own as keywords.
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "rounding": rounding,
-        }
-        defaults |= {"moments": moments, "seed": seed, "compile": compile, "foreach": foreach, "offload": offload}
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"rounding": rounding, "moments": moments, "seed": seed}
+        defaults |= {"compile": compile, "foreach": foreach, "offload": offload}
         defaults["decoupled_weight_decay"] = self._decoupled  # under torch's name
         try:
             super().__init__(params, defaults)
@@ -346,7 +352,7 @@ class AdamW(Optimizer):
                     continue
                 copies: list[tuple[Tensor, Tensor]] = []
                 tensors, step = self._tensors(parameter, group, copies)
-                size = _sizes(tensors[0].device, compiles).piece
+                size = _sizes(tensors[0].device, _kernel(tensors, group, compiles) is not _update).piece
                 pieces = _pieces(tensors, local_runs(parameter), (int(group["seed"]), step, index), size)
                 if copies:  # at once, so that memory holds the copies of one parameter only
                     _advance(pieces, group, step, 1 / scale, compiles)
