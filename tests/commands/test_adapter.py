@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,30 +55,28 @@ def converted_by(kind: str, folder: Path, kinds: tuple[Kind, ...] = MOVED, **cha
     return source, out
 
 
-def exact_pair(kind: str, folder: Path) -> Pair:
-    """Return a T5 of one kind and its conversion, with the same outputs to the bit in fp32."""
-    source, out = converted_by(kind, folder)
-    for one, other in zip(outputs(load(source, torch.float32)), outputs(load(out, torch.float32)), strict=True):
-        assert torch.equal(one, other)
-    return source, out
-
-
 @pytest.fixture(scope="module")
-def gated(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """Return what gives a T5 of a kind and its conversion, with the same outputs to the bit in fp32."""
+
+    @functools.cache
+    def pair_of(kind: str) -> Pair:
+        source, out = converted_by(kind, tmp_path_factory.mktemp(kind))
+        assert same(load(source, torch.float32), load(out, torch.float32))
+        return source, out
+
+    return pair_of
+
+
+@pytest.fixture(params=["gated", "t5"])
+def pair(pairs: Callable[[str], Pair], request: pytest.FixtureRequest) -> Pair:
+    return pairs(request.param)
+
+
+@pytest.fixture
+def gated(pairs: Callable[[str], Pair]) -> Pair:
     """The pair for what does not depend on the kind."""
-    return exact_pair("gated", tmp_path_factory.mktemp("gated"))
-
-
-@pytest.fixture(scope="module")
-def t5(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return exact_pair("t5", tmp_path_factory.mktemp("t5"))
-
-
-@pytest.fixture(scope="module", params=["gated", "t5"])
-def pair(request: pytest.FixtureRequest) -> Pair:
-    """The pair of each kind."""
-    found: Pair = request.getfixturevalue(request.param)
-    return found
+    return pairs("gated")
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -317,8 +317,7 @@ def test_certify_bounds_the_weights_that_an_adapter_is_merged_into(pair: Pair, t
     beside = certify(out, adapter=tmp_path / "taken")
     model = merged(out, tmp_path / "taken")
     model.save_pretrained(tmp_path / "merged")
-    for name in ("config.json",):
-        shutil.copy(out / name, tmp_path / "merged" / name)
+    shutil.copy(out / "config.json", tmp_path / "merged")
     by_hand = {site["name"]: site["bound"] for site in certify(tmp_path / "merged")["certificate"]["sites"]}
     found = {site["name"]: site["bound"] for site in beside["certificate"]["sites"]}
     assert found.keys() == by_hand.keys() and all(found[n] == pytest.approx(by_hand[n], rel=1e-3) for n in found)
