@@ -110,7 +110,7 @@ def convert_command(
 
     Of a diffusion pipeline (model_index.json) every T5 encoder is converted, and the rest is linked.
     """
-    # Of the parameters, which click passes one by one, ``fields`` are those of ``Options``.
+    # As many parameters as options, which click passes one by one; ``fields`` are those of ``Options``.
     if adapter is not None:
         return take_adapter(adapter, out, Path(source), force=force, json_file=json_file)
     options = Options(**fields)

@@ -74,6 +74,7 @@ def finetune_command(
     Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
     RECIPE.
     """
+    # As many parameters as options, which click passes one by one.
     check_publishes(push_to, public=any(publishing.values()))
     from ..finetuning.recipe import read_recipe
     from ..run.texts import local_files

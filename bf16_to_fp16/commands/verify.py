@@ -115,8 +115,8 @@ def verify(
         origin = None if original is None else open_checkpoint(original, endpoint=endpoint)
         examine(subject, origin, data, found, run_model=run_model, device=on, progress=progress)
     if not claim.safe:
-        said = "says itself that the checkpoint is unsafe"
-        problems.append(Problem("report", subject.said_in, said, UNSAFE_BY_REPORT))
+        said_in = REPORT if subject.packed is None else subject.place.name
+        problems.append(Problem("report", said_in, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
     totals = None
     if found.certificate is not None:
         totals = {key: value for key, value in found.certificate.to_json().items() if key != "sites"}
@@ -154,11 +154,6 @@ class Subject:
     source: Source
     max_length: int
     packed: Packed | None = None
-
-    @property
-    def said_in(self) -> str:
-        """Where the claims stand."""
-        return REPORT if self.packed is None else self.place.name
 
 
 @dataclass

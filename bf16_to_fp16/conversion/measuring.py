@@ -154,6 +154,7 @@ def bounded(
     if asked for by tier whether its own holds.
 
     whose: ends the name of the step. spectra: eigenvalues that are known. weights: other values than the checkpoint's.
+    So many parameters, since all commands that bound something share it.
     """
     weights, modules = weights or fp16_weights(checkpoint, layout), read_side_modules(checkpoint.folder)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()

@@ -93,11 +93,11 @@ def checked_device(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a conversion is done, apart from where.
+    """How a conversion is done, apart from where; what a field means is said by its flag's ``help``.
 
-    A field without a flag is for Python alone. prove: hold every signal for every input where an exponent does it,
-    whatever precision that costs. variant: give the weights the names of the variant fp16 as well, as is done where the
-    source has them.
+    run_model: False is ``--no-audit``. A field without a flag is for Python alone. prove: hold every signal for every
+    input where an exponent does it, whatever precision that costs. variant: give the weights the names of the variant
+    fp16 as well, as is done where the source has them.
     """
 
     target: str = field(

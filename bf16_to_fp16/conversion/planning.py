@@ -305,15 +305,25 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
     return bool(torch.isfinite(checkpoint.read(name)).all())
 
 
+@dataclass(frozen=True)
+class Case:
+    """A planning: of which source, on what grounds, by which options, and where its progress is shown."""
+
+    opened: Opened
+    grounds: Grounds
+    options: Options
+    progress: Progress
+
+
 def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Progress) -> tuple[Layout, Planned]:
     """Plan with the head as it is; where the tied head's limit blocks the plan or a requested proof, and it may be
     separated, plan with it separated."""
-    layout = opened.layout
-    planned = plan_for(layout, opened, grounds, options, progress)
+    layout, case = opened.layout, Case(opened, grounds, options, progress)
+    planned = plan_for(layout, case)
     if not any(missing(planned, options)) or not layout.tied or not layout.family.untie:
         return layout, planned
     apart = resolve(opened.checkpoint, untie=True)
-    other = plan_for(apart, opened, grounds, options, progress)
+    other = plan_for(apart, case)
     return (apart, other) if missing(other, options) < missing(planned, options) else (layout, planned)
 
 
@@ -322,7 +332,7 @@ def missing(planned: Planned, options: Options) -> tuple[float, int]:
     return sum(v.excess_bits for v in planned.violations), len(planned.fallbacks) if options.prove else 0
 
 
-def plan_for(layout: Layout, opened: Opened, grounds: Grounds, options: Options, progress: Progress) -> Planned:
+def plan_for(layout: Layout, case: Case) -> Planned:
     """Return the plan for a layout.
 
     LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponents that they were made for,
@@ -330,44 +340,35 @@ def plan_for(layout: Layout, opened: Opened, grounds: Grounds, options: Options,
     that are made for larger exponents can only be larger. A plan for a stricter tier that is chosen comes to the weaker
     one's exponents as a rule, and to no larger ones.
     """
-    weaker = grounds.weaker
+    grounds, weaker = case.grounds, case.grounds.weaker
     least = dict.fromkeys(layout.streams, -RESIDUAL_RANGE)
     exponents = least if weaker is None else stream_exponents(weaker.layout, weaker.plan)
-    planned = planned_within(exponents, "", layout, opened, grounds, options, progress)
+    planned = planned_within(exponents, "", layout, case)
     while grounds.bounds is not None and layout.family.centred_norm:
         chosen = stream_exponents(layout, planned.plan)
         covered = all(chosen[stream] <= exponents[stream] for stream in chosen)
-        decided = Decided(layout, planned.plan, options.target, planned, grounds.ranges)
+        decided = Decided(layout, planned.plan, case.options.target, planned, grounds.ranges)
         if covered or (weaker is not None and not costs_little(decided, weaker)):
             break
         exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
-        again = f", with {powers(exponents)} at most"
-        planned = planned_within(exponents, again, layout, opened, grounds, options, progress)
+        planned = planned_within(exponents, f", with {powers(exponents)} at most", layout, case)
     return planned
 
 
-def planned_within(
-    exponents: Mapping[str, int],
-    again: str,
-    layout: Layout,
-    opened: Opened,
-    grounds: Grounds,
-    options: Options,
-    progress: Progress,
-) -> Planned:
+def planned_within(exponents: Mapping[str, int], again: str, layout: Layout, case: Case) -> Planned:
     """Return the plan under the bounds that are made for ``exponents`` of the streams; again: ends the step's line.
 
     Where a proof of a stream would drift, and running it shows that the drift is acceptable, the stream is held there.
     """
-    possible = grounds.bounds(layout, exponents) if grounds.bounds is not None else None
-    head = ", with a head apart from the embedding" if layout.tied is False and opened.layout.tied else ""
-    with progress.step(f"Planning the exponents for {options.target}{head}{again}") as advance:
-        planned = planned_once(layout, opened, grounds, options, possible, advance=advance)
+    bounds, acceptable = case.grounds.bounds, case.grounds.acceptable
+    possible = None if bounds is None else bounds(layout, exponents)
+    head = ", with a head apart from the embedding" if layout.tied is False and case.opened.layout.tied else ""
+    with case.progress.step(f"Planning the exponents for {case.options.target}{head}{again}") as advance:
+        planned = planned_once(layout, case, possible, advance=advance)
     held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
-    acceptable = grounds.acceptable
     if acceptable is None or layout.family.eps_key is not None or not held:
         return planned
-    trial = planned_once(layout, opened, grounds, options, possible, held)
+    trial = planned_once(layout, case, possible, held)
     # A corrected gain is no longer carried over exactly, so the plain plan goes first.
     plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
     return next((each for each in (plain, trial) if acceptable(layout, each.plan)), planned)
@@ -375,30 +376,21 @@ def planned_within(
 
 def planned_once(
     layout: Layout,
-    opened: Opened,
-    grounds: Grounds,
-    options: Options,
+    case: Case,
     possible: Mapping[str, ModuleRange] | None,
     held: Mapping[str, int] | None = None,
     advance: Advance | None = None,
 ) -> Planned:
     """Return the plan for what was observed under the bounds ``possible``, or for these alone; held: as in
     ``make_plan``."""
-    weights, target = source_weights(opened.checkpoint, layout), options.target
-    if grounds.ranges is None:
+    weights, options, ranges = source_weights(case.opened.checkpoint, layout), case.options, case.grounds.ranges
+    if ranges is None:
         assert possible is not None
-        return make_plan(layout, weights, possible, target=target, margin_bits=PROOF_MARGIN_BITS, advance=advance)
-    return make_plan(
-        layout,
-        weights,
-        grounds.ranges,
-        target=target,
-        margin_bits=options.margin_bits,
-        bounds=possible,
-        held=held,
-        proof_worth=PROOF_FIRST if options.prove else PROOF_WORTH,
-        advance=advance,
-    )
+        how: dict[str, Any] = {"margin_bits": PROOF_MARGIN_BITS}
+        return make_plan(layout, weights, possible, target=options.target, advance=advance, **how)
+    how = {"margin_bits": options.margin_bits, "bounds": possible, "held": held}
+    how["proof_worth"] = PROOF_FIRST if options.prove else PROOF_WORTH
+    return make_plan(layout, weights, ranges, target=options.target, advance=advance, **how)
 
 
 def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:

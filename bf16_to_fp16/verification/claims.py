@@ -13,24 +13,8 @@ from pydantic import BaseModel
 
 from ..bounds.kinds import SiteKind, traits
 from ..checkpoint.formats import shown
+from ..report import remedies
 from ..report.build import is_exact, too_inexact
-from ..report.remedies import (
-    MAY_BE_ZERO,
-    NORMALISE_IN_FP32,
-    NOTHING_MOVES,
-    OBSERVED,
-    OVER,
-    OVER_AT_EVERY_EXPONENT,
-    PASSED,
-    PENALTY,
-    SINKING,
-    SQUARES_UNSEEN,
-    THIN,
-    TOO_COSTLY,
-    UNMOVED,
-    overflowing,
-    unsafe_sites,
-)
 from ..report.schema import BoundEntry, CertificateEntry, Report, UnsafeEntry, dump
 from .comparing import Problem, compared
 from .views import other_release
@@ -99,14 +83,17 @@ def bound_facts(site: BoundEntry, seen: Mapping[str, float]) -> dict[str, Any]:
 
 def expected_unsafe(report: Report) -> list[UnsafeEntry]:
     """Return what is unsafe by the rest of a report; limits and goals, which do not follow from it, as they are."""
-    entries = [*unsafe_sites(report.regimes, converted=True), *(overflowing(report.attack) if report.attack else ())]
+    entries = [
+        *remedies.unsafe_sites(report.regimes, converted=True),
+        *(remedies.overflowing(report.attack) if report.attack else ()),
+    ]
     if report.fidelity is not None:
         entries += too_inexact(
             report.fidelity, exact=is_exact(report.plan, report.weights, report.source), ran=bool(report.regimes)
         )
     if report.finetune is not None:  # which has a remedy of its own for all
-        remedies = {entry.signal: entry.remedy for entry in report.unsafe}
-        entries = [e.model_copy(update={"remedy": remedies.get(e.signal, e.remedy)}) for e in entries]
+        own = {entry.signal: entry.remedy for entry in report.unsafe}
+        entries = [e.model_copy(update={"remedy": own.get(e.signal, e.remedy)}) for e in entries]
     return entries + [entry for entry in report.unsafe if entry.kind in ("limit", "goal")]
 
 
@@ -158,26 +145,29 @@ def wrong_sentences(report: Report) -> Iterator[tuple[str, str]]:
     kinds = {site.name: site.kind for site in report.certificate.sites} if report.certificate is not None else {}
     for each in report.uncertified or ():
         if kinds.get(each.name) == SiteKind.ZERO_VECTOR:
-            if (each.reason, each.remedy) != (MAY_BE_ZERO, NORMALISE_IN_FP32):
+            if (each.reason, each.remedy) != (remedies.MAY_BE_ZERO, remedies.NORMALISE_IN_FP32):
                 yield f"uncertified.{each.name}.reason", other
             continue
         unmoved = not traits(kinds.get(each.name, "")).movable
-        costly = each.reason.startswith(TOO_COSTLY) and not unmoved
-        known = (UNMOVED if unmoved else OVER_AT_EVERY_EXPONENT, NOTHING_MOVES if unmoved else OVER)
+        costly = each.reason.startswith(remedies.TOO_COSTLY) and not unmoved
+        known = (
+            remedies.UNMOVED if unmoved else remedies.OVER_AT_EVERY_EXPONENT,
+            remedies.NOTHING_MOVES if unmoved else remedies.OVER,
+        )
         if not costly and each.reason not in known:
             yield f"uncertified.{each.name}.reason", other
-        if report.finetune is None and each.remedy != (OBSERVED if costly else PENALTY):
+        if report.finetune is None and each.remedy != (remedies.OBSERVED if costly else remedies.PENALTY):
             yield f"uncertified.{each.name}.remedy", other
-    for key, entries, reason in (("close", report.close, THIN), ("unsafe", report.unsafe, PASSED)):
+    for key, entries, reason in (("close", report.close, remedies.THIN), ("unsafe", report.unsafe, remedies.PASSED)):
         for entry in entries:
             if entry.kind == "limit" and entry.reason != reason:
                 yield f"{key}.{entry.signal}.reason", other
-            if entry.kind == "limit" and report.finetune is None and entry.remedy != PENALTY:
+            if entry.kind == "limit" and report.finetune is None and entry.remedy != remedies.PENALTY:
                 yield f"{key}.{entry.signal}.remedy", other
     for name, tier in report.tiers.items():
         said = tier.reason
-        if said not in (("",) if tier.holds else (OVER, SQUARES_UNSEEN)) and not (
-            said.startswith(SINKING) and not tier.holds
+        if said not in (("",) if tier.holds else (remedies.OVER, remedies.SQUARES_UNSEEN)) and not (
+            said.startswith(remedies.SINKING) and not tier.holds
         ):
             yield f"tiers.{name}.reason", other
 

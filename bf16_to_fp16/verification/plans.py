@@ -33,6 +33,9 @@ from .files import beside_weights, present_files
 OF_NO_MODEL = ("architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
 """Keys of a config that say nothing of the model itself, but for the class that ``architectures`` names."""
 
+OF_OTHER_FILES = ("carried_over", "left_out", "card")
+"""Keys of a source that come from the files beside its weights."""
+
 OBEYED = ("generation_config.json", MODULES)
 """Files beside the weights on which it depends what a folder computes."""
 
@@ -128,7 +131,7 @@ def replay(original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Sou
     rewritten = Rewritten(replace(written, source_sha256=hashes), [], [])
     if original.folder in VIEWS:
         # Its config was told from the weights or given, and nothing lies beside it.
-        untold = ("config_changes", "other_sha256", "carried_over", "left_out", "card")
+        untold = ("config_changes", "other_sha256", *OF_OTHER_FILES)
         entry = source_of(original, layout, plan, rewritten)
         entry = entry.model_copy(update={key: getattr(source, key) for key in untold})
         reason = "the original is one file, which does not tell"
@@ -146,13 +149,13 @@ def replay(original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Sou
 def check_source(said: Source, found: Source) -> tuple[list[Problem], dict[str, str]]:
     """Return the keys of a recorded source that are not what the original gives, and those that cannot be told, since
     files beside the original's weights were changed, with the reason."""
-    data, truth = dump(said), dump(found)
+    data, truth, unchecked = dump(said), dump(found), dict[str, str]()
     keys = ["sha256", "dtype", "dtypes", "made", "dropped", "config_changes", "side_dtypes"]
     if said.other_sha256 == found.other_sha256:
-        keys += ["carried_over", "left_out", "card"]
-        return compared("replay", {k: data.get(k) for k in keys}, {k: truth.get(k) for k in keys}, "source"), {}
-    reason = "the original has other files beside its weights than those that were converted"
-    unchecked = {f"source.{key}": reason for key in ("other_sha256", "carried_over", "left_out", "card")}
+        keys += OF_OTHER_FILES
+    else:
+        reason = "the original has other files beside its weights than those that were converted"
+        unchecked = {f"source.{key}": reason for key in ("other_sha256", *OF_OTHER_FILES)}
     return compared("replay", {k: data.get(k) for k in keys}, {k: truth.get(k) for k in keys}, "source"), unchecked
 
 
