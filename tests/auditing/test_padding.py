@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support import exhaustive, tiny
 from support.contract import certified
 
 from bf16_to_fp16 import convert, verify
@@ -153,7 +153,7 @@ def test_padding_that_sees_nothing_is_nan_under_eager_attention_and_nothing_else
         assert bool(out[0].isfinite().all()) != broken
 
 
-@pytest.mark.parametrize("kind", ["embeddinggemma", "llama", "mistral"])
+@pytest.mark.parametrize("kind", exhaustive.beyond(["embeddinggemma"], ["embeddinggemma", "llama", "mistral"]))
 def test_an_audit_runs_padding_that_sees_nothing_where_a_claim_stands_for_it(kind: str, tmp_path: Path) -> None:
     """So what bounds alone call safe is not called unsafe by a run, nor by one that is repeated."""
     model = with_low_scores(kind)

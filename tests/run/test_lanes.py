@@ -224,6 +224,7 @@ def test_a_weight_is_in_memory_only_while_a_lane_is_at_its_place(folders: dict[s
         assert 0 <= seen - 4 * sum(p.numel() for p in place.parameters()) <= 4 * rest
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit does not count all memory")
 def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_certified_and_audited(
     tmp_path: Path, warm_python: Path
