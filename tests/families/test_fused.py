@@ -114,7 +114,7 @@ def test_bounds_and_plan_are_those_of_the_matrices_apart(sources: Any) -> None:
 def test_the_rows_of_each_linear_get_its_exponents(sources: Any) -> None:
     (source, layout), (_, fused) = sources
     generator = torch.Generator().manual_seed(0)
-    exponents = {
+    exponents: dict[str, int | list[int]] = {
         name: torch.randint(-3, 4, (signal.size,), generator=generator).tolist()
         for name, signal in layout.signals.items()
         if name.endswith(("query_key", "value", "neuron", "layernorm"))
