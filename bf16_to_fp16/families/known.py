@@ -19,14 +19,12 @@ from .glm4 import GLM4
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .longt5 import LONGT5
 from .mbart import MBART
-from .mt5 import MT5
 from .pegasus import PEGASUS
 from .roles import Roles, roles
 from .switch import SWITCH
-from .t5 import T5
+from .t5 import MT5, T5, UMT5
 from .t5gemma import T5GEMMA
 from .types import Attention, Family, StockClass, family_inside
-from .umt5 import UMT5
 
 FAMILIES: tuple[Family, ...] = (
     T5,

@@ -1,4 +1,4 @@
-"""T5 v1.0 and v1.1, Flan-T5, ByT5 and UL2 (``model_type`` t5), and mT5, whose tensors are the same.
+"""T5 v1.0 and v1.1, Flan-T5, ByT5 and UL2 (``model_type`` t5), mT5 and UMT5.
 
 Pre-norm, RMSNorm with its eps in the config, no biases, no scaling of scores. v1.0 has ReLU and uses the embedding as
 head after multiplying by d^-1/2; v1.1 and its descendants have a gate and a head of their own. The relative attention
@@ -250,3 +250,33 @@ T5 = Family(
     untie="scaled",
     older_scales_tied=True,
 )
+
+MT5 = replace(
+    T5,
+    name="mt5",
+    title="mT5",
+    model_type="mt5",
+    classes=classes("MT5"),
+    defaults=DEFAULTS | {"feed_forward_proj": "gated-gelu"},
+    output_scale=OutputScale.NEVER,
+    untie="",
+)
+"""T5 v1.1's tensors. Transformers 5 never multiplies the decoder's output before the head, transformers 4 does when the
+config ties: a tied mT5 stays tied, since no stored head suits both."""
+
+UMT5_ENCODER, UMT5_DECODER = blocks(every=True)
+
+UMT5 = replace(
+    MT5,
+    name="umt5",
+    title="UMT5",
+    model_type="umt5",
+    classes=classes("UMT5"),
+    encoder=UMT5_ENCODER,
+    decoder=UMT5_DECODER,
+    ignorable=(),
+    output_scale=OutputScale.ALWAYS,
+)
+"""mT5 with a position bias in every block. Before an untied head transformers 5 multiplies the decoder's output by
+d^-1/2 whatever the config says, transformers 4 only when the config ties; rescaling keeps what each computes on the
+source."""

@@ -57,14 +57,14 @@ def test_an_unsupported_class_of_a_known_type_lists_the_known_ones() -> None:
         family_of({"model_type": "t5", "architectures": ["T5ForImages"]})
 
 
-STATED: list[tuple[str, str, Any]] = [
+STATED: list[tuple[str, str, object]] = [
     *((kind, "attention_bias", True) for kind in ("gemma", "gemma2", "gemma3")),
     ("gemma3", "attn_logit_softcapping", 50.0),
     *(("switch", "router_dtype", dtype) for dtype in ("float16", "bfloat16")),
     ("switch", "dense_act_fn", "gated-gelu"),
 ]
 """Values for parts that no record states."""
-OTHERS: list[tuple[str, str, Any]] = [
+OTHERS: list[tuple[str, str, object]] = [
     *(("gemma3", "head_dim", value) for value in (5, 0)),
     ("gemma3", "num_key_value_heads", 3),
     ("gemma3", "num_attention_heads", "4"),
