@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import Any
 
-SCHEMA = 1
-"""Version of the report's keys."""
-
+SCHEMA = 1  # version of the report's keys
 
 PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy", "matplotlib")
 

@@ -12,8 +12,7 @@ class UserError(Exception):
     """Input that cannot be used; the message names what is wrong and how to mend it, in one line."""
 
 
-LONGEST_SHOWN = 120
-"""Characters of a value that nobody meant which an error repeats."""
+LONGEST_SHOWN = 120  # characters of a value that nobody meant which an error repeats
 
 
 def shortened(value: object) -> str:

@@ -14,17 +14,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-FP16_MAX = 65504.0
-"""Largest finite fp16 value, (2 − 2⁻¹⁰)·2¹⁵."""
-
-OVERFLOWED = 2.0**16
-"""What is reported of a value that overflowed fp16: the least power of two past its range."""
-
-FP16_TINY = 2.0**-14
-"""Smallest normal fp16 value; below it the absolute spacing stays at ``FP16_STEP``."""
-
-FP16_STEP = 2.0**-24
-"""Smallest positive fp16 value, and the spacing of all subnormal ones."""
+FP16_MAX = 65504.0  # largest finite fp16 value, (2 − 2⁻¹⁰)·2¹⁵
+OVERFLOWED = 2.0**16  # what is reported of a value that overflowed fp16: the least power of two past its range
+FP16_TINY = 2.0**-14  # smallest normal fp16 value; below it the absolute spacing stays at ``FP16_STEP``
+FP16_STEP = 2.0**-24  # smallest positive fp16 value, and the spacing of all subnormal ones
 
 FP16_SIGNIFICANT_BITS = 11
 
@@ -40,13 +33,8 @@ NORM_FLOOR = 2.0**-17
 """Least mean square of a stream that a norm may square in fp16: squares then lose at most 2⁻²⁵ each, and the norm's
 output no more than 2⁻⁹, as much as one rounding to bf16."""
 
-
-MAX_LENGTH = 32768
-"""Positions for which a certificate holds unless it is asked for another number."""
-
-
-MOST_POSITIONS = 2**31 - 1
-"""The longest sequence that a certificate may be asked for, in positions."""
+MAX_LENGTH = 32768  # positions for which a certificate holds unless it is asked for another number
+MOST_POSITIONS = 2**31 - 1  # the longest sequence that a certificate may be asked for, in positions
 
 
 def headroom_bits(amax: float, limit: float = FP16_MAX) -> float:

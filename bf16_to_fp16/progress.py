@@ -17,12 +17,9 @@ from rich.text import Text
 
 from .visible import visible
 
-Advance = Callable[[int, int], None]
-"""Called with (done, total) as work proceeds."""
-MEASURED_FOR = 2.0
-"""Seconds of work after which it is said how long the whole will take."""
-LONG = 20.0
-"""Seconds of a step that are announced."""
+Advance = Callable[[int, int], None]  # called with (done, total) as work proceeds
+MEASURED_FOR = 2.0  # seconds of work after which it is said how long the whole will take
+LONG = 20.0  # seconds of a step that are announced
 
 
 class VisibleConsole(Console):

@@ -60,8 +60,7 @@ class ModuleRange:
     scores: ScoreRange | None = None
 
 
-Ranges = dict[str, ModuleRange]
-"""Ranges by module path."""
+Ranges = dict[str, ModuleRange]  # ranges by module path
 
 
 def norms_of(ranges: Mapping[str, ModuleRange] | None) -> dict[str, NormRange]:

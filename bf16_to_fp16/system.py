@@ -20,24 +20,17 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-BINARY: int = getattr(os, "O_BINARY", 0)
-"""Windows would otherwise translate the ends of lines, in weights as well."""
-
+BINARY: int = getattr(os, "O_BINARY", 0)  # windows would otherwise translate the ends of lines, in weights as well
 
 AT_FDCWD = -2 if sys.platform == "darwin" else -100
 """Stands for the current folder in calls that take the descriptor of one."""
 
-
-RENAME_EXCHANGE = 2
-"""Flag of Linux's renameat2 and macOS's renameatx_np: two names change places."""
-
+RENAME_EXCHANGE = 2  # flag of Linux's renameat2 and macOS's renameatx_np: two names change places
 
 PATIENCE = (0.1, 0.3, 1.0)
 """Seconds between attempts to rename what another program, such as a virus scanner on Windows, has just opened."""
 
-
-M_ARENA_MAX = -8
-"""glibc's mallopt option: how many arenas threads allocate in, 0 for its own choice."""
+M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in, 0 for its own choice
 
 
 def open_to_read(file: Path) -> FileIO:

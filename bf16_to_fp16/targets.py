@@ -8,14 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-AskedTarget = Literal["auto", "half", "norm-safe", "fp16-accumulate", "train"]
-"""What can be asked for by name."""
-
-AUTO = "auto"
-"""Asks for the strictest tier's target that costs next to nothing."""
-
-MARGIN_BITS = 1.25
-"""How many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher."""
+AskedTarget = Literal["auto", "half", "norm-safe", "fp16-accumulate", "train"]  # what can be asked for by name
+AUTO = "auto"  # asks for the strictest tier's target that costs next to nothing
+MARGIN_BITS = 1.25  # how many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,7 @@ class Target:
     name: str
     made: str
     bounded: str
-    squares: bool = False
-    """Whether norms square the residual stream in fp16."""
+    squares: bool = False  # whether norms square the residual stream in fp16
 
 
 RECORDS = (

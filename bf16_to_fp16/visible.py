@@ -11,8 +11,7 @@ import json
 import sys
 import unicodedata
 
-HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of the characters that are escaped."""
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Categories of the characters that are escaped
 
 
 def visible(text: str, *, as_json: bool = False) -> str:

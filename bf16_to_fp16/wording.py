@@ -13,12 +13,9 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 from .numerics import FP16_MAX, OVERFLOWED
 
-FULL_HEADROOM_BITS = 39.0
-"""More headroom than this is all that fp16 has."""
-MOST_EXCESS_BITS = 23.0
-"""How far over its limit a bound is said to be in a number."""
-MOST_FACTOR = 1_000_000
-"""The factor from which a number says no more."""
+FULL_HEADROOM_BITS = 39.0  # more headroom than this is all that fp16 has
+MOST_EXCESS_BITS = 23.0  # how far over its limit a bound is said to be in a number
+MOST_FACTOR = 1_000_000  # the factor from which a number says no more
 UNITS = ("B", "kB", "MB", "GB", "TB")
 PRECISION_NOISE = 1e-6
 """Bits of precision that are the noise of their own computation: a prediction of 11 − 10⁻¹² is one of 11."""

@@ -36,38 +36,22 @@ from ..rescaling.weights import ModelTensors
 from ..run.interface import longest_sequence
 from ..run.stock import run_everywhere, set_attention
 
-LENGTH = 16
-"""Positions of an attack's sequences: enough for every score and every mixture of values."""
-
-GROUP = 48
-"""Goals attacked in one batch."""
-
-ROUNDS = 4
-"""Times that the rows are dealt out anew."""
-
-STARTS = 3
-"""Best inputs kept for each goal, for as many rows to start from."""
-
-POOL = 8
-"""Groups of random inputs among which the first rows choose their start."""
+LENGTH = 16  # positions of an attack's sequences: enough for every score and every mixture of values
+GROUP = 48  # goals attacked in one batch
+ROUNDS = 4  # times that the rows are dealt out anew
+STARTS = 3  # best inputs kept for each goal, for as many rows to start from
+POOL = 8  # groups of random inputs among which the first rows choose their start
 
 TOKEN_SHARE, FREE_SHARE = 4, 4
 """One step in so many changes tokens, which costs several times what the others do, or moves embeddings freely."""
 
-START_WEIGHT = 0.7
-"""Weight of its starting point in a row's first mixture."""
+START_WEIGHT = 0.7  # weight of its starting point in a row's first mixture
+WORDS = 512  # rows of the table that the hull is searched over; with a larger vocabulary a random choice of them
+INVERSE_SIGMA = "1/σ"  # the operation under which a norm's own goal is named
 
-WORDS = 512
-"""Rows of the table that the hull is searched over; with a larger vocabulary a random choice of them."""
+MIXTURE_RATE, FREE_RATE = 0.3, 0.1  # learning rates of mixtures and of free embeddings
 
-INVERSE_SIGMA = "1/σ"
-"""The operation under which a norm's own goal is named."""
-
-MIXTURE_RATE, FREE_RATE = 0.3, 0.1
-"""Learning rates of mixtures and of free embeddings."""
-
-FLIPS = 4
-"""Best changes tried at each token step."""
+FLIPS = 4  # best changes tried at each token step
 
 Inputs = tuple[Tensor, ...]
 """A batch for the encoder and, where there is one, the decoder: ids [rows, length], or embeddings [rows, length, d]."""

@@ -20,11 +20,8 @@ from ..run.batch import Batch, run_batch, values_of
 from ..run.lanes import Lane, Walk
 from ..run.products import FastProducts
 
-NO_CHOICE = -1e9
-"""A logit that nobody chooses."""
-
-_POSITIONS_AT_A_TIME = 64
-"""Positions compared at a time: in float64 a large vocabulary takes 2 MB each."""
+NO_CHOICE = -1e9  # a logit that nobody chooses
+_POSITIONS_AT_A_TIME = 64  # positions compared at a time: in float64 a large vocabulary takes 2 MB each
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,7 @@ REGIMES = ("stock", "amp", "half")
 DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
 """In which dtype stock code loads a regime's weights; under ``half`` what stays in fp32 is then cast."""
 
-ATTENTIONS = ("eager", "sdpa")
-"""Those that stock code runs; ``run.scaled_attention.SCALED`` can be asked for as well."""
+ATTENTIONS = ("eager", "sdpa")  # those that stock code runs; ``run.scaled_attention.SCALED`` can be asked for as well
 
 LOSS_SCALE = 2.0**10
 """Loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so that the scale

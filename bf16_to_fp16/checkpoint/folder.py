@@ -30,21 +30,16 @@ OTHER_WEIGHTS = (
 )
 """Endings of weight files and their indexes, which are rewritten or left out, never copied."""
 
-
 CODE = (
     *(".py", ".pyc", ".pyd", ".pyw", ".so", ".dll", ".dylib", ".exe", ".sh"),
     *(".bat", ".cmd", ".ps1", ".ipynb", ".pkl", ".pickle", ".joblib", ".dill"),
 )
 """Endings of files that run, or run something when they are read: what is converted needs none of them."""
 
-
-MODULES = "modules.json"
-"""The file in which sentence-transformers lists the modules of a folder."""
-
+MODULES = "modules.json"  # the file in which sentence-transformers lists the modules of a folder
 
 WITHOUT_FILES = ("Normalize",)
 """Classes of a sentence encoder's modules whose folders are empty, which a repository does not keep."""
-
 
 OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html", ".gitattributes")
 """Top-level files that a converted folder has of its own."""

@@ -47,36 +47,23 @@ SAFETENSORS_DTYPES = {
 }
 """Dtypes that can be read, by their names in safetensors files."""
 
-
-FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Names of the dtypes that weights may have."""
-
+FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")  # names of the dtypes that weights may have
 
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-
 
 FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 """Dtypes of weights in 8 bits that are numbers by themselves, up to a scale."""
 
-
 QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")
 """Beginnings of the names of dtypes in which weights are only codes, meaningless without their scales."""
 
-
-LONGEST_HEADER = 8_000_000
-"""Bytes of a header, a config or an index: some 50,000 tensors, a few hundred MB once parsed."""
-
+LONGEST_HEADER = 8_000_000  # bytes of a header, a config or an index: some 50,000 tensors, a few hundred MB once parsed
 
 TORCH_FORMATS = ("pt", "mlx")
 """What the metadata of a file may call its format: transformers 4 takes MLX's for PyTorch's, and of version 5 any."""
 
-
-MOST_AXES = 8
-"""Axes of a tensor. The product of a million sizes would take hours."""
-
-
-READ_BYTES = 1 << 20
-"""Bytes read at a time where a whole file is hashed."""
+MOST_AXES = 8  # axes of a tensor. The product of a million sizes would take hours
+READ_BYTES = 1 << 20  # bytes read at a time where a whole file is hashed
 
 
 @dataclass(frozen=True)

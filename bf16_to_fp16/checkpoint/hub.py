@@ -19,26 +19,15 @@ from ..progress import Progress
 
 T = TypeVar("T")
 
-
-WAITS = (1.0, 2.0, 4.0, 8.0)
-"""Seconds before each further try, where the server names none."""
-
-
-LONGEST_WAIT = 600
-"""Seconds that a server may ask to wait; beyond that the run ends and says so."""
-
-
-PASSING = (408, 429, 500, 502, 503, 504)
-"""Statuses that may be gone a moment later."""
-
+WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try, where the server names none
+LONGEST_WAIT = 600  # seconds that a server may ask to wait; beyond that the run ends and says so
+PASSING = (408, 429, 500, 502, 503, 504)  # Statuses that may be gone a moment later
 
 CUT = ("ReadError", "WriteError", "RemoteProtocolError", "ReadTimeout", "WriteTimeout", "ChunkedEncodingError")
 """The client's exceptions for a connection that broke."""
 
-
 UNREACHABLE = ("ConnectError", "ConnectTimeout", "ProxyError", "PoolTimeout", "ConnectionError", "Timeout")
 """The client's exceptions for a server that does not answer."""
-
 
 LOG_IN = "log in with `hf auth login`, or put a token into HF_TOKEN"
 
@@ -180,15 +169,11 @@ NOT_THERE = (
     " check the name, or log in with `hf auth login`"
 )
 
-
 NOT_SEEN = "{repo} is not a repository on {host} that this token may see; check the name and the token's permissions"
-
 
 NOT_REACHED = "{repo} is not a folder here, and the Hub cannot be reached; check the name and the network"
 
-
 NO_REVISION = "{repo} has no revision {revision!r}; name a branch, a tag or a commit"
-
 
 FAILURES: tuple[tuple[Condition, *tuple[str | None, ...]], ...] = (
     (raised("LocalTokenNotFoundError"), "not logged in to {host}; {log_in}"),

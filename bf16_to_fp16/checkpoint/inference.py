@@ -17,7 +17,6 @@ from .formats import TensorInfo, read_json
 
 GIVE = "give its config.json with --config FILE"
 
-
 CLASSES = {
     "t5": ("T5EncoderModel", "T5ForConditionalGeneration"),
     "mt5": ("MT5EncoderModel", "MT5ForConditionalGeneration"),
@@ -25,23 +24,17 @@ CLASSES = {
 }
 """Stock classes by model type: of an encoder alone, and of a whole model."""
 
-
 TITLES = {"t5": "T5", "mt5": "mT5", "umt5": "UMT5"}
-
 
 VOCABULARIES = {32_128: "t5", 384: "t5", 250_112: "mt5", 256_384: "umt5"}
 """Model types by the vocabularies of the published models: T5 and Flan-T5, ByT5, mT5, UMT5."""
 
-
 SILU = {(4096, 16_384)}
 """Widths of stream and feed-forward of the published models whose gate is SiLU's (UL2); all others have GELU's."""
 
-
 ATTENTION, FEED_FORWARD = "encoder.block.0.layer.0.SelfAttention", "encoder.block.0.layer.1.DenseReluDense"
 
-
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from .naming import STOCK, TOKENIZER_WITH_WEIGHTS, WAN, WAN_MODELS, Naming
 
-FOLDER_LAYOUT = "hf"
-"""A folder of stock names, the only layout that is not one file."""
+FOLDER_LAYOUT = "hf"  # a folder of stock names, the only layout that is not one file
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,4 @@ LAYOUTS: Mapping[str, FileLayout] = {
 }
 """The layouts of one file, by the names that ``--layout`` has for them."""
 
-
-LAYOUT_NAMES = (FOLDER_LAYOUT, *LAYOUTS)
-"""What ``--layout`` takes."""
+LAYOUT_NAMES = (FOLDER_LAYOUT, *LAYOUTS)  # what ``--layout`` takes

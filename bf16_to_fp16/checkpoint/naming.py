@@ -16,7 +16,6 @@ from ..errors import UserError
 
 STOCK_BLOCK = "encoder.block.{i}.layer"
 
-
 WAN_NAMES = (
     ("shared.weight", "token_embedding.weight"),
     ("encoder.final_layer_norm.weight", "norm.weight"),
@@ -32,13 +31,8 @@ WAN_NAMES = (
 )
 """Stock names and Wan's, ``{i}`` for a block's number."""
 
-
-WAN_MODELS = {"umt5": "UMT5"}
-"""Model types, with their titles, whose gated encoders Wan's code has a class for."""
-
-
-TOKENIZER_WITH_WEIGHTS = ("umt5",)
-"""Model types of which ComfyUI takes the tokenizer from the file of the weights."""
+WAN_MODELS = {"umt5": "UMT5"}  # model types, with their titles, whose gated encoders Wan's code has a class for
+TOKENIZER_WITH_WEIGHTS = ("umt5",)  # model types of which ComfyUI takes the tokenizer from the file of the weights
 
 
 @dataclass(frozen=True)
@@ -66,12 +60,9 @@ class Naming:
 
 STOCK = Naming("stock code", ("encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.final_layer_norm.weight"))
 
-
 WAN = Naming("Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight", "norm.weight"), WAN_NAMES)
 
-
 NAMINGS = (STOCK, WAN)
-
 
 WITH_IMAGES = (
     ("language_model.lm_head.", "lm_head."),

@@ -21,22 +21,15 @@ from ..json_text import loads
 RECORDS = ("fp16_report.json", "fp16_pipeline.json", "fp16_adapter.json")
 """What lists the files of a folder that this program wrote: a checkpoint's, a pipeline's, an adapter's."""
 
-
 BELONGING = ("config.json", "model_index.json", "adapter_config.json")
 """Files of which one lies in every folder that is a checkpoint, a pipeline or an adapter."""
 
-
-PAGE_MARK = '<meta name="generator" content="bf16-to-fp16">'
-"""What every page of this program has in its head."""
-
+PAGE_MARK = '<meta name="generator" content="bf16-to-fp16">'  # what every page of this program has in its head
 
 PICTURE_MARKS = (b"Software\0bf16-to-fp16", b"<dc:title>bf16-to-fp16</dc:title>", b"/Creator (bf16-to-fp16)")
 """How a picture's own metadata name this program, in PNG, SVG and PDF."""
 
-
-LARGEST_REPORT = 1 << 28
-"""Bytes of a report that may be replaced."""
-
+LARGEST_REPORT = 1 << 28  # bytes of a report that may be replaced
 
 _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 

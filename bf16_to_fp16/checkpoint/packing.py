@@ -41,17 +41,11 @@ from .staging import ELSEWHERE, check_apart, check_file, umask
 SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
 """Keys of a file's metadata: what it is, as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""
 
-
 TENSORS = "bf16_to_fp16.tensors_sha256"
 """Key of a file's metadata: the SHA-256 of its tensors, as ``described`` and then their bytes, in the file's order."""
 
-
-LONGEST_WAY_BACK = 64_000_000
-"""Bytes of the plan and config that a file may hold; an XXL encoder's have less than 3 MB."""
-
-
-COPIED_BYTES = 1 << 22
-"""Bytes copied at a time."""
+LONGEST_WAY_BACK = 64_000_000  # bytes of the plan and config that a file may hold; an XXL encoder's have less than 3 MB
+COPIED_BYTES = 1 << 22  # bytes copied at a time
 
 
 def check_out_file(out: Path, source: Path | None, *, force: bool, back: bool = False) -> None:

@@ -26,21 +26,13 @@ from .shards import INDEX, WEIGHTS
 
 MODEL_INDEX = "model_index.json"
 
-
-PIPELINE = "fp16_pipeline.json"
-"""What a converted pipeline has of its own: which sub-folders were converted, from what."""
-
-
-LINKED_FROM = 1 << 20
-"""Size in bytes from which on a file is linked and not copied."""
-
+PIPELINE = "fp16_pipeline.json"  # what a converted pipeline has of its own: which sub-folders were converted, from what
+LINKED_FROM = 1 << 20  # size in bytes from which on a file is linked and not copied
 
 NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 """Errors of a system that has no hard links between two places, or allows none to a file of another user."""
 
-
-VARIANT = "fp16"
-"""The variant of a component's weights that ``from_pretrained(variant="fp16")`` loads."""
+VARIANT = "fp16"  # the variant of a component's weights that ``from_pretrained(variant="fp16")`` loads
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,12 @@ from ..json_text import loads
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-
 RESTORE = "fetch the file again from the original checkpoint"
-
 
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 
-
 SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")
 """Endings of a file that may be a source by itself, as the tools for diffusion models keep text encoders."""
-
 
 CONVERTED = "a converted folder or a Hub id like org/name"
 

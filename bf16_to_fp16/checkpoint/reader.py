@@ -40,13 +40,10 @@ from .single_file import open_single_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-
 SINGLE_OR_SHARDED = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Where stock code looks for weights, in its order."""
 
-
-SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")
-"""Patterns of what a Hub repository has besides weights."""
+SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")  # patterns of what a Hub repository has besides weights
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ import torch
 from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, entry_of, header_of
 from .reader import INDEX, WEIGHTS, Checkpoint
 
-LARGEST_EXPONENT = 500
-"""Exponents beyond it are refused; fp64 has room for twice as much."""
+LARGEST_EXPONENT = 500  # exponents beyond it are refused; fp64 has room for twice as much
 
 
 @dataclass(frozen=True)

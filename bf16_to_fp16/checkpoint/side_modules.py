@@ -25,22 +25,14 @@ DENSE, DROPOUT, LAYER_NORM, NORMALIZE, POOLING = "Dense", "Dropout", "LayerNorm"
 BOUNDED = (DENSE, DROPOUT, LAYER_NORM, NORMALIZE, POOLING)
 """Classes of modules that have a bound; a folder with any other behind its encoder is refused."""
 
-
-WITH_WEIGHTS = (DENSE, LAYER_NORM)
-"""Classes that have weights, which are written in fp16."""
-
-
-NORM = "norm"
-"""What a LayerNorm calls the module that has its weights."""
-
+WITH_WEIGHTS = (DENSE, LAYER_NORM)  # classes that have weights, which are written in fp16
+NORM = "norm"  # what a LayerNorm calls the module that has its weights
 
 ENCODER, NAMESPACE = "Transformer", "sentence_transformers."
 """The class of the first module, and how the names of all classes begin that run no code from a repository."""
 
-
 WHOLE_CONFIG, WHOLE = "config_sentence_transformers.json", "SentenceTransformer"
 """The file that names the class of the whole, and the one that runs the modules as they are listed."""
-
 
 ENCODER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
@@ -48,14 +40,11 @@ ENCODER_CONFIGS = tuple(
 )
 """Files that say how the encoder is loaded: of those that are there the first that is not empty counts."""
 
-
 PASSED_ON = ("config_args", "config_kwargs", "model_args", "model_kwargs")
 """Their keys with what goes to the encoder's config and to its loading."""
 
-
 HARMLESS = ("trust_remote_code", "use_cache")
 """What may go there: it changes no weight and nothing of what the encoder computes."""
-
 
 READ = {
     "transformer_task": ("feature-extraction",),
@@ -64,7 +53,6 @@ READ = {
     "method_output_name": ("last_hidden_state", ["last_hidden_state"]),
 }
 """Their keys that choose what runs and which output is read, each with the values that mean the last states."""
-
 
 MODES = {
     "cls": "pooling_mode_cls_token",
@@ -76,9 +64,7 @@ MODES = {
 }
 """The ways to pool, in the order in which their results are joined, with the switch of each in an older config."""
 
-
-VECTOR = "sentence_embedding"
-"""What modules call the vector that they hand on, unless a linear's config says otherwise."""
+VECTOR = "sentence_embedding"  # what modules call the vector that they hand on, unless a linear's config says otherwise
 
 
 @dataclass(frozen=True)

@@ -35,26 +35,19 @@ from .naming import Naming, found_in
 from .packing import way_back_of
 from .places import RESTORE
 
-TOKENIZER = "spiece_model"
-"""Under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights."""
-
+TOKENIZER = "spiece_model"  # under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights
 
 TOKENIZER_FILE = "spiece.model"
-
 
 SCALES = (".scale_weight", ".weight_scale")
 """Endings, in place of ``.weight``, of the scale that an fp8 matrix is multiplied with: ComfyUI's two."""
 
-
 ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale", TOKENIZER)
 """Endings of the names of what lies beside weights and is none."""
 
-
 SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
 
-
-SCRATCH: list[tempfile.TemporaryDirectory[str]] = []
-"""The folders of this process, removed when it ends."""
+SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # the folders of this process, removed when it ends
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,7 @@ from .ownership import files_of, has_record, is_made_from, is_report, is_whole, 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 """Errors of the disk that is written to."""
 
-
-MOST_FOLDERS = 200
-"""Folders in each other that an output may lie in; Python makes some 1,000."""
-
+MOST_FOLDERS = 200  # folders in each other that an output may lie in; Python makes some 1,000
 
 ELSEWHERE = "choose another output path"
 

@@ -30,22 +30,13 @@ from .formats import RunningHash, bytes_of, read_exactly, reading
 from .reader import Checkpoint
 from .shards import FileRecord, Write, check_write, dtype_of, lay_out, reach_of, shards
 
-ELEMENTS = 1 << 18
-"""Elements in a chunk: 512 kB of bf16."""
-
-
-FLUSHED = 1 << 26
-"""Bytes after which the disk is given what has been written, so that it works at the same time."""
-
-
-MOST_WAITING = 8
-"""Pieces of work that wait for the thread that hashes."""
-
+ELEMENTS = 1 << 18  # elements in a chunk: 512 kB of bf16
+FLUSHED = 1 << 26  # bytes after which the disk is given what has been written, so that it works at the same time
+MOST_WAITING = 8  # pieces of work that wait for the thread that hashes
 
 FP32_REACH = 100
 """Largest reach of exponents that fp32 is wide enough for: what is lost below its 2⁻¹²⁶ or above its 2¹²⁸ at any step
 ends below 2⁻²⁶ or above 2²⁸, where fp16 has nothing."""
-
 
 Array = np.ndarray[Any, Any]
 Chunk = tuple[Callable[[], object], memoryview]

@@ -34,20 +34,11 @@ from .penalty import Observation
 MARGIN_BITS = 0.125
 """Bits under the limit at which the lid comes to rest: the bounds used here are a few percent off the certificate's."""
 
-COMES_DOWN = 0.5
-"""Share of the remaining steps in which the lid comes down."""
-
-PASSES = 6
-"""Newton steps after one of the optimizer's at most; as a rule two are enough."""
-
-SCALINGS = 3
-"""Steps that follow where that was not enough: the weights as a whole are made smaller."""
-
-TOLERANCE_BITS = 2.0**-8
-"""What may remain over the lid."""
-
-MOST_MOVED = 0.5
-"""Share of its length by which one Newton step may change a row or a head of a weight at most."""
+COMES_DOWN = 0.5  # share of the remaining steps in which the lid comes down
+PASSES = 6  # Newton steps after one of the optimizer's at most; as a rule two are enough
+SCALINGS = 3  # steps that follow where that was not enough: the weights as a whole are made smaller
+TOLERANCE_BITS = 2.0**-8  # what may remain over the lid
+MOST_MOVED = 0.5  # share of its length by which one Newton step may change a row or a head of a weight at most
 
 
 class BoundConstraint:

@@ -45,14 +45,10 @@ from .objectives import (
 )
 from .recipe import Data
 
-_GROUP = 64
-"""Steps of examples that are sorted by length together: long enough to group, short enough to stay shuffled."""
+_GROUP = 64  # steps of examples that are sorted by length together: long enough to group, short enough to stay shuffled
+_CHARACTERS = 8  # characters of a long text that are tokenised for each token that is wanted
 
-_CHARACTERS = 8
-"""Characters of a long text that are tokenised for each token that is wanted."""
-
-_TRAINING, _HELD_OUT, _SPLIT, _ORDER = range(4)
-"""What random numbers are for, so that no two uses share any."""
+_TRAINING, _HELD_OUT, _SPLIT, _ORDER = range(4)  # what random numbers are for, so that no two uses share any
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,7 @@ class TrainingBatch:
         return {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
 
 
-Row = tuple[str, str | None]
-"""Text and target of a row; a row whose text is blank is left out."""
+Row = tuple[str, str | None]  # text and target of a row; a row whose text is blank is left out
 
 
 @dataclass(frozen=True)

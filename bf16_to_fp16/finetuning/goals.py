@@ -21,14 +21,9 @@ from ..report.schema import FinetuneEntry, Report, UnsafeEntry
 from ..wording import bits, counted, excess, in_bits, scientific
 from .recipe import CERTIFIABLE, Recipe
 
-PLATEAU_BITS = 0.05
-"""Bits that half a run must bring for more steps to be worth their time."""
-
-LEAST_POINTS = 8
-"""Of a curve from which a plateau can be told."""
-
-TOLERANCE_BITS = 0.005
-"""What headroom may lack: less than its two digits show."""
+PLATEAU_BITS = 0.05  # bits that half a run must bring for more steps to be worth their time
+LEAST_POINTS = 8  # of a curve from which a plateau can be told
+TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,7 @@ class RunLog:
 CURVES = ("task_loss", "distillation", "penalty", "learning_rate", "loss_scale", "bound_bits")
 """Values of a step that a report keeps, besides the step itself and the least headroom."""
 
-MOST_POINTS = 400
-"""Of the curves in a report; of a longer run every n-th line is kept, and the last."""
+MOST_POINTS = 400  # of the curves in a report; of a longer run every n-th line is kept, and the last
 
 
 def curves(path: Path) -> dict[str, list[float | None]]:

@@ -22,8 +22,7 @@ from ..errors import UserError
 Objective = Literal["pairs", "span-corruption", "gap-sentences", "denoising", "next-token", "text"]
 """What an example is made of; ``text`` has an input alone, for an encoder."""
 
-SENTINELS = 100
-"""Most sentinels of one example: what T5 was pretrained with."""
+SENTINELS = 100  # most sentinels of one example: what T5 was pretrained with
 
 BYTE_SENTINEL = 258
 """First sentinel of ByT5 (Xue et al. 2022), which counts down through byte ids: no UTF-8 text has bytes from 248."""
@@ -31,8 +30,7 @@ BYTE_SENTINEL = 258
 DENSITY, SUBWORD_SPAN, BYTE_SPAN = 0.15, 3.0, 20.0
 """Share of the tokens that are noise (T5), and mean length of a span of subwords (T5) and of bytes (ByT5)."""
 
-DENOISING_DENSITY, DENOISING_SPAN = 0.35, 3.5
-"""The same where a text is denoised as a whole (mBART)."""
+DENOISING_DENSITY, DENOISING_SPAN = 0.35, 3.5  # the same where a text is denoised as a whole (mBART)
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:

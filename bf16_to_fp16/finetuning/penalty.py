@@ -24,17 +24,10 @@ from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..observe.meter import is_norm
 from ..observe.tap import Tap, paths
 
-FORMS = ("smooth-max", "none")
-"""What is penalised: the excess of a smooth maximum over the tokens, or nothing."""
-
-SHARPNESS = 4.0
-"""Exponent of the smooth maximum: a token one bit below the largest is pulled 2⁻⁴ as hard."""
-
-MOST_EXCESS_BITS = 16.0
-"""Largest excess that one step of dual ascent counts; also what a non-finite value counts."""
-
-MOST_SLACK_BITS = 1.0
-"""Largest slack by which one step of dual ascent lets a weight decay."""
+FORMS = ("smooth-max", "none")  # what is penalised: the excess of a smooth maximum over the tokens, or nothing
+SHARPNESS = 4.0  # exponent of the smooth maximum: a token one bit below the largest is pulled 2⁻⁴ as hard
+MOST_EXCESS_BITS = 16.0  # largest excess that one step of dual ascent counts; also what a non-finite value counts
+MOST_SLACK_BITS = 1.0  # largest slack by which one step of dual ascent lets a weight decay
 
 # What is bounded by what enters it, or by 1; what losses and norms compute, which stock code does in fp32.
 _BOUNDED = {"softmax", "relu", "silu", "gelu", "sigmoid", "tanh", "dropout", "native_dropout"}

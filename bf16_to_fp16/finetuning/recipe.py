@@ -153,8 +153,7 @@ class Schedule(Section):
         return self.warmup if self.warmup <= self.steps else max(1, self.steps // 10)
 
 
-CERTIFIABLE = ("half", "auto")
-"""Targets with which bounds can be held; auto is then half."""
+CERTIFIABLE = ("half", "auto")  # targets with which bounds can be held; auto is then half
 
 
 class Penalty(Section):

@@ -62,11 +62,8 @@ from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
 
-OF_A_RUN = {START_FOLDER, "log.jsonl", "teacher", "wandb"}
-"""What the folder of a run may hold before its first state."""
-
-START_BATCHES = 4
-"""Batches that the start must hold before the first step."""
+OF_A_RUN = {START_FOLDER, "log.jsonl", "teacher", "wandb"}  # what the folder of a run may hold before its first state
+START_BATCHES = 4  # batches that the start must hold before the first step
 
 
 @quiet()

@@ -20,8 +20,7 @@ from .penalty import ActivationPenalty
 from .recipe import Recipe
 from .states import RunFolder
 
-PULLED_STEPS = 16
-"""Steps after one with a site past its target in which a rise of the loss is laid to the penalty."""
+PULLED_STEPS = 16  # steps after one with a site past its target in which a rise of the loss is laid to the penalty
 
 
 @dataclass

@@ -54,20 +54,14 @@ from .recipe import Recipe, Schedule
 from .stability import RunPosition, Watch
 from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
 
-FITTING_STEPS = 20
-"""Steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16."""
-
-SEARCH_STEPS = 32
-"""Gradient steps of a search for hard inputs."""
+FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16
+SEARCH_STEPS = 32  # gradient steps of a search for hard inputs
 
 SEARCHED_SITES, SEARCHED_ROWS = 6, 8
 """Sites furthest past their targets that a search goes after, and rows for each of them."""
 
-SEARCHED_LENGTHS = (16, 4, 1, 8, 2)
-"""Positions of one search after the other."""
-
-HARD_INPUTS = 48
-"""Inputs found that are kept."""
+SEARCHED_LENGTHS = (16, 4, 1, 8, 2)  # positions of one search after the other
+HARD_INPUTS = 48  # inputs found that are kept
 
 CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
 """Parts of a recipe that may change when a run continues: they have no part in its bits."""

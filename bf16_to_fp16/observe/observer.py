@@ -25,11 +25,8 @@ from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, site_n
 _FRIENDLY = dict.fromkeys(("bmm", "mm", "addmm", "baddbmm"), "matmul")
 _FRIENDLY |= {"_softmax": "softmax", "_safe_softmax": "softmax", "_to_copy": "to", "native_layer_norm": "layer_norm"}
 
-_OUTPUTS_OF_A_RUN = 1 << 40
-"""More than any run has."""
-
-_CUBED = {"pow", "mul", "add", "tanh"}
-"""Operations of which a cube and its way to a tanh consist."""
+_OUTPUTS_OF_A_RUN = 1 << 40  # more than any run has
+_CUBED = {"pow", "mul", "add", "tanh"}  # operations of which a cube and its way to a tanh consist
 
 
 @dataclass(slots=True)
@@ -54,8 +51,7 @@ class _Frame(Call):
 
     sites: dict[tuple[str, int, torch.dtype], Site] = field(default_factory=dict)
     measured: bool = True
-    unseen: bool = False
-    """Whether a row of its weights sees no position and is NaN."""
+    unseen: bool = False  # whether a row of its weights sees no position and is NaN
     pending: list[tuple[Site, int, int]] = field(default_factory=list)
     """Sites with so many NaN of such rows, and at which output."""
 

@@ -17,8 +17,7 @@ from torch import Tensor, constant_pad_nd
 from ..numerics import FP16_MAX, FP16_STEP
 from .sites import Site
 
-MASK_FROM = -FP16_MAX / 2
-"""A constant at or below this is a mask, not a number: half of fp16's lowest value (-32752)."""
+MASK_FROM = -FP16_MAX / 2  # a constant at or below this is a mask, not a number: half of fp16's lowest value (-32752)
 
 MASKED_REACH = -math.log(FP16_STEP)
 """How far below the largest score of its row a masked one must lie, so that its weight is at most 2⁻²⁴ (16.6)."""

@@ -52,10 +52,8 @@ from .remedies import (
     why_unproven,
 )
 
-NOISE = 1e-9
-"""Divergences under it are the noise of fp32 logits."""
-FP16_RANGE_BITS = 40.0
-"""Bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN."""
+NOISE = 1e-9  # divergences under it are the noise of fp32 logits
+FP16_RANGE_BITS = 40.0  # bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN
 ONE_ROUNDING = 0.541 * 2.0**-20 / 12
 """Mean squared relative error of rounding to 11 significant bits: (2⁻¹⁰)²/12 times the mean of 1/x² over x in [1, 2),
 log-uniform."""

@@ -56,15 +56,12 @@ NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of which a processor, which makes a model's input of images and text, has one."""
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n.*?\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
-LONGEST_PLAN = 200_000
-"""Characters of a plan that a card shows."""
+LONGEST_PLAN = 200_000  # characters of a plan that a card shows
 OTHER_FORMATS = frozenset(
     ("bf16", "bfloat16", "fp32", "gguf", "jax", "onnx", "openvino", "pytorch", "rust", "tf", "tflite")
 )
 """Tags of the source that say how its weights are stored, which the converted folder does not share."""
-MOST_UNCERTIFIED_ON_CARD = 6
-"""Sites without a proof that a card lists; the report has all."""
-
+MOST_UNCERTIFIED_ON_CARD = 6  # sites without a proof that a card lists; the report has all
 
 REGIME_COLUMNS = (
     Column("regime", lambda row: f"{row['name']} ({row['meaning']})"),

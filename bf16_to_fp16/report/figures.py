@@ -274,8 +274,7 @@ def draw_audit(
 # --- the bracket -----------------------------------------------------------------------------------------------------
 
 
-WIDE_FROM = 16
-"""Last block from which a picture of brackets takes the page's width."""
+WIDE_FROM = 16  # last block from which a picture of brackets takes the page's width
 
 
 @dataclass(frozen=True)
@@ -391,8 +390,7 @@ def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, end
 # --- the finetune ----------------------------------------------------------------------------------------------------
 
 _CURVE = (3.6, 2.5)
-Curve = list[tuple[float, float]]
-"""(step, value) wherever a value is finite."""
+Curve = list[tuple[float, float]]  # (step, value) wherever a value is finite
 
 
 def curve_pictures(run: FinetuneEntry) -> list[Picture]:

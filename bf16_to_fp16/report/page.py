@@ -73,16 +73,11 @@ MOST_UNSAFE = 12
 """Broken sites listed with their remedy; most others only pass on what broke before, and are in the site table."""
 MAIN_FIGURES = 3
 """Figures of the headline: headroom, what is certified, fp16's error against bf16's; others where one is missing."""
-MOST_FIGURES = 4
-"""Figures of the headline of an audit, so that they stand in one row."""
-MOST_EXPONENTS = 300
-"""Signals of the plan that are listed with their exponents."""
-MOST_SUNK = 12
-"""Signals under the normal numbers that are listed."""
-LARGEST = 6
-"""Signals named below the picture."""
-MOST_EVALUATIONS = 12
-"""Rows of the table of evaluations; of more the last, and others spread evenly."""
+MOST_FIGURES = 4  # figures of the headline of an audit, so that they stand in one row
+MOST_EXPONENTS = 300  # signals of the plan that are listed with their exponents
+MOST_SUNK = 12  # signals under the normal numbers that are listed
+LARGEST = 6  # signals named below the picture
+MOST_EVALUATIONS = 12  # rows of the table of evaluations; of more the last, and others spread evenly
 _KINDS = {"value": "values", "neuron": "neurons", "query_key": "queries and keys"}
 """Ends of signal names, and what to call them; every other signal that a plan moves is the output of a norm."""
 _over2 = partial(excess, decimals=2)

@@ -16,12 +16,9 @@ from ..rescaling.planner import Fallback, Violation
 from ..wording import counted, listed, reached
 from .schema import AttackEntry, BoundEntry, CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
 
-MASKED = ":masked"
-"""How the sites end that say what a mask must add at least."""
-OUTPUT = "the output, against bf16's error"
-"""Names the violation of an fp16 output that is less accurate than bf16's."""
-TEXT = "TEXT.txt"
-"""Stands for the user's own text."""
+MASKED = ":masked"  # how the sites end that say what a mask must add at least
+OUTPUT = "the output, against bf16's error"  # names the violation of an fp16 output that is less accurate than bf16's
+TEXT = "TEXT.txt"  # stands for the user's own text
 FINETUNE = "finetune with the activation-magnitude penalty"
 CONVERT = "bf16-to-fp16 convert rescales what can be"
 PENALTY = f"rescaling cannot lower it; {FINETUNE}"

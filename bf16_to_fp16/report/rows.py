@@ -41,14 +41,10 @@ from .schema import (
 from .tables import Column, Table, numbers
 
 STRICTEST = TIERS[-1].name
-TIGHTEST = 8
-"""Sites of the certificate named below its picture."""
-MOST_UNCERTIFIED = 400
-"""Sites without a proof that a page lists, the worst; the report has all."""
-UNCERTIFIED_SHOWN = 12
-"""Of them, those that a page shows at once; the others unfold."""
-BF16_BITS = 8
-"""Significant bits of bf16, under which a conversion would have lost what the source had."""
+TIGHTEST = 8  # sites of the certificate named below its picture
+MOST_UNCERTIFIED = 400  # sites without a proof that a page lists, the worst; the report has all
+UNCERTIFIED_SHOWN = 12  # of them, those that a page shows at once; the others unfold
+BF16_BITS = 8  # significant bits of bf16, under which a conversion would have lost what the source had
 
 
 def bound_rows(certificate: CertificateEntry, count: int | None = TIGHTEST) -> list[BoundEntry]:

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 REPORT = "fp16_report.json"
 PAGE = "fp16_report.html"
 CARD = "README.md"
-LONGEST_REPORT = 64_000_000
-"""Bytes; one with an exponent for each channel of an 11B model has some 12 MB."""
+LONGEST_REPORT = 64_000_000  # bytes; one with an exponent for each channel of an 11B model has some 12 MB
 FROM_A_FILE = "from a file"
 """The validation context of what was not just made here, and may have keys of another version."""
 Flag = Annotated[bool, Field(strict=True)]

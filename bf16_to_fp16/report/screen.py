@@ -15,8 +15,7 @@ from rich.text import Text
 from ..progress import VisibleConsole
 from . import tables
 
-PLAIN_WIDTH = 1000
-"""More than any row needs, so that none is folded."""
+PLAIN_WIDTH = 1000  # more than any row needs, so that none is folded
 
 
 class Name:

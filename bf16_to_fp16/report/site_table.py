@@ -28,8 +28,7 @@ from .tables import Column, names, numbers
 
 MOST_SITE_BYTES = 1_500_000
 """Bytes of the table's JSON; past it sites with most headroom are left out, so that the page stays under 2 MB."""
-ROWS_WITHOUT_SCRIPT = 60
-"""Rows that stand in the HTML itself."""
+ROWS_WITHOUT_SCRIPT = 60  # rows that stand in the HTML itself
 
 
 class SiteRow(NamedTuple):
@@ -102,8 +101,7 @@ _COLUMNS = {
     "dtype": Column("dtype", "dtype", lambda dtype: dtype or ""),
 }
 """By the field that the script sorts by."""
-_POINTERS = ("name", "regime", "dtype", "benign")
-"""Fields of text."""
+_POINTERS = ("name", "regime", "dtype", "benign")  # fields of text
 
 
 def tables(report: Report) -> Mapping[str, Sequence[SiteEntry]]:

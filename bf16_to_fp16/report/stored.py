@@ -13,8 +13,7 @@ from ..errors import UserError
 from ..rescaling.plan import Plan
 from .schema import REPORT, Source, WeightsEntry, read_report
 
-STORED = {"F64", "F32", "F16", "BF16"}
-"""Dtypes that ``undo`` can write back, in safetensors' spelling."""
+STORED = {"F64", "F32", "F16", "BF16"}  # dtypes that ``undo`` can write back, in safetensors' spelling
 
 
 def read_plan(path: Path) -> Plan:

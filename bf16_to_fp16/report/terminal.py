@@ -71,8 +71,7 @@ from .tables import Column, Table, names, numbers
 
 WORST_SITES = 6
 CARD_LINES = 40
-FOLDED_LINES = 8
-"""Lines shown of what a card folds."""
+FOLDED_LINES = 8  # lines shown of what a card folds
 CHECK_NAMES = {
     "files": "files: hashes against the report",
     "plan": "plan: against config and weights",

@@ -18,14 +18,9 @@ from ..families.known import of_model_type
 from .interface import config_of, is_causal
 from .stock import setting
 
-IGNORED_LABEL = -100
-"""The label that stock losses leave out."""
-
-LOGIT_BUDGET = 2**27
-"""Most logits of one batch (half a gigabyte in fp32): large vocabularies get fewer rows."""
-
-GENERATED_TOKENS = 4
-"""Tokens that a generation makes."""
+IGNORED_LABEL = -100  # the label that stock losses leave out
+LOGIT_BUDGET = 2**27  # most logits of one batch (half a gigabyte in fp32): large vocabularies get fewer rows
+GENERATED_TOKENS = 4  # tokens that a generation makes
 
 RANDOM, LONG, REPEATED, PADDED, SHORT = "random ids", "long", "repeated", "padded", "short"
 CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image", "generate", "data"

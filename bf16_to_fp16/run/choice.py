@@ -18,39 +18,26 @@ from ..families.layout import Layout, TensorSource
 from ..families.types import Attention, feed_forwards_of
 from .alone import Weights, forward, pulled_back, slopes
 
-CHOSEN, WHOLE = 256, 384
-"""How many ids are chosen, and the largest vocabulary that is run whole instead."""
+CHOSEN, WHOLE = 256, 384  # how many ids are chosen, and the largest vocabulary that is run whole instead
 
 SPECIAL, DRAWN, LONGEST, SHORTEST, CHANNELS = "special", "random", "largest norm", "smallest norm", "outlier channels"
 ALONE, ENCODER, DECODER = "largest alone", "largest alone in the encoder", "largest alone in the decoder"
 """Why an id was chosen."""
 
-_CHANNELS = 24
-"""Channels whose largest and smallest entry is taken."""
+_CHANNELS = 24  # channels whose largest and smallest entry is taken
+_MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}  # how many ids each reason brings in
+_CANDIDATES = 768  # tokens that are carried through the layers
 
-_MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}
-"""How many ids each reason brings in."""
+_DRAWN, _TYPICAL = 128, 64  # candidates that are drawn at random, and how many of them stand for a typical token
 
-_CANDIDATES = 768
-"""Tokens that are carried through the layers."""
-
-_DRAWN, _TYPICAL = 128, 64
-"""Candidates that are drawn at random, and how many of them stand for a typical token."""
-
-_RUNNERS = 8
-"""Candidates for a product of two neurons."""
-
-_RANKS = 4
-"""How many candidates a site can bring in."""
+_RUNNERS = 8  # candidates for a product of two neurons
+_RANKS = 4  # how many candidates a site can bring in
 
 _PRODUCTS = 1 << 24
 """Most products of rows of the table and of weights: those of 500 rows of weights at a vocabulary of 32,128."""
 
-_DIRECTIONS = 512
-"""Most rows of weights that the table is held against."""
-
-_ELEMENTS = 1 << 22
-"""Entries of the table in memory at a time."""
+_DIRECTIONS = 512  # most rows of weights that the table is held against
+_ELEMENTS = 1 << 22  # entries of the table in memory at a time
 
 
 def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -> dict[str, list[int]]:

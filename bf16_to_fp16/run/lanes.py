@@ -31,8 +31,7 @@ T = TypeVar("T")
 Change = Callable[[str, Tensor], Tensor]
 """Gives the weight that a run is to have in place of the stored one: of its name and values, in the run's dtype."""
 
-_STACK = 1 << 21
-"""Bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited."""
+_STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited
 
 _COLLECTIONS = (dict, OrderedDict, set)
 
@@ -111,10 +110,8 @@ class Lane(Generic[T]):
     model: Any
     weights: _Model
     again: bool
-    waits_at: str | None = None
-    """The place where it waits; None before it has started."""
-    asks: tuple[nn.Embedding, Tensor] | None = None
-    """An embedding of which it needs rows, and their ids."""
+    waits_at: str | None = None  # the place where it waits; None before it has started
+    asks: tuple[nn.Embedding, Tensor] | None = None  # an embedding of which it needs rows, and their ids
     done: bool = False
     error: BaseException | None = None
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))

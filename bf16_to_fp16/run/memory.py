@@ -7,8 +7,7 @@ from pathlib import Path
 
 import psutil
 
-CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux says what the group of this process may use and does."""
+CGROUP = Path("/sys/fs/cgroup")  # where Linux says what the group of this process may use and does
 
 
 def available() -> float:

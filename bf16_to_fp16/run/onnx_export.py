@@ -18,8 +18,7 @@ from ..wording import bytes_in_words
 from .batch import Batch
 from .runtime import as_function, inputs_of, tracing
 
-LARGEST = 2**31 - 1
-"""Bytes of an ONNX file, which protobuf allows."""
+LARGEST = 2**31 - 1  # bytes of an ONNX file, which protobuf allows
 
 MOVES = {"Cast", "Constant", "Concat", "Expand", "Gather", "Identity", "Reshape", "Slice", "Transpose", "Where"}
 """Operations that compute nothing."""

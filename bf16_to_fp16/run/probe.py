@@ -51,8 +51,7 @@ _PROBE_LOGITS = 2**25
 """Most logits of the probe, random ids and short rows apart: those of about a thousand positions at a vocabulary of
 32,128."""
 
-GENERATION_SHARE = 1 / 4
-"""Largest share of the memory at hand that a generation's weights may take."""
+GENERATION_SHARE = 1 / 4  # largest share of the memory at hand that a generation's weights may take
 
 _SHORT, _SHORT_DECODER = 8, 4
 """Tokens of the longest of the short rows, and in the decoder, where each costs the vocabulary's logits."""

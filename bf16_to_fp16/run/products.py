@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}
-"""Operations that multiply two matrices."""
+MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that multiply two matrices
 
 
 class FastProducts(TorchDispatchMode):

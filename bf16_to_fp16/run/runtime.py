@@ -24,8 +24,7 @@ from .stock import load
 
 FP16 = "float16"
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""How formats are called here, whatever a runtime calls them."""
+FLOATS = ("float16", "bfloat16", "float32", "float64")  # how formats are called here, whatever a runtime calls them
 
 
 @dataclass(frozen=True)

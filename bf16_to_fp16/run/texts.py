@@ -23,20 +23,10 @@ from typing import Any
 from ..errors import UserError, first_line
 from ..json_text import loads
 
-TEXT_COLUMNS = ("input", "text")
-"""Columns that are taken for the text before any other."""
-
-
-TARGET_COLUMN = "target"
-"""The column of what the model should answer."""
-
-
-HUB_TIMEOUT = 10.0
-"""Seconds that the Hub has to answer."""
-
-
-_MOST_HUB_ROWS = 4096
-"""Rows that are read of a dataset of the Hub, which may be larger than the disk."""
+TEXT_COLUMNS = ("input", "text")  # columns that are taken for the text before any other
+TARGET_COLUMN = "target"  # the column of what the model should answer
+HUB_TIMEOUT = 10.0  # seconds that the Hub has to answer
+_MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may be larger than the disk
 
 
 # ---- one pass over the rows ------------------------------------------------------------------------------------------
@@ -179,9 +169,7 @@ READERS: Mapping[str, Callable[[Path, Iterable[str]], Iterator[dict[str, Any]]]]
 }
 """Readers of the lines of a file that is text, by its ending; the path is how errors name it."""
 
-
-KINDS = (*READERS, ".parquet")
-"""Endings of the files that can be read."""
+KINDS = (*READERS, ".parquet")  # endings of the files that can be read
 
 
 def local_files(path: str) -> list[Path] | None:

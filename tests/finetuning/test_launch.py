@@ -35,8 +35,7 @@ STEPS = 6
 UNCLIPPED = "optimizer.clip_norm=1e6"
 IN_TWO_PASSES = ("data.batch_size=2", "data.gradient_accumulation=2")
 """Half a process's batch twice: two processes then take the step of ``alone`` in four parts."""
-MISSED = 1
-"""Exit status of a run of the recipe, which asks for more headroom than six steps can give."""
+MISSED = 1  # exit status of a run of the recipe, which asks for more headroom than six steps can give
 
 
 @pytest.fixture(scope="module")

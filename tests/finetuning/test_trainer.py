@@ -56,8 +56,7 @@ from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_
 from bf16_to_fp16.optim.adamw import AdamW
 from bf16_to_fp16.optim.moments import BLOCKED
 
-BAD = ord("Z") + 3
-"""ByT5's id of a letter that no text here has."""
+BAD = ord("Z") + 3  # ByT5's id of a letter that no text here has
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,6 @@ LONG_AT_ONCE = {
 }
 """Rotary positions with other frequencies for inputs of more than 8 tokens."""
 
-
 EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("t5", {"dense_act_fn": "relu2"}, "'dense_act_fn' is 'relu2'"),
     ("umt5", {"dense_act_fn": "relu"}, "'dense_act_fn' is 'relu'"),

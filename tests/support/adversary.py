@@ -21,8 +21,7 @@ from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.run.stock import run_everywhere, vocabulary_of
 
-DECODER, ENCODER = 7, 9
-"""Positions of the two sides."""
+DECODER, ENCODER = 7, 9  # positions of the two sides
 
 
 def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tensor, memory: list[Attention]) -> Tensor:

@@ -17,8 +17,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 MISSING = "needs a headless browser: install chromium (Debian, Ubuntu: apt-get install chromium)"
-PATIENCE = 60.0
-"""Seconds to wait for an answer."""
+PATIENCE = 60.0  # seconds to wait for an answer
 
 
 def executable() -> str | None:

@@ -103,7 +103,6 @@ VALUES: tuple[Any, ...] = (
     *({"0": {"d_ff": 5}}, {"0": {"encoder_attention_heads": 1}}, {"model_type": "t5"}, {"quant_method": "gptq"}),
 )
 
-
 ONE_LAYER: Mapping[str, Any] = {"num_layers": 1, "num_decoder_layers": 1}
 
 SMALL: Mapping[str, Mapping[str, Any]] = {

@@ -10,8 +10,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-STAND_IN = torch.device("meta")
-"""A device that every torch has; its tensors have no values."""
+STAND_IN = torch.device("meta")  # a device that every torch has; its tensors have no values
 
 
 class StandIn:

@@ -35,8 +35,7 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.recipe import read_recipe
 from bf16_to_fp16.run.texts import texts
 
-SECONDS = 60.0
-"""The longest that one command may take, on a machine that has other work."""
+SECONDS = 60.0  # the longest that one command may take, on a machine that has other work
 
 WEIGHTS, INDEX, PICKLE, REPORT = (
     "model.safetensors",

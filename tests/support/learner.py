@@ -77,8 +77,7 @@ class Killed(BaseException):
     """Stands for the end of the process, which no handler sees."""
 
 
-Damage = Callable[[int, TrainingBatch], TrainingBatch]
-"""What becomes of the batch of a step of data."""
+Damage = Callable[[int, TrainingBatch], TrainingBatch]  # what becomes of the batch of a step of data
 
 
 def kept(step: int, batch: TrainingBatch) -> TrainingBatch:

@@ -13,12 +13,9 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
-LOUD = 0
-"""The token that every other one's query likes, and its own does not; all others dislike each other."""
-
+LOUD = 0  # the token that every other one's query likes, and its own does not; all others dislike each other
 
 SMALL = {"num_layers": 1, "num_decoder_layers": 1}
-
 
 NARROW = {
     "encoder_layers": 1,

@@ -26,9 +26,7 @@ CLIP = {
 }
 """The shape of a CLIP encoder."""
 
-
-TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
-"""A file that is large enough to be linked."""
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"  # a file that is large enough to be linked
 
 
 def encoder(kind: str = "t5-encoder", **changes: Any) -> Any:

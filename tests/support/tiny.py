@@ -80,7 +80,6 @@ PEGASUS_SHAPE = {
     "decoder_start_token_id": 0,
 }
 
-
 GEMMA3_SHAPE = {
     "hidden_size": 24,
     "vocab_size": 97,
@@ -447,7 +446,6 @@ SEARCHED = [kind for entry in ENTRIES for kind in entry.kinds if kind not in ent
 
 FIRST = [kinds[0] for entry in ENTRIES if (kinds := [kind for kind in entry.kinds if kind in SEARCHED])]
 """One of them for each family."""
-
 
 FEW_LAYERS = {
     "num_layers": 2,

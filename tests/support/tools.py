@@ -16,11 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-WAN_EPS = COMFY_EPS = 1e-6
-"""Neither tool can be told another."""
-
-SPIECE = bytes(range(256)) * 5 + b"odd length"
-"""Stands for the bytes of a SentencePiece model."""
+WAN_EPS = COMFY_EPS = 1e-6  # neither tool can be told another
+SPIECE = bytes(range(256)) * 5 + b"odd length"  # stands for the bytes of a SentencePiece model
 
 
 class Gain(nn.Module):
