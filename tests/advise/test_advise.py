@@ -333,6 +333,7 @@ def test_far_is_more_than_four_times_either_way(tmp_path: Path) -> None:
         ({"model_type": "t5", "d_model": 512}, ("initializer_factor", 3**0.5, False)),
         ({"model_type": "mt5", "d_model": 4096, "initializer_factor": 1.0}, ("initializer_factor", 3**0.5, False)),
         ({"model_type": "umt5", "d_model": 512, "initializer_factor": 5}, ("initializer_factor", 5 * 3**0.5, True)),
+        ({"model_type": "udop", "d_model": 512, "initializer_factor": 1.0}, ("initializer_factor", 3**0.5, False)),
         ({"model_type": "a", "text_config": {"hidden_size": 833, "init_std": 0.02}}, ("init_std", 1.0, False)),
     ],
 )
