@@ -202,7 +202,7 @@ def checkpoint_batches(
     """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
     given."""
     config, opened, folder = load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
-    beside = tokenizer_beside(checkpoint, checkpoint.subfolder)  # where pipelines have it
+    beside = tokenizer_beside(checkpoint.folder, checkpoint.subfolder)  # where pipelines have it
     if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
         folder = beside
     return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress)

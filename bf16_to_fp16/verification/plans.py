@@ -171,7 +171,7 @@ def check_carried(
     """
     problems, unchecked = list[Problem](), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
-        brought = carry_over(original.folder, Path(scratch), tokenizer=tokenizer_beside(original, subfolder))
+        brought = carry_over(original.folder, Path(scratch), tokenizer=tokenizer_beside(original.folder, subfolder))
         side = write_in_fp16(original.folder, Path(scratch))
         ours = {name: Path(scratch, name) for name in present_files(Path(scratch)) if name != "SOURCE_README.md"}
         for name in beside_weights(folder):
