@@ -227,7 +227,12 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("a soft cap's quotient a tenth smaller", soft_capped, "values / cap", "0.9 * values / cap"),
     ("the span behind a soft cap halved", capped_span, "2 * capped.result", "capped.result"),
     ("the cap of logits left out", W.head, "soft_capped(bound, cap,", "soft_capped(0.9 * bound, cap,"),
-    ("a fused gate's bound taken for its neurons'", LinearBound.split, "x.split(rows) for x", "[x.split(rows)[0]] * len(rows) for x"),
+    (
+        "a fused gate's bound taken for its neurons'",
+        LinearBound.split,
+        "x.split(rows) for x",
+        "[x.split(rows)[0]] * len(rows) for x",
+    ),
     ("several heads' keys taken for the first's", score_bounds, "(h, h // group)", "(h, 0)"),
     ("the span between two turned keys halved", turned_score_bounds, "2 * whole * every", "whole * every"),
     ("rotated scores a tenth smaller", rotated_score_bounds, "exact[h] = min(", "exact[h] = 0.9 * min("),
