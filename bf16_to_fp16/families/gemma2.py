@@ -7,28 +7,11 @@ keys. A cap bounds what follows it, and no exponent moves a score.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .gemma3 import GEMMA3, STYLE, WITHOUT_BIASES, gate_norms
-from .llama import check_window, classes, layers, shared_values, wired_attention, wired_feed_forward
-from .parts import attention, feed_forward
-from .types import OLDER_ROTARY, Part
-
-
-def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``; raise UserError for a config with a part that no record states."""
-    check_window(config)
-    at = f"layers.{i}"
-    w = wired_attention(
-        at,
-        post_norm=f"{at}.post_attention_layernorm",
-        scale="query_pre_attn_scalar",
-        cap="attn_logit_softcapping",
-    )
-    gated = wired_feed_forward(at, config["hidden_activation"], **gate_norms(at))
-    return attention(w, STYLE, shared_values(config)), feed_forward(gated, STYLE)
-
+from .gemma3 import GEMMA3, STYLE, WITHOUT_BIASES, block
+from .llama import classes, layers
+from .types import OLDER_ROTARY
 
 WITHOUT_CAP = (
     "transformers 4.57 leaves out the cap on scores, of the source as well, unless attn_implementation is 'eager'"
@@ -48,7 +31,7 @@ GEMMA2 = replace(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    encoder=layers(block),
+    encoder=layers(block, normed=False, cap="attn_logit_softcapping"),
     alone=WITHOUT_BIASES,
     initialisation=replace(GEMMA3.initialisation, title="Gemma 2"),
 )

@@ -44,11 +44,15 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 """See ``Family.alone``."""
 
 
-def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``; raise UserError for a config with a part that no record states."""
+def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
+    """Return the parts of layer ``i``; raise UserError for a config with a part that no record states.
+
+    normed: whether queries and keys are normalised, head by head. cap: as in ``Attention``.
+    """
     check_window(config)
     at = f"layers.{i}"
-    w = wired_attention(at, post_norm=f"{at}.post_attention_layernorm", scale="query_pre_attn_scalar", **head_norms(at))
+    own = {"post_norm": f"{at}.post_attention_layernorm", "scale": "query_pre_attn_scalar", "cap": cap}
+    w = wired_attention(at, **own, **(head_norms(at) if normed else {}))
     gated = wired_feed_forward(at, config["hidden_activation"], **gate_norms(at))
     return attention(w, STYLE, shared_values(config)), feed_forward(gated, STYLE)
 
