@@ -16,14 +16,12 @@ from ..errors import UserError
 from ..families.known import FAMILIES
 from ..json_text import loads
 
-WIDTHS = ("hidden_size", "d_model", "n_embd", "n_embed", "dim")
-"""What configs call the hidden size."""
+WIDTHS = ("hidden_size", "d_model", "n_embd", "n_embed", "dim")  # what configs call the hidden size
 
 DEVIATIONS = ("initializer_range", "init_std", "initializer_factor")
 """What they call the standard deviation of every matrix, and last the factor of T5's rule."""
 
-FAR = 4.0
-"""Times a rule, either way, from which a weight or a config is flagged."""
+FAR = 4.0  # times a rule, either way, from which a weight or a config is flagged
 
 
 def small(hidden: int) -> float:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from ..checkpoint.reader import Checkpoint
 
-PIECE = 1 << 20
-"""Elements that are looked at together."""
+PIECE = 1 << 20  # elements that are looked at together
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
 _NUMERIC = re.compile(r"\s*[-+]?(?:inf|nan)\s*|(?=.*\d)[\s\d.ex×·÷−*/^()+-]+", re.IGNORECASE)
@@ -110,8 +109,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """What a layer does with a vector (x, 1), on its way from inf to NaN."""
 
-LARGEST = 1e150
-"""Numbers of which doubles hold the squares."""
+LARGEST = 1e150  # numbers of which doubles hold the squares
 
 
 def to_nan(value: float) -> list[dict[str, Any]]:

@@ -20,21 +20,11 @@ from ..families.places import NOWHERE, Place
 from ..numerics import FP16_MAX, MAX_LENGTH, MOST_POSITIONS, NORM_FLOOR, headroom_bits
 from .kinds import SiteKind
 
-UNIT = 2.0**-11
-"""Largest relative error of rounding to a normal fp16 number."""
-
-TINY = 2.0**-25
-"""Largest absolute error of rounding to a subnormal fp16 number."""
-
-UNIT32 = 2.0**-24
-"""The same as ``UNIT`` for fp32, in which kernels accumulate."""
-
-
-SPLITS = 8
-"""Partial sums of one reduction that a kernel may round to fp16 and add in fp16."""
-
-LONGEST_SUM = 2**17
-"""Terms of one sum where sums are made in fp16."""
+UNIT = 2.0**-11  # largest relative error of rounding to a normal fp16 number
+TINY = 2.0**-25  # largest absolute error of rounding to a subnormal fp16 number
+UNIT32 = 2.0**-24  # the same as ``UNIT`` for fp32, in which kernels accumulate
+SPLITS = 8  # partial sums of one reduction that a kernel may round to fp16 and add in fp16
+LONGEST_SUM = 2**17  # terms of one sum where sums are made in fp16
 
 COMPUTED = 1 + 2.0**-18
 """What the bounds are multiplied with for the rounding of their own computation in fp32 and fp64."""

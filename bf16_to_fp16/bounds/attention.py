@@ -100,8 +100,7 @@ def summed_scores(
     return ScoreBounds(torch.minimum(largest, partial), partial, apart * COMPUTED * scale + 2 * off)
 
 
-ANGLES = 2.0**-20
-"""How far cos² + sin² of one angle may be from 1, and each of them from its own value, in fp32."""
+ANGLES = 2.0**-20  # how far cos² + sin² of one angle may be from 1, and each of them from its own value, in fp32
 
 
 @dataclass(frozen=True)

@@ -66,14 +66,12 @@ from .linear import (
 )
 from .spectral import Spectra
 
-REFINED_ROWS = 4
-"""Rows of one feed-forward output that get an eigenvalue of their own."""
+REFINED_ROWS = 4  # rows of one feed-forward output that get an eigenvalue of their own
 
 OPERATIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
 """The operation that computes an activation, where it has another name."""
 
-FP16_OVERFLOW = 65520.0
-"""Values from here on are inf in fp16."""
+FP16_OVERFLOW = 65520.0  # values from here on are inf in fp16
 
 
 class _Walk(Findings):

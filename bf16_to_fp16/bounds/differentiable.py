@@ -44,17 +44,10 @@ from .attention import (
 from .feed_forward import LOWEST
 from .linear import NormOutput, either, in_ball, knapsack, layer_normalised, rms_normalised
 
-SQUARINGS = 10
-"""Times that a Gram matrix of a head is squared: as 1024 steps of power iteration."""
-
-STEPS = 32
-"""Steps of power iteration on the rows of a feed-forward, whose Gram matrix is not made."""
-
-ROWS_AT_A_TIME = 1 << 14
-"""Rows of a head that are measured at a time."""
-
-SMALL = 1e-30
-"""What lengths are kept from being divided by."""
+SQUARINGS = 10  # times that a Gram matrix of a head is squared: as 1024 steps of power iteration
+STEPS = 32  # steps of power iteration on the rows of a feed-forward, whose Gram matrix is not made
+ROWS_AT_A_TIME = 1 << 14  # rows of a head that are measured at a time
+SMALL = 1e-30  # what lengths are kept from being divided by
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-WIDE = 1 << 18
-"""Elements from which matrices are multiplied in fp32, chunk by chunk."""
-
-IN_CACHE = 1 << 17
-"""Elements of the rows that are made at a time."""
+WIDE = 1 << 18  # elements from which matrices are multiplied in fp32, chunk by chunk
+IN_CACHE = 1 << 17  # elements of the rows that are made at a time
 
 
 class Sized(Protocol):

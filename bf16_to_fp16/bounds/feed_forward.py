@@ -42,8 +42,7 @@ LOWEST = {
 STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.13, "silu": 1.1, "swish": 1.1}
 """Largest derivative of an activation, rounded up."""
 
-HEAVIEST = 8
-"""Neurons behind a gate that get an eigenvalue together, for every row of the output."""
+HEAVIEST = 8  # neurons behind a gate that get an eigenvalue together, for every row of the output
 
 WORTH_REFINING = 2.0**0.25
 """How far a row must stand out for its own eigenvalue: the largest bound can fall by less than this otherwise."""
@@ -248,8 +247,7 @@ class PlainNeurons:
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
 
-Neurons = GatedNeurons | PlainNeurons
-"""The inner signals of a feed-forward."""
+Neurons = GatedNeurons | PlainNeurons  # the inner signals of a feed-forward
 
 
 def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic) -> Tensor:

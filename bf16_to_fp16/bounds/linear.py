@@ -17,8 +17,7 @@ from torch import Tensor
 from .arithmetic import COMPUTED, UNIT, UNIT32, Arithmetic, full_precision, growth, norm_units
 from .factored import Factored, chunks, working_dtype
 
-NORM_ERROR = 2.0**-10
-"""Relative error allowed to what a LayerNorm computes in fp32, on inputs that vary."""
+NORM_ERROR = 2.0**-10  # relative error allowed to what a LayerNorm computes in fp32, on inputs that vary
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,9 @@ from .linear import bound_box, layer_normalised
 SHRINKING = ("Identity", "ReLU", "GELU", "SiLU", "Tanh")
 """Activations that give nothing larger than what they are given."""
 
-CHOOSING = ("cls", "max", "lasttoken")
-"""Ways to pool that give a token's own channels."""
-
-EXACT_COUNT = 2048
-"""Up to here fp16 counts in ones; from here on adding one more may be rounded away."""
-
-LAYER_NORM_EPS = 1e-5
-"""Of torch's ``LayerNorm``, which sentence-transformers makes with no other."""
+CHOOSING = ("cls", "max", "lasttoken")  # ways to pool that give a token's own channels
+EXACT_COUNT = 2048  # up to here fp16 counts in ones; from here on adding one more may be rounded away
+LAYER_NORM_EPS = 1e-5  # of torch's ``LayerNorm``, which sentence-transformers makes with no other
 
 LEAST_SQUARED = 2.0**-12
 """Numbers from here on have squares in fp16 that are not 0, at least two thirds of the true ones."""

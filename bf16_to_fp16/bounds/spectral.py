@@ -19,20 +19,11 @@ from ..families.layout import TensorReader
 from .arithmetic import COMPUTED, full_precision
 from .factored import IN_CACHE, Tall
 
-EXACT_UP_TO = 128
-"""Rows of a matrix whose eigenvalues are all computed; beyond it Cholesky is faster."""
-
-TILE = 512
-"""Rows and columns of a Gram matrix that are summed at a time, so that the sum stays in the cache."""
-
-FP32_ROWS = 256
-"""Rows summed in fp32 before the sum goes on in fp64."""
-
-AT_A_TIME = 2048
-"""Rows of a tall matrix that are made at a time."""
-
-CARRIED = 2.0**-8
-"""Share of its root by which an eigenvalue may grow when it is carried over rather than computed."""
+EXACT_UP_TO = 128  # rows of a matrix whose eigenvalues are all computed; beyond it Cholesky is faster
+TILE = 512  # rows and columns of a Gram matrix that are summed at a time, so that the sum stays in the cache
+FP32_ROWS = 256  # rows summed in fp32 before the sum goes on in fp64
+AT_A_TIME = 2048  # rows of a tall matrix that are made at a time
+CARRIED = 2.0**-8  # share of its root by which an eigenvalue may grow when it is carried over rather than computed
 
 _STEPS = 32
 

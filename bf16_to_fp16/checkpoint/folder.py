@@ -187,7 +187,7 @@ def finite(data: object) -> object:
 
 
 def tokenizer_beside(folder: Path, subfolder: str | None) -> Path | None:
-    """Return the folder of the tokenizer for a pipeline's ``folder``: ``text_encoder_2`` has ``tokenizer_2`` beside it."""
+    """Return a pipeline's folder of the tokenizer for folder: ``text_encoder_2`` has ``tokenizer_2`` beside it."""
     if subfolder is None or "text_encoder" not in subfolder:
         return None
     return folder.parent / folder.name.replace("text_encoder", "tokenizer")

@@ -143,8 +143,7 @@ def projector() -> Part:
     )
 
 
-INSIDE = f"{BODY}.language_model"
-"""Where the stack stands in a model with images."""
+INSIDE = f"{BODY}.language_model"  # where the stack stands in a model with images
 
 TEXT = keys_inside(
     replace(GEMMA3, **heads(STYLE, body=INSIDE, cap=CAP)),

@@ -69,8 +69,7 @@ class TensorSource(Protocol):
         """Return rows [start, stop) of a tensor."""
 
 
-TensorReader = Callable[[str], "torch.Tensor"]
-"""Gives a layout's tensor by name, in any floating dtype."""
+TensorReader = Callable[[str], "torch.Tensor"]  # gives a layout's tensor by name, in any floating dtype
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,8 @@ from .types import (
     StockClass,
 )
 
-Biases = Mapping[str, Collection[str]]
-"""Linears that have a bias, by the config key that says so, "" for always."""
-
-BODY = "model"
-"""Where the stack stands in a model with a head."""
+Biases = Mapping[str, Collection[str]]  # linears that have a bias, by the config key that says so, "" for always
+BODY = "model"  # where the stack stands in a model with a head
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:

@@ -13,8 +13,7 @@ from .configs import config_value, looked_up, with_value
 from .layout import Layout
 from .types import Family
 
-ROTATION = "rope_parameters"
-"""The key of rotary positions that transformers 5 writes."""
+ROTATION = "rope_parameters"  # the key of rotary positions that transformers 5 writes
 
 APART = ("rope_theta", "partial_rotary_factor")
 """Keys inside it that stand beside ``rope_scaling`` in an older config, and not in it."""

@@ -108,8 +108,7 @@ MADE = {
     "generate": positions,
 }
 SHARED = table("shared.weight")
-BODY = "model"
-"""Where the stacks stand in a model with a head."""
+BODY = "model"  # where the stacks stand in a model with a head
 FINAL_NORM = f"{BODY}.decoder.layer_norm"
 HEAD = head(f"{BODY}.shared.weight")
 LOGITS_BIAS = Tensor("final_logits_bias", ("one", "vocab"), (None, None), absent="stock code takes zeros")

@@ -23,8 +23,7 @@ from .types import RESIDUAL, Family, OutputScale, Part, Stack, StackEnds, StockC
 
 ROWS_AT_A_TIME = 4096
 
-MOST_POSITIONS = 1 << 16
-"""Positions that are made where a file lacks them; published Pegasus models have 512 and 1024."""
+MOST_POSITIONS = 1 << 16  # positions that are made where a file lacks them; published Pegasus models have 512 and 1024
 
 
 def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:

@@ -24,26 +24,18 @@ class Kind(StrEnum):
     RESIDUAL = "residual"
     """A residual stream: one exponent for the whole model where its stacks share an embedding or the config's one eps,
     else one for each stack."""
-    NORM = "norm"
-    """Output of one norm, per channel."""
+    NORM = "norm"  # output of one norm, per channel
     VALUE = "value"
     """Values of one attention, per channel; convex weights carry them unchanged to the output projection."""
-    QUERY_KEY = "query_key"
-    """Queries (+) and keys (−) of one attention, per channel."""
+    QUERY_KEY = "query_key"  # queries (+) and keys (−) of one attention, per channel
     NEURON = "neuron"
     """Feed-forward neurons behind a homogeneous function (ReLU, or the linear branch of a gate), per channel."""
-    FIXED = "fixed"
-    """A signal that no coupling can move: gate pre-activations, the encoder's output, logits."""
+    FIXED = "fixed"  # a signal that no coupling can move: gate pre-activations, the encoder's output, logits
 
 
-RESIDUAL = "residual"
-"""Name of the residual signal, of the encoder's where stacks have one each."""
-
-Sign = Literal[1, -1]
-"""How a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides."""
-
-Side = Literal["input", "output"]
-"""Side of a module."""
+RESIDUAL = "residual"  # name of the residual signal, of the encoder's where stacks have one each
+Sign = Literal[1, -1]  # how a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides
+Side = Literal["input", "output"]  # side of a module
 
 Spread = tuple[int, ...]
 """How the elements of an axis share the channels of a signal: factors of the axis, outermost first, of which every
@@ -148,40 +140,29 @@ class Attention:
     Names without another remark are module paths or, with a colon, sites as audits name them; "" is for none.
     """
 
-    at: str
-    """The module that forms the scores."""
+    at: str  # the module that forms the scores
     norm: str
     query: str
     key: str
     value: str
     output: str
     _: KW_ONLY
-    heads: str
-    """Config key of their number."""
-    add: str
-    """The site where the output joins the residual stream."""
-    memory: bool = False
-    """Whether keys and values read the encoder's output."""
-    bias: str = ""
-    """Tensor of the position bias."""
-    scaled: bool = True
-    """Whether scores are multiplied by head_dim^-1/2 after the product."""
-    dropout: str = ""
-    """The module that only training switches on, for the output, "" where it is a function."""
-    post_norm: str = ""
-    """The norm between the output projection and the stream."""
-    query_norm: str = ""
-    """The norm of each head of queries, as wide as a head."""
+    heads: str  # config key of their number
+    add: str  # the site where the output joins the residual stream
+    memory: bool = False  # whether keys and values read the encoder's output
+    bias: str = ""  # tensor of the position bias
+    scaled: bool = True  # whether scores are multiplied by head_dim^-1/2 after the product
+    dropout: str = ""  # the module that only training switches on, for the output, "" where it is a function
+    post_norm: str = ""  # the norm between the output projection and the stream
+    query_norm: str = ""  # the norm of each head of queries, as wide as a head
     key_norm: str = ""
     norms_by_position: bool = False
     """Whether these norms read positions before heads, [rows, positions, heads, channels]."""
     rotary: str = ""
     """The module that gives the cosines and sines by which queries and keys are turned, channel i with i +
     head_dim/2; where it turns the first channels of a head alone, the others count as if they were."""
-    interleaved: bool = False
-    """Whether it turns channels 2i and 2i + 1 instead."""
-    kv_heads: str = ""
-    """Config key of the number of heads of keys and values, "" where it is ``heads``."""
+    interleaved: bool = False  # whether it turns channels 2i and 2i + 1 instead
+    kv_heads: str = ""  # config key of the number of heads of keys and values, "" where it is ``heads``
     scale: str = ""
     """Config key of what scores are multiplied with to the power of -1/2 where they are ``scaled``, "" for head_dim."""
     cap: str = ""
@@ -194,16 +175,13 @@ class Attention:
     block: str = ""
     """Config key of the number of positions of which sums are made, for further keys and values; what is left over at
     the end joins the last sum."""
-    block_norm: str = ""
-    """The norm through which the sums go."""
-    block_bias: str = ""
-    """Tensor of their position bias."""
+    block_norm: str = ""  # the norm through which the sums go
+    block_bias: str = ""  # tensor of their position bias
     divides: bool = False
     """Whether scores are divided by the root of head_dim instead, by a module that knows of no SDPA."""
     weights_dropout: str = ""
     """The module that only training switches on, for the attention weights, "" where it is a function."""
-    attributes: StockAttributes | None = None
-    """Of its module, where they are not the family's."""
+    attributes: StockAttributes | None = None  # of its module, where they are not the family's
     fused: tuple[int, ...] = ()
     """How many rows of one matrix are of queries, keys and values, in this order, where these three are one module."""
 
@@ -441,8 +419,7 @@ class OutputScale(StrEnum):
 
     NEVER = "never"
     ALWAYS = "always"
-    CONFIG = "config"
-    """When the config says so: by ``output_scale_key``, in its absence by the tie flag."""
+    CONFIG = "config"  # when the config says so: by ``output_scale_key``, in its absence by the tie flag
 
 
 @dataclass(frozen=True)
@@ -514,8 +491,7 @@ class StockAttributes:
     groups: str = ""
 
 
-OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}
-"""The keys of a config whose layers all turn positions alike."""
+OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # the keys of a config whose layers all turn positions alike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -525,52 +501,38 @@ class Family:
     name: str
     title: str
     model_type: str
-    classes: tuple[StockClass, ...]
-    """The classes of transformers that are supported."""
+    classes: tuple[StockClass, ...]  # the classes of transformers that are supported
     sizes: Mapping[str, tuple[str | int, ...]]
     """Named sizes, each the product of these config keys and numbers, 1 for none; a table counts as its length."""
     defaults: Mapping[str, object]
     """What the stock config class takes where a key is absent, a value, ``SameAs`` another key or a ``Quotient`` of
     two."""
-    encoder: Stack
-    """The first stack, and of a family without a decoder the only one, whatever its mask is."""
-    decoder: Stack | None = None
-    """The stack that reads the first one's output, None for a family of one stack."""
-    encoder_ends: Part
-    """Where an encoder begins and ends, apart from its final norm's output."""
-    encoder_output: Part
-    """What the encoder's final norm gives where a decoder, or a user, reads it."""
+    encoder: Stack  # the first stack, and of a family without a decoder the only one, whatever its mask is
+    decoder: Stack | None = None  # the stack that reads the first one's output, None for a family of one stack
+    encoder_ends: Part  # where an encoder begins and ends, apart from its final norm's output
+    encoder_output: Part  # what the encoder's final norm gives where a decoder, or a user, reads it
     decoder_ends: Part | None = None
     """Where a decoder begins and ends, apart from its final norm's output; None with ``decoder``."""
-    tied_head: Part
-    """The final norm and the language-modelling head where the embedding serves as head."""
-    untied_head: Part
-    """The final norm and a language-modelling head of its own."""
+    tied_head: Part  # the final norm and the language-modelling head where the embedding serves as head
+    untied_head: Part  # the final norm and a language-modelling head of its own
     embedding: str
     head: str
-    copies: tuple[str, ...] = ()
-    """Names under which stock files may repeat the embedding."""
-    ignorable: tuple[str, ...] = ()
-    """Tensors that stock classes drop without a word."""
-    logits_bias: str = ""
-    """Tensor that the stock class adds to the logits, "" for none."""
+    copies: tuple[str, ...] = ()  # names under which stock files may repeat the embedding
+    ignorable: tuple[str, ...] = ()  # tensors that stock classes drop without a word
+    logits_bias: str = ""  # tensor that the stock class adds to the logits, "" for none
     output_scale: OutputScale = OutputScale.NEVER
-    output_scale_key: str = ""
-    """Config key that switches the scale before the head, "" where there is none."""
+    output_scale_key: str = ""  # config key that switches the scale before the head, "" where there is none
     kept_in_fp32: tuple[str, ...] = ()
     """Modules that the stock class leaves in fp32 when it loads a model in fp16, as ``_keep_in_fp32_modules`` names
     them."""
     eps_key: str | None = None
     """Config key of the norms' eps, None where stock code has it fixed. A key with dots is one of a config inside the
     config, wherever a family names keys."""
-    eps: float
-    """The eps that stock code uses where the config does not say."""
-    centred_norm: bool = False
-    """True for LayerNorm (mean subtracted), False for RMSNorm."""
+    eps: float  # the eps that stock code uses where the config does not say
+    centred_norm: bool = False  # true for LayerNorm (mean subtracted), False for RMSNorm
     norm_site: str = "mul#2"
     """Name of the operation that gives a norm's output, as the audit names it in fp16."""
-    dropout: Mapping[DropoutKind, str]
-    """Config keys of the dropout rates."""
+    dropout: Mapping[DropoutKind, str]  # config keys of the dropout rates
     free_keys: tuple[str, ...] = ()
     """Config keys that the stock class reads and no bound depends on, such as the rate of layers dropped in
     training; with ``*`` at the end all that begin so."""
@@ -582,15 +544,13 @@ class Family:
     untie: Literal["", "copy", "scaled"]
     """How an embedding used as head can be separated: "copy", "scaled" (the d^-1/2 before the head folded in), or
     "" (never)."""
-    variants: tuple[Mapping[str, object], ...] = ()
-    """Config values that give a block other parts than the defaults do."""
+    variants: tuple[Mapping[str, object], ...] = ()  # config values that give a block other parts than the defaults do
     ties_all_or_nothing: bool = False
     """Whether stock code whose head is no embedding ties no other copy of the embedding either, so that a file must
     hold each."""
     encoder_refuses_cache: bool = False
     """Whether stock code raises where ``use_cache`` is asked for in a call that runs the encoder too."""
-    norm_rounds_once: bool = False
-    """Whether an RMSNorm is rounded after its gain alone, and not before it as well."""
+    norm_rounds_once: bool = False  # whether an RMSNorm is rounded after its gain alone, and not before it as well
     alone: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """Config keys of which one value is supported and no other: that value, and what is said of any other."""
     nullable: tuple[str, ...] = ()
@@ -610,12 +570,10 @@ class Family:
     """Whether transformers 4.57 multiplies the decoder's output by d^-1/2 where the tie flag is true and only there."""
     older_notes: Mapping[str, str] = field(default_factory=dict)
     """Config keys whose value transformers 4.57 does not obey unless it is null, each with a sentence that says so."""
-    eps_copies: tuple[str, ...] = ()
-    """Further config keys that must say the same eps."""
+    eps_copies: tuple[str, ...] = ()  # further config keys that must say the same eps
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
     """Config keys of whether the embedding serves as head: every version of stock code goes by one of them."""
-    brings: Part | None = None
-    """What brings another model's outputs into the first stack, None where nothing does."""
+    brings: Part | None = None  # what brings another model's outputs into the first stack, None where nothing does
 
     @property
     def projector(self) -> Projector | None:
@@ -642,8 +600,7 @@ class Family:
 _KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise"})
 """Fields of a topology that are keys of the config."""
 
-_OF_CONFIG = _KEYS | {"activation"}
-"""Fields of a topology that are no paths."""
+_OF_CONFIG = _KEYS | {"activation"}  # fields of a topology that are no paths
 
 
 def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:

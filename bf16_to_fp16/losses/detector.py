@@ -20,9 +20,7 @@ from typing import Any
 
 from .events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
 
-MAD_TO_SIGMA = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
-
+MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 _LEAST_SIGMA = 0.005  # least noise that is believed, as a share of the level: a smooth curve's small rise is no spike
 _CLEAR = 2.0  # how many times as far above the level as the lowest of the last calm losses is below it a spike must be
 _STEEP = 0.5  # share of the losses' scatter that a line through them may leave where it is to replace their median

@@ -18,8 +18,7 @@ class Event:
     end: int | None
     size: float
 
-    cause: ClassVar[str] = ""
-    """What usually causes it, and what helps."""
+    cause: ClassVar[str] = ""  # what usually causes it, and what helps
 
     @property
     def kind(self) -> str:

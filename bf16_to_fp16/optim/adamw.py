@@ -35,8 +35,7 @@ from .moments import MOMENTS, check_moments, is_blocked, new_moment, store
 
 ROUNDINGS = ("stochastic", "nearest", "kahan")
 
-COMPILED_FROM = 1 << 24
-"""Parameters of a group from which a compiled step earns the seconds that compiling it takes."""
+COMPILED_FROM = 1 << 24  # parameters of a group from which a compiled step earns the seconds that compiling it takes
 
 
 class _Sizes(NamedTuple):
@@ -431,8 +430,7 @@ class Adam(AdamW):
         super().__init__(params, *args, **options)
 
 
-_OWN = ("compile", "foreach", "offload", "decoupled_weight_decay")
-"""Options that a loaded state does not change."""
+_OWN = ("compile", "foreach", "offload", "decoupled_weight_decay")  # options that a loaded state does not change
 
 
 def _put_back(copies: list[tuple[Tensor, Tensor]], pieces: Sequence[_Piece]) -> None:

@@ -58,8 +58,7 @@ class Format:
 BF16 = Format("bf16", BF16_SIGNIFICANT_BITS, -126, (2 - 2.0**-7) * 2.0**127)
 FP16 = Format("fp16", FP16_SIGNIFICANT_BITS, -14, FP16_MAX)
 
-FORMATS: dict[str, Format] = {f.name: f for f in (BF16, FP16)}
-"""The formats by name."""
+FORMATS: dict[str, Format] = {f.name: f for f in (BF16, FP16)}  # the formats by name
 
 
 def half_gaps(x: Tensor, target: Format, towards_zero: Tensor | None = None) -> Tensor:

@@ -28,11 +28,8 @@ from torch import Tensor
 
 from ..numerics import FP16_STEP
 
-Key = tuple[int, int, int] | Tensor
-"""Three int32 words: Python integers, or an int32 tensor whose first dimension is 3."""
-
-BLOCK_BITS = 31
-"""Elements with indices in the same block of 2³¹ share a key; the index within the block is hashed."""
+Key = tuple[int, int, int] | Tensor  # three int32 words: Python integers, or an int32 tensor whose first dimension is 3
+BLOCK_BITS = 31  # elements with indices in the same block of 2³¹ share a key; the index within the block is hashed
 
 CHUNK = 1 << 16
 """Elements that are worked on at a time in eager mode: small for the caches, large for the cost of calling."""

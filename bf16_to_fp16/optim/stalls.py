@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DEFAULT_SHARE = 0.5
-"""Of the weights, that should move."""
-
+DEFAULT_SHARE = 0.5  # of the weights, that should move
 _BINS_PER_DOUBLING = 16  # bins of a histogram in a doubling
 _LOWEST_RATE, _HIGHEST_RATE = -200, 140  # binary exponents that are told apart
 _RATE_BINS = (_HIGHEST_RATE - _LOWEST_RATE) * _BINS_PER_DOUBLING + 1

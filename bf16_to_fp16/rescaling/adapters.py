@@ -18,8 +18,7 @@ from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
 from .plan import Plan, axis_exponents, check_plan_fits, correction_of
 
-PREFIX = "base_model.model."
-"""What PEFT puts before the name of every module."""
+PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,7 @@ def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
     return with_older_keys(layout.family, config)
 
 
-DTYPE_KEYS = ("dtype", "torch_dtype")
-"""Config keys of the dtype: of transformers 5, and of earlier versions."""
+DTYPE_KEYS = ("dtype", "torch_dtype")  # config keys of the dtype: of transformers 5, and of earlier versions
 
 
 def set_dtype(config: dict[str, object], dtype: str) -> None:

@@ -35,24 +35,19 @@ PROOF_MARGIN_BITS = 1 / 32
 TRAIN_MARGIN_BITS = 2.0
 """Further bits that the target ``train`` keeps: for weights that move, and gradients that flow back."""
 
-CHANNEL_RANGE = 24
-"""Channel exponents are searched from −24 to 24."""
-
-RESIDUAL_RANGE = 24
-"""Residual exponents are searched from −24 to 24."""
+CHANNEL_RANGE = 24  # channel exponents are searched from −24 to 24
+RESIDUAL_RANGE = 24  # residual exponents are searched from −24 to 24
 
 ROUNDING = 2.0**-24
 """Scale of one unavoidable fp16 rounding, (2⁻¹¹)²/4, in relative squared error; costs well under it do not matter."""
 
-EXCESS = 1e6
-"""Cost of one bit over a hard limit: more than any precision, so that limits come first."""
+EXCESS = 1e6  # cost of one bit over a hard limit: more than any precision, so that limits come first
 
 UNWRITABLE = 1e12
 """Cost of one bit by which a weight passes 65504: more than any signal's excess, since such a plan cannot be written,
 and an unsafe one can."""
 
-PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS
-"""What a bound must stay under after scaling."""
+PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS  # what a bound must stay under after scaling
 
 RESTRAINT = ROUNDING * 2.0**-10
 """What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
@@ -60,8 +55,7 @@ RESTRAINT = ROUNDING * 2.0**-10
 PROOF_WORTH = ROUNDING / 4
 """Predicted error that a proof of one site may cost; with four sites for each norm, as much as one rounding there."""
 
-PROOF_FIRST = 1.0
-"""The same where a proof is what was asked for: all that there is to lose."""
+PROOF_FIRST = 1.0  # the same where a proof is what was asked for: all that there is to lose
 
 LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 """A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
@@ -69,11 +63,8 @@ LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 INDIFFERENCE = ROUNDING / 4
 """Residual exponents whose costs differ by less are as good as each other; the one nearest 0 is taken."""
 
-OF_STREAM = (Kind.VALUE, Kind.NEURON)
-"""Signals whose channels are solved for each exponent of the stream."""
-
-SOLVED = (*OF_STREAM, Kind.QUERY_KEY)
-"""Signals that have an exponent for each channel wherever that costs less."""
+OF_STREAM = (Kind.VALUE, Kind.NEURON)  # signals whose channels are solved for each exponent of the stream
+SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each channel wherever that costs less
 
 
 @dataclass(frozen=True)

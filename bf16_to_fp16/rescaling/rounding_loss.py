@@ -16,11 +16,8 @@ from ..families.spread import shared
 from ..families.types import Spread
 from ..numerics import FP16_SIGNIFICANT_BITS, lowest_bit_exponent
 
-GRID = 72
-"""Exponents from −72 to 72 are tabulated: the residual's and those of two axes, 24 each."""
-
-STEP_NOISE = 2.0**-48 / 12
-"""Mean squared error of rounding to a grid of 2⁻²⁴."""
+GRID = 72  # exponents from −72 to 72 are tabulated: the residual's and those of two axes, 24 each
+STEP_NOISE = 2.0**-48 / 12  # mean squared error of rounding to a grid of 2⁻²⁴
 
 _UNIT = FP16_SIGNIFICANT_BITS - 1
 """Significands are counted in 2⁻¹⁰ of their binade, so that fp16's and bf16's are whole numbers below 2¹¹."""

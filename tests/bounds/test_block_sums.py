@@ -17,8 +17,7 @@ from bf16_to_fp16.bounds.linear import NormOutput, block_sums
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.types import Attention
 
-BLOCK = 5
-"""Positions of a block, of which a row of the adversary's has one and all but one of another: 9."""
+BLOCK = 5  # positions of a block, of which a row of the adversary's has one and all but one of another: 9
 
 
 def model_with_one_sum() -> tuple[Any, Layout, Attention]:

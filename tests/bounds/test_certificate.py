@@ -533,8 +533,7 @@ def test_the_rounding_of_a_long_row_of_attention_weights_is_covered() -> None:
 # value passes the bound (``benchmarks/mutate_bounds.py`` leaves them out one by one).
 
 
-CENTRED = ("pegasus", "mbart", "bigbird_pegasus")
-"""Kinds with LayerNorms."""
+CENTRED = ("pegasus", "mbart", "bigbird_pegasus")  # kinds with LayerNorms
 
 
 def aligned(kind: str, **options: Any) -> Any:
@@ -584,8 +583,7 @@ def seen_at_one_position(model: Any, layout: Layout) -> dict[str, float]:
     return {site.name: site.amax for site in observer.sites()}
 
 
-UNREACHED = ("norm", "normalised", "statistic")
-"""Kinds whose bounds are for a vector that lies along one channel."""
+UNREACHED = ("norm", "normalised", "statistic")  # kinds whose bounds are for a vector that lies along one channel
 
 
 @pytest.mark.parametrize("kind", ["t5", "gated", "gelu", "silu", "umt5", *CENTRED, "t5-encoder"])

@@ -57,11 +57,8 @@ OF_TRANSFORMERS = {
 }
 """Config keys that mean the same in every family."""
 
-OPERATIONS = {"layer_norm"}
-"""torch's names of operations, by which audits name sites."""
-
-ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}
-"""The names of the shipped checkpoints."""
+OPERATIONS = {"layer_norm"}  # torch's names of operations, by which audits name sites
+ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}  # the names of the shipped checkpoints
 
 FILES = {
     "advise/configs.py",

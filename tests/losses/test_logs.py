@@ -31,7 +31,6 @@ WANDB_FILE = zlib.decompress(
 )
 """An offline run as wandb 0.31 wrote it: five losses, the fourth NaN, then an evaluation and a nested value."""
 
-
 ROWS = [{"step": 10 * k, "loss": 3.0 / k, "loss_scale": 1024.0} for k in range(1, 6)]
 CURVE = Curve((10, 20, 30, 40, 50), tuple(3.0 / k for k in range(1, 6)), (1024.0,) * 5)
 
