@@ -23,8 +23,7 @@ from .publishing import publish_command
 from .shared import INTERRUPTED, UNREAD, USAGE
 from .training import advise_command, finetune_command
 
-REPORTS = ("json_file", "html", "picture")
-"""Parameters of the commands that name a file in which a report is written."""
+REPORTS = ("json_file", "html", "picture")  # parameters of the commands that name a file in which a report is written
 
 
 class _UnreadError(Exception):

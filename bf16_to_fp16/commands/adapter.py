@@ -33,8 +33,7 @@ from ..rescaling.plan import Plan, inverse
 from .undo import config_before
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-NOTE = "fp16_adapter.json"
-"""What a converted adapter's folder says of itself; PEFT does not look at it."""
+NOTE = "fp16_adapter.json"  # what a converted adapter's folder says of itself; PEFT does not look at it
 
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 """Ways to begin an adapter (``init_lora_weights``) that leave the checkpoint's weights as they are."""

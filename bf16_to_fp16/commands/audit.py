@@ -31,8 +31,7 @@ from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, 
 from ..run.batch import describe_batches
 from ..run.stock import attentions_of
 
-BOUNDED_FOR = "half"
-"""The target that an audit bounds a checkpoint for; of the stricter ones it says whether they hold."""
+BOUNDED_FOR = "half"  # the target that an audit bounds a checkpoint for; of the stricter ones it says whether they hold
 
 
 @quiet()

@@ -35,8 +35,7 @@ from ..run.stock import eps_attribute
 from ..targets import MARGIN_BITS, TARGETS
 from .rescale import observed_plan, opened
 
-MARK = "_made_fp16_safe"
-"""Attribute of a model in memory that has been rescaled: the ``MadeSafe`` that undoes it."""
+MARK = "_made_fp16_safe"  # attribute of a model in memory that has been rescaled: the ``MadeSafe`` that undoes it
 
 
 @dataclass(frozen=True)

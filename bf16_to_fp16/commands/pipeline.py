@@ -36,8 +36,7 @@ from ..wording import counted, listed
 from .convert import Conversion, convert_by, next_of
 from .undo import undo
 
-REWRITTEN = ("config.json", INDEX)
-"""Texts that a conversion writes anew, and ``undo`` brings back as they were."""
+REWRITTEN = ("config.json", INDEX)  # texts that a conversion writes anew, and ``undo`` brings back as they were
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,11 @@ from ..verification.views import rendered
 from .pipeline import check_no_pipeline
 from .verify import Problem, check_audit, check_files, read_recorded, recompute, run_again
 
-HUBS_OWN = (".gitattributes",)
-"""Files that the Hub itself puts into a repository."""
+HUBS_OWN = (".gitattributes",)  # files that the Hub itself puts into a repository
 
 MESSAGE = "Upload an fp16 checkpoint rescaled by bf16_to_fp16"
 
-SMALL = 10_000_000
-"""Bytes up to which a file is searched for the token and goes up together with others."""
+SMALL = 10_000_000  # bytes up to which a file is searched for the token and goes up together with others
 
 
 @dataclass(frozen=True)

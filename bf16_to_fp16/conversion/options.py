@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from ..families.layout import Layout
     from ..report.schema import Lineage, Report
 
-MOST_MARGIN = 12
-"""Bits of margin that leave a signal any room: 65504·2⁻¹² is 16."""
+MOST_MARGIN = 12  # bits of margin that leave a signal any room: 65504·2⁻¹² is 16
 
 SEED = click.IntRange(-(2**63), 2**63 - 1)
 

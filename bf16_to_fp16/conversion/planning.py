@@ -42,8 +42,7 @@ from ..targets import AUTO, TIERS
 from ..wording import counted
 from .options import Destination, Options
 
-ACCEPTABLE_DRIFT = 1 / 128
-"""Largest share of bf16's divergence that the drift of an unscaled eps may cause."""
+ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of an unscaled eps may cause
 
 
 @dataclass(frozen=True)

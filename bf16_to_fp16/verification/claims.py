@@ -19,8 +19,7 @@ from ..report.schema import BoundEntry, CertificateEntry, Report, UnsafeEntry, d
 from .comparing import Problem, compared
 from .views import other_release
 
-NEVER_SET = ("train_mode", "attention", "model_class")
-"""Keys of a report that other commands than convert write."""
+NEVER_SET = ("train_mode", "attention", "model_class")  # keys of a report that other commands than convert write
 
 
 def check_claims(report: Report) -> list[Problem]:

@@ -19,17 +19,13 @@ from ..report.remedies import CONVERT_AGAIN
 MAGNITUDE, FAINT = 1 / 8, 2.0**-6
 """Relative difference of a largest |x|, and the size under which none matters, 22 bits from the limit."""
 
-HEADROOM, ROOMY = 0.2, 20.0
-"""Bits by which a headroom may differ, and from which on it does not matter."""
+HEADROOM, ROOMY = 0.2, 20.0  # bits by which a headroom may differ, and from which on it does not matter
 
-DISTANCE, NOISE = 2.0, 1e-9
-"""Factor of a KL or an error, and the noise of fp32 logits."""
+DISTANCE, NOISE = 2.0, 1e-9  # factor of a KL or an error, and the noise of fp32 logits
 
-SHARE, KEPT_BITS = 0.05, 0.1
-"""Difference of a share of tokens, and of the bits that are kept."""
+SHARE, KEPT_BITS = 0.05, 0.1  # difference of a share of tokens, and of the bits that are kept
 
-EXACT = 1e-9
-"""Relative difference of numbers that are computed from the same others."""
+EXACT = 1e-9  # relative difference of numbers that are computed from the same others
 
 MAGNITUDES = ("amax", "fp32", "before", "after", "observed")
 

@@ -16,18 +16,12 @@ from .comparing import is_table
 class How(Enum):
     """How a key is checked. Its value: why it is not, where it is not."""
 
-    ALWAYS = ""
-    """Computed again from the files, or made again from keys that are."""
-    RUN = "needs a run (leave out --no-audit)"
-    """Measured again when the checkpoint is run."""
-    ORIGINAL = "needs the original (--original)"
-    """Made or measured again on the original."""
-    BOTH = "needs the original and a run (--original, without --no-audit)"
-    """Measured again on the original."""
-    BESIDE = "needs the same text; give --data"
-    """What was run on the user's text, where there was one."""
-    NEVER = "taken on trust: nobody else can know it"
-    """Taken as it is."""
+    ALWAYS = ""  # computed again from the files, or made again from keys that are
+    RUN = "needs a run (leave out --no-audit)"  # measured again when the checkpoint is run
+    ORIGINAL = "needs the original (--original)"  # made or measured again on the original
+    BOTH = "needs the original and a run (--original, without --no-audit)"  # measured again on the original
+    BESIDE = "needs the same text; give --data"  # what was run on the user's text, where there was one
+    NEVER = "taken on trust: nobody else can know it"  # taken as it is
 
 
 def row(how: How, path: str, keys: str) -> dict[str, How]:

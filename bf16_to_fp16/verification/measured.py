@@ -10,8 +10,7 @@ from ..numerics import FP16_TINY
 from ..report.schema import Inputs, RegimeEntry, Report, dump
 from .comparing import FAINT, HEADROOM, MAGNITUDE, ROOMY, Problem, compared
 
-STACK = ("torch", "transformers")
-"""Packages whose versions decide how operations are named."""
+STACK = ("torch", "transformers")  # Packages whose versions decide how operations are named
 
 
 def other_stack(report: Report) -> bool:

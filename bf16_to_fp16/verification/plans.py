@@ -33,11 +33,8 @@ from .files import beside_weights, present_files
 OF_NO_MODEL = ("architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
 """Keys of a config that say nothing of the model itself, but for the class that ``architectures`` names."""
 
-OF_OTHER_FILES = ("carried_over", "left_out", "card")
-"""Keys of a source that come from the files beside its weights."""
-
-OBEYED = ("generation_config.json", MODULES)
-"""Files beside the weights on which it depends what a folder computes."""
+OF_OTHER_FILES = ("carried_over", "left_out", "card")  # keys of a source that come from the files beside its weights
+OBEYED = ("generation_config.json", MODULES)  # files beside the weights on which it depends what a folder computes
 
 
 def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Source) -> list[Problem]:

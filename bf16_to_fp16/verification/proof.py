@@ -13,8 +13,7 @@ from ..report.remedies import unsafe_sites
 from ..report.schema import BoundEntry, Report, TierEntry, regimes_of
 from .comparing import Problem
 
-BOUND_TOLERANCE = 1e-3
-"""Relative difference of a recomputed bound that another machine's arithmetic may make."""
+BOUND_TOLERANCE = 1e-3  # relative difference of a recomputed bound that another machine's arithmetic may make
 
 
 def check_certificate(certificate: Certificate, report: Report) -> list[Problem]:

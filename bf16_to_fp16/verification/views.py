@@ -27,8 +27,7 @@ IDENTITY = re.compile(r'(?<=id=")[^"]*|(?<=#)[\w-]+')
 
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
 
-PIXELS = 0.5
-"""Difference of a coordinate in a picture that another machine's arithmetic may make."""
+PIXELS = 0.5  # difference of a coordinate in a picture that another machine's arithmetic may make
 
 NOT_OURS = "is not what the report gives: a reader would believe something else"
 

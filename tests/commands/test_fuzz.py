@@ -24,8 +24,7 @@ EXAMPLES = {
 }
 """By what a run of each costs: together some 20 seconds."""
 
-MEMORY = 512 << 20
-"""Bytes beyond what this process had."""
+MEMORY = 512 << 20  # bytes beyond what this process had
 
 
 @pytest.fixture(scope="module")

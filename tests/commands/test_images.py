@@ -59,7 +59,6 @@ MARKS = {
 }
 """What stands in a text for an image: the token of each of its places, and those around them."""
 
-
 NAMES = (as_written, as_published, as_in_modules)
 
 

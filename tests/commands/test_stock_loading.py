@@ -28,8 +28,7 @@ SCORED = ("gated",)
 DEMOS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")
 DRIFTING = (*PEGASUS, "pegasus-bytes", "gemma3-bytes", *(kind for kind in CAUSAL if "gemma" in kind))
 VOCABULARY = 384
-NEAR = 1e-5
-"""Largest difference allowed, as a share of the version's own largest logit on the source."""
+NEAR = 1e-5  # largest difference allowed, as a share of the version's own largest logit on the source
 DRIFT = 1e-3
 """The same for ``DRIFTING``, with Pegasus's fixed eps or gains that round: it is 1e-7 to 6e-4 of these models. That it
 is no more than the report predicts, ``test_convert`` shows."""
