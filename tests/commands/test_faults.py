@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -10,13 +11,13 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from support import faults, forked, tiny
+from support import exhaustive, faults, forked, tiny
 from support.faults import JOBS
 from support.hub_server import HubServer
 
@@ -29,6 +30,9 @@ from bf16_to_fp16.run import batch, probe
 
 KILLS = {"convert": 16, "convert --force": 10, "undo": 12, "convert a pipeline": 12}
 """Random moments at which each is killed; with those at random times, and those of finetune, more than 50."""
+
+FEW_KILLS = {"convert": 4, "convert --force": 2, "undo": 2, "convert a pipeline": 2}
+"""The last moments of so many kinds, the renames among them, which ``make test`` tries."""
 
 WRITERS = ("convert", "convert --force", "undo", "convert a pipeline")
 
@@ -62,18 +66,33 @@ def assert_a_second_run_succeeds(name: str, root: Path, wanted: dict[str, str]) 
     assert not faults.wrong_after(JOBS[name], root, wanted, strays=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", KILLS)
 def test_a_kill_at_any_moment_leaves_all_or_nothing_and_a_second_run_succeeds(
     name: str, inputs: Path, whole: Callable[[str], faults.Whole]
 ) -> None:
-    job, names, wanted = JOBS[name], whole(name).moments, whole(name).content
+    names = whole(name).moments
     # The last of each kind, the renames among them, and as many at random.
     last = {kind: number for number, kind in enumerate(names, 1)}
     chance = random.Random(7)
     every = sorted({*last.values(), *chance.sample(range(1, len(names) + 1), KILLS[name] - len(last))})
+    assert killed_at(every, name, inputs, whole(name)) > 3  # kills that hit nothing would prove nothing
+
+
+@pytest.mark.parametrize("name", FEW_KILLS)
+def test_a_kill_at_the_last_moments_leaves_all_or_nothing_and_a_second_run_succeeds(
+    name: str, inputs: Path, whole: Callable[[str], faults.Whole]
+) -> None:
+    last = {kind: number for number, kind in enumerate(whole(name).moments, 1)}
+    assert killed_at(sorted(last.values())[-FEW_KILLS[name] :], name, inputs, whole(name)) > 0
+
+
+def killed_at(moments: Sequence[int], name: str, inputs: Path, whole: faults.Whole) -> int:
+    """Kill a job at each of these moments, look at what it left, and return how often that was something."""
+    job, names, wanted = JOBS[name], whole.moments, whole.content
     root = faults.place(job, inputs)
     left = 0
-    for number, at in enumerate(every):
+    for number, at in enumerate(moments):
         if not job.prepare and (root / "out").exists():
             shutil.rmtree(root / "out")
         faults.prepare(job, root)
@@ -82,8 +101,8 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing_and_a_second_run_succeeds(
         left += bool(faults.wrong_after(job, root, wanted, strays=False))
         if number % 8 == 7:
             assert_a_second_run_succeeds(name, root, wanted)
-    assert left > 3  # kills that hit nothing would prove nothing
     assert_a_second_run_succeeds(name, root, wanted)
+    return left
 
 
 def test_a_kill_at_any_time_leaves_all_or_nothing(inputs: Path, whole: Callable[[str], faults.Whole]) -> None:
@@ -154,8 +173,10 @@ def test_a_publication_that_is_killed_leaves_all_or_nothing_and_a_second_run_suc
         server.stop()
 
 
-@pytest.mark.parametrize("kind", faults.DISK)
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    exhaustive.beyond([("convert", "EIO"), ("undo", "ENOSPC")], itertools.product(WRITERS, faults.DISK)),
+)
 def test_a_disk_that_fails_is_one_line_and_leaves_nothing(
     name: str, kind: str, inputs: Path, whole: Callable[[str], faults.Whole]
 ) -> None:

@@ -159,6 +159,7 @@ def test_the_usage_on_the_card_runs_on_text_and_on_an_image(
     assert scope["tokens"].shape[1] > ids.shape[1] and scope["model"].dtype == torch.float16
 
 
+@pytest.mark.exhaustive
 def test_older_transformers_loads_it_to_the_logits_of_the_source(
     converted: tuple[Path, Path], warm_python: Path, compat_python: Path
 ) -> None:
