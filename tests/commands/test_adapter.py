@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import tiny
+from support import exhaustive, tiny
 from support.contract import outputs, random_plan
 
 from bf16_to_fp16 import UserError, certify, cli, convert, convert_adapter
@@ -133,7 +133,7 @@ def same(one: Any, other: Any) -> bool:
 # --- the same function -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", exhaustive.beyond([torch.bfloat16], [torch.float32, torch.bfloat16]))
 def test_a_merged_adapter_computes_the_same_function_on_both_sides(
     pair: Pair, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -206,7 +206,7 @@ def test_peft_computes_the_same_function_with_the_converted_adapter(pair: Pair, 
     assert not all(torch.equal(a, b) for a, b in zip(reference, plain, strict=True))
 
 
-@pytest.mark.parametrize("bias", ["lora_only", "all"])
+@pytest.mark.parametrize("bias", exhaustive.beyond(["all"], ["lora_only", "all"]))
 def test_biases_of_pegasus_go_with_what_they_are_added_to(bias: str, tmp_path: Path) -> None:
     """Without a factor on the residual stream, whose eps stock code has fixed, Pegasus keeps every bit too."""
     peft = pytest.importorskip("peft")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support import tiny
+from support import exhaustive, tiny
 from support.contract import certified, outputs
 
 from bf16_to_fp16 import UserError, certify, convert, make_fp16_safe, rescale
@@ -63,7 +63,7 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> lis
     return losses
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", exhaustive.beyond(["t5", "gated", "pegasus", "gemma2", "llama", "glm4"], FAMILIES))
 def test_outputs_keep_every_bit_and_undo_gives_every_weight_back(kind: str) -> None:
     model = tiny.small(kind).train()
     before, after = weights(model), copy.deepcopy(model)
@@ -105,7 +105,7 @@ def test_in_memory_the_norm_of_an_embedding_keeps_its_eps() -> None:
         assert after.at(f"{norm}:layer_norm.2") == pytest.approx(model.get_submodule(norm).eps ** -0.5, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["gated", "t5", "pegasus", "mbart"])
+@pytest.mark.parametrize("kind", exhaustive.beyond(["gated", "pegasus"], ["gated", "t5", "pegasus", "mbart"]))
 def test_what_was_trained_is_undone_to_exactly_the_trained_function(kind: str) -> None:
     model = tiny.small(kind)
     safe = make_fp16_safe(model)
