@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,7 +18,6 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import pytest
 import torch
-from compat import harness
 from support import tiny, warm
 from support.download_server import serving
 
@@ -118,12 +116,6 @@ def compat_python() -> Path:
     script = Path(__file__).parent / "compat" / "make_env.py"
     made = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
     return Path(made.stdout.strip())
-
-
-@pytest.fixture(scope="session")
-def run_compat(compat_python: Path) -> Callable[..., str]:
-    """Return a function that runs a script of ``tests/compat`` in the second environment."""
-    return partial(harness.run_script, compat_python)
 
 
 @pytest.fixture

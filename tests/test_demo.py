@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -21,9 +20,8 @@ from support import tiny
 from support.forked import in_a_fork
 
 from bf16_to_fp16 import __main__ as program
-from bf16_to_fp16 import __version__, cli, convert
+from bf16_to_fp16 import cli, convert
 from bf16_to_fp16.checkpoint.folder import finite
-from bf16_to_fp16.conversion.options import parse_size
 from bf16_to_fp16.environment import SCHEMA
 from bf16_to_fp16.report.schema import Report, dump, read
 from bf16_to_fp16.run.batch import run_batch
@@ -91,42 +89,6 @@ def test_the_demo_prints_before_and_after_and_where_the_report_is(demo: Any) -> 
     assert out.count("fp16_report.html") == 3 and (folder / DEMOS[0] / "fp16_report.html").is_file()
     assert "Auditing" in err and "Auditing" not in out
     assert "\x1b[" not in out
-
-
-@pytest.mark.parametrize(
-    ("name", "gaps"), [("t5-gated-bytes", [(20, 38), (80, 98), (140, 158)]), ("pegasus-bytes", [(60, 114)])]
-)
-def test_the_demo_checkpoints_were_trained(name: str, gaps: list[tuple[int, int]]) -> None:
-    """On text never trained on, filling gaps as in training costs far less than the entropy of its bytes (4.7 bits)."""
-    lines = [line.encode()[:180] for line in (DATA / "held_out.txt").read_text().splitlines()[:64]]
-    sources, targets = [], []
-    for ids in ([b + 3 for b in line] for line in lines):
-        source, target, at = [], [], 0
-        for k, (start, stop) in enumerate(gaps):
-            source += [*ids[at:start], 383 - k]
-            target += [383 - k, *ids[start:stop]]
-            at = stop
-        sources.append([*source, *ids[at:], 1])
-        targets.append(target)
-    wanted = torch.tensor(targets)
-    shifted = torch.cat([torch.zeros(len(lines), 1, dtype=torch.long), wanted[:, :-1]], 1)
-    model = load(DATA / name, torch.float32)
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor(sources), decoder_input_ids=shifted).logits
-    text = wanted < 259
-    bits = torch.nn.functional.cross_entropy(logits[text], wanted[text]) / math.log(2)
-    assert float(bits) < 3.1
-
-
-def test_the_causal_demo_was_trained() -> None:
-    """Going on with text never trained on costs far less than the entropy of its bytes (4.7 bits)."""
-    lines = [line.encode()[:180] for line in (DATA / "held_out.txt").read_text().splitlines()[:64]]
-    ids = torch.tensor([[2, *(byte + 3 for byte in line)] for line in lines])
-    model = load(DATA / "gemma3-bytes", torch.float32)
-    with torch.no_grad():
-        logits = model(input_ids=ids[:, :-1]).logits
-    bits = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / math.log(2)
-    assert float(bits) < 2.2
 
 
 def command(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -375,16 +337,3 @@ def test_a_train_mode_audit_sees_the_backward(tmp_path: Path, capsys: pytest.Cap
     cli.main(["audit", str(source), "--regime", "half", "--train-mode", "--json", "-"])
     names = {s["name"] for s in json.loads(capsys.readouterr().out)["regimes"]["half"]["sites"]}
     assert any(name.endswith(":grad") for name in names)
-
-
-def test_families_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["families"]) == 0
-    shown = capsys.readouterr().out
-    assert "UMT5EncoderModel" in shown and "m2m_100" in shown
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == __version__
-
-
-def test_sizes_read_as_stock_ones() -> None:
-    assert parse_size("5GB") == 5 * 10**9
-    assert parse_size("1.5 MiB") == 3 * 2**19

@@ -46,6 +46,7 @@ def test_a_diffusion_encoder_in_pure_fp16(tmp_path: Path, warm_python: Path) -> 
     assert not errors["source in fp16"] < 1  # NaN, or far off where stock code clamps
 
 
+@pytest.mark.exhaustive
 def test_the_penalty_in_a_plain_loop_brings_headroom(tmp_path: Path, warm_python: Path) -> None:
     bits = headrooms(run("penalty_loop", tmp_path, warm_python))
     assert len(bits) == 8 and bits[-1] > bits[1]
@@ -67,6 +68,7 @@ def losses(shown: str) -> list[float]:
     return [float(x) for x in re.findall(r"'loss': '?([\d.]+)", shown)]
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_finetunes_a_model_made_safe_and_it_is_undone(tmp_path: Path, warm_python: Path) -> None:
     shown = run("train_fp16_trainer", tmp_path, warm_python)
     assert "rescaled in memory: the residual stream by 2^-" in shown and "Certified for train" in shown

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support import faults, forked, tiny
+from support import exhaustive, faults, forked, parsed, tiny
 from transformers import ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, cli, system
@@ -53,8 +53,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 COMMANDS = (
-    ("certify", "{root}/source"),
-    ("convert", "{root}/source", "empty", "--no-audit"),
     ("convert", "{root}/source", "out", "--no-audit"),
     ("convert", "{root}/source", "out", "--force"),
     ("certify", "out"),
@@ -79,12 +77,12 @@ def here(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     return {made.name: faults.content(made) for made in place.iterdir() if made.is_dir()}
 
 
-@pytest.mark.parametrize("name", ["win32", "darwin"])
+@pytest.mark.parametrize("name", exhaustive.beyond(["win32"], ["win32", "darwin"]))
 def test_convert_certify_audit_verify_and_undo_work_elsewhere_and_write_the_same_bytes(
     name: str, sources: Path, here: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
     """Every module of the package is imported, too."""
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "out").mkdir()
     commands = [[word.format(root=sources) for word in words] for words in COMMANDS]
     done = elsewhere(name, "-m", "support.elsewhere", json.dumps(commands), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -265,19 +263,19 @@ OF_ONE_SYSTEM = re.compile(
 
 def test_one_module_alone_asks_what_the_system_has() -> None:
     found = {
-        path.relative_to(ROOT / "bf16_to_fp16").as_posix(): sorted({match[0] for match in OF_ONE_SYSTEM.finditer(text)})
-        for path in (ROOT / "bf16_to_fp16").rglob("*.py")
-        if OF_ONE_SYSTEM.search(text := path.read_text(encoding="utf-8"))
+        path.relative_to(parsed.PACKAGE).as_posix(): sorted({match[0] for match in OF_ONE_SYSTEM.finditer(text)})
+        for path in parsed.package()
+        if OF_ONE_SYSTEM.search(text := parsed.text(path))
     }
     assert set(found) == {"system.py"}, found
 
 
 def test_text_is_written_with_its_encoding_and_its_ends_of_lines() -> None:
-    wrong = []
-    for path in (ROOT / "bf16_to_fp16").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            if node.func.attr == "write_text" and {"encoding", "newline"} - {word.arg for word in node.keywords}:
-                wrong.append(f"{path.name}:{node.lineno}")
+    wrong = [
+        f"{path.name}:{node.lineno}"
+        for path in parsed.package()
+        for node in parsed.nodes(path)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "write_text"
+        if {"encoding", "newline"} - {word.arg for word in node.keywords}
+    ]
     assert not wrong

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support import exhaustive, tiny
 from support.masks import spanning
 
 from bf16_to_fp16.auditing import attack as attacking
@@ -51,7 +51,7 @@ def few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attacking, name, number)
 
 
-@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("name", exhaustive.beyond(["pegasus-bytes"], HARD))
 def test_it_beats_random_inputs_on_trained_weights_and_passes_no_bound(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +71,7 @@ def test_it_beats_random_inputs_on_trained_weights_and_passes_no_bound(
         assert top is not None and max(found.random, found.tokens, found.embeddings) <= top, found.name
 
 
-@pytest.mark.parametrize("kind", tiny.SEARCHED)
+@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.SEARCHED))
 def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str, few_forwards: None) -> None:
     model = tiny.build(kind, 1, factor=1.0, **tiny.few_layers(kind)).half()
     source = ModelTensors(model)
@@ -187,7 +187,7 @@ def test_the_best_inputs_of_a_goal_may_come_from_any_row() -> None:
     assert elite.best("a") == 5 and elite.best("b") == math.inf
 
 
-@pytest.mark.parametrize("kind", tiny.SEARCHED)
+@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.SEARCHED))
 def test_what_it_climbs_is_what_the_audit_measures(kind: str) -> None:
     model = tiny.build(kind, 3, factor=1.0, **tiny.few_layers(kind))
     model.set_attn_implementation("eager")

@@ -145,21 +145,3 @@ def relative_error(values: np.ndarray, reference: np.ndarray) -> float:
     if values.shape != reference.shape or not np.isfinite(values).all():
         return float("inf")
     return float(np.abs(values - reference).max() / np.abs(reference).max())
-
-
-def compare_logits(source: Path, converted: Path, python: str | Path) -> float:
-    """Return the relative error of a folder's fp32 logits to its source's, in one environment.
-
-    Infinite where stock code had to invent a tensor of the converted folder or dropped one, since a
-    small error would then be luck.
-    """
-    reference, outcome = compute_logits([source, converted], python)
-    if outcome.missing or outcome.unexpected:
-        return float("inf")
-    return relative_error(outcome.output, reference.output)
-
-
-def compare_scores(source: Path, converted: Path, python: str | Path) -> float:
-    """Return the relative error of a folder's CTranslate2 log-probabilities to its source's."""
-    reference, scores = compute_scores([source, converted], python)
-    return relative_error(scores, reference)

@@ -61,23 +61,6 @@ def test_observing_changes_no_fp32_logit(kind: str) -> None:
             assert torch.equal(run_batch(model, padded(model)).logits, plain)
 
 
-def test_an_overflow_that_the_clamp_hides_is_named() -> None:
-    model = model_of("t5").half()
-    with torch.no_grad():
-        model.encoder.block[1].layer[1].DenseReluDense.wo.weight[:2] *= 1e5
-    with torch.no_grad(), SiteObserver(model) as observer:
-        logits = run_batch(model, padded(model)).logits
-    assert bool(logits.isfinite().all())
-    broken = [site for site in observer.sites() if site.nonfinite]
-    first = min(broken, key=lambda site: site.order)
-    assert first.name == "encoder.block.1.layer.1.DenseReluDense.wo"
-    sites = {site.name: site for site in observer.sites()}
-    assert sites["encoder.block.1.layer.1:add"].nonfinite
-    clamped = sites["encoder.block.1:clamp#2"]
-    assert clamped.nonfinite == 0
-    assert clamped.saturated >= sites["encoder.block.1.layer.1:add"].nonfinite
-
-
 @pytest.mark.parametrize("kind", ["t5", "umt5", "pegasus"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

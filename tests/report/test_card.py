@@ -343,12 +343,6 @@ def test_a_finetunes_card_says_that_the_weights_were_trained_and_how_far_they_we
     assert "| relative squared error of the last states | 1.00×10⁻⁵ | ∞ |" in text
 
 
-def test_the_front_matter_survives_a_finetune(tmp_path: Path) -> None:
-    (tmp_path / "SOURCE_README.md").write_text(SOURCE_CARD)
-    write_card(tmp_path / "README.md", checkpoint(tmp_path), fakes.conversion())
-    assert ModelCard.load(tmp_path / "README.md").data.license == "other"
-
-
 def test_a_warning_is_put_first_and_once(tmp_path: Path) -> None:
     unsafe = fakes.conversion(safe=False)
     (tmp_path / "source").mkdir()

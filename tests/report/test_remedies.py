@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import contract, tiny
+from support import contract, parsed, tiny
 
-import bf16_to_fp16
 from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.report import remedies
@@ -121,10 +120,6 @@ def test_each_reason_and_remedy_is_worded_in_one_place() -> None:
     worded = {value for value in vars(remedies).values() if isinstance(value, str) and " " in value}
     worded -= {remedies.__doc__}
     assert len(worded) > 10
-    for path in Path(bf16_to_fp16.__file__).parent.rglob("*.py"):
-        if path == Path(remedies.__file__):
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        said = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-        again = [text for text in said for words in worded if words in text]
-        assert again == [], path.name
+    for path in set(parsed.package()) - {Path(remedies.__file__)}:
+        said = [n.value for n in parsed.nodes(path) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        assert [text for text in said for words in worded if words in text] == [], path.name

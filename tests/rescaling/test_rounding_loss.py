@@ -33,24 +33,10 @@ def test_a_weight_that_vanishes_costs_all_its_energy() -> None:
     assert not table.lossy[1].any() and not table.error[1].any()
 
 
-def test_a_rounded_weight_costs_a_twelfth_of_a_step_squared() -> None:
-    table = loss_table(torch.tensor([[1 + 2.0**-7, 1.0]]), 0)
-    assert at(table, -17) == [0, 0]
-    assert at(table, -18) == pytest.approx([1, STEP_NOISE * 4.0**18], rel=1e-6, abs=0)
-
-
 def test_bits_that_fp16_has_at_no_exponent_are_no_loss() -> None:
     """Of 1 + 2⁻²³ fp16 keeps 11 bits: the last of them, 2⁻¹⁰, is on the grid down to −14."""
     table = loss_table(torch.tensor([[1 + 2.0**-23]]), 0)
     assert [at(table, e)[0] for e in (GRID, 0, -14, -15)] == [0, 0, 0, 1]
-
-
-def test_what_the_other_axis_does_is_in_energy_and_largest_weight() -> None:
-    weight = torch.tensor([[1.0, 2.0], [3.0, 0.5]])
-    other = torch.tensor([3, -2], dtype=torch.int32)
-    rows, columns = loss_table(weight, 0, other), loss_table(weight, 1, other)
-    assert rows.energy.tolist() == [8.0**2 + 0.5**2, 24.0**2 + 0.125**2] and rows.amax.tolist() == [8, 24]
-    assert columns.energy.tolist() == [8.0**2 + 0.75**2, 16.0**2 + 0.125**2] and columns.amax.tolist() == [8, 16]
 
 
 def test_a_table_does_not_depend_on_how_the_weight_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 import transformers
 import yaml
 from safetensors.torch import load_file, save_file
-from support import tiny
+from support import exhaustive, tiny
 from support.learner import recipe_tree
 
 from bf16_to_fp16 import cli, convert, rescale
@@ -28,11 +28,21 @@ from bf16_to_fp16.run.agreement import agreed_layout, check_agreement
 from bf16_to_fp16.run.stock import load
 
 
+class Folders(dict[str, Path]):
+    """One small certified folder of each kind, made when it is asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def __missing__(self, kind: str) -> Path:
+        self[kind] = tiny.save(tiny.build(kind, factor=1.0), self.root / kind)
+        return self[kind]
+
+
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One small certified folder of each kind."""
-    root = tmp_path_factory.mktemp("folders")
-    return {kind: tiny.save(tiny.build(kind, factor=1.0), root / kind) for kind in tiny.KINDS}
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("folders"))
 
 
 def edited(folder: Path, to: Path, **changes: Any) -> Path:
@@ -43,7 +53,7 @@ def edited(folder: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.KINDS))
 def test_what_stock_code_saves_is_certified(
     kind: str, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -131,13 +131,6 @@ class Browser:
         sent = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
         return [url for url in sent if not url.startswith(("file:", "data:"))]
 
-    def screenshot(self, path: Path, *, top: int = 0, most: int = 4000) -> None:
-        """Write a PNG of the page from ``top`` down, ``most`` pixels at most."""
-        width, height = self.run("[innerWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": top, "width": width, "height": min(most, height - top), "scale": 1}
-        shot = self.command("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
     def printed(self) -> bytes:
         """Return the page as an A4 PDF."""
         pdf = self.command("Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69)

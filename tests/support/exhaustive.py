@@ -13,5 +13,9 @@ TODAY = datetime.date.today().toordinal()
 
 
 def beyond(few: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Return all cases as parameters, those that are not among the few marked ``exhaustive``."""
-    return [case if case in few else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+    """Return all cases as parameters, a tuple as several, those that are not among the few marked ``exhaustive``."""
+    rest = pytest.mark.exhaustive
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in few else rest)
+        for case in cases
+    ]
