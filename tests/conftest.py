@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,7 +18,6 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 import pytest
 import torch
 from support import tiny, warm
-from support.download_server import serving
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,33 +32,10 @@ def pytest_configure() -> None:
 
 
 SLOW = (
-    "convert",
-    "demo",
-    "trainer",
-    "launch",
-    "certificate",
-    "faults",
-    "adamw",
-    "bound_constraint",
-    "family_contract",
-    "lanes",
-    "finetune",
-    "publish",
-    "stock_loading",
-    "hard",
-    "verify",
-    "attack",
-    "page",
-    "regimes",
-    "compat",
-    "survey",
-    "docs",
-    "padding",
-    "examples",
-    "other_outputs",
-    "system",
-    "config_edits",
-    "make_safe",
+    *("bound_constraint", "faults", "hard", "verify", "convert", "forgeries", "finetune", "make_safe", "other_outputs"),
+    *("publish", "stock_loading", "launch", "penalty", "trainer", "system", "sentence_encoders", "certificate"),
+    *("family_contract", "adamw", "demo", "examples", "config_edits", "docs", "regimes", "compat", "attack", "padding"),
+    *("page", "lanes", "rounding", "planner", "agreement", "single_file"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
 
@@ -116,10 +91,3 @@ def compat_python() -> Path:
     script = Path(__file__).parent / "compat" / "make_env.py"
     made = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
     return Path(made.stdout.strip())
-
-
-@pytest.fixture
-def hub() -> Iterator[ThreadingHTTPServer]:
-    """Return a Hub on this machine; its ``repo`` has the files of its one good repository."""
-    with serving() as server:
-        yield server

@@ -4,8 +4,6 @@
 anchor of them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -112,9 +110,6 @@ def test_a_broken_link_is_found(copied: Path) -> None:
     assert status == 0, said
     found = {link.rpartition(": ")[2].removeprefix("report.html") for link in broken_links(site)}
     assert found == {"nowhere.md", "#no-such-part", "#nor-this-part"}
-    page.write_text(whole + "\n[away](../nowhere/README.md)\n")
-    status, said, _ = build(copied)
-    assert status != 0 and "nowhere/README.md" in said
 
 
 def test_a_picture_that_the_site_has_a_copy_of_is_the_measured_one() -> None:
@@ -220,11 +215,7 @@ def test_a_command_that_the_program_has_not_is_found(line: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "wanted"),
-    [
-        (["conv"], {"convert"}),
-        (["convert", "--target", "n"], {"norm-safe"}),
-        (["audit", "--tr"], {"--train-mode"}),
-    ],
+    [(["conv"], {"convert"}), (["convert", "--target", "n"], {"norm-safe"}), (["audit", "--tr"], {"--train-mode"})],
 )
 def test_the_line_for_bash_completes(words: list[str], wanted: set[str]) -> None:
     line = re.search(r"`(eval .*bash_source.*?)`", (ROOT / "docs/index.md").read_text(encoding="utf-8"))
@@ -390,15 +381,6 @@ def test_the_recipe_keys_shown_are_keys() -> None:
                 continue
             flat = {f"{k}.{i}" for k, v in entries.items() if isinstance(v, dict) for i in v}
             assert flat | {k for k, v in entries.items() if not isinstance(v, dict)} <= known
-
-
-def test_every_key_of_a_report_is_described(converted: Path) -> None:
-    import json
-
-    report = json.loads((converted / "flan-t5-base-fp16" / "fp16_report.json").read_text())
-    page = (ROOT / "docs" / "report.md").read_text()
-    rows = {name for cell in re.findall(r"^\| (`.+?`) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
-    assert set(report) - rows == set()
 
 
 # --- how the pages are written ---------------------------------------------------------------------------------------

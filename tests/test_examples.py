@@ -1,7 +1,5 @@
 """Every example runs as it stands, without a network, and does what it says."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -76,6 +74,7 @@ def test_a_trainer_finetunes_a_model_made_safe_and_it_is_undone(tmp_path: Path, 
     assert "undone, the same logits: True" in shown
 
 
+@pytest.mark.exhaustive
 def test_lora_on_a_converted_checkpoint_goes_to_the_original(tmp_path: Path, warm_python: Path) -> None:
     pytest.importorskip("peft")
     shown = run("lora_fp16", tmp_path, warm_python)

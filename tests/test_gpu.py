@@ -1,7 +1,5 @@
 """``make gpu`` without a card: every part but the finetune, which has tests of its own, on the CPU at tiny shapes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Called from Python the package prints nothing, whatever the libraries beneath would, and puts their settings back."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The adversary: it beats random inputs, stays inside what the certificate covers, and never passes a bound."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -32,10 +30,7 @@ HARD = {
         "encoder.final_layer_norm:mul#2",
         "decoder.block.1.layer.1.EncDecAttention.k",
     ),
-    "pegasus-bytes": (
-        "model.decoder.layers.1.encoder_attn:scores",
-        "model.decoder.layers.0.encoder_attn.k_proj",
-    ),
+    "pegasus-bytes": ("model.decoder.layers.1.encoder_attn:scores", "model.decoder.layers.0.encoder_attn.k_proj"),
 }
 """Sites of the trained demos that random inputs hardly stir."""
 
@@ -97,16 +92,6 @@ def with_one_loud_token(kind: str) -> Any:
     with torch.no_grad():
         model.shared.weight[1717] = torch.where(torch.arange(24) % 2 == 0, 9.0, -9.0)
     return model
-
-
-def test_tokens_are_found_that_random_inputs_miss() -> None:
-    model = with_one_loud_token("gated")
-    layout = resolve(ModelTensors(model))
-    site = "encoder.embed_tokens:embedding"
-    result = attack(model, layout, steps=2, length=4, sites=[site] * 8)
-    found = next(f for f in result.found if f.name == site)
-    assert found.tokens == 9 > found.random
-    assert 1717 in result.inputs[site][0]
 
 
 @pytest.mark.parametrize("kind", ["gated", "t5-encoder"])

@@ -1,8 +1,6 @@
 """What LongT5 bears of padding in fp16 under its stock masks of −1e10, and that audits and reports keep to it; and what
 Gemma 3's finite masks make of padding that sees no position."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

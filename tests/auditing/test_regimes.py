@@ -12,14 +12,7 @@ import torch
 import transformers
 from support import exhaustive, masks, tiny
 
-from bf16_to_fp16.auditing.regimes import (
-    REGIMES,
-    RegimeResult,
-    SiteResult,
-    audit_folder,
-    audit_model,
-    verdict,
-)
+from bf16_to_fp16.auditing.regimes import REGIMES, RegimeResult, SiteResult, audit_folder, audit_model, verdict
 from bf16_to_fp16.commands.audit import audit
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
@@ -137,13 +130,6 @@ def test_amp_that_does_not_happen_is_an_error(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch, "autocast", lambda device, dtype: original(device, dtype, enabled=False))
     with pytest.raises(RuntimeError, match="autocast did not run"):
         audit_model(model, batches(model.config, None, None)[:1], regime="amp")
-
-
-def test_eager_shows_scores_that_sdpa_keeps_to_itself(tmp_path: Path) -> None:
-    folder = saved("t5", tmp_path)
-    eager, sdpa = (half_of(folder, attention=(implementation,)) for implementation in ("eager", "sdpa"))
-    assert any(s.name.endswith(":scores") for s in eager.sites)
-    assert not any(s.name.endswith(":scores") for s in sdpa.sites)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -269,16 +255,6 @@ def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_where_eager_alone_breaks_the_scores_come_first(tmp_path: Path) -> None:
-    def large_scores(model: Any) -> None:
-        attention = model.encoder.block[0].layer[0].SelfAttention
-        attention.q.weight *= 400
-        attention.k.weight *= 400
-
-    half = half_of(saved("gated", tmp_path, large_scores))
-    assert half.sites[0].name == "encoder.block.0.layer.0.SelfAttention:scores"
-
-
 def test_a_value_where_stock_code_clamps_is_unsafe_though_all_is_finite() -> None:
     """65000 at the end of an encoder: nothing overflows, and nobody can tell it from a clamped infinity."""
     torch.manual_seed(0)
@@ -330,15 +306,6 @@ def test_gradients_carry_the_loss_scale(tmp_path: Path, monkeypatch: pytest.Monk
         result = audit_model(model, inputs, regime="stock", train_mode=True, attention=("eager",))
         amax.append(site(result, "lm_head:grad").amax)
     assert amax[1] == 8 * amax[0] > 0
-
-
-def test_an_encoder_is_pulled_in_training_as_well() -> None:
-    torch.manual_seed(0)
-    model = tiny.t5_encoder().half().eval()
-    inputs = batches(model.config, None, None)[:1]
-    result = audit_model(model, inputs, regime="half", train_mode=True, attention=("eager",))
-    gradients = [s for s in result.sites if s.name.endswith("wo:grad")]
-    assert len(gradients) == 3 and all(s.amax > 0 for s in gradients)
 
 
 def test_the_seed_is_that_of_dropout(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """The certificate: sound against an adversary that moves every norm's input freely, in fp32 and real fp16 arithmetic;
 tight; and complete: every place that an audit names has a bound."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from bf16_to_fp16 import UserError
+from bf16_to_fp16 import UserError, certify
 from bf16_to_fp16.auditing.regimes import ATTENTIONS, audit_model
 from bf16_to_fp16.bounds import factored, spectral
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, UNIT32, Arithmetic, norm_units
@@ -45,7 +43,6 @@ from bf16_to_fp16.bounds.linear import (
 )
 from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue, largest_eigenvalues
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.commands.certify import certify
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, FeedForward
@@ -1284,3 +1281,59 @@ def test_a_cast_of_a_linears_parameters_is_bounded_by_its_bias_as_well() -> None
         model.get_submodule(path).weight.clamp_(-2.0, 2.0)
     _, certificate = certified(model)
     assert certificate.at(f"{path}:weight") == 96.0
+
+
+# --- gates with biases -----------------------------------------------------------------------------------------------
+
+
+WIDTH, NEURONS = 12, 9
+
+
+@pytest.mark.parametrize("bias", [0.125, 1.0, 40.0])
+def test_gated_neurons_with_biases_reach_their_bounds(bias: float) -> None:
+    """Gates as large as their linears, and every bias the same share of its row: one input reaches each bound."""
+    exact = Arithmetic(exact=True)
+    weight = torch.randn(NEURONS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    added = bias * weight.norm(dim=1)
+    linear = bound_linear(rms_normalised(torch.ones(WIDTH, dtype=torch.float64), exact), weight, added, exact)
+    made = GatedNeurons(linear, linear, exact, 1.0, Spectra(lambda name: weight))
+    most = (math.sqrt(WIDTH) * weight.norm(dim=1) + added).square()
+    assert bool((most <= made.bound).all()) and bool((made.bound <= 1.001 * most).all())
+
+
+def test_a_bias_is_a_column_of_the_weights_dtype_where_that_holds_it() -> None:
+    """Where the dtype of the weight does not hold what does not depend on the input, the matrix is fp64."""
+    exact = Arithmetic(exact=True)
+    weight = torch.randn(NEURONS, WIDTH, generator=torch.Generator().manual_seed(2)).half()
+    added = torch.full((NEURONS,), 1 / 3)
+    source = rms_normalised(torch.ones(WIDTH, dtype=torch.float64), exact)
+    linear = bound_linear(source, weight, added, exact)
+    made = GatedNeurons(linear, linear, exact, 1.0, Spectra(lambda name: weight))
+    assert made.gate.matrix.dtype == torch.float64
+    held = bound_linear(source, weight, added.half(), exact)
+    assert GatedNeurons(held, held, exact, 1.0, Spectra(lambda name: weight)).gate.matrix.dtype == torch.float16
+
+
+# --- a classifier's head ---------------------------------------------------------------------------------------------
+
+
+def head_bounds(folder: Path, target: str, rate: float = 0.0) -> dict[str, float]:
+    """Return the bounds of a small classifier's head, of which one output is nearly a bias of 1,000."""
+    model = tiny.build("t5-classifier")
+    model.config.classifier_dropout = rate
+    with torch.no_grad():
+        model.classification_head.dense.bias[0] = 50.0
+        model.classification_head.out_proj.bias[0] = 1000.0
+    tiny.save(model, folder)
+    sites = certify(folder, target=target)["certificate"]["sites"]
+    return {site["name"]: site["bound"] for site in sites if site["name"].startswith("classification_head")}
+
+
+def test_a_bias_and_a_dropout_count(tmp_path: Path) -> None:
+    plain = head_bounds(tmp_path / "plain", "half")
+    dropped = head_bounds(tmp_path / "dropped", "train", 0.5)
+    assert plain["classification_head.out_proj"] >= 1000
+    assert dropped["classification_head.dropout:mul#2"] >= 2
+    # Without dropout of the stream, what the head reads is the same; here that is in it as well.
+    read = plain["classification_head.dense"] - 50
+    assert dropped["classification_head.dense"] - 50 >= 2 * read

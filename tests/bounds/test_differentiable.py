@@ -1,7 +1,5 @@
 """The certificate's bounds as functions with a gradient: how near they are to it, and that the gradient is theirs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Reading from a Hub: convert, audit and verify take a Hub id, resume what broke, and say in a line what is wrong."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -113,7 +111,8 @@ def test_a_passing_fault_is_waited_for(hub: HubServer) -> None:
 
 def test_what_cannot_be_read_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("them/secret", {}, private=True)
-    assert "org/none is neither a folder here nor a repository" in refused("org/none", hub)
+    none = refused("org/none", hub)
+    assert "org/none is neither a folder here nor a repository" in none and "check the name, or log in" in none
     assert "them/secret is neither a folder here nor a repository" in refused("them/secret", hub)
     assert "org/theirs has no revision 'v9'" in refused("org/theirs@v9", hub)
     commit = hub.repos["org/theirs"].branches["main"]

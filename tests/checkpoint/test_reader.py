@@ -1,7 +1,5 @@
 """Reading: what is stored is what comes back, and nothing damaged or foreign gets past the door."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,13 +1,10 @@
 """Writing: every value is the source's times its power of two, correctly rounded, counted, and whole files or none."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -277,8 +274,7 @@ def test_the_output_is_sharded_like_the_source_and_what_is_generated_goes_last(t
 
 
 @pytest.mark.parametrize(
-    ("limit", "groups"),
-    [(1, ["a", "b", "c", "d"]), (60, ["a", "bc", "d"]), (90, ["ab", "cd"]), (1000, ["abcd"])],
+    ("limit", "groups"), [(1, ["a", "b", "c", "d"]), (60, ["a", "bc", "d"]), (90, ["ab", "cd"]), (1000, ["abcd"])]
 )
 def test_resharding_fills_each_file_in_the_order_of_names(tmp_path: Path, limit: int, groups: list[str]) -> None:
     sizes = {"a": 20, "b": 20, "c": 10, "d": 30}
@@ -328,20 +324,6 @@ def test_a_full_disk_is_known_before_any_work(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match="No space left on device; free some space"):
         write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out", advance=lambda done, total: seen.append(done))
     assert seen == []
-    assert_nothing_left(tmp_path / "out")
-
-
-def test_a_real_limit_of_the_system_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    checkpoint = mixed(tmp_path / "in")
-    (tmp_path / "out").mkdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        with pytest.raises(UserError, match="File too large") as caught:
-            write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert str(tmp_path / "out" / "model-") in str(caught.value) and "\n" not in str(caught.value)
     assert_nothing_left(tmp_path / "out")
 
 

@@ -33,11 +33,7 @@ class Outcome:
 @functools.cache
 def server(python: str) -> subprocess.Popen[str]:
     """Return the process of another environment that runs its scripts; it ends with this one."""
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     found = subprocess.Popen(
         [python, "-I", str(HERE / "serve.py")],
         env=environment,

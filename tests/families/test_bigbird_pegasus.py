@@ -1,7 +1,5 @@
 """What BigBird-Pegasus has and no other family: attention over blocks, which is refused, and biases by the config."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Each tensor is classified, each coupling exact in fp32, each plan undone to the 
 one more entry in ``tiny``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The words are taken from the records themselves, so those of a new family are looked for as soon as it has an entry.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Sequence
@@ -21,35 +19,14 @@ ROLES = {"encoder", "decoder", "model", "output", "weight", "bias"}
 """Parts of paths that every family shares, and that the package speaks of itself."""
 
 COMMON = {
-    "act",
-    "block",
-    "dropout",
-    "k",
-    "key",
-    "layer",
-    "layers",
-    "norm",
-    "o",
-    "q",
-    "query",
-    "self",
-    "shared",
-    "v",
-    "value",
+    *("act", "block", "dropout", "k", "key", "layer", "layers", "norm"),
+    *("o", "q", "query", "self", "shared", "v", "value"),
 }
 """Words of English or of mathematics as well: they give a family away inside a path only."""
 
 OF_TRANSFORMERS = {
-    "dropout",
-    "hidden_size",
-    "id2label",
-    "initializer_range",
-    "max_position_embeddings",
-    "num_hidden_layers",
-    "num_labels",
-    "text_config",
-    "tie_word_embeddings",
-    "vocab_size",
+    *("dropout", "hidden_size", "id2label", "initializer_range", "max_position_embeddings"),
+    *("num_hidden_layers", "num_labels", "text_config", "tie_word_embeddings", "vocab_size"),
 }
 """Config keys that mean the same in every family."""
 

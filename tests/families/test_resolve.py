@@ -1,7 +1,5 @@
 """Families: how they are chosen, how heads are tied, what is dropped, refused and never moved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from transformers import CONFIG_MAPPING
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.configs import config_value, looked_up
 from bf16_to_fp16.families.known import FAMILIES, family_of, stock_class
+from bf16_to_fp16.families.older import differences, with_older_keys
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import RESIDUAL, Family, Kind
 from bf16_to_fp16.rescaling.apply import apply, writes
@@ -208,3 +207,28 @@ def test_what_a_config_leaves_out_is_stock_codes_default(family: Family) -> None
     assert taken == {key: taken[key] if value is ... else value for key, value in sized.items()}
     # What no config of stock code says is a number of labels, or a size that follows from others.
     assert {key for key, value in sized.items() if value is ...} <= {"num_labels", "classifier_dropout", "head_dim"}
+
+
+# --- what transformers 4.57 is told ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rotation", "told", "differs"),
+    [
+        ({"rope_type": "default", "rope_theta": 500.0}, {"rope_theta": 500.0}, False),
+        ({"rope_theta": 500.0, "partial_rotary_factor": 0.5}, {"rope_theta": 500.0}, False),
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 5.0}, {"rope_theta", "rope_scaling"}, False),
+        ({"rope_type": "longrope", "attention_factor": 1.0, "rope_theta": 5.0}, {"rope_theta"}, True),
+        ({"rope_type": "proportional", "rope_theta": 5.0}, {"rope_theta"}, True),
+        ({"full_attention": {"rope_type": "default", "rope_theta": 5.0}}, {}, True),
+    ],
+)
+def test_what_both_versions_read_is_written_and_what_they_do_not_is_said(
+    rotation: dict[str, Any], told: Any, differs: bool
+) -> None:
+    layout = resolve(ModelTensors(tiny.build("llama")))
+    config = {"rope_parameters": rotation}
+    written = with_older_keys(layout.family, config)
+    added = {key: value for key, value in written.items() if key not in config}
+    assert added == told if isinstance(told, dict) else set(added) == told
+    assert [("rotary" in note) for note in differences(layout, written)] == [True] * differs

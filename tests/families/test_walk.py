@@ -1,7 +1,5 @@
 """The walk along the residual stream is the one that stock models take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -526,17 +526,6 @@ def test_groups_have_options_of_their_own_and_can_be_added() -> None:
     assert torch.equal(kept, frozen) and frozen not in optimizer.state
 
 
-def test_a_learning_rate_scheduler_is_followed() -> None:
-    parameter = nn.Parameter(torch.ones(4, dtype=BF16))
-    optimizer = AdamW([parameter], lr=1.0, weight_decay=0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
-    for _ in range(2):
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        scheduler.step()
-    assert (parameter.abs() < 1e-6).all()  # a step of 1, then one of 0
-
-
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 

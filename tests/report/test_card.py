@@ -1,7 +1,5 @@
 """The model card: front matter that invents nothing, a bad verdict in the first line, usage that runs."""
 
-from __future__ import annotations
-
 import email.message
 import re
 import tempfile
@@ -280,15 +278,6 @@ def test_no_figure_is_given_where_none_was_measured(tmp_path: Path) -> None:
     report["fidelity"] |= {"kl_fp16": None, "max_logit_error_fp16": None}
     results = card(tmp_path, report).data.get("eval_results")
     assert results is not None and [r.metric_type for r in results] == ["top1_agreement"]
-
-
-def test_an_encoders_figures_are_of_its_states(tmp_path: Path) -> None:
-    results = card(tmp_path, fakes.conversion(stacks=("encoder",))).data.get("eval_results")
-    assert results is not None
-    assert [(r.task_type, r.metric_type) for r in results] == [
-        ("feature-extraction", "relative_squared_error"),
-        ("feature-extraction", "max_error"),
-    ]
 
 
 def test_the_plan_stands_in_the_card_in_full(tmp_path: Path) -> None:

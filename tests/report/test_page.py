@@ -1,7 +1,5 @@
 """The page says what the report says, whatever the report lacks and whatever names it has, and loads nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -215,12 +213,6 @@ def test_exponents_are_counted_by_kind_and_listed_by_signal() -> None:
         ["encoder.block.2.layer.1.DenseReluDense.neuron", "−4 to 0", "24 of 1,024"],
         ["decoder.block.1.layer.0.layer_norm", "−2", "all"],
     ]
-
-
-def test_the_headline_is_headroom_the_proof_and_the_error() -> None:
-    names = ["headroom in pure fp16", "headroom for any input", "fp16 against bf16"]
-    assert [f.name for f in figures(certified())] == names
-    assert figures(fakes.conversion())[2].name == "weights carried over bit for bit"
 
 
 # --- the certificate -------------------------------------------------------------------------------------------------
@@ -460,13 +452,6 @@ def test_a_site_is_counted_once_and_a_caption_names_a_larger_one_that_is_not_dra
     first, second = Page(html).labels
     assert second.endswith(f"65,504; not drawn: {name}, 400,000 before and 400,000 after")
     assert first.endswith("the limit is 65,504")
-
-
-def test_a_caption_names_what_is_bounded_and_not_drawn() -> None:
-    made = certificate()
-    squares = bound("encoder.block.2.layer.1.layer_norm (sum of squares)", "squares", 61_234.0)
-    words = bracket_pictures(made | {"sites": [*made["sites"], squares]})[0].words
-    assert words.endswith("the limit is 65,504; not drawn: squares, up to 61,234")
 
 
 def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:

@@ -1,8 +1,6 @@
 """The report's types: what is written is what they declare, what is read stays as it was, and the published schema is
 theirs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

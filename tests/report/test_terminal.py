@@ -1,7 +1,5 @@
 """On a terminal tables, colours and bars with the time left; elsewhere plain lines; ``NO_COLOR`` is respected."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -73,25 +71,25 @@ def on_a_terminal(show: Callable[[], None], **variables: str) -> str:
     return shown.decode()
 
 
-def work() -> None:
-    """Show a step that takes a while, a verdict and a table, as commands do."""
+def work(seconds: float = 0.0) -> None:
+    """Show a step of twelve parts that take so long each, a verdict and a table, as commands do."""
     with Progress().step("Working") as advance:
         for done in range(12):
             advance(done, 40)
-            time.sleep(0.12)
+            time.sleep(seconds)
     print_verdict(console(), Report(verdict="safe", regimes={}))
     print_families([{"name": "t5", "model_type": "t5", "architectures": ["A"], "title": "T5"}])
 
 
 def test_a_terminal_has_frames_colours_and_a_bar_with_the_time_left() -> None:
-    shown = on_a_terminal(work)
+    shown = on_a_terminal(lambda: work(0.12))
     assert COLOUR.search(shown) and FRAME.search(shown)
     assert "11/40" in shown and re.search(r"m0:00:0[1-9]\x1b", shown)
     assert "certificate; nothing was run" in shown
 
 
 def test_no_color_leaves_frames_and_bars_without_colours() -> None:
-    shown = on_a_terminal(work, NO_COLOR="1")
+    shown = on_a_terminal(lambda: work(0.02), NO_COLOR="1")
     assert not COLOUR.search(shown) and FRAME.search(shown) and "11/40" in shown
 
 
@@ -283,7 +281,7 @@ def test_a_dry_run_says_once_which_exponents_are_over_a_limit(capsys: pytest.Cap
     print_plan(plan, Planned(plan, (), 0.0, costs))
     why = capsys.readouterr().out.partition("residual exponent")[2].splitlines()[1:]
     assert [line.split(maxsplit=1)[0] for line in why] == ["-13", "-12", "-11"] and why[2].split() == [
-        *("-11", "to", "0", "over", "a", "limit"),
+        *("-11", "to", "0", "over", "a", "limit")
     ]
 
 

@@ -1,7 +1,5 @@
 """What a plan keeps and what it minimises."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 ``benchmarks/fuzz.py --config-edits 50000`` goes on with other values and pairs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -16,11 +16,7 @@ class Products(nn.Module):
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = x.view(4, -1, x.shape[-1])
-        return (
-            nn.functional.linear(x, w),
-            nn.functional.linear(x, w, b),
-            torch.matmul(heads, heads.transpose(1, 2)),
-        )
+        return (nn.functional.linear(x, w), nn.functional.linear(x, w, b), torch.matmul(heads, heads.transpose(1, 2)))
 
 
 def native_and_fast(x: Tensor, w: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -1,7 +1,5 @@
 """What is said of a runtime's arithmetic is read off what it executed, and what it should give off stock code."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Its ``--window-size`` is not what a page sees (390 gives an inner width of 500), so widths are set as device metrics.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

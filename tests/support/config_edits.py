@@ -4,8 +4,6 @@ What must come of each: a refusal in one line, no certificate, or a stock model,
 under every bound on a run that hits them hard.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """What ``make test`` leaves to ``make test-all``: the rest of a table of cases of which some show the same."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Collection, Iterable
 from typing import Any

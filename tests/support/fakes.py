@@ -1,7 +1,5 @@
 """Reports built by hand, as large as those of real checkpoints, for the tests of what is made from them."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

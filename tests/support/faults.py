@@ -5,8 +5,6 @@ Python's audit events announce the first three, and the calls that have none are
 its imports already starts at once, so that many moments can be tried.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """Forging a converted folder as someone would who hides a change: hashes, card and page agree with what was changed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

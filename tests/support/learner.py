@@ -1,7 +1,5 @@
 """A tiny T5 of bytes that learns a sentence in a few steps, the sentence, and its trainer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models as observers are shown them, and what they see."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

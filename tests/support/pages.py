@@ -1,7 +1,5 @@
 """Reports with a certificate, an attack or a finetune, and pages taken apart, for the tests of what is made of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

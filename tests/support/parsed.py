@@ -1,7 +1,5 @@
 """The project's own files as text and syntax trees, each read and parsed once for all tests that look them over."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 from functools import cache

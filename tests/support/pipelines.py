@@ -1,8 +1,6 @@
 """Small diffusion pipelines, with the file names of diffusers and transformers: T5 and CLIP encoders, a transformer
 large enough to be linked, a VAE, a scheduler and tokenizers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tiny models of every family with odd shapes, whose activations pass fp16's range, and their folders as published
 ones are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -331,12 +329,7 @@ ENTRIES = (
         outliers=dict.fromkeys(("switch", "switch-untied", "switch-encoder", "switch-states"), 100.0),
         alike=("switch-encoder", "switch-states"),
     ),
-    Entry(
-        kinds={"pegasus": pegasus},
-        shape=PEGASUS_DRAWN,
-        outliers={"pegasus": 100.0},
-        wide=20.0,
-    ),
+    Entry(kinds={"pegasus": pegasus}, shape=PEGASUS_DRAWN, outliers={"pegasus": 100.0}, wide=20.0),
     Entry(
         kinds={
             "mbart": stock("MBartForConditionalGeneration", PEGASUS_SHAPE),
@@ -380,14 +373,9 @@ ENTRIES = (
         shape=LLAMA_DRAWN | {"attention_bias": (False, True), "mlp_bias": (False, True)},
     ),
     Entry(
-        kinds={"mistral": stock("MistralModel", LLAMA_SHAPE, sliding_window=6)},
-        shape=LLAMA_DRAWN,
-        alike=("mistral",),
+        kinds={"mistral": stock("MistralModel", LLAMA_SHAPE, sliding_window=6)}, shape=LLAMA_DRAWN, alike=("mistral",)
     ),
-    Entry(
-        kinds={"qwen2": stock("Qwen2ForCausalLM", LLAMA_SHAPE, **SLIDING_QWEN2)},
-        shape=LLAMA_DRAWN,
-    ),
+    Entry(kinds={"qwen2": stock("Qwen2ForCausalLM", LLAMA_SHAPE, **SLIDING_QWEN2)}, shape=LLAMA_DRAWN),
     Entry(kinds={"qwen3": stock("Qwen3ForCausalLM", LLAMA_SHAPE)}, shape=LLAMA_DRAWN),
     Entry(
         kinds={"glm4": stock("Glm4ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},

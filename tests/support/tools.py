@@ -5,8 +5,6 @@ https://github.com/comfyanonymous/ComfyUI, and ``sd3_clip.py`` for what a bundle
 from what their parameters are called and what they compute; nothing here comes from the package under test.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

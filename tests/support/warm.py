@@ -7,8 +7,6 @@ read while importing, and the seed of hashes. ``python -m support.warm FOLDER OW
 until the process OWNER ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc
