@@ -31,7 +31,6 @@ def test_a_grid_goes_on_until_its_best_has_a_worse_one_on_either_side(first: int
 
 
 def run_of(bits: list[float], loss: float) -> dict[str, Any]:
-    """Return a run whose headroom after each step is given."""
     return {
         "headroom": [(step, value) for step, value in enumerate(bits, 1)],
         "before": {"held_out_loss": 3.0},

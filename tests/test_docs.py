@@ -120,7 +120,6 @@ def test_a_picture_that_the_site_has_a_copy_of_is_the_measured_one() -> None:
 
 
 def relative_links(path: Path) -> Iterator[str]:
-    """Yield the links of a Markdown file that lead into the repository."""
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if not urlsplit(link).scheme:
@@ -278,7 +277,6 @@ def test_every_script_and_test_shown_exists() -> None:
 
 
 def snippets() -> list[Any]:
-    """Return every Python block of the pages."""
     return [
         pytest.param(code, id=f"{path.stem}-{i}") for path in TEXTS for i, code in enumerate(blocks(path, "python"))
     ]

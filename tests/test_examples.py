@@ -23,7 +23,6 @@ def run(name: str, folder: Path, python: Path) -> str:
 
 
 def headrooms(shown: str) -> list[float]:
-    """Return the bits of headroom of each step."""
     return [float(bits) for bits in re.findall(r"^step \d+: .*?headroom (-?[\d.]+) bits", shown, re.MULTILINE)]
 
 
@@ -62,7 +61,6 @@ def test_the_penalty_in_a_trainer_is_part_of_its_loss_and_its_log(tmp_path: Path
 
 
 def losses(shown: str) -> list[float]:
-    """Return the losses that a Trainer logged."""
     return [float(x) for x in re.findall(r"'loss': '?([\d.]+)", shown)]
 
 

@@ -197,7 +197,6 @@ LINT = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Check the imports of the package below ``folder`` against the pyproject.toml beside it."""
     return subprocess.run(LINT, cwd=folder, capture_output=True, text=True)
 
 

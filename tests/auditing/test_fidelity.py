@@ -126,7 +126,6 @@ def test_nothing_to_compare_on_is_an_error() -> None:
 
 
 def apart(kl_bf16: float | None, kl_fp16: float) -> Fidelity:
-    """Return a measurement with these divergences."""
     return Fidelity("kl", kl_bf16, kl_fp16, 0.1, 0.1, 1.0, 1.0, positions=7)
 
 

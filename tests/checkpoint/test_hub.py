@@ -52,7 +52,6 @@ def hub(server: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files below a folder."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -206,7 +205,6 @@ def test_a_disk_that_fills_up_is_one_line(hub: HubServer, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="module")
 def published(source: Path) -> dict[str, bytes]:
-    """The files of a converted checkpoint."""
     assert convert(source, source.parent / "out", run_model=False).safe
     return contents(source.parent / "out")
 

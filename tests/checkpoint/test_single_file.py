@@ -34,7 +34,6 @@ def encoder(kind: str = "t5-encoder", seed: int = 0, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a place for the module's files."""
     return tmp_path_factory.mktemp("single")
 
 
@@ -52,7 +51,6 @@ def umt5(folder: Path) -> Path:
 
 
 def same(one: Path, other: Any) -> None:
-    """Check that a folder's weights are a stock model's in bf16, bit for bit."""
     found, wanted = load_file(one / "model.safetensors"), tools.stored(other)
     assert set(found) == set(wanted)
     assert all(torch.equal(found[name].view(torch.int16), wanted[name].view(torch.int16)) for name in found)

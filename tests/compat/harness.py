@@ -65,7 +65,6 @@ def run_script(python: str | Path, script: str, *arguments: str | Path) -> str:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """Return a folder's config.json."""
     config: dict[str, object] = json.loads((folder / "config.json").read_text())
     return config
 

@@ -138,7 +138,6 @@ def test_a_tensor_that_is_missing_not_declared_or_of_another_shape_is_named(kind
 
 
 def first_attention(model: Any) -> Attention:
-    """Return how the first attention of a model is wired."""
     return next(w for w in layout_of(model).topology if isinstance(w, Attention))
 
 

@@ -70,7 +70,6 @@ def module_names() -> set[str]:
 
 
 def config_keys(family: Family) -> set[str]:
-    """Return the config keys that a family is declared with."""
     keys = {*family.defaults, *family.dropout.values(), family.initialisation.factor, family.output_scale_key}
     keys |= {*(stack.layers for stack in family.stacks), family.eps_key or ""}
     return keys | {factor for factors in family.sizes.values() for factor in factors if isinstance(factor, str)}

@@ -335,7 +335,6 @@ def chi_square(counts: Tensor) -> float:
 
 
 def joint(a: Tensor, b: Tensor) -> float:
-    """Return ``chi_square`` of two 8-bit tensors taken together."""
     return chi_square(torch.bincount((a & 0xFF) * 256 + (b & 0xFF), minlength=1 << 16).double())
 
 

@@ -35,7 +35,6 @@ datasets: [c4]
 
 
 def write_card(path: Path, source: Checkpoint, report: dict[str, Any]) -> None:
-    """Write the card of a report that is given as JSON data."""
     place = {} if report.get("finetune") else {"revision": source.revision}
     place |= {} if source.revision is None else {"path": source.source}
     origin = report["source"] | place | {"card": cards.front_matter(source.folder)}
@@ -51,7 +50,6 @@ def checkpoint(folder: Path, *, readme: str | None = None, revision: str | None 
 
 
 def card(folder: Path, report: dict[str, Any], **options: Any) -> ModelCard:
-    """Return the written card, read back by the Hub's own class."""
     source = Path(tempfile.mkdtemp(dir=folder))
     write_card(folder / "README.md", checkpoint(source, **options), report)
     return ModelCard.load(folder / "README.md")

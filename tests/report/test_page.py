@@ -53,27 +53,22 @@ from bf16_to_fp16.wording import (
 
 
 def figures(report: dict[str, Any]) -> list[page.Figure]:
-    """Return the figures of a report's headline."""
     return page.figures(read(Report, report))
 
 
 def verdict_sentence(report: dict[str, Any]) -> str:
-    """Return its verdict in a sentence."""
     return page.verdict_sentence(read(Report, report))
 
 
 def brackets(sites: list[dict[str, Any]], stack: str) -> list[pictures.Bracket]:
-    """Return the brackets of a certificate's sites."""
     return pictures.brackets([read(BoundEntry, site) for site in sites], stack)
 
 
 def bracket_pictures(made: dict[str, Any]) -> list[pictures.Picture]:
-    """Return the pictures of a certificate."""
     return pictures.bracket_pictures(read(CertificateEntry, made))
 
 
 def curve_pictures(run: dict[str, Any]) -> list[pictures.Picture]:
-    """Return the pictures of a finetune."""
     return pictures.curve_pictures(read(FinetuneEntry, run))
 
 

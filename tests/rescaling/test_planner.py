@@ -58,7 +58,6 @@ def shown_to(model: Any) -> list[Batch]:
 
 
 def observed(kind: str, **changes: Any) -> tuple[Any, ModelTensors, Layout, dict[str, ModuleRange]]:
-    """Return a tiny model, its tensors, layout and ranges."""
     model = tiny.build(kind, **changes)
     source = ModelTensors(model)
     return model, source, resolve(source), dict(observe_ranges(model, shown_to(model)))

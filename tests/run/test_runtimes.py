@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def kernel(name: str, *types: str) -> dict[str, Any]:
-    """An event of ONNX Runtime's profile."""
     return {"cat": "Node", "args": {"op_name": name, "input_type_shape": [{kind: [2, 3]} for kind in types]}}
 
 

@@ -70,7 +70,6 @@ def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tens
 
 
 def top(matrix: Tensor) -> Tensor:
-    """Return the leading right singular vector as a row."""
     return torch.linalg.svd(matrix, full_matrices=False).Vh[:1]
 
 

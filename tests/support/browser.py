@@ -19,7 +19,6 @@ PATIENCE = 60.0  # seconds to wait for an answer
 
 
 def executable() -> str | None:
-    """Return the path of a Chromium or Chrome, None where there is none."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -130,7 +129,6 @@ class Browser:
         return [url for url in sent if not url.startswith(("file:", "data:"))]
 
     def printed(self) -> bytes:
-        """Return the page as an A4 PDF."""
         pdf = self.command("Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69)
         return base64.b64decode(pdf["data"])
 

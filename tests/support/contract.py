@@ -72,7 +72,6 @@ def architectures(draw: st.DrawFn, entry: tiny.Entry, factors: tuple[float, ...]
 
 
 def layout_of(model: Any) -> Layout:
-    """Return a model's layout."""
     return resolve(ModelTensors(model))
 
 

@@ -24,7 +24,6 @@ def model_of(kind: str, attention: str = "eager") -> Any:
 
 
 def padded(model: Any) -> Batch:
-    """Return the probe's rows of mixed lengths."""
     return batches(model.config, None, None)[3]
 
 

@@ -20,13 +20,11 @@ def tracked() -> tuple[Path, ...]:
 
 @cache
 def package() -> tuple[Path, ...]:
-    """Return the modules of the package."""
     return tuple(sorted(PACKAGE.rglob("*.py")))
 
 
 @cache
 def text(path: Path) -> str:
-    """Return what a file says."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 

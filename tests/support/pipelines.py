@@ -66,5 +66,4 @@ def make(folder: Path, encoders: Mapping[str, Any], **others: Any) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file below a folder."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

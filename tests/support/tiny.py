@@ -100,12 +100,10 @@ def stock(name: str, shape: Mapping[str, Any], **own: Any) -> Callable[..., Any]
 
 
 def of_t5(name: str, **own: Any) -> Callable[..., Any]:
-    """Return a function that makes a model of a stock class whose shape is T5's."""
     return stock(name, T5_SHAPE, **own)
 
 
 def untied(model: Any) -> Any:
-    """Give a model that stock code ties a head of its own."""
     model.lm_head.weight = torch.nn.Parameter(torch.randn(model.config.vocab_size, model.config.d_model))
     return model
 
@@ -470,7 +468,6 @@ def small(kind: str, seed: int = 0, **options: Any) -> Any:
 
 
 def final_norm(layout: Layout) -> str:
-    """Return the path of the last norm."""
     return [w.norm for w in layout.topology if isinstance(w, StackEnds)][-1]
 
 
