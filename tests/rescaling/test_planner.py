@@ -1,6 +1,5 @@
 """What a plan keeps and what it minimises."""
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -111,21 +110,6 @@ def test_what_no_exponent_can_lower_is_named_with_a_remedy() -> None:
     ranges = observe_ranges(model, shown_to(model))
     planned = make_plan(layout, source_weights(source, layout), ranges)
     assert any("wi_0" in v.signal and "finetune" in passed_limit(v).remedy for v in planned.violations)
-
-
-def test_given_r_the_channels_are_an_exact_optimum() -> None:
-    """Against exhaustive search over every combination of the first three value channels of one attention."""
-    _, source, layout, ranges = observed("gated")
-    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
-    signal = next(s for s in layout.signals.values() if s.kind is Kind.VALUE)
-    costs = next(search.channel_costs(signal, [-5]))[:3]
-    best = min(
-        (sum(float(costs[j, e]) for j, e in enumerate(combination)), combination)
-        for combination in itertools.product(range(costs.shape[1]), repeat=3)
-    )
-    search.settle(signal, -5)
-    chosen = tuple(int(e) + 24 for e in search.chosen[signal.name][:3])
-    assert sum(float(costs[j, e]) for j, e in enumerate(chosen)) == pytest.approx(best[0], rel=1e-12)
 
 
 def test_a_tenth_of_a_percent_of_inexact_weights_costs_a_rounding_at_every_norm() -> None:
