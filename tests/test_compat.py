@@ -67,7 +67,12 @@ def is_taken(case: config_edits.Original, edit: dict[str, object]) -> bool:
     return True
 
 
-EDITED = [("t5", (True,)), ("t5", (None, 2)), ("pegasus", (None, True, 2)), ("mt5", (True,)), ("mbart", (True,))]
+EDITED = [
+    ("t5", (True,)),
+    *((kind, (None, True, 2)) for kind in ("t5", "pegasus")),
+    ("mt5", (True,)),
+    ("mbart", (True,)),
+]
 
 
 @pytest.mark.parametrize(("kind", "values"), exhaustive.beyond(EDITED[:1], EDITED))
