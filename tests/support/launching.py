@@ -1,5 +1,7 @@
 """Starting a finetune in as many processes as a user would, on the CPU, and ending all of them."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 from collections.abc import Mapping
